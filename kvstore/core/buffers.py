@@ -1,0 +1,114 @@
+"""Caller-owned memory as blocks: where a load writes to and a store reads from.
+
+A *block buffer* gives, for block ``i`` and a range of layers, the contiguous pieces of memory that hold those bytes, in
+order. Everything that moves bytes (shared-memory copies, the data plane, NVMe) speaks this one protocol, so that no mover
+knows whether the caller brought one big tensor, a list of pages, or a layer-major cache.
+
+Memory belongs to the caller, who keeps it alive and unmoved until the operation has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.types import BlockShape
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@runtime_checkable
+class BlockBuffer(Protocol):
+    """Memory for ``count`` blocks of one shape."""
+
+    @property
+    def count(self) -> int:
+        """How many blocks there is memory for."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """The size of each."""
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        """Memory of layers ``[first_layer, first_layer + layer_count)`` of a block: contiguous pieces in order, as few as there are."""
+
+
+class DenseBlocks:
+    """Blocks in one array ``[blocks, layers, layer_block_bytes]``, uint8, last axis contiguous, the others of any stride.
+
+    A plain ``[blocks * block_bytes]`` buffer is the common case; a layer-major cache is the transposed view of
+    ``[layers, blocks, bytes]``.
+    """
+
+    def __init__(self, array: Bytes) -> None:
+        if array.ndim != 3 or array.dtype != np.uint8 or (array.shape[2] > 1 and array.strides[2] != 1):
+            raise InvalidArgument(
+                "blocks take a uint8 array [blocks, layers, layer_block_bytes] whose last axis is contiguous",
+                shape=array.shape,
+                strides=array.strides,
+                dtype=array.dtype,
+            )
+        self.array = array
+        self._shape = BlockShape(array.shape[1], array.shape[2])
+        self._whole = array.shape[1] == 1 or array.strides[1] == array.shape[2]
+        # one memoryview over everything makes a piece one cheap slice, where memory is plain
+        plain = self._whole and array.flags.c_contiguous and array.size > 0
+        self._flat: memoryview | None = memoryview(array.reshape(-1)) if plain else None
+
+    @property
+    def count(self) -> int:
+        return int(self.array.shape[0])
+
+    @property
+    def shape(self) -> BlockShape:
+        return self._shape
+
+    @property
+    def flat(self) -> memoryview | None:
+        """All blocks as one contiguous piece, or None where they are not."""
+        return self._flat
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        size = self._shape.layer_block_bytes
+        if self._flat is not None:
+            at = block * self._shape.block_bytes + first_layer * size
+            return (self._flat[at : at + layer_count * size],)
+        layers = self.array[block, first_layer : first_layer + layer_count]
+        if self._whole:
+            return (memoryview(layers.reshape(-1)),)
+        return [memoryview(layer) for layer in layers]
+
+
+class ScatteredBlocks:
+    """Blocks in separate pieces of memory, each one contiguous Full Block."""
+
+    def __init__(self, blocks: Sequence[memoryview], shape: BlockShape) -> None:
+        for position, view in enumerate(blocks):
+            if view.nbytes != shape.block_bytes or view.format != "B" or not view.c_contiguous:
+                raise InvalidArgument(
+                    "each block takes one contiguous byte view of a Full Block",
+                    position=position,
+                    nbytes=view.nbytes,
+                    expected=shape.block_bytes,
+                )
+        self._blocks = blocks
+        self._shape = shape
+
+    @property
+    def count(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def shape(self) -> BlockShape:
+        return self._shape
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        view = self._blocks[block]
+        if layer_count == self._shape.layers:
+            return (view,)
+        size = self._shape.layer_block_bytes
+        return (view[first_layer * size : (first_layer + layer_count) * size],)

@@ -1,0 +1,34 @@
+"""Time as a value that is passed in, so that tests own it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds. On one host all processes read the same clock, so deadlines may be compared across them."""
+
+    def now_s(self) -> float:
+        """Seconds since an arbitrary, fixed point."""
+
+
+class MonotonicClock:
+    """The host's ``CLOCK_MONOTONIC``."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves only when told: for tests."""
+
+    def __init__(self, start_s: float = 1000.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Moves time forward."""
+        self._now_s += seconds

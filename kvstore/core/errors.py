@@ -1,0 +1,141 @@
+"""One error tree, grouped by what the caller does about it.
+
+::
+
+    KVStoreError
+    ├── InvalidArgument     mend the call: it will never succeed as it is
+    ├── Unsupported         this build, volume or peer cannot do it
+    ├── NotFound            a named thing is not there (a missing *block* is an outcome, never an error)
+    ├── Conflict            it is there already, differently
+    ├── PermissionDenied    not yours
+    ├── Unauthenticated     say who you are first
+    ├── LeaseLost           the promise ran out: begin again
+    ├── CapacityExceeded    no room or a bound reached: later, or do without   (retryable)
+    ├── Unavailable         the other side is not there now                     (retryable)
+    ├── DeadlineExceeded    no answer in time                                   (retryable)
+    ├── CorruptBlock        bytes do not match their checksum: treat as a miss
+    └── Internal            a bug of ours
+
+``kind`` is append-only: user code matches on it. Storage code knows no gRPC or HTTP number: the one table is
+``kvstore.core.status``.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class ErrorKind(StrEnum):
+    """Stable names of the errors, as they travel. New ones may appear; none is renamed or removed."""
+
+    INVALID_ARGUMENT = "invalid_argument"
+    UNSUPPORTED = "unsupported"
+    NOT_FOUND = "not_found"
+    CONFLICT = "conflict"
+    PERMISSION_DENIED = "permission_denied"
+    UNAUTHENTICATED = "unauthenticated"
+    LEASE_LOST = "lease_lost"
+    CAPACITY_EXCEEDED = "capacity_exceeded"
+    UNAVAILABLE = "unavailable"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CORRUPT_BLOCK = "corrupt_block"
+    INTERNAL = "internal"
+
+
+class KVStoreError(Exception):
+    """Base of all errors of the store.
+
+    Args:
+        message: what went wrong and what to do, for a person.
+        fields: what the message speaks of, by name; values become strings where the error travels.
+    """
+
+    kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **fields: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields: dict[str, str] = {name: str(value) for name, value in fields.items()}
+
+    def __str__(self) -> str:
+        if not self.fields:
+            return self.message
+        return f"{self.message} ({', '.join(f'{name}={value}' for name, value in self.fields.items())})"
+
+
+class InvalidArgument(KVStoreError, ValueError):
+    """The call can never succeed as it is."""
+
+    kind = ErrorKind.INVALID_ARGUMENT
+
+
+class Unsupported(KVStoreError):
+    """This build, volume or peer cannot do it."""
+
+    kind = ErrorKind.UNSUPPORTED
+
+
+class NotFound(KVStoreError, KeyError):
+    """A named thing (a node, a namespace, a session) is not there."""
+
+    kind = ErrorKind.NOT_FOUND
+    __str__ = KVStoreError.__str__  # KeyError would print the repr
+
+
+class Conflict(KVStoreError):
+    """It is there already, differently."""
+
+    kind = ErrorKind.CONFLICT
+
+
+class PermissionDenied(KVStoreError):
+    """The caller may not do this."""
+
+    kind = ErrorKind.PERMISSION_DENIED
+
+
+class Unauthenticated(KVStoreError):
+    """The caller has not shown who it is."""
+
+    kind = ErrorKind.UNAUTHENTICATED
+
+
+class LeaseLost(KVStoreError):
+    """A session, lease or prepared slot is no longer the caller's."""
+
+    kind = ErrorKind.LEASE_LOST
+
+
+class CapacityExceeded(KVStoreError):
+    """No room, or a queue's bound is reached."""
+
+    kind = ErrorKind.CAPACITY_EXCEEDED
+    retryable = True
+
+
+class Unavailable(KVStoreError):
+    """The other side is not there now."""
+
+    kind = ErrorKind.UNAVAILABLE
+    retryable = True
+
+
+class DeadlineExceeded(KVStoreError, TimeoutError):
+    """No answer in time."""
+
+    kind = ErrorKind.DEADLINE_EXCEEDED
+    retryable = True
+
+
+class CorruptBlock(KVStoreError):
+    """Bytes do not match their checksum."""
+
+    kind = ErrorKind.CORRUPT_BLOCK
+
+
+class Internal(KVStoreError):
+    """A bug of ours."""
+
+    kind = ErrorKind.INTERNAL

@@ -1,0 +1,28 @@
+"""Every bound that input from outside meets, in one place. Checked before anything is allocated."""
+
+from __future__ import annotations
+
+MAX_KEYS_PER_CALL = 65_536
+"""Keys in one lookup, load, store or publish: 4 M tokens of context at 64 tokens a block."""
+MAX_LAYERS = 1_024
+MAX_LAYER_BLOCK_BYTES = 64 << 20
+MAX_BLOCK_BYTES = 256 << 20
+MIN_LAYER_BLOCK_BYTES = 1
+MAX_BLOCK_TOKENS = 65_536
+MAX_SHARDS = 4_096
+MAX_NAME_BYTES = 512
+"""Model names, tenants, layouts, node and volume ids."""
+MAX_SALT_BYTES = 256
+MAX_DEPTH = 1 << 24
+"""Position of a block in its chain."""
+MAX_TICKET_BYTES = 256
+MAX_CONTROL_MESSAGE_BYTES = 64 << 20
+"""gRPC messages; 65,536 keys with 1,024 checksums each do not fit and are refused: split the call."""
+MAX_FRAME_HEADER_BYTES = 8 << 20
+"""Data-plane frame headers."""
+MAX_DATA_CONNECTIONS = 256
+MAX_SESSIONS = 256
+MAX_VOLUMES_PER_NODE = 64
+MAX_NAMESPACES = 100_000
+DIGEST_RANGES = 4_096
+"""Ranges of key space in anti-entropy: by the first 12 bits of the key."""

@@ -1,0 +1,91 @@
+"""The value types that every part of the store speaks in: identities, tiers, outcomes.
+
+Pure: standard library only. Numbers of the enums are those of ``proto/kvstore/v1/common.proto``
+(``tests/core/test_types.py`` holds them together).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType
+
+KEY_BYTES = 16
+"""Length of a block key, a namespace id, a boot id, an operation id and a session id."""
+
+BlockKey = NewType("BlockKey", bytes)
+NamespaceId = NewType("NamespaceId", bytes)
+NodeId = NewType("NodeId", str)
+VolumeId = NewType("VolumeId", str)
+BootId = NewType("BootId", bytes)
+SessionId = NewType("SessionId", bytes)
+OperationId = NewType("OperationId", bytes)
+
+
+class Tier(IntEnum):
+    """Where a volume lies; lower is nearer to the GPU."""
+
+    HBM = 1
+    DRAM = 2
+    NVME = 3
+
+
+class Outcome(IntEnum):
+    """What became of one block of a load. Everything but ``HIT`` is a miss, which the engine recomputes."""
+
+    HIT = 1
+    MISS = 2
+    CORRUPT = 3
+    UNAVAILABLE = 4
+    TIMEOUT = 5
+    NO_ROOM = 6
+
+
+class StoreOutcome(IntEnum):
+    """What became of one block of a store. See the proto for when each is answered."""
+
+    STORED = 1
+    EXISTS = 2
+    IN_PROGRESS = 3
+    SKIPPED = 4
+    CORRUPT = 5
+    LOST = 6
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Size of one block: ``layers`` Layer Blocks of ``layer_block_bytes`` bytes, concatenated."""
+
+    layers: int
+    layer_block_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a Full Block."""
+        return self.layers * self.layer_block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks of one chain; ``keys[0]`` is the child of ``parent`` (None: head) at position ``depth``."""
+
+    namespace: NamespaceId
+    parent: BlockKey | None
+    depth: int
+    keys: tuple[BlockKey, ...]
+
+
+def pack_keys(keys: list[BlockKey] | tuple[BlockKey, ...]) -> bytes:
+    """Concatenates keys, 16 bytes each, as they travel."""
+    return b"".join(keys)
+
+
+def unpack_keys(packed: bytes) -> list[BlockKey]:
+    """Cuts packed keys apart.
+
+    Raises:
+        ValueError: the length is no multiple of 16 (callers at a door map it to ``InvalidArgument``).
+    """
+    if len(packed) % KEY_BYTES:
+        raise ValueError(f"packed keys take {KEY_BYTES} bytes each, got {len(packed)} bytes")
+    return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]

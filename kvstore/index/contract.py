@@ -1,0 +1,148 @@
+"""What a prefix index is: which volumes hold which keys, and how long the leading run of a chain is that can be served.
+
+The index is a *hint* that nodes publish (they are the truth), prefix-closed by construction: a block is published after its
+parent and leaves before it. Two things follow, and both make lookups logarithmic:
+
+* the hit length of a chain is found by bisection;
+* each replica remembers ``run_start``: the depth from which its volume holds the chain without a gap. One record at the end
+  of a run thus speaks for the whole run, and a lookup probes only where runs end.
+
+Where a lost node tore a hole, the probes find it and only shorten the hit.
+
+A *life* is one boot of one volume. Records name lives by a small number, so that a volume's death is one write, not a scan;
+what dead lives leave behind is swept in the background.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+
+Life = NewType("Life", int)
+"""One boot of one volume, as a number. Never used twice within one index epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LifeInfo:
+    """What a life stands for."""
+
+    life: Life
+    volume_id: VolumeId
+    node_id: NodeId
+    tier: Tier
+    boot_id: BootId
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRun:
+    """Blocks ``[start, start + count)`` of the keys asked for lie in one volume."""
+
+    start: int
+    count: int
+    life: Life
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The longest servable run of leading keys, and who holds which part. The runs cover ``[0, blocks)``; they may overlap."""
+
+    blocks: int
+    runs: tuple[ReplicaRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """Sizes. ``blocks`` counts keys, dead ones included until they are swept."""
+
+    blocks: int
+    bytes: int
+    dead_lives: int
+
+
+class PrefixIndex(ABC):
+    """One index. Thread-safe; backends that say so may be opened by several processes at once.
+
+    The conformance suite is ``kvstore.testing.index_suite``.
+    """
+
+    @property
+    @abstractmethod
+    def epoch(self) -> bytes:
+        """16 random bytes drawn when the index was made; another value means that it was made anew."""
+
+    # ---- lives ----
+    @abstractmethod
+    def open_life(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> Life:
+        """Begins a life, or finds the open one of the same (volume, boot). Older lives of the volume stay as they are."""
+
+    @abstractmethod
+    def close_life(self, life: Life) -> None:
+        """Hides everything that the life holds, at once, in O(1). Unknown or closed: no change."""
+
+    @abstractmethod
+    def lives(self) -> list[LifeInfo]:
+        """All open lives."""
+
+    # ---- blocks ----
+    @abstractmethod
+    def publish(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
+        """Applies one batch, atomically: first ``removed``, then ``stored`` in order. Applying a batch again changes nothing.
+
+        Raises:
+            NotFound: the life is not open.
+        """
+
+    @abstractmethod
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[Life]) -> PrefixHit:
+        """Longest prefix of a packed chain (from its head) in volumes whose life is ``visible``.
+
+        Keys of another namespace are misses. Logarithmic in the number of keys, plus the number of runs.
+        """
+
+    # ---- anti-entropy ----
+    @abstractmethod
+    def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:
+        """Keys that the life holds in one of the 4,096 ranges of key space (by the first 12 bits)."""
+
+    @abstractmethod
+    def sweep(self, max_entries: int) -> bool:
+        """Looks at up to ``max_entries`` records, going on where the last call ended, and drops what dead lives left.
+
+        Returns:
+            True when no dead life has records left.
+        """
+
+    # ---- namespaces: 16-byte digest -> serialised spec ----
+    @abstractmethod
+    def put_namespace(self, namespace: NamespaceId, spec: bytes) -> None:
+        """Remembers a namespace. Idempotent."""
+
+    @abstractmethod
+    def namespaces(self) -> list[tuple[NamespaceId, bytes]]:
+        """All namespaces, in order of arrival."""
+
+    # ---- small records of the server that uses the index (node registrations), kept beside it ----
+    @abstractmethod
+    def put_note(self, name: str, value: bytes | None) -> None:
+        """Keeps (or, with None, drops) a small named value."""
+
+    @abstractmethod
+    def notes(self) -> dict[str, bytes]:
+        """All of them."""
+
+    @property
+    @abstractmethod
+    def revision(self) -> int:
+        """Grows with every change of lives, namespaces or notes, by whatever process: tells a cache that it is stale."""
+
+    @abstractmethod
+    def stats(self) -> IndexStats:
+        """Sizes, at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of files."""

@@ -1,0 +1,146 @@
+"""What a volume is: one place that holds blocks in slots. Two kinds here: the DRAM arena and the NVMe slab.
+
+A volume is mechanism only. *Which* block goes or stays is decided by its owner (``kvstore.node``), with the pure parts
+``allocator`` (room) and ``policy`` (eviction). A volume's methods may be called from any thread; I/O methods block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, Tier, VolumeId
+
+
+class Slot(NamedTuple):
+    """Room for one block in a volume. ``generation`` grows each time the room is given to another block."""
+
+    offset: int
+    size: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """Everything a slot header and a catalog say of one block (all but where it lies)."""
+
+    namespace: NamespaceId
+    key: BlockKey
+    parent: BlockKey | None
+    depth: int
+    shape: BlockShape
+    checksums: bytes
+    """Little-endian uint64 a layer: xxh3-64 of each Layer Block."""
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeUsage:
+    """How full a volume is. Bytes count whole slots."""
+
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+
+
+class Volume(ABC):
+    """Room for blocks. The conformance suite is ``kvstore.testing.volume_suite``."""
+
+    volume_id: VolumeId
+    tier: Tier
+
+    @abstractmethod
+    def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
+        """Takes ``count`` slots, as contiguous as room allows, or None and nothing changed (atomic). Pure memory work."""
+
+    @abstractmethod
+    def free(self, slots: Sequence[Slot]) -> None:
+        """Gives slots back. A slot freed twice or of an old generation is an ``Internal`` error: never ignored."""
+
+    @abstractmethod
+    def room_plan(self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
+        """Which blocks would have to leave so that ``allocate(shape, count)`` succeeds.
+
+        ``coldest`` yields evictable blocks, coldest first, children before their parents; the plan is a prefix-closed choice
+        among the first ``limit`` of them (whoever evicts the plan leaves no child without its parent). An empty list: there is
+        room already. None: not within ``limit``. Changes nothing.
+        """
+
+    @abstractmethod
+    def usage(self) -> VolumeUsage:
+        """Fill, at once."""
+
+    @abstractmethod
+    def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
+        """Writes payloads (and headers, where the volume keeps them). One entry an item: None, or why it failed."""
+
+    @abstractmethod
+    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
+        """Reads Full Blocks into writable views: HIT, CORRUPT (header or checksums differ), or UNAVAILABLE (I/O error)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops I/O and lets go of files and memory."""
+
+
+class MappedVolume(Volume):
+    """A volume in this process's memory."""
+
+    @abstractmethod
+    def view(self, slot: Slot, size: int) -> memoryview:
+        """The first ``size`` bytes of a slot: writable, valid while the volume is open. The caller holds the slot."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """File descriptor that maps the whole volume (offset 0 = slot offset 0), for ``SCM_RIGHTS``."""
+
+
+class DurableVolume(Volume):
+    """A volume that outlives the process."""
+
+    @abstractmethod
+    def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
+        """Group commit: when it returns, written data of ``stored`` is on stable storage and the catalog says so, atomically
+        with ``removed``. Slots of ``removed`` may be freed after it. Raises ``OSError`` or ``KVStoreError``; then nothing of it counts.
+        """
+
+    @abstractmethod
+    def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
+        """All blocks the catalog holds, their slots taken. Called once, right after opening, before ``allocate``.
+        Entries that cannot be (overlap, outside the slab, malformed) are dropped from the catalog and counted.
+        """
+
+    @property
+    @abstractmethod
+    def io_engine(self) -> str:
+        """What is really in use, e.g. ``posix O_DIRECT`` or ``posix buffered (O_DIRECT refused: …)``."""
+
+
+class EvictionPolicy(Protocol):
+    """Which blocks are cold. One object a volume, called under its owner's lock; pure. Suite: ``kvstore.testing.policy_suite``."""
+
+    def insert(self, key: BlockKey, parent: BlockKey | None) -> None:
+        """A block came in. ``parent`` may be absent from the volume."""
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks were used, given in chain order; unknown keys are ignored."""
+
+    def remove(self, key: BlockKey) -> None:
+        """A block left (evicted or not)."""
+
+    def coldest(self, evictable: Callable[[BlockKey], bool]) -> Iterator[BlockKey]:
+        """Evictable blocks, coldest first, a parent only after all its children in the volume were yielded.
+
+        May reorder its queues, but removes nothing; the owner calls ``remove`` for those it evicts. The iterator is used
+        at once, with no other call in between, and ends when nothing evictable is left.
+        """
+
+    def __len__(self) -> int:
+        """Blocks held."""
+
+
+ChecksumArray = npt.NDArray[np.uint64]

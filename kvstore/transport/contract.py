@@ -1,0 +1,164 @@
+"""What a transport is: moves Layer Blocks of named keys between a node's memory and a caller's, over one wire.
+
+A transport never knows what a block means. The side that *has* blocks gives it a ``BlockProvider``; the side that wants
+them brings a ``BlockBuffer``. Bytes go from the provider's views to the buffer's segments with no copy in Python.
+
+Truth and checks: a read names keys in one namespace, and the provider answers for each with verified-in-place bytes or an
+outcome other than HIT. Checksums (xxh3-64 of each Layer Block, made by the producer) travel beside the bytes; the *reading*
+side verifies them on arrival unless it asked for ``verify=False``, and reports CORRUPT where they differ: such bytes may lie
+in the caller's buffer, but never count as a hit. On a write, the *receiving* side verifies before it commits.
+
+Every call has a deadline (monotonic seconds). All methods here block and may be called from any thread; a provider is
+called from many threads at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
+
+Checksums = npt.NDArray[np.uint64]
+"""``[blocks, layers]``: xxh3-64 of each Layer Block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Layers ``[first_layer, first_layer + layer_count)`` of some blocks of one namespace.
+
+    ``layer_group`` 0 sends each block's layers together; n > 0 sends all blocks' first n layers, then the next n, and so
+    on, within each part that the provider yields: what layer-wise hand-over wants.
+    """
+
+    namespace: NamespaceId
+    keys: Sequence[BlockKey]
+    first_layer: int
+    layer_count: int
+    layer_group: int
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class ReadPart:
+    """Consecutive blocks ``[first, first + len(outcomes))`` of a read, pinned until ``release`` is called (exactly once).
+
+    ``views`` and ``checksums`` have one entry for each block whose outcome is HIT, in order; a view is the Full Block.
+    """
+
+    first: int
+    outcomes: Sequence[Outcome]
+    views: Sequence[memoryview]
+    checksums: Checksums
+    tier: Tier
+    release: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """A run of blocks to be stored. ``durable``: answer only once they are on NVMe."""
+
+    run: BlockRun
+    shape: BlockShape
+    durable: bool
+    deadline_s: float
+
+
+class WriteGrant(ABC):
+    """Slots granted for a write. Exactly one of ``commit`` and ``abort`` is called, once, also when the peer dies."""
+
+    outcomes: Sequence[StoreOutcome]
+    """One a key of the run: STORED where a slot is granted, else why not."""
+    views: Sequence[memoryview]
+    """One writable Full Block for each STORED, in order."""
+
+    @abstractmethod
+    def commit(self, checksums: Checksums, good: Sequence[bool]) -> Sequence[StoreOutcome]:
+        """Makes the granted blocks with ``good`` visible (False: bytes did not match; the slot is given back).
+
+        Args:
+            checksums: ``[granted, layers]``.
+            good: one a granted block.
+
+        Returns:
+            One outcome a granted block.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Gives all slots back; never raises."""
+
+
+class BlockProvider(ABC):
+    """What a node gives to its transport servers."""
+
+    @abstractmethod
+    def shape(self, namespace: NamespaceId) -> BlockShape | None:
+        """Block shape of a namespace, or None where this node has never heard of it."""
+
+    @abstractmethod
+    def read(self, request: ReadRequest) -> Iterator[ReadPart]:
+        """Yields parts until every key is answered, each exactly once, in any order of parts. Bounded by the deadline.
+
+        The caller releases each part, and closes the iterator when it stops early.
+        """
+
+    @abstractmethod
+    def write(self, request: WriteRequest) -> WriteGrant:
+        """Grants slots. Never raises for lack of room: that is an outcome."""
+
+
+@dataclass(slots=True)
+class ReadResult:
+    """What a read brought. ``outcomes[i]`` and ``tiers[i]`` speak of ``keys[i]``; bytes are valid only where HIT."""
+
+    outcomes: list[Outcome]
+    tiers: list[Tier]
+    bytes_received: int = 0
+    checksums: Checksums | None = field(default=None)
+    """``[blocks, layer_count]`` as sent by the provider; rows of misses are zero."""
+
+
+LayerProgress = Callable[[int, int], None]
+"""``on_layers(first_layer, layer_count)``: these layers of *all* blocks that can arrive have arrived (verified)."""
+
+
+class BlockPeer(ABC):
+    """A connection (or a few) to one node's transport server. Thread-safe; several reads may run at once."""
+
+    @abstractmethod
+    def read(
+        self,
+        request: ReadRequest,
+        destination: BlockBuffer,
+        *,
+        verify: bool = True,
+        on_layers: LayerProgress | None = None,
+    ) -> ReadResult:
+        """Reads blocks into ``destination`` (block i of the request to block i of the buffer; layer l to layer l).
+
+        Never raises for a missing, corrupt or late block, nor for a peer that died in the middle: those are outcomes.
+        After it has returned, nothing writes to ``destination`` any more.
+
+        Raises:
+            InvalidArgument: request and buffer do not fit, or a limit is passed.
+            Unavailable: the peer cannot be reached at all.
+            PermissionDenied, Unauthenticated: the peer refused the ticket or the namespace.
+        """
+
+    @abstractmethod
+    def write(self, request: WriteRequest, source: BlockBuffer, checksums: Checksums) -> list[StoreOutcome]:
+        """Stores blocks from ``source``. One outcome a key; a peer that dies in the middle answers LOST for what it did not confirm.
+
+        Raises:
+            InvalidArgument, Unavailable, PermissionDenied, Unauthenticated: as ``read``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes all connections; reads under way end with UNAVAILABLE."""

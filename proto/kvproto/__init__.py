@@ -1,0 +1,1 @@
+"""Generated from proto/kvstore by scripts/generate_stubs.py: do not edit."""

@@ -1,0 +1,1 @@
+"""Stubs of the package kvstore.v1."""

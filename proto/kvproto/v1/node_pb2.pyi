@@ -1,0 +1,233 @@
+from kvproto.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetNodeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IssueTicketRequest(_message.Message):
+    __slots__ = ("spec",)
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    spec: _common_pb2.CacheSpec
+    def __init__(self, spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ...) -> None: ...
+
+class IssueTicketResponse(_message.Message):
+    __slots__ = ("ticket", "valid_for_ms", "boot_id")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    VALID_FOR_MS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    valid_for_ms: int
+    boot_id: bytes
+    def __init__(self, ticket: _Optional[bytes] = ..., valid_for_ms: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("client_name", "spec")
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    client_name: str
+    spec: _common_pb2.CacheSpec
+    def __init__(self, client_name: _Optional[str] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("session_id", "arena_socket", "arena_bytes", "lease_ms", "node")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ARENA_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    arena_socket: str
+    arena_bytes: int
+    lease_ms: int
+    node: _common_pb2.NodeInfo
+    def __init__(self, session_id: _Optional[bytes] = ..., arena_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ...) -> None: ...
+
+class PrepareRequest(_message.Message):
+    __slots__ = ("session_id", "operation_id", "blocks", "wait_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    operation_id: bytes
+    blocks: _common_pb2.BlockRun
+    wait_ms: int
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., blocks: _Optional[_Union[_common_pb2.BlockRun, _Mapping]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class PrepareResponse(_message.Message):
+    __slots__ = ("outcomes", "offsets")
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    outcomes: bytes
+    offsets: bytes
+    def __init__(self, outcomes: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
+
+class CompleteRequest(_message.Message):
+    __slots__ = ("session_id", "operation_id", "keys", "checksums")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    operation_id: bytes
+    keys: bytes
+    checksums: bytes
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+
+class CompleteResponse(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: bytes
+    def __init__(self, outcomes: _Optional[bytes] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("session_id", "operation_id")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    operation_id: bytes
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("session_id", "operation_id", "keys", "sources", "want_checksums")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    WANT_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    operation_id: bytes
+    keys: bytes
+    sources: _containers.RepeatedCompositeFieldContainer[LoadSource]
+    want_checksums: bool
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., want_checksums: _Optional[bool] = ...) -> None: ...
+
+class LoadSource(_message.Message):
+    __slots__ = ("start", "count", "node_id", "control_address", "data_address")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    count: int
+    node_id: str
+    control_address: str
+    data_address: str
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
+
+class LoadProgress(_message.Message):
+    __slots__ = ("runs", "lease_id")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[LoadedRun]
+    lease_id: int
+    def __init__(self, runs: _Optional[_Iterable[_Union[LoadedRun, _Mapping]]] = ..., lease_id: _Optional[int] = ...) -> None: ...
+
+class LoadedRun(_message.Message):
+    __slots__ = ("start", "count", "outcome", "tier", "source_node", "offsets", "checksums")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_NODE_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    count: int
+    outcome: _common_pb2.Outcome
+    tier: _common_pb2.Tier
+    source_node: str
+    offsets: bytes
+    checksums: bytes
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., source_node: _Optional[str] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("session_id", "lease_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class FlushResponse(_message.Message):
+    __slots__ = ("durable_blocks", "dropped_blocks", "complete")
+    DURABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    durable_blocks: int
+    dropped_blocks: int
+    complete: bool
+    def __init__(self, durable_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("operation_id", "tier")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    tier: _common_pb2.Tier
+    def __init__(self, operation_id: _Optional[bytes] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+
+class EvictResponse(_message.Message):
+    __slots__ = ("evicted_blocks",)
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    evicted_blocks: int
+    def __init__(self, evicted_blocks: _Optional[int] = ...) -> None: ...
+
+class GetNodeStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetNodeStatsResponse(_message.Message):
+    __slots__ = ("node", "counters", "tiers", "io_engines")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    IO_ENGINES_FIELD_NUMBER: _ClassVar[int]
+    node: _common_pb2.NodeInfo
+    counters: _containers.ScalarMap[str, int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierUsage]
+    io_engines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ..., io_engines: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TierUsage(_message.Message):
+    __slots__ = ("volume_id", "tier", "capacity_bytes", "used_bytes", "blocks")
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    tier: _common_pb2.Tier
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
