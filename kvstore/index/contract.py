@@ -127,8 +127,19 @@ class PrefixIndex(ABC):
 
     # ---- small records of the server that uses the index (node registrations), kept beside it ----
     @abstractmethod
-    def put_note(self, name: str, value: bytes | None) -> None:
-        """Keeps (or, with None, drops) a small named value."""
+    def put_note(self, name: str, value: bytes | None, *, announce: bool = True) -> None:
+        """Keeps (or, with None, drops) a small named value.
+
+        Args:
+            name: what to find it by.
+            value: what to keep.
+            announce: whether `revision` moves. False is for what changes often (heartbeats, sequence numbers): other
+                processes poll it, and their caches stay warm.
+        """
+
+    @abstractmethod
+    def note(self, name: str) -> bytes | None:
+        """One of them, as it is now; None where there is none."""
 
     @abstractmethod
     def notes(self) -> dict[str, bytes]:
@@ -137,7 +148,7 @@ class PrefixIndex(ABC):
     @property
     @abstractmethod
     def revision(self) -> int:
-        """Grows with every change of lives, namespaces or notes, by whatever process: tells a cache that it is stale."""
+        """Grows with every announced change of lives, namespaces or notes, by whatever process: tells a cache that it is stale."""
 
     @abstractmethod
     def stats(self) -> IndexStats:
