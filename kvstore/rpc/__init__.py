@@ -1,0 +1,1 @@
+"""gRPC glue that servers and clients share: errors as status, servers, channels, TLS, proto to value types."""

@@ -1,0 +1,45 @@
+"""gRPC credentials from a ``TlsConfig``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.tls import TlsConfig
+
+
+def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+    """Credentials of a server.
+
+    Raises:
+        InvalidArgument: no certificate given, or a file cannot be read.
+    """
+    if tls.cert is None or tls.key is None:
+        raise InvalidArgument("a TLS server takes a certificate and its key")
+    return grpc.ssl_server_credentials(
+        [(_read(tls.key), _read(tls.cert))],
+        root_certificates=_read(tls.ca) if tls.ca is not None else None,
+        require_client_auth=tls.require_client_cert,
+    )
+
+
+def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+    """Credentials of a client; without ``ca`` the system's authorities are trusted.
+
+    Raises:
+        InvalidArgument: a file cannot be read.
+    """
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read(tls.ca) if tls.ca is not None else None,
+        private_key=_read(tls.key) if tls.key is not None else None,
+        certificate_chain=_read(tls.cert) if tls.cert is not None else None,
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument("cannot read a TLS file", path=path, reason=error.strerror or error) from error
