@@ -1,0 +1,71 @@
+# One command each, on a bare Debian machine with Python >= 3.11, git and make. Every target makes what it needs and is cheap the second time.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+VENV_BENCH := .venv-bench
+BIN := $(VENV)/bin
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+# pip builds the editable install in an environment of its own, which only the variables reach (two names: old pip, new pip).
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help install run test lint format types stubs check bench clean
+
+help:  ## shows this
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*##\s*/\1\t/' | expand -t 10
+
+define need_python
+	@command -v $(PYTHON) >/dev/null || { echo "No '$(PYTHON)' here: sudo apt install python3 python3-venv (or name another: make PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, '$(PYTHON)' is $$($(PYTHON) -V 2>&1): name another with make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing: sudo apt install python3-venv" >&2; exit 1; }
+endef
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(need_python)
+	@echo "making $(VENV): some minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(VENV_BENCH)/.stamp: pyproject.toml constraints.txt
+	$(need_python)
+	@echo "making $(VENV_BENCH), for the peers that benchmarks are held against"
+	@$(PYTHON) -m venv $(VENV_BENCH)
+	@$(VENV_BENCH)/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda numpy
+	@touch $@
+
+install: $(VENV)/.stamp  ## virtual environment .venv with everything in it
+
+run: install  ## starts the store, runs the demo workload with every byte checked, exits 0
+	@$(BIN)/kvstore demo
+
+test: install  ## all tests that this machine can run
+	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: install  ## ruff: rules and format
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+format: install  ## ruff: formats, mends what it can
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+types: install  ## mypy, strict
+	@$(BIN)/mypy
+
+stubs: install  ## fails where the committed gRPC stubs differ from the proto files
+	@$(BIN)/python scripts/generate_stubs.py --check
+
+check: test lint types stubs  ## all of it, as the continuous integration does
+
+bench: install $(VENV_BENCH)/.stamp  ## the benchmark table (minutes); BENCH_ARGS=--quick for a short look
+	@$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
+
+clean:  ## removes what the targets made
+	rm -rf $(VENV) $(VENV_BENCH) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+"""What every test shares: the traces option, hypothesis profiles, and the gate of the ``gpu`` marker."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Machines differ in speed, so no example has a deadline of its own: pytest-timeout bounds the test.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples each time: a red build can be repeated.
+settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True, database=None, print_blob=True)
+# A long search for new examples: pytest --hypothesis-profile=nightly
+settings.register_profile("nightly", parent=settings.get_profile("default"), max_examples=2_000, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") == "true" else "default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--traces",
+        type=Path,
+        default=REPOSITORY.parent / "shared" / "traces",
+        help="folder of the public request traces (default: ../shared/traces beside the repository)",
+    )
+
+
+@pytest.fixture(scope="session")
+def traces(pytestconfig: pytest.Config) -> Path:
+    """The folder of request traces; tests that need it are skipped where it is missing."""
+    folder: Path = pytestconfig.getoption("--traces")
+    if not folder.is_dir():
+        pytest.skip(f"no request traces in {folder}: name their folder with --traces")
+    return folder
+
+
+def _cuda_device_count() -> int:
+    """CUDA devices that the driver shows, without importing torch."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if wanting and not _cuda_device_count():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))

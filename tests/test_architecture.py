@@ -1,0 +1,210 @@
+"""Rules of the house that no package can keep alone: who imports whom, what the contract says, how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from grpc_tools import protoc
+
+from kvstore.core import errors
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+LEAVES = {"core", "observe"}
+"""Import nothing of ours, so everybody may import them."""
+
+ALLOWED: dict[str, set[str]] = {
+    "core": set(),
+    "observe": set(),
+    "index": LEAVES,
+    "tiers": LEAVES,
+    "transport": LEAVES,
+    "rpc": LEAVES | {"kvproto"},
+    "metadata": LEAVES | {"index", "rpc", "kvproto"},
+    "node": LEAVES | {"tiers", "transport", "rpc", "kvproto"},
+    "kvclient": LEAVES | {"transport", "rpc", "kvproto"},
+    "testing": LEAVES | {"index", "tiers", "transport", "rpc", "kvproto", "metadata", "node", "kvclient"},
+}
+"""Package -> packages of ours that it may import. Those that wire everything together (``FREE``) may import all."""
+
+FREE = {"cli", "replay", "workload"}
+
+CORE_LIBRARIES = {"numpy", "xxhash", "pydantic"}
+"""Third-party packages that the pure core may use (pydantic: the typed configuration alone)."""
+
+LONGEST_FILE = 700
+
+
+def our_files() -> list[Path]:
+    return sorted([*(REPOSITORY / "kvstore").rglob("*.py"), *(REPOSITORY / "clients").rglob("*.py")])
+
+
+def package_of(path: Path) -> str:
+    """``kvstore/tiers/nvme.py`` -> ``tiers``; ``clients/kvclient/x.py`` -> ``kvclient``; ``kvstore/cli.py`` -> ``cli``."""
+    inside = path.relative_to(REPOSITORY).parts
+    if inside[0] == "clients":
+        return inside[1]
+    return "" if inside[1] == "__init__.py" else Path(inside[1]).stem
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of every import, also those within functions and below ``if TYPE_CHECKING``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                folder = path.relative_to(REPOSITORY).parts[:-1]
+                folder = folder[1:] if folder[0] == "clients" else folder
+                base = ".".join(folder[: len(folder) - node.level + 1])
+                module = f"{base}.{node.module}" if node.module else base
+            else:
+                module = node.module or ""
+            # `from kvstore import metadata` names the package in the alias
+            yield from ((node.lineno, f"{module}.{alias.name}" if module == "kvstore" else module) for alias in node.names)
+
+
+def our_package(module: str) -> str | None:
+    """Which package of ours a dotted name lies in; None for others (and for the bare version in ``kvstore``)."""
+    parts = module.split(".")
+    if parts[0] in {"kvclient", "kvproto"}:
+        return parts[0]
+    if parts[0] != "kvstore" or len(parts) < 2 or parts[1] == "__version__":
+        return None
+    return parts[1]
+
+
+def test_every_package_has_its_rule() -> None:
+    assert {package_of(path) for path in our_files()} - {""} <= set(ALLOWED) | FREE
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_imports_point_inward(package: str) -> None:
+    allowed = ALLOWED[package] | {package}
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{line} imports {module}"
+        for path in our_files()
+        if package_of(path) == package
+        for line, module in imports_of(path)
+        if (target := our_package(module)) is not None and target not in allowed
+    ]
+    assert wrong == []
+
+
+def test_core_is_pure() -> None:
+    libraries = {
+        (str(path.relative_to(REPOSITORY)), module.split(".")[0])
+        for path in our_files()
+        if package_of(path) == "core"
+        for _, module in imports_of(path)
+        if module.split(".")[0] not in sys.stdlib_module_names
+    }
+    assert {entry for entry in libraries if entry[1] not in CORE_LIBRARIES | {"kvstore"}} == set()
+
+
+def test_importing_the_client_loads_no_engine_and_no_server() -> None:
+    forbidden = ["torch", "pydantic", "fastapi", "vllm", "sglang", "lmdb", "click", "rich"]
+    forbidden += [f"kvstore.{package}" for package in ("index", "tiers", "metadata", "node", "testing", *sorted(FREE))]
+    program = f"import kvclient, sys; print(*[name for name in {forbidden!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert loaded.stdout.split() == []
+
+
+def test_files_stay_short() -> None:
+    folders = ("kvstore", "clients", "benchmarks", "scripts", "tests")
+    long = {
+        str(path.relative_to(REPOSITORY)): lines
+        for folder in folders
+        for path in (REPOSITORY / folder).rglob("*.py")
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > LONGEST_FILE
+    }
+    assert long == {}
+
+
+# ---- the contract ----
+
+
+@pytest.fixture(scope="module")
+def contract(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto]:
+    """Our proto files as descriptors with their comments."""
+    out = tmp_path_factory.mktemp("contract") / "set"
+    sources = sorted(str(path) for path in (REPOSITORY / "proto" / "kvstore").rglob("*.proto"))
+    arguments = ["protoc", f"-I{REPOSITORY / 'proto'}", f"--descriptor_set_out={out}", "--include_source_info", *sources]
+    assert protoc.main(arguments) == 0
+    return list(FileDescriptorSet.FromString(out.read_bytes()).file)
+
+
+def uncommented(file: FileDescriptorProto) -> Iterator[str]:
+    """Names of fields, values, rpcs and messages that no comment stands at."""
+    said = {
+        tuple(place.path)
+        for place in file.source_code_info.location
+        if (place.leading_comments + place.trailing_comments).strip()
+    }
+    # the request and the response of an rpc are spoken of by the rpc
+    spoken_for = {
+        name.rsplit(".", 1)[-1]
+        for service in file.service
+        for rpc in service.method
+        for name in (rpc.input_type, rpc.output_type)
+    }
+    for m, message in enumerate(file.message_type):
+        if (4, m) not in said and message.name not in spoken_for:
+            yield message.name
+        yield from (f"{message.name}.{field.name}" for f, field in enumerate(message.field) if (4, m, 2, f) not in said)
+    for e, enum in enumerate(file.enum_type):
+        if (5, e) not in said:
+            yield enum.name
+        yield from (
+            f"{enum.name}.{value.name}" for v, value in enumerate(enum.value) if value.number and (5, e, 2, v) not in said
+        )
+    for s, service in enumerate(file.service):
+        yield from (f"{service.name}.{rpc.name}" for r, rpc in enumerate(service.method) if (6, s, 2, r) not in said)
+
+
+def test_everything_in_the_contract_has_a_comment(contract: list[FileDescriptorProto]) -> None:
+    assert [f"{file.name}: {name}" for file in contract for name in uncommented(file)] == []
+
+
+def test_generated_stubs_are_in_sync() -> None:
+    checked = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "generate_stubs.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+# ---- errors ----
+
+
+def subclasses(cls: type[errors.KVStoreError]) -> Iterator[type[errors.KVStoreError]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+def test_every_error_kind_has_one_class() -> None:
+    ours = [cls.kind for cls in subclasses(errors.KVStoreError) if cls.__module__ == errors.__name__]
+    assert Counter(ours) == Counter(errors.ErrorKind)
+
+
+# ---- versions ----
+
+
+def test_constraints_are_exact_and_name_each_package_once() -> None:
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9A-Za-z.]+", pin)] == []
+    names = Counter(re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins)
+    assert [name for name, count in names.items() if count > 1] == []
