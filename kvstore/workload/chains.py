@@ -1,0 +1,60 @@
+"""From the ids of a workload to chains: dense chain ids for bounds and simulations, real block keys for the store."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.workload.requests import BlockIds
+
+ChainIds = npt.NDArray[np.int64]
+
+_SESSIONS_REMEMBERED = 4_096
+
+
+class ChainTable:
+    """Gives each distinct prefix of ids a dense number, in order of first appearance.
+
+    Ids of a trace name blocks; what a cache stores is a block *behind its prefix*. Two requests share the chain ids of
+    exactly their common prefix. A session's next request mostly repeats its last one: that part is compared, not looked up.
+    """
+
+    def __init__(self) -> None:
+        self._children: dict[tuple[int, int], int] = {}
+        self._sessions: OrderedDict[str, tuple[BlockIds, ChainIds]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Distinct prefixes seen."""
+        return len(self._children)
+
+    def intern(self, session: str, ids: BlockIds) -> ChainIds:
+        """Chain ids of a request, as long as ``ids``; those that are new are the highest ones and stand at the end."""
+        chain = np.empty(len(ids), dtype=np.int64)
+        at = self._repeated(session, ids, chain)
+        node = int(chain[at - 1]) if at else -1
+        for position, block in enumerate(ids[at:].tolist(), start=at):
+            node = self._children.setdefault((node, block), len(self._children))
+            chain[position] = node
+        self._remember(session, ids, chain)
+        return chain
+
+    def _repeated(self, session: str, ids: BlockIds, chain: ChainIds) -> int:
+        """Fills in the part that repeats the session's last request; returns its length."""
+        last = self._sessions.get(session)
+        if last is None:
+            return 0
+        last_ids, last_chain = last
+        common = min(len(ids), len(last_ids))
+        differs = ids[:common] != last_ids[:common]
+        if differs.any():
+            common = int(differs.argmax())
+        chain[:common] = last_chain[:common]
+        return common
+
+    def _remember(self, session: str, ids: BlockIds, chain: ChainIds) -> None:
+        self._sessions[session] = (ids, chain)
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > _SESSIONS_REMEMBERED:
+            self._sessions.popitem(last=False)

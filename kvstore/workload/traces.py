@@ -1,0 +1,179 @@
+"""Readers of recorded request traces: Mooncake's JSON lines, and run-length JSON lines.
+
+* Mooncake: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id, …]}`` a line; one id a
+  block of 512 tokens, the last block may be partial; an equal id means an equal prefix up to and including that block.
+* Run-length: first ``{"meta": {"name": …, "block_size": tokens}}``, then ``{"s": session, "i": turn, "st": stream, "ts": ms,
+  "in": tokens, "out": tokens, "h": [[first_id, count], …]}``; a pair stands for ids first_id … first_id + count - 1.
+
+Both may be compressed with zstd. A file is input from outside: every line is checked before anything is expanded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.limits import MAX_BLOCK_TOKENS, MAX_KEYS_PER_CALL, MAX_NAME_BYTES
+from kvstore.workload.jsonl import read_lines
+from kvstore.workload.requests import BlockIds, TraceInfo, TraceRequest
+
+MOONCAKE_BLOCK_TOKENS = 512
+_MAX_INT = (1 << 63) - 1
+
+_Row = dict[str, Any]
+_Parser = Callable[[_Row, int], TraceRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace file. Iterating it reads the file anew, request by request, in the order of the file."""
+
+    path: Path
+    info: TraceInfo
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        parse = _parse_rle if self.info.format == "rle" else _parse_mooncake
+        lines = read_lines(self.path)
+        if self.info.format == "rle":
+            next(lines)  # the meta row, which open_trace has read
+        for position, (number, line) in enumerate(lines):
+            yield _request(self.path, number, line, parse, position)
+
+
+def open_trace(path: Path | str) -> Trace:
+    """Recognises a trace by its first line.
+
+    Raises:
+        InvalidArgument: the file cannot be read or is no trace; names file and line. Lines after the first raise the same
+            when iteration comes to them.
+    """
+    path = Path(path)
+    for number, line in itertools.islice(read_lines(path), 1):
+        row = _row(path, number, line)
+        if "meta" in row:
+            return Trace(path, _meta(path, number, row))
+        _request(path, number, line, _parse_mooncake, 0)
+        return Trace(path, TraceInfo(_name_of(path), MOONCAKE_BLOCK_TOKENS, "mooncake"))
+    raise InvalidArgument("not a trace: the file is empty", file=path)
+
+
+def _name_of(path: Path) -> str:
+    return path.name.split(".", 1)[0] or path.name
+
+
+def _row(path: Path, number: int, line: bytes) -> _Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"not a trace: no JSON object ({error})", file=path, line=number) from error
+    if not isinstance(row, dict):
+        raise InvalidArgument("not a trace: a line is one JSON object", file=path, line=number)
+    return row
+
+
+def _meta(path: Path, number: int, row: _Row) -> TraceInfo:
+    meta = row["meta"]
+    try:
+        if not isinstance(meta, dict):
+            raise InvalidArgument("meta is an object")
+        tokens = _count(meta, "block_size")
+        if not 1 <= tokens <= MAX_BLOCK_TOKENS:
+            raise InvalidArgument("block_size is out of range", block_size=tokens, limit=MAX_BLOCK_TOKENS)
+        name = meta.get("name", _name_of(path))
+        if not isinstance(name, str) or len(name.encode()) > MAX_NAME_BYTES:
+            raise InvalidArgument("name is a short string")
+    except InvalidArgument as error:
+        raise _not_a_trace(path, number, error) from error
+    return TraceInfo(name, tokens, "rle")
+
+
+def _request(path: Path, number: int, line: bytes, parse: _Parser, position: int) -> TraceRequest:
+    row = _row(path, number, line)
+    try:
+        return parse(row, position)
+    except InvalidArgument as error:
+        raise _not_a_trace(path, number, error) from error
+
+
+def _not_a_trace(path: Path, number: int, error: InvalidArgument) -> InvalidArgument:
+    return InvalidArgument(f"not a trace: {error.message}", file=path, line=number, **error.fields)
+
+
+def _count(row: _Row, name: str) -> int:
+    """A whole number of 0 or more."""
+    if name not in row:
+        raise InvalidArgument(f"'{name}' is missing")
+    value = row[name]
+    if type(value) is not int or not 0 <= value <= _MAX_INT:
+        raise InvalidArgument(f"'{name}' is no whole number of 0 or more", value=_shown(value))
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _parse_mooncake(row: _Row, position: int) -> TraceRequest:
+    ids = row.get("hash_ids")
+    if not isinstance(ids, list):
+        raise InvalidArgument("'hash_ids' is missing or no list")
+    if len(ids) > MAX_KEYS_PER_CALL:
+        raise InvalidArgument("too many blocks in one request", blocks=len(ids), limit=MAX_KEYS_PER_CALL)
+    for value in ids:
+        if type(value) is not int or not 0 <= value <= _MAX_INT:
+            raise InvalidArgument("a block id is no whole number of 0 or more", value=_shown(value))
+    return TraceRequest(
+        session=f"request-{position}",  # the trace does not say which requests belong together
+        turn=0,
+        timestamp_ms=_count(row, "timestamp"),
+        input_tokens=_count(row, "input_length"),
+        output_tokens=_count(row, "output_length"),
+        block_ids=np.array(ids, dtype=np.int64),
+    )
+
+
+def _parse_rle(row: _Row, position: int) -> TraceRequest:
+    session, stream = row.get("s"), row.get("st", "main")
+    if type(session) not in (int, str) or not isinstance(stream, str):
+        raise InvalidArgument(f"'s' is a session and 'st' a stream (request {position})")
+    name = str(session) if stream == "main" else f"{session}/{stream}"
+    if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+        raise InvalidArgument("the session's name is too long", limit_bytes=MAX_NAME_BYTES)
+    return TraceRequest(
+        session=name,
+        turn=_count(row, "i"),
+        timestamp_ms=_count(row, "ts"),
+        input_tokens=_count(row, "in"),
+        output_tokens=_count(row, "out"),
+        block_ids=_expand(row.get("h")),
+    )
+
+
+def _expand(runs: object) -> BlockIds:
+    """Expands ``[[first, count], …]``; sizes are added up before anything is allocated."""
+    if not isinstance(runs, list):
+        raise InvalidArgument("'h' is missing or no list")
+    total = 0
+    for run in runs:
+        if not isinstance(run, list) or len(run) != 2 or type(run[0]) is not int or type(run[1]) is not int:
+            raise InvalidArgument("a run of blocks is [first id, count]", value=_shown(run))
+        first, count = run
+        if first < 0 or count < 1 or first + count > _MAX_INT:
+            raise InvalidArgument("a run's ids or count are out of range", value=_shown(run))
+        total += count
+        if total > MAX_KEYS_PER_CALL:
+            raise InvalidArgument("too many blocks in one request", limit=MAX_KEYS_PER_CALL)
+    out = np.empty(total, dtype=np.int64)
+    at = 0
+    for first, count in runs:
+        out[at : at + count] = np.arange(first, first + count, dtype=np.int64)
+        at += count
+    return out
