@@ -81,8 +81,8 @@ _CLASSES: tuple[type[KVStoreError], ...] = (
 ERROR_CLASSES: Mapping[ErrorKind, type[KVStoreError]] = MappingProxyType({cls.kind: cls for cls in _CLASSES})
 
 _KIND_OF_GRPC: Mapping[int, ErrorKind] = MappingProxyType(
-    {status.grpc: kind for kind, status in STATUS.items()}
-    | {
+    {
+        **{int(status.grpc): kind for kind, status in STATUS.items()},
         GrpcCode.CANCELLED: ErrorKind.UNAVAILABLE,  # the channel or the server went away under the call
         GrpcCode.UNKNOWN: ErrorKind.INTERNAL,
         GrpcCode.ALREADY_EXISTS: ErrorKind.CONFLICT,

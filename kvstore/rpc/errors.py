@@ -20,6 +20,7 @@ from kvstore.core.status import STATUS, kind_of_grpc, make_error
 DETAILS_KEY: Final = "grpc-status-details-bin"
 """Trailing metadata key that the gRPC libraries of all languages agree on."""
 _GRPC_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+_KINDS: Final = {kind.value: kind for kind in ErrorKind}
 # gRPC peers accept about 8 KiB of trailing metadata by default: a status that does not fit would arrive as a bare
 # RESOURCE_EXHAUSTED. The message travels twice (once percent-encoded), so everything is cut to fit.
 _MAX_MESSAGE_CHARS: Final = 512
@@ -62,8 +63,8 @@ def from_rpc_error(failed: FailedCall) -> KVStoreError:
     number: int = code.value[0] if code is not None else grpc.StatusCode.UNKNOWN.value[0]
     message = failed.details() or "the call failed without a message"
     detail = _detail(failed)
-    if detail is not None:
-        return make_error(ErrorKind(detail.kind), message, detail.fields)
+    if detail is not None and (kind := _KINDS.get(detail.kind)) is not None:
+        return make_error(kind, message, detail.fields)
     if number == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and "larger than max" in message:
         # gRPC's own refusal of an oversized message: the same call can never succeed, so it must not look retryable
         return make_error(ErrorKind.INVALID_ARGUMENT, message, {})
@@ -71,7 +72,7 @@ def from_rpc_error(failed: FailedCall) -> KVStoreError:
 
 
 def _detail(failed: FailedCall) -> ErrorDetail | None:
-    """The ErrorDetail of a failed call, if there is one whose kind this build knows."""
+    """The ErrorDetail of a failed call, if there is one."""
     metadata = failed.trailing_metadata()
     for key, value in metadata or ():  # type: ignore[attr-defined]  # pairs, in both flavours
         if key != DETAILS_KEY:
@@ -81,7 +82,7 @@ def _detail(failed: FailedCall) -> ErrorDetail | None:
             for packed in status.details:
                 detail = ErrorDetail()
                 if packed.Unpack(detail):
-                    return detail if detail.kind in ErrorKind else None
+                    return detail
         except DecodeError:
             return None  # a mangled detail: the status code still says what kind of failure it was
     return None

@@ -1,0 +1,47 @@
+"""Addresses of gRPC servers: ``"host:port"`` (port 0: any free one), ``"[ipv6]:port"`` or ``"unix:/path"``."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Final
+
+from kvstore.core import limits
+from kvstore.core.errors import InvalidArgument
+
+_TCP: Final = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>\d{1,5})")
+_UNIX: Final = re.compile(r"unix:/[^\0]+")
+_MAX_PORT: Final = 65_535
+
+
+def check_address(address: str) -> str:
+    """Returns the address unchanged if it is one.
+
+    Raises:
+        InvalidArgument: it is neither ``"host:port"`` nor ``"unix:/path"``.
+    """
+    tcp = _TCP.fullmatch(address)
+    if len(address) > limits.MAX_NAME_BYTES or not (_UNIX.fullmatch(address) or (tcp and int(tcp["port"]) <= _MAX_PORT)):
+        raise InvalidArgument('an address is "host:port" or "unix:/path"', address=address)
+    return address
+
+
+def is_unix(address: str) -> bool:
+    """Whether it is a unix socket."""
+    return address.startswith("unix:")
+
+
+def stays_on_host(address: str) -> bool:
+    """Whether only processes of this host can reach it: a unix socket or a loopback address.
+
+    A name other than ``localhost`` is not resolved: it counts as remote.
+    """
+    if is_unix(address):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,201 @@
+"""A grpc.aio server as this store runs it: errors mapped in one place, limits, health, reflection, TLS.
+
+Handlers raise ``KVStoreError``; :class:`ErrorInterceptor` makes status of it, for unary and streaming methods alike. What a
+handler did not mean to raise becomes ``Internal``: logged here with its traceback, counted, and told to the caller without
+anything of our insides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # not re-exported for type checkers
+from grpc_reflection.v1alpha import reflection
+
+from kvstore.core import limits
+from kvstore.core.errors import Internal, KVStoreError, Unavailable
+from kvstore.core.tls import TlsConfig
+from kvstore.rpc.address import check_address, is_unix
+from kvstore.rpc.errors import abort_arguments
+from kvstore.rpc.tls import server_credentials
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENT_RPCS: Final = 4_096
+"""Calls in progress; one more is refused with RESOURCE_EXHAUSTED, which our clients may retry."""
+_KEEPALIVE_TIME_MS: Final = 30_000
+_KEEPALIVE_TIMEOUT_MS: Final = 10_000
+_MIN_CLIENT_PING_MS: Final = 5_000
+
+# handlers of all methods pass through here, so their generic parameters say nothing
+Context: TypeAlias = Any
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class CounterSink(Protocol):
+    """Where events are counted: ``kvstore.observe.counters.Counters`` or a stand-in (rpc must not import observe)."""
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Adds to a total."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+    """Maps what handlers raise to gRPC status, so that none of them repeats it.
+
+    Counts ``rpc_errors_total_<kind>`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``. Wrapped handlers are
+    kept, so that the cost a call is one dictionary look-up and one more frame.
+    """
+
+    def __init__(self, counters: CounterSink) -> None:
+        self._counters = counters
+        self._wrapped: dict[str, Handler] = {}  # bounded: only methods that exist get in
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # type: ignore[unreachable]  # the stubs deny it
+            return handler  # type: ignore[unreachable]  # no such method: gRPC answers UNIMPLEMENTED
+        wrapped = self._wrapped.get(handler_call_details.method)
+        if wrapped is None:
+            wrapped = self._wrapped[handler_call_details.method] = self._wrap(handler)
+        return wrapped
+
+    def _wrap(self, handler: Any) -> Handler:  # noqa: ANN401  # grpc's handler tuple is untyped
+        codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._guard_unary(handler.unary_unary), **codec)
+        if handler.stream_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(self._guard_unary(handler.stream_unary), **codec)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(self._guard_stream(handler.unary_stream), **codec)
+        return grpc.stream_stream_rpc_method_handler(self._guard_stream(handler.stream_stream), **codec)
+
+    def _guard_unary(self, behaviour: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+        async def guarded(request: object, context: Context) -> object:
+            try:
+                return await behaviour(request, context)
+            except grpc.aio.AbortError:
+                raise  # gRPC's own services abort for themselves
+            except Exception as error:  # noqa: BLE001  # the process edge: nothing may leave as a bare exception
+                await self._abort(error, context)
+
+        return guarded
+
+    def _guard_stream(self, behaviour: Callable[..., AsyncIterator[object]]) -> Callable[..., AsyncIterator[object]]:
+        async def guarded(request: object, context: Context) -> AsyncIterator[object]:
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001  # as above
+                await self._abort(error, context)
+
+        return guarded
+
+    async def _abort(self, error: Exception, context: Context) -> NoReturn:
+        if not isinstance(error, KVStoreError):
+            self._counters.add("rpc_unexpected_errors_total")
+            logger.error("unexpected error in a handler", exc_info=error)
+            error = Internal("internal error; the server's log has the details")
+        self._counters.add(f"rpc_errors_total_{error.kind.value}")
+        code, message, metadata = abort_arguments(error)
+        await context.abort(code, message, metadata)
+        raise AssertionError("abort always raises")
+
+
+@dataclass(frozen=True, slots=True)
+class BoundServer:
+    """A server with its addresses bound, not started yet.
+
+    Args:
+        server: call ``start`` and ``stop`` on it.
+        addresses: what to dial, in the order asked for, with real port numbers.
+        health: the standard health servicer; knows how to say that the server is about to leave.
+    """
+
+    server: grpc.aio.Server
+    addresses: tuple[str, ...]
+    health: Any
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        await self.server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Says NOT_SERVING, takes no new calls, and gives those in progress up to ``grace_s`` to end."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+async def build_aio_server(
+    register: Sequence[Callable[[grpc.aio.Server], None]],
+    *,
+    addresses: Sequence[str],
+    services: Sequence[str],
+    counters: CounterSink,
+    tls: TlsConfig | None = None,
+    reuse_port: bool = False,
+    max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
+) -> BoundServer:
+    """Builds and binds a server; must run on the event loop that will serve.
+
+    Args:
+        register: each adds one servicer, e.g. ``functools.partial(add_NodeServicer_to_server, servicer)``.
+        addresses: ``"host:port"`` (port 0: any) or ``"unix:/path"``.
+        services: full names of the services, for health and reflection.
+        counters: where errors are counted.
+        tls: identity for the TCP addresses; unix sockets stay plain, file permission guards them.
+        reuse_port: let several processes bind one port, the kernel spreads connections over them.
+        max_message_bytes: longest request and response.
+
+    Raises:
+        InvalidArgument: an address that is none, or TLS files that cannot be read.
+        Unavailable: an address cannot be bound.
+    """
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor(counters)],
+        maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),
+            ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+    )
+    for add in register:
+        add(server)
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for service in ("", *services):
+        await health.set(service, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection([*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
+    credentials = server_credentials(tls) if tls is not None else None
+    bound = tuple(_bind(server, address, credentials) for address in addresses)
+    return BoundServer(server, bound, health)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    local = is_unix(check_address(address))
+    try:
+        if credentials is not None and not local:
+            port = server.add_secure_port(address, credentials)
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise Unavailable("cannot bind", address=address) from error
+    if port == 0:
+        raise Unavailable("cannot bind", address=address)
+    return address if local else f"{address.rpartition(':')[0]}:{port}"
