@@ -62,7 +62,9 @@ class Volume(ABC):
         """Gives slots back. A slot freed twice or of an old generation is an ``Internal`` error: never ignored."""
 
     @abstractmethod
-    def room_plan(self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
+    def room_plan(
+        self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
+    ) -> list[BlockKey] | None:
         """Which blocks would have to leave so that ``allocate(shape, count)`` succeeds.
 
         ``coldest`` yields evictable blocks, coldest first, children before their parents; the plan is a prefix-closed choice

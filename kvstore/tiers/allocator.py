@@ -1,0 +1,368 @@
+"""Room of one volume, shared among blocks of different sizes. Pure: memory work only, no locks, no I/O.
+
+The volume is cut into equal *chunks* (about 1/128 of it, at most 64 MiB). Blocks of one size (rounded up to 4 KiB: a *size
+class*) live in *spans*: runs of adjacent chunks, cut into slots of that size. A span is opened when its class has no slot
+left, and its chunks return to the common pool when its last slot is freed: room moves between namespaces of different block
+sizes with no copying and no limits to configure. A slot larger than a chunk simply takes a longer span. A span is as
+long as it must be to lose little at its end (a sixteenth), or shorter where no such run of chunks is free any more.
+
+Contiguity: a batch takes one run of adjacent slots where a span has one, because adjacent slots merge into single I/Os.
+
+Generations: one counter a volume, which only grows, numbers every slot given out. A slot's (offset, generation) thus never
+comes back. Volumes that outlive the process start the counter above everything that earlier processes can have used
+(``first_generation``).
+
+A starved class (one that finds the volume full of other classes' blocks) gets room by ``room_plan``: the owner evicts the
+coldest blocks, of whatever class, until a long enough run of chunks would be empty. Plans are prefixes of the order in which
+the policy yields blocks, children first: any prefix leaves no child without its parent, and needs no knowledge of the tree.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
+
+from kvstore.core.errors import Internal, InvalidArgument
+from kvstore.core.types import BlockKey
+from kvstore.tiers.contract import Slot
+
+ALIGNMENT = 4096
+"""Offsets and sizes of slots and chunks are multiples of it: the unit of direct I/O and of a page."""
+MAX_CHUNK_BYTES = 64 << 20
+TARGET_CHUNKS = 128
+"""Chunks that a small volume is cut into. Larger volumes have more, of ``MAX_CHUNK_BYTES``."""
+MAX_SPAN_CHUNKS = 16
+"""Longest span for the sake of small losses; only slots larger than that take longer ones."""
+_TOLERATED_LOSS = 16
+_FREE = b"\x01"
+_CANDIDATE_SPANS = 8
+
+
+def round_up(size: int) -> int:
+    """The next multiple of ``ALIGNMENT``."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def chunk_bytes_for(capacity_bytes: int) -> int:
+    """Chunk size for a new volume of a capacity: fixed for its life, because where slots may begin depends on it."""
+    chunks = max(TARGET_CHUNKS, -(-capacity_bytes // MAX_CHUNK_BYTES))
+    return max(ALIGNMENT, capacity_bytes // chunks // ALIGNMENT * ALIGNMENT)
+
+
+class _Span:
+    """Adjacent chunks cut into slots of one size. ``generations[i]`` is 0 while slot ``i`` is free."""
+
+    __slots__ = ("chunks", "first", "flags", "free", "generations", "offset", "size", "slots")
+
+    def __init__(self, first: int, chunks: int, chunk_bytes: int, size: int) -> None:
+        self.first = first
+        self.chunks = chunks
+        self.offset = first * chunk_bytes
+        self.size = size
+        self.slots = chunks * chunk_bytes // size
+        self.free = self.slots
+        self.flags = bytearray(_FREE * self.slots)
+        self.generations = array("Q", bytes(8 * self.slots))
+
+
+class _SizeClass:
+    """All spans of one slot size. ``partial``: those with free slots, in the order in which they came to have some."""
+
+    __slots__ = ("free", "least_chunks", "partial", "size", "span_chunks")
+
+    def __init__(self, size: int, least_chunks: int, span_chunks: int) -> None:
+        self.size = size
+        self.least_chunks = least_chunks
+        self.span_chunks = span_chunks
+        self.free = 0
+        self.partial: dict[int, _Span] = {}
+
+
+_Run = tuple[_Span, int, int]  # span, first slot, count
+
+
+class SlotAllocator:
+    """Slots of one volume. Not thread-safe: its owner holds a lock.
+
+    Args:
+        capacity_bytes: room to share.
+        chunk_bytes: as it was when the volume was made; None for a new one.
+        first_generation: the first number to give out; above all that were ever given out before.
+    """
+
+    def __init__(self, capacity_bytes: int, *, chunk_bytes: int | None = None, first_generation: int = 1) -> None:
+        if capacity_bytes < ALIGNMENT:
+            raise InvalidArgument("a volume takes at least one page of 4096 bytes", capacity_bytes=capacity_bytes)
+        chunk = chunk_bytes_for(capacity_bytes) if chunk_bytes is None else chunk_bytes
+        if chunk < ALIGNMENT or chunk % ALIGNMENT or chunk > capacity_bytes:
+            raise InvalidArgument("chunks take a multiple of 4096 bytes and fit the volume", chunk_bytes=chunk)
+        self.capacity_bytes = capacity_bytes
+        self.chunk_bytes = chunk
+        self.chunk_count = capacity_bytes // chunk
+        self._pool = bytearray(_FREE * self.chunk_count)  # 1: the chunk belongs to no span
+        self._pool_free = self.chunk_count
+        self._span_of_chunk: list[_Span | None] = [None] * self.chunk_count
+        self._classes: dict[int, _SizeClass] = {}
+        self._next_generation = first_generation
+        self.used_bytes = 0
+        self.slots_used = 0
+
+    # ---- giving out ----
+    def allocate(self, size: int, count: int) -> list[Slot] | None:
+        """Takes ``count`` slots for ``size`` bytes each, or None where there is no room for all; then nothing has changed.
+
+        Raises:
+            InvalidArgument: sizes or counts that no volume of this capacity could ever serve.
+        """
+        size_class = self._class_of(size)
+        if count < 0:
+            raise InvalidArgument("a count is not negative", count=count)
+        size = size_class.size
+        if count > size_class.free + self._pool_free * self.chunk_bytes // size:
+            return None
+        runs = self._gather(size_class, count)
+        if runs is None:
+            return None
+        generation = self._next_generation
+        slots: list[Slot] = []
+        for span, first, number in runs:
+            span.generations[first : first + number] = array("Q", range(generation, generation + number))
+            start = span.offset + first * size
+            offsets = range(start, start + number * size, size)
+            slots.extend(map(Slot, offsets, repeat(size, number), range(generation, generation + number)))
+            generation += number
+        self._next_generation = generation
+        self.used_bytes += count * size
+        self.slots_used += count
+        return slots
+
+    def _gather(self, size_class: _SizeClass, count: int) -> list[_Run] | None:
+        """Marks runs of free slots, the longest pieces first where that is cheap to know; undoes all of it on failure."""
+        runs: list[_Run] = []
+        missing = count
+        if count:
+            wanted = _FREE * count
+            for span in islice(reversed(size_class.partial.values()), _CANDIDATE_SPANS):
+                at = span.flags.find(wanted) if span.free >= count else -1
+                if at >= 0:
+                    self._mark(size_class, span, at, count)
+                    return [(span, at, count)]
+        # fresh spans before scattered holes: whole runs, while the pool has room that nobody needs yet
+        while missing:
+            fresh = self._open_span(size_class)
+            if fresh is None:
+                break
+            number = min(missing, fresh.slots)
+            self._mark(size_class, fresh, 0, number)
+            runs.append((fresh, 0, number))
+            missing -= number
+        while missing and size_class.partial:
+            span = next(reversed(size_class.partial.values()))
+            at = 0
+            while missing and span.free:
+                at = span.flags.find(1, at)
+                end = span.flags.find(0, at)
+                number = min(missing, (span.slots if end < 0 else end) - at)
+                self._mark(size_class, span, at, number)
+                runs.append((span, at, number))
+                missing -= number
+                at += number
+        if not missing:
+            return runs
+        for span, first, number in runs:
+            self._unmark(span, first, number)
+        return None
+
+    def _mark(self, size_class: _SizeClass, span: _Span, first: int, number: int) -> None:
+        span.flags[first : first + number] = bytes(number)
+        span.free -= number
+        size_class.free -= number
+        if not span.free:
+            del size_class.partial[span.first]
+
+    def _unmark(self, span: _Span, first: int, number: int) -> None:
+        size_class = self._classes[span.size]
+        if not span.free:
+            size_class.partial[span.first] = span
+        span.flags[first : first + number] = _FREE * number
+        span.free += number
+        size_class.free += number
+        if span.free == span.slots:
+            self._close_span(size_class, span)
+
+    # ---- taking back ----
+    def free(self, slots: Sequence[Slot]) -> None:
+        """Gives slots back, all or none.
+
+        Raises:
+            Internal: a slot is not held, or is of another generation or size: a bug of the caller.
+        """
+        found: list[tuple[_Span, int]] = []
+        for slot in slots:
+            place = self._find(slot)
+            if place is None:
+                for (span, index), earlier in zip(found, slots, strict=False):
+                    span.generations[index] = earlier.generation
+                raise Internal("a slot was freed that is not held: freed twice, or of an old generation", slot=slot)
+            span, index = place
+            span.generations[index] = 0  # so that the same slot twice in one batch is found as well
+            found.append(place)
+        for span, index in found:
+            self._unmark(span, index, 1)
+            self.used_bytes -= span.size
+        self.slots_used -= len(found)
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether exactly this slot, in this generation, is given out."""
+        return self._find(slot) is not None
+
+    def _find(self, slot: Slot) -> tuple[_Span, int] | None:
+        offset, size, generation = slot
+        if not 0 <= offset < self.chunk_count * self.chunk_bytes or generation <= 0:
+            return None
+        span = self._span_of_chunk[offset // self.chunk_bytes]
+        if span is None or span.size != size:
+            return None
+        index, rest = divmod(offset - span.offset, size)
+        if rest or index >= span.slots or span.generations[index] != generation:
+            return None
+        return span, index
+
+    # ---- recovery ----
+    def span_at(self, offset: int) -> tuple[int, int]:
+        """First chunk and number of chunks of the span that a held slot lies in: what ``take`` needs to place it again."""
+        span = self._span_of_chunk[offset // self.chunk_bytes]
+        if span is None:
+            raise Internal("no span at this offset", offset=offset)
+        return span.first, span.chunks
+
+    def take(self, slot: Slot, first_chunk: int, chunks: int) -> bool:
+        """Takes one given slot, as a catalog remembers it.
+
+        Returns:
+            False, and nothing has changed, where it cannot be: it overlaps another, lies outside or is misplaced.
+        """
+        offset, size, generation = slot
+        if size < ALIGNMENT or size % ALIGNMENT or generation <= 0 or generation >= 1 << 64:
+            return False
+        if first_chunk < 0 or chunks < 1 or first_chunk + chunks > self.chunk_count or chunks * self.chunk_bytes < size:
+            return False
+        index, rest = divmod(offset - first_chunk * self.chunk_bytes, size)
+        if rest or not 0 <= index < chunks * self.chunk_bytes // size:
+            return False
+        span = self._span_of_chunk[first_chunk]
+        if span is None:
+            if self._pool.find(bytes(1), first_chunk, first_chunk + chunks) >= 0:
+                return False
+            span = self._make_span(self._class_of(size), first_chunk, chunks)
+        if span.first != first_chunk or span.chunks != chunks or span.size != size or span.generations[index]:
+            return False
+        self._mark(self._classes[size], span, index, 1)
+        span.generations[index] = generation
+        self._next_generation = max(self._next_generation, generation + 1)
+        self.used_bytes += size
+        self.slots_used += 1
+        return True
+
+    # ---- room ----
+    def room_plan(self, size: int, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
+        """The shortest prefix of ``coldest``, at most ``limit`` long, whose eviction makes room for ``count`` slots. None: no such.
+
+        Slots of the same class count at once; those of others only when their whole span would be empty, and its chunks
+        then make a run that is long enough together with chunks that are free already. Changes nothing.
+        """
+        size_class = self._class_of(size)
+        free = size_class.free
+        pool = bytearray(self._pool)
+        from_pool = self._slots_in_pool(size_class, pool, count - free)
+        plan: list[BlockKey] = []
+        left: dict[int, int] = {}  # first chunk of a foreign span -> slots it would still hold
+        while free + from_pool < count:
+            entry = next(coldest, None) if len(plan) < limit else None
+            if entry is None:
+                return None
+            key, slot = entry
+            place = self._find(slot)
+            if place is None:
+                raise Internal("a block to be evicted lies in a slot that is not held", slot=slot)
+            plan.append(key)
+            span = place[0]
+            if span.size == size_class.size:
+                free += 1
+                continue
+            remaining = left.get(span.first, span.slots - span.free) - 1
+            left[span.first] = remaining
+            if not remaining:
+                pool[span.first : span.first + span.chunks] = _FREE * span.chunks
+                from_pool = self._slots_in_pool(size_class, pool, count - free)
+        return plan
+
+    def _slots_in_pool(self, size_class: _SizeClass, pool: bytearray, wanted: int) -> int:
+        """Slots that ``allocate`` would cut out of the free chunks, counted the way it does, up to ``wanted``."""
+        taken = bytearray(pool) if wanted > 0 else pool
+        found = 0
+        hint = size_class.span_chunks
+        while found < wanted:
+            place = self._free_run(taken, size_class.least_chunks, hint)
+            if place is None:
+                break
+            first, hint = place
+            taken[first : first + hint] = bytes(hint)
+            found += hint * self.chunk_bytes // size_class.size
+        return found
+
+    # ---- spans ----
+    def _class_of(self, size: int) -> _SizeClass:
+        rounded = round_up(size)
+        known = self._classes.get(rounded)
+        if known is not None:
+            return known
+        chunk = self.chunk_bytes
+        least = -(-rounded // chunk)
+        if size <= 0 or least > self.chunk_count:
+            raise InvalidArgument(
+                "a slot of this size does not fit the volume", slot_bytes=rounded, capacity_bytes=self.capacity_bytes
+            )
+        # the shortest span that loses no more than a sixteenth of itself; where none does, the one that loses least
+        longest = max(least, min(MAX_SPAN_CHUNKS, self.chunk_count // 8))
+        best, best_share = least, 0.0
+        for chunks in range(least, longest + 1):
+            share = chunks * chunk // rounded * rounded / (chunks * chunk)
+            if share > best_share:
+                best, best_share = chunks, share
+            if share >= 1 - 1 / _TOLERATED_LOSS:
+                break
+        made = _SizeClass(rounded, least, best)
+        self._classes[rounded] = made
+        return made
+
+    @staticmethod
+    def _free_run(pool: bytearray, least: int, longest: int) -> tuple[int, int] | None:
+        for chunks in range(longest, least - 1, -1):
+            first = pool.find(_FREE * chunks)
+            if first >= 0:
+                return first, chunks
+        return None
+
+    def _open_span(self, size_class: _SizeClass) -> _Span | None:
+        if self._pool_free < size_class.least_chunks:
+            return None
+        place = self._free_run(self._pool, size_class.least_chunks, size_class.span_chunks)
+        return None if place is None else self._make_span(size_class, *place)
+
+    def _make_span(self, size_class: _SizeClass, first: int, chunks: int) -> _Span:
+        span = _Span(first, chunks, self.chunk_bytes, size_class.size)
+        self._pool[first : first + chunks] = bytes(chunks)
+        self._pool_free -= chunks
+        self._span_of_chunk[first : first + chunks] = [span] * chunks
+        size_class.partial[first] = span
+        size_class.free += span.slots
+        return span
+
+    def _close_span(self, size_class: _SizeClass, span: _Span) -> None:
+        del size_class.partial[span.first]
+        size_class.free -= span.slots
+        self._pool[span.first : span.first + span.chunks] = _FREE * span.chunks
+        self._pool_free += span.chunks
+        self._span_of_chunk[span.first : span.first + span.chunks] = [None] * span.chunks

@@ -1,0 +1,261 @@
+"""DRAM arena: one shared memory mapping that holds blocks, and that engines on the host map too.
+
+The memory is a memfd: it has no name in any file system, so a killed process leaves nothing behind, and its descriptor can be
+passed to other processes (``SCM_RIGHTS``), who then read blocks without a copy. Huge pages are used where they were asked for
+and are there; ``backing`` says what is really in use.
+
+Memory is handed out zeroed by the kernel at the first touch, which costs more than a copy into it: ``prefault`` touches it in the
+background, in pieces, so that a large arena is usable at once and fast soon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvstore.core import checksum
+from kvstore.core.errors import Internal, InvalidArgument
+from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.tiers.allocator import SlotAllocator
+from kvstore.tiers.contract import BlockRecord, MappedVolume, Slot, VolumeUsage
+from kvstore.tiers.header import check_shape
+
+_log = logging.getLogger(__name__)
+
+_HUGE_PAGE_BYTES = 2 << 20
+_PREFAULT_BYTES = 32 << 20
+_MADV_POPULATE_WRITE = 23
+_COPY_WITHOUT_GIL_BYTES = 16 << 10
+"""From here on a copy through numpy, which lets go of the GIL, costs less than it gains."""
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class DramArena(MappedVolume):
+    """Blocks in this process's memory. Thread-safe.
+
+    Args:
+        volume_id: name of the volume.
+        capacity_bytes: room; rounded up to whole pages of the backing.
+        huge_pages: ask for huge pages (reserved ones, else transparent ones, where the host allows them).
+        prefault_threads: threads that touch the memory in the background; 0: each page at its first use.
+        counters: where fallbacks are counted.
+
+    Raises:
+        InvalidArgument: the capacity is less than a page.
+        OSError: the host has no such memory.
+    """
+
+    def __init__(
+        self,
+        volume_id: VolumeId,
+        capacity_bytes: int,
+        *,
+        huge_pages: bool = False,
+        prefault_threads: int = 0,
+        counters: Counters | None = None,
+    ) -> None:
+        self.volume_id = volume_id
+        self.tier = Tier.DRAM
+        self._counters = counters or Counters()
+        self._allocator = SlotAllocator(capacity_bytes)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._fd, self._map, self._backing = self._make_memory(capacity_bytes, huge_pages)
+        self._memory = memoryview(self._map)
+        self._array = np.frombuffer(self._map, np.uint8)
+        self._prefault_left = threading.Semaphore(0)
+        self._prefaulters = [
+            threading.Thread(
+                target=self._prefault, args=(first, prefault_threads), name=f"prefault-{volume_id}-{first}", daemon=True
+            )
+            for first in range(prefault_threads)
+        ]
+        for thread in self._prefaulters:
+            thread.start()
+        _log.info("arena %s: %d MiB, %s", volume_id, capacity_bytes >> 20, self._backing)
+
+    # ---- memory ----
+    def _make_memory(self, capacity_bytes: int, huge_pages: bool) -> tuple[int, mmap.mmap, str]:
+        name = f"kvstore-{self.volume_id}"[:200]
+        if huge_pages:
+            made = self._try_reserved_huge_pages(name, capacity_bytes)
+            if made is not None:
+                return made
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, capacity_bytes)
+            memory = mmap.mmap(fd, capacity_bytes, mmap.MAP_SHARED)
+        except BaseException:
+            os.close(fd)
+            raise
+        if not huge_pages:
+            return fd, memory, "memfd"
+        refused = _transparent_huge_pages_refused()
+        if refused is None:
+            try:
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            except OSError as error:
+                refused = error.strerror or str(error)
+        if refused is None:
+            return fd, memory, "memfd, transparent huge pages"
+        self._counters.add("arena_huge_pages_refused_total")
+        _log.warning(
+            "arena %s: no huge pages (%s); pages of 4 KiB cost more at first touch and in the TLB", self.volume_id, refused
+        )
+        return fd, memory, f"memfd (huge pages refused: {refused})"
+
+    def _try_reserved_huge_pages(self, name: str, capacity_bytes: int) -> tuple[int, mmap.mmap, str] | None:
+        """Reserved huge pages (``vm.nr_hugepages``); mapping reserves all of them, or fails at once."""
+        size = -(-capacity_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_HUGETLB)
+        except OSError:
+            return None
+        try:
+            os.ftruncate(fd, size)
+            return fd, mmap.mmap(fd, size, mmap.MAP_SHARED), "memfd, reserved huge pages of 2 MiB"
+        except (OSError, ValueError):
+            os.close(fd)
+            return None
+
+    def _prefault(self, first: int, threads: int) -> None:
+        """Touches every ``threads``-th piece. Content is never changed: the kernel fills in what is missing."""
+        libc = ctypes.CDLL(None, use_errno=True)  # ctypes lets go of the GIL, mmap.madvise does not
+        base = self._array.ctypes.data
+        try:
+            for start in range(first * _PREFAULT_BYTES, len(self._array), threads * _PREFAULT_BYTES):
+                if self._closing.is_set():
+                    return
+                length = min(_PREFAULT_BYTES, len(self._array) - start)
+                if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+                    # older kernels (EINVAL), or memory is short: pages then come at their first use
+                    self._counters.add("arena_prefault_stopped_total")
+                    _log.warning("arena %s: prefault stopped: %s", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?"))
+                    return
+        finally:
+            self._prefault_left.release()
+
+    def wait_prefault(self, timeout_s: float) -> bool:
+        """Waits until the background threads have touched everything (or gave up). False: not within the time."""
+        done = 0
+        for _ in self._prefaulters:
+            if not self._prefault_left.acquire(timeout=timeout_s):
+                break
+            done += 1
+        self._prefault_left.release(done)
+        return done == len(self._prefaulters)
+
+    @property
+    def backing(self) -> str:
+        """What the memory really is, e.g. ``memfd`` or ``memfd, reserved huge pages of 2 MiB``."""
+        return self._backing
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Length of the mapping behind ``fileno``."""
+        return len(self._array)
+
+    def view(self, slot: Slot, size: int) -> memoryview:
+        if not 0 <= size <= slot.size:
+            raise InvalidArgument("a view is no larger than its slot", size=size, slot=slot)
+        return self._memory[slot.offset : slot.offset + size]
+
+    # ---- room ----
+    def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
+        check_shape(shape)
+        with self._lock:
+            return self._allocator.allocate(shape.block_bytes, count)
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        with self._lock:
+            self._allocator.free(slots)
+
+    def room_plan(
+        self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
+    ) -> list[BlockKey] | None:
+        check_shape(shape)
+        with self._lock:
+            return self._allocator.room_plan(shape.block_bytes, count, coldest, limit)
+
+    def usage(self) -> VolumeUsage:
+        with self._lock:
+            return VolumeUsage(self._allocator.capacity_bytes, self._allocator.used_bytes, self._allocator.slots_used)
+
+    # ---- bytes ----
+    def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
+        results: list[Exception | None] = []
+        for slot, record, payload in items:
+            size = record.shape.block_bytes
+            if payload.nbytes != size or size > slot.size:
+                results.append(
+                    InvalidArgument("a payload is one Full Block and fits its slot", bytes=payload.nbytes, expected=size)
+                )
+            elif not self._allocator.holds(slot):
+                results.append(Internal("a write into a slot that is not held", slot=slot))
+            else:
+                self._copy(self._memory[slot.offset : slot.offset + size], payload)
+                results.append(None)
+        return results
+
+    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
+        """See the contract. The slot is looked at again after the copy: what was reused meanwhile is not a hit."""
+        outcomes: list[Outcome] = []
+        for slot, record, destination in items:
+            size = record.shape.block_bytes
+            if destination.nbytes != size or size > slot.size:
+                raise InvalidArgument("a destination is one Full Block", bytes=destination.nbytes, expected=size)
+            outcome = Outcome.CORRUPT
+            if self._allocator.holds(slot):
+                self._copy(destination, self._memory[slot.offset : slot.offset + size])
+                if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self._allocator.holds(slot):
+                    outcome = Outcome.HIT
+            if outcome is Outcome.CORRUPT:
+                self._counters.add("arena_corrupt_blocks_total")
+            outcomes.append(outcome)
+        return outcomes
+
+    @staticmethod
+    def _copy(destination: memoryview, source: memoryview) -> None:
+        if destination.nbytes < _COPY_WITHOUT_GIL_BYTES:
+            destination.cast("B")[:] = source.cast("B")
+        else:
+            np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
+
+    def close(self) -> None:
+        """Lets go of the memory. Views that are still held keep their pages until they are dropped: they never dangle."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for thread in self._prefaulters:
+            thread.join(_CLOSE_TIMEOUT_S)
+        os.close(self._fd)
+        del self._array
+        self._memory.release()
+        try:
+            self._map.close()
+        except BufferError:
+            self._counters.add("arena_closed_with_views_total")
+            _log.warning("arena %s: closed while views of it are held; their memory goes with them", self.volume_id)
+
+
+def _transparent_huge_pages_refused() -> str | None:
+    """Why the kernel would ignore ``MADV_HUGEPAGE`` on shared memory, or None where it would not."""
+    path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    try:
+        with open(path, encoding="ascii") as file:
+            state = file.read()
+    except OSError:
+        return f"{path} cannot be read"
+    chosen = state[state.find("[") + 1 : state.find("]")]
+    return f"shmem_enabled is {chosen}" if chosen in ("never", "deny") else None

@@ -1,0 +1,168 @@
+"""Slot header: what a slot on disk says of itself, byte for byte.
+
+A slot is ``[header pages][payload, padded to 4 KiB]``. The header names the block, the exact place it was written for and the
+volume it was written into, so that a slot which was swapped, moved, copied from another volume or reused is told from the one
+that was asked for. The same bytes, without padding, are the value in the catalog: one codec, and a slot is checked by
+comparing its header with what the catalog and the caller believe.
+
+Little-endian::
+
+    0   8s  magic "KVSLOT", carriage return, line feed
+    8   Q   xxh3-64 of bytes [16, 168 + 8 * layers)
+    16  H   version
+    18  H   flags: bit 0 = has a parent
+    20  I   header length, 168 + 8 * layers
+    24  16s volume uid (random, never told to anyone: bytes of a payload cannot pose as a header)
+    40  16s namespace
+    56  16s block key
+    72  16s parent key (zero without one)
+    88  Q   generation
+    96  Q   slot offset
+    104 Q   slot size
+    112 I   first chunk of the span    116 I chunks of the span
+    120 I   depth                      124 I layers
+    128 Q   layer block bytes
+    136 Q   payload bytes
+    144 24x reserved, zero
+    168 Q * layers  xxh3-64 of each Layer Block
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import xxhash
+
+from kvstore.core import limits
+from kvstore.core.errors import CorruptBlock, InvalidArgument
+from kvstore.core.types import KEY_BYTES, BlockKey, BlockShape, NamespaceId
+from kvstore.tiers.allocator import ALIGNMENT, round_up
+from kvstore.tiers.contract import BlockRecord, Slot
+
+MAGIC = b"KVSLOT\r\n"
+VERSION = 1
+_HAS_PARENT = 1
+_PREFIX = struct.Struct("<8sQ")
+_BODY = struct.Struct("<HHI16s16s16s16sQQQIIIIQQ24x")
+FIXED_BYTES = _PREFIX.size + _BODY.size
+_NO_PARENT = bytes(KEY_BYTES)
+
+
+class SlotHeader(NamedTuple):
+    """A header, parsed: the block, and the place that it was written for."""
+
+    volume_uid: bytes
+    slot: Slot
+    first_chunk: int
+    chunks: int
+    record: BlockRecord
+
+
+def header_bytes(layers: int) -> int:
+    """Room that a header takes in a slot: whole pages."""
+    return round_up(FIXED_BYTES + 8 * layers)
+
+
+def slot_bytes(shape: BlockShape) -> int:
+    """Size of a slot for blocks of a shape: header pages and the padded payload."""
+    return header_bytes(shape.layers) + round_up(shape.block_bytes)
+
+
+def check_shape(shape: BlockShape) -> None:
+    """Refuses absurd shapes before anything is computed from them.
+
+    Raises:
+        InvalidArgument: a limit is passed.
+    """
+    if not 1 <= shape.layers <= limits.MAX_LAYERS:
+        raise InvalidArgument("layers out of bounds", layers=shape.layers, limit=limits.MAX_LAYERS)
+    if not limits.MIN_LAYER_BLOCK_BYTES <= shape.layer_block_bytes <= limits.MAX_LAYER_BLOCK_BYTES:
+        raise InvalidArgument(
+            "layer block bytes out of bounds", bytes=shape.layer_block_bytes, limit=limits.MAX_LAYER_BLOCK_BYTES
+        )
+    if shape.block_bytes > limits.MAX_BLOCK_BYTES:
+        raise InvalidArgument("block bytes out of bounds", bytes=shape.block_bytes, limit=limits.MAX_BLOCK_BYTES)
+
+
+def pack_header(volume_uid: bytes, slot: Slot, first_chunk: int, chunks: int, record: BlockRecord) -> bytes:
+    """The header's bytes, without padding.
+
+    Raises:
+        InvalidArgument: the record does not fit together (number of checksums, length of keys).
+    """
+    shape = record.shape
+    layers = shape.layers
+    checksums = record.checksums
+    parent = record.parent
+    if len(checksums) != 8 * layers or len(record.key) != KEY_BYTES or len(record.namespace) != KEY_BYTES:
+        raise InvalidArgument(
+            "a record takes 8 bytes of checksum a layer, and keys of 16 bytes", layers=layers, checksums=len(checksums)
+        )
+    body = (
+        _BODY.pack(
+            VERSION,
+            0 if parent is None else _HAS_PARENT,
+            FIXED_BYTES + 8 * layers,
+            volume_uid,
+            record.namespace,
+            record.key,
+            _NO_PARENT if parent is None else parent,
+            slot.generation,
+            slot.offset,
+            slot.size,
+            first_chunk,
+            chunks,
+            record.depth,
+            layers,
+            shape.layer_block_bytes,
+            shape.block_bytes,
+        )
+        + checksums
+    )
+    return _PREFIX.pack(MAGIC, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def parse_header(data: bytes | memoryview) -> SlotHeader:
+    """Parses bytes that begin with a header; what follows it is ignored.
+
+    Nothing is believed before the checksum has matched, and no length is used before it is checked.
+
+    Raises:
+        CorruptBlock: anything does not fit.
+    """
+    if len(data) < FIXED_BYTES:
+        raise CorruptBlock("a slot header is cut off", bytes=len(data))
+    magic, checksum = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise CorruptBlock("no slot header here: wrong magic")
+    (
+        version, flags, length, volume_uid, namespace, key, parent, generation, offset, size, first_chunk, chunks,
+        depth, layers, layer_block_bytes, payload_bytes,
+    ) = _BODY.unpack_from(data, _PREFIX.size)  # fmt: skip
+    if version != VERSION:
+        raise CorruptBlock("a slot header of a version that this build does not know", version=version)
+    if not 1 <= layers <= limits.MAX_LAYERS or length != FIXED_BYTES + 8 * layers or length > len(data):
+        raise CorruptBlock("a slot header is cut off or says a wrong length", length=length, layers=layers)
+    if xxhash.xxh3_64_intdigest(data[_PREFIX.size : length]) != checksum:
+        raise CorruptBlock("a slot header does not match its checksum")
+    if (
+        flags & ~_HAS_PARENT
+        or not limits.MIN_LAYER_BLOCK_BYTES <= layer_block_bytes <= limits.MAX_LAYER_BLOCK_BYTES
+        or payload_bytes != layers * layer_block_bytes
+        or payload_bytes > limits.MAX_BLOCK_BYTES
+        or depth > limits.MAX_DEPTH
+        or not generation
+        or offset % ALIGNMENT
+        or size != round_up(length) + round_up(payload_bytes)
+    ):
+        raise CorruptBlock("a slot header says what no writer writes")
+    record = BlockRecord(
+        NamespaceId(namespace),
+        BlockKey(key),
+        BlockKey(parent) if flags & _HAS_PARENT else None,
+        depth,
+        BlockShape(layers, layer_block_bytes),
+        bytes(data[FIXED_BYTES:length]),
+    )
+    return SlotHeader(volume_uid, Slot(offset, size, generation), first_chunk, chunks, record)

@@ -1,0 +1,122 @@
+"""Superblock: what a slab file says of itself, twice, so that a torn write never loses both copies.
+
+The first MiB of a slab file is kept for it: copy A at byte 0, copy B at byte 4096, the rest zero. Every opening raises the
+*epoch* and writes the copy that is older (or damaged), then syncs. Generations of slots begin at ``epoch << 40``: a number given
+out by one process is never given out by a later one, without a counter that would have to be synced at each allocation.
+
+Little-endian::
+
+    0   8s  magic "KVSLAB", carriage return, line feed
+    8   Q   xxh3-64 of bytes [16, 4096)
+    16  H   version      18 H length of the volume id      20 4x
+    24  16s volume uid
+    40  Q   capacity (bytes of slots)    48 Q chunk bytes    56 Q epoch
+    64      volume id, UTF-8
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from kvstore.core import limits
+from kvstore.core.errors import CorruptBlock
+from kvstore.core.types import VolumeId
+from kvstore.tiers.allocator import ALIGNMENT
+
+MAGIC = b"KVSLAB\r\n"
+VERSION = 1
+SUPERBLOCK_BYTES = 4096
+DATA_START = 1 << 20
+"""Where slot offset 0 lies in the slab file."""
+GENERATION_BITS = 40
+"""Slots that one opening can give out: 2^40. Epochs take the 24 bits above."""
+_PREFIX = struct.Struct("<8sQ")
+_BODY = struct.Struct("<HH4x16sQQQ")
+_NAME_AT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """One volume on disk. ``uid``: 16 random bytes, drawn when it was made."""
+
+    uid: bytes
+    volume_id: VolumeId
+    capacity_bytes: int
+    chunk_bytes: int
+    epoch: int
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the slab file."""
+        return DATA_START + self.capacity_bytes
+
+    @property
+    def first_generation(self) -> int:
+        """First slot generation of this epoch."""
+        return self.epoch << GENERATION_BITS
+
+    @property
+    def copy_offset(self) -> int:
+        """Where this epoch's copy lies: epochs alternate between A and B."""
+        return (self.epoch & 1) * SUPERBLOCK_BYTES
+
+
+def pack_superblock(superblock: Superblock) -> bytes:
+    """One copy, a whole page."""
+    name = superblock.volume_id.encode()
+    body = (
+        _BODY.pack(VERSION, len(name), superblock.uid, superblock.capacity_bytes, superblock.chunk_bytes, superblock.epoch) + name
+    ).ljust(SUPERBLOCK_BYTES - _PREFIX.size, b"\0")
+    return _PREFIX.pack(MAGIC, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def parse_superblock(page: bytes | memoryview) -> Superblock:
+    """Parses one copy.
+
+    Raises:
+        CorruptBlock: not a superblock, damaged, or of an unknown version.
+    """
+    if len(page) < SUPERBLOCK_BYTES:
+        raise CorruptBlock("a superblock is cut off", bytes=len(page))
+    magic, checksum = _PREFIX.unpack_from(page)
+    if magic != MAGIC:
+        raise CorruptBlock("no superblock here: wrong magic")
+    if xxhash.xxh3_64_intdigest(page[_PREFIX.size : SUPERBLOCK_BYTES]) != checksum:
+        raise CorruptBlock("a superblock does not match its checksum")
+    version, name_bytes, uid, capacity, chunk, epoch = _BODY.unpack_from(page, _PREFIX.size)
+    if version != VERSION:
+        raise CorruptBlock("a superblock of a version that this build does not know", version=version)
+    if name_bytes > limits.MAX_NAME_BYTES or chunk < ALIGNMENT or chunk % ALIGNMENT or chunk > capacity or capacity % ALIGNMENT:
+        raise CorruptBlock("a superblock says what no writer writes", chunk_bytes=chunk, capacity_bytes=capacity)
+    try:
+        name = bytes(page[_NAME_AT : _NAME_AT + name_bytes]).decode()
+    except UnicodeDecodeError as error:
+        raise CorruptBlock("a superblock's volume id is not UTF-8") from error
+    return Superblock(uid, VolumeId(name), capacity, chunk, epoch)
+
+
+def newest_superblock(pages: bytes | memoryview) -> tuple[Superblock, int]:
+    """The newest good copy of both.
+
+    Args:
+        pages: the first 8192 bytes of a slab file.
+
+    Returns:
+        The superblock, and how many copies are good (1: the other is torn or damaged, and is written anew at the next opening).
+
+    Raises:
+        CorruptBlock: neither copy is good. Says why copy A is not.
+    """
+    good: list[Superblock] = []
+    reason: CorruptBlock | None = None
+    for start in (0, SUPERBLOCK_BYTES):
+        try:
+            good.append(parse_superblock(pages[start : start + SUPERBLOCK_BYTES]))
+        except CorruptBlock as error:
+            reason = reason or error
+    if not good:
+        raise reason or CorruptBlock("no superblock")
+    return max(good, key=lambda copy: copy.epoch), len(good)
