@@ -70,16 +70,18 @@ class PrepareResponse(_message.Message):
     def __init__(self, outcomes: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
 
 class CompleteRequest(_message.Message):
-    __slots__ = ("session_id", "operation_id", "keys", "checksums")
+    __slots__ = ("session_id", "operation_id", "keys", "checksums", "wait_visible_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_VISIBLE_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     operation_id: bytes
     keys: bytes
     checksums: bytes
-    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    wait_visible_ms: int
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., wait_visible_ms: _Optional[int] = ...) -> None: ...
 
 class CompleteResponse(_message.Message):
     __slots__ = ("outcomes",)
@@ -100,18 +102,22 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("session_id", "operation_id", "keys", "sources", "want_checksums")
+    __slots__ = ("session_id", "operation_id", "keys", "sources", "want_checksums", "parent", "depth")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     WANT_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     operation_id: bytes
     keys: bytes
     sources: _containers.RepeatedCompositeFieldContainer[LoadSource]
     want_checksums: bool
-    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., want_checksums: _Optional[bool] = ...) -> None: ...
+    parent: bytes
+    depth: int
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., want_checksums: _Optional[bool] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ...) -> None: ...
 
 class LoadSource(_message.Message):
     __slots__ = ("start", "count", "node_id", "control_address", "data_address")

@@ -103,7 +103,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def IssueTicket(self, request, context):
-        """A short-lived signed pass for the data plane, good for one namespace.
+        """A short-lived signed pass for the data plane, good for one namespace. Peers ask for it like everybody else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,291 @@
+"""One node daemon: builds the parts, recovers the volumes, serves, and stops in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import threading
+from functools import partial
+from pathlib import Path
+
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
+from kvstore.node.config import NodeConfig
+from kvstore.node.domain import Domain, Domains
+from kvstore.node.loader import Loader
+from kvstore.node.peers import PeerAddress, Peers
+from kvstore.node.provider import NodeProvider
+from kvstore.node.publisher import Publisher
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.service import NodeServicer
+from kvstore.node.sessions import Sessions
+from kvstore.node.table import BlockTable, Home
+from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
+from kvstore.observe.counters import Counters
+from kvstore.rpc.address import is_unix, stays_on_host
+from kvstore.rpc.client import call, connect
+from kvstore.rpc.codec import spec_to_proto
+from kvstore.rpc.server import BoundServer, build_aio_server
+from kvstore.tiers.arena import DramArena
+from kvstore.tiers.policy import make_policy
+from kvstore.tiers.slab import NvmeSlab
+from kvstore.transport.contract import BlockPeer
+from kvstore.transport.shm import ArenaDoor
+from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tickets import TicketAuthority
+from kvstore.transport.tls import ssl_context
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_S = 0.5
+REGISTER_WAIT_S = 10.0
+STOP_FLUSH_S = 10.0
+RPC_TIMEOUT_S = 5.0
+
+
+class NodeDaemon:
+    """A running node. ``start`` and ``stop`` once each, on one event loop."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.counters = Counters()
+        self._clock = MonotonicClock()
+        self._boot_id = BootId(secrets.token_bytes(16))
+        self._domains = Domains()
+        for address in (config.listen, config.data_listen):
+            if config.tls is None and not config.allow_insecure_remote and not stays_on_host(address):
+                raise InvalidArgument(
+                    "refusing to listen beyond this host without TLS: give tls.cert and tls.key, or set allow_insecure_remote",
+                    address=address,
+                )
+        config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._socket = config.run_dir / f"{config.node_id}.sock"
+        self._arena_socket = config.run_dir / f"{config.node_id}.arena"
+        self._open_volumes()
+        self._build()
+        self._stopping = threading.Event()
+        self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
+        self._server: BoundServer | None = None
+        self._publisher: Publisher | None = None
+
+    # ---------------------------------------------------------------- parts
+    def _open_volumes(self) -> None:
+        config = self.config
+        self._arena = DramArena(
+            volume_id=VolumeId(f"{config.node_id}/dram"), capacity_bytes=config.dram_bytes, huge_pages=config.huge_pages
+        )
+        self._slabs: list[NvmeSlab] = []
+        for number, nvme in enumerate(config.nvme):
+            self._slabs.append(
+                NvmeSlab.open(
+                    nvme.path,
+                    volume_id=VolumeId(f"{config.node_id}/nvme{number}"),
+                    capacity_bytes=nvme.capacity_bytes,
+                    io_threads=config.io_threads,
+                    direct=nvme.direct,
+                )
+            )
+
+    def _build(self) -> None:
+        config, counters, clock = self.config, self.counters, self._clock
+        volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
+        self._log = ReplicaLog(volumes, counters, clock, keep=config.metadata is not None)
+        homes = [Home(slab, make_policy(config.policy)) for slab in self._slabs]
+        writes_behind = bool(homes) or config.write_behind_to is not None
+        self.table = BlockTable(
+            self._arena, make_policy(config.policy), homes, self._log, counters, clock, writes_behind=writes_behind
+        )
+        self._recover(homes)
+        self._peers = Peers(self._make_peer)
+        self._loader = Loader(
+            NodeId(config.node_id),
+            self.table,
+            self._peers,
+            counters,
+            clock,
+            window_bytes=config.load_window_bytes,
+            threads=config.load_threads,
+        )
+        self.sessions = Sessions(
+            self.table, counters, clock, lease_s=config.lease_ms / 1000, prepare_ttl_s=config.prepare_ttl_ms / 1000
+        )
+        self._authority = TicketAuthority(secrets.token_bytes(32), self._boot_id, clock)
+        self._data = TcpServer(
+            NodeProvider(self._domains, self.table, self._loader, clock),
+            config.data_listen,
+            authority=self._authority,
+            tls=ssl_context(config.tls, server_side=True) if config.tls is not None else None,
+            counters=counters,
+        )
+        self._door = ArenaDoor(self._arena_socket, self._hand_out_arena, self._engine_left)
+        target = (
+            LocalTarget(self.table, counters, clock)
+            if homes or config.write_behind_to is None
+            else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock)
+        )
+        self._write_behind = WriteBehind(self.table, target, counters)
+
+    def _recover(self, homes: list[Home]) -> None:
+        for home in homes:
+            found = 0
+            for slot, record in home.volume.recover():
+                domain = self._domains.of_shape(record.namespace, record.shape)
+                if self.table.restore(home, domain, record, slot):
+                    found += 1
+                else:  # the same block in two volumes: one is enough
+                    home.volume.commit([], [record.key])
+                    home.volume.free([slot])
+            log.info("%s: %d durable blocks found, I/O engine %s", home.volume.volume_id, found, home.volume.io_engine)
+
+    def _make_peer(self, address: PeerAddress, domain: Domain) -> BlockPeer:
+        spec = domain.spec
+        if spec is None:
+            raise NotFound("the spec of the namespace is not known here", namespace=domain.namespace.hex())
+        channel = connect(address.control_address, tls=self.config.tls)
+        stub = node_pb2_grpc.NodeStub(channel)
+        request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
+
+        def ticket() -> bytes:
+            return call(stub.IssueTicket, request, RPC_TIMEOUT_S).ticket
+
+        tls = ssl_context(self.config.tls, server_side=False) if self.config.tls is not None else None
+        return TcpPeer(address.data_address, ticket=ticket, streams=self.config.peer_streams, tls=tls, counters=self.counters)
+
+    def _find_storage_node(self) -> PeerAddress:
+        wanted = self.config.write_behind_to
+        if self.config.metadata is None or wanted is None:
+            raise Unavailable("a storage node is found through the metadata server: set node.metadata")
+        with connect(self.config.metadata, tls=self.config.tls) as channel:
+            stub = metadata_pb2_grpc.MetadataStub(channel)
+            for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S).nodes:
+                if status.node.node_id == wanted and status.alive:
+                    return PeerAddress(NodeId(wanted), status.node.control_address, status.node.data_address)
+        raise Unavailable("the storage node is not alive", node_id=wanted)
+
+    def _hand_out_arena(self, session_id: SessionId) -> tuple[int, int] | None:
+        if not self.sessions.connect(session_id):
+            return None
+        return self._arena.fileno(), self.config.dram_bytes
+
+    def _engine_left(self, session_id: SessionId) -> None:
+        self.sessions.end(session_id)
+
+    # ---------------------------------------------------------------- life
+    async def start(self) -> common_pb2.NodeInfo:
+        """Serves; returns this node's addresses."""
+        config = self.config
+        self._data.start()
+        self._door.start()
+        self.info = common_pb2.NodeInfo(
+            node_id=config.node_id,
+            boot_id=self._boot_id,
+            roles=config.roles,
+            data_address=self._advertised(self._data.address),
+            local_socket=f"unix:{self._socket}",
+        )
+        for volume in (self._arena, *self._slabs):
+            capacity = volume.usage().capacity_bytes
+            self.info.volumes.add(volume_id=volume.volume_id, tier=int(volume.tier), capacity_bytes=capacity)  # type: ignore[arg-type]
+        self._servicer = NodeServicer(
+            self.info,
+            self._domains,
+            self.table,
+            self.sessions,
+            self._loader,
+            self._log,
+            self._authority,
+            self.counters,
+            self._clock,
+            arena_socket=str(self._arena_socket),
+            lease_ms=config.lease_ms,
+            io_engines=self._io_engines,
+            threads=config.load_threads * 2,
+        )
+        self._socket.unlink(missing_ok=True)
+        self._server = await build_aio_server(
+            [partial(node_pb2_grpc.add_NodeServicer_to_server, self._servicer)],
+            addresses=[config.listen, f"unix:{self._socket}"],
+            services=["kvstore.v1.Node"],
+            counters=self.counters,
+            tls=config.tls,
+        )
+        self.info.control_address = next(self._advertised(one) for one in self._server.addresses if not is_unix(one))
+        await self._server.start()
+        self._socket.chmod(0o600)
+        self._write_behind.start()
+        self._janitor.start()
+        if config.metadata is not None:
+            self._publisher = Publisher(
+                config.metadata,
+                self.info,
+                self.table,
+                self._log,
+                self.counters,
+                self._clock,
+                tls=config.tls,
+                anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
+            )
+            self._publisher.start()
+            if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
+                log.warning("the metadata server at %s does not answer yet; serving without it", config.metadata)
+        if config.ready_file is not None:
+            self._write_ready(config.ready_file)
+        log.info("node %s serves: control %s, data %s", config.node_id, self.info.control_address, self.info.data_address)
+        return self.info
+
+    def _write_ready(self, path: Path) -> None:
+        ready = {
+            "node_id": self.config.node_id,
+            "pid": os.getpid(),
+            "address": self.info.control_address,
+            "data_address": self.info.data_address,
+            "local_socket": self.info.local_socket,
+        }
+        partial_file = path.with_suffix(".partial")
+        partial_file.write_text(json.dumps(ready))
+        partial_file.replace(path)
+
+    async def stop(self) -> None:
+        """Takes no new work, writes behind what waits (bounded), and closes volumes."""
+        if self._server is not None:
+            await self._server.stop(1.0)
+        flushed = await asyncio.to_thread(self.table.wait_written, self._clock.now_s() + STOP_FLUSH_S)
+        if not flushed:
+            log.warning("stopped before all blocks were written behind")
+        self._stopping.set()
+        await asyncio.to_thread(self._stop_parts)
+
+    def _stop_parts(self) -> None:
+        if self._publisher is not None:
+            self._publisher.stop(2.0)
+        self.table.close()
+        self._door.stop()
+        self._data.stop()
+        self._servicer.close()
+        self._write_behind.stop(STOP_FLUSH_S)
+        self._loader.close()
+        self._peers.close()
+        self._janitor.join(2.0)
+        for volume in (self._arena, *self._slabs):
+            volume.close()
+        self._socket.unlink(missing_ok=True)
+
+    def _advertised(self, bound: str) -> str:
+        host, _, port = bound.rpartition(":")
+        return f"{self.config.advertise_host or host}:{port}"
+
+    def _io_engines(self) -> list[str]:
+        engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
+        return engines + [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
+
+    def _sweep_for_ever(self) -> None:
+        while not self._stopping.wait(SWEEP_INTERVAL_S):
+            self.sessions.expire()
+
+

@@ -1,0 +1,304 @@
+"""Brings blocks into the arena, from wherever they lie, and hands them over pinned, part by part.
+
+One load is a stream of *parts*: consecutive keys with one fate each. What lies in DRAM is pinned at once and comes first; then
+this node's NVMe, then other nodes, in windows, two of them in flight, so that the disk or the wire works on while the caller
+copies the window before. A window takes its slots all or none and holds nothing while it waits for them; a caller gives back
+each part by itself; so loads larger than the arena flow through it and no two loads can block each other for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.core.buffers import ScatteredBlocks
+from kvstore.core.clock import Clock
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
+from kvstore.node.domain import Domain
+from kvstore.node.peers import PeerAddress, Peers
+from kvstore.node.table import Block, BlockTable, Claim, Home
+from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import Slot
+from kvstore.transport.contract import ReadRequest
+
+log = logging.getLogger(__name__)
+
+WINDOWS_IN_FLIGHT = 2
+ARENA_SHARE_OF_WINDOW = 8
+"""A window takes at most this fraction (1/n) of the arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Keys ``[start, start + count)`` are said to lie at a peer."""
+
+    start: int
+    count: int
+    peer: PeerAddress
+
+
+@dataclass(slots=True)
+class Part:
+    """Consecutive keys from ``first`` on. ``blocks[i]`` is pinned where the outcome is HIT, else None."""
+
+    first: int
+    outcomes: list[Outcome]
+    blocks: list[Block | None]
+    tier: Tier
+    """Where the bytes lay before this load."""
+    node: NodeId
+    """Whose they were."""
+
+    def pinned(self) -> list[Block]:
+        """The blocks to give back."""
+        return [block for block in self.blocks if block is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The keys of one load and their place in their chain."""
+
+    domain: Domain
+    keys: Sequence[BlockKey]
+    parent: BlockKey | None
+    depth: int
+    deadline_s: float
+
+
+class Loader:
+    """Serves all loads of a node. Thread-safe; ``load`` may be driven from any thread."""
+
+    def __init__(
+        self,
+        node_id: NodeId,
+        table: BlockTable,
+        peers: Peers,
+        counters: Counters,
+        clock: Clock,
+        *,
+        window_bytes: int,
+        threads: int,
+    ) -> None:
+        self._node_id = node_id
+        self._table = table
+        self._peers = peers
+        self._counters = counters
+        self._clock = clock
+        self._window_bytes = min(window_bytes, table.dram.usage().capacity_bytes // ARENA_SHARE_OF_WINDOW)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-load")
+
+    def close(self) -> None:
+        """Waits for windows under way (their waits are bounded by their deadlines)."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def resident(self, domain: Domain, keys: Sequence[BlockKey]) -> Part | None:
+        """All keys as one pinned part where all lie in DRAM, else None. Never waits."""
+        blocks = self._table.pin_resident(domain, keys)
+        part = Part(0, [Outcome.HIT] * len(keys), blocks, Tier.DRAM, self._node_id)
+        if keys and None not in blocks:
+            return part
+        self._table.unpin(part.pinned())
+        return None
+
+    def load(
+        self,
+        domain: Domain,
+        keys: Sequence[BlockKey],
+        deadline_s: float,
+        *,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+        sources: Sequence[Source] = (),
+    ) -> Iterator[Part]:
+        """Yields parts until every key is answered once. Pins in a yielded part are the caller's to give back."""
+        table = self._table
+        chain = _Chain(domain, keys, parent, depth, deadline_s)
+        resident = table.pin_resident(domain, keys)
+        held = deque(self._resident_parts(resident))
+        windows: deque[Callable[[], Part]] = deque()
+        try:
+            if len(held) == 1 and len(held[0].blocks) == len(keys):  # the common case: all in DRAM
+                yield held.popleft()
+                return
+            windows.extend(self._windows(chain, [block is not None for block in resident], sources))
+            in_flight: deque[Future[Part]] = deque()
+            try:
+                while held or windows or in_flight:
+                    while windows and len(in_flight) < WINDOWS_IN_FLIGHT:
+                        in_flight.append(self._pool.submit(windows.popleft()))
+                    yield held.popleft() if held else in_flight.popleft().result()
+            finally:
+                for future in in_flight:  # the caller stopped early: what still comes is given back
+                    if not future.cancel():
+                        table.unpin(future.result().pinned())
+        finally:
+            for part in held:
+                table.unpin(part.pinned())
+
+    def _resident_parts(self, resident: Sequence[Block | None]) -> Iterator[Part]:
+        start = 0
+        while start < len(resident):
+            if resident[start] is None:
+                start += 1
+                continue
+            end = start
+            while end < len(resident) and resident[end] is not None:
+                end += 1
+            yield Part(start, [Outcome.HIT] * (end - start), list(resident[start:end]), Tier.DRAM, self._node_id)
+            start = end
+
+    def _windows(self, chain: _Chain, done: Sequence[bool], sources: Sequence[Source]) -> Iterator[Callable[[], Part]]:
+        """The rest of the load, cut by where it lies and by window size."""
+        durable = self._table.on_nvme(chain.domain, chain.keys)
+        count = len(chain.keys)
+        candidates: list[tuple[Source, ...]] = [()] * count
+        for source in sources:
+            for position in range(max(0, source.start), min(count, source.start + source.count)):
+                if not done[position] and not durable[position]:
+                    candidates[position] = (*candidates[position], source)
+        most = max(1, self._window_bytes // chain.domain.shape.block_bytes)
+        start = 0
+        while start < count:
+            if done[start]:
+                start += 1
+                continue
+            end = start + 1
+            while end < count and end - start < most and not done[end] and (durable[end], candidates[end]) == (durable[start], candidates[start]):
+                end += 1
+            yield self._window(chain, start, end, candidates[start])
+            start = end
+
+    def _window(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Callable[[], Part]:
+        return lambda: self._run(chain, start, end, sources)
+
+    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Part:
+        """One window, in a pool thread: claim, take room, read or fetch, wait for what others bring."""
+        keys = chain.keys[start:end]
+        part = Part(start, [Outcome.MISS] * len(keys), [None] * len(keys), Tier.NVME, self._node_id)
+        claim = self._table.claim(chain.domain, keys)
+        for position, block in claim.resident.items():
+            part.blocks[position] = block
+            part.outcomes[position] = Outcome.HIT
+        try:
+            if claim.durable:
+                self._read_nvme(chain, claim, part)
+            if claim.claimed_absent:
+                self._fetch(chain, start, claim, part, sources)
+        except BaseException:
+            self._table.unpin(part.pinned())
+            raise
+        finally:  # what did not come is no longer claimed
+            lost = {position: block for position, block in claim.durable.items() if part.blocks[position] is None}
+            absent = [position for position in claim.claimed_absent if part.blocks[position] is None]
+            self._table.unclaim((keys[position] for position in (*lost, *absent)), lost.values())
+        for position in claim.busy:
+            found = self._table.await_resident(chain.domain, keys[position], chain.deadline_s)
+            part.blocks[position] = found
+            part.outcomes[position] = Outcome.HIT if found is not None else Outcome.TIMEOUT
+        return part
+
+    def _reserve(self, chain: _Chain, count: int) -> list[Slot] | None:
+        if self._clock.now_s() >= chain.deadline_s:
+            return None
+        return self._table.reserve(chain.domain.shape, count, chain.deadline_s)
+
+    def _read_nvme(self, chain: _Chain, claim: Claim, part: Part) -> None:
+        """Reads claimed durable blocks into fresh slots, verified."""
+        table, shape = self._table, chain.domain.shape
+        todo = list(claim.durable.items())
+        slots = self._reserve(chain, len(todo))
+        if slots is None:
+            for position, _ in todo:
+                part.outcomes[position] = Outcome.NO_ROOM
+            return
+        by_home: dict[int, list[int]] = {}
+        for index, (_, block) in enumerate(todo):
+            by_home.setdefault(id(block.nvme_home), []).append(index)
+        for indices in by_home.values():
+            home = todo[indices[0]][1].nvme_home
+            assert home is not None
+            items = []
+            for index in indices:
+                block = todo[index][1]
+                assert block.nvme is not None  # pinned: it cannot leave
+                items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
+            outcomes = home.volume.read(items)
+            for index, outcome in zip(indices, outcomes, strict=True):
+                position, block = todo[index]
+                part.outcomes[position] = outcome
+                if outcome is Outcome.HIT:
+                    table.promoted(block, slots[index])
+                    part.blocks[position] = block
+                    continue
+                self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")
+                log.warning("block %s on %s: %s", block.key.hex(), home.volume.volume_id, outcome.name)
+                table.unreserve((slots[index],))
+                if outcome is Outcome.CORRUPT:
+                    self._quarantine(home, block)
+
+    def _quarantine(self, home: Home, block: Block) -> None:
+        """Forgets a bad replica. Its slot stays out of use until the next start, which no longer finds it in the catalog."""
+        self._table.lost_replica(block)
+        self._counters.add("quarantined_blocks_total")
+        try:
+            home.volume.commit([], [block.key])
+        except (OSError, KVStoreError) as error:
+            log.warning("the catalog of %s still names the bad block %s: %s", home.volume.volume_id, block.key.hex(), error)
+
+    def _fetch(self, chain: _Chain, start: int, claim: Claim, part: Part, sources: tuple[Source, ...]) -> None:
+        """Fetches claimed absent blocks from the first source that delivers each."""
+        table, shape = self._table, chain.domain.shape
+        left = list(claim.claimed_absent)
+        part.tier = Tier.DRAM if sources and not claim.durable else part.tier
+        for source in sources:
+            if not left:
+                break
+            slots = self._reserve(chain, len(left))
+            if slots is None:
+                for position in left:
+                    part.outcomes[position] = Outcome.NO_ROOM
+                break
+            destination = ScatteredBlocks([table.dram.view(slot, shape.block_bytes) for slot in slots], shape)
+            keys = [chain.keys[start + position] for position in left]
+            request = ReadRequest(chain.domain.namespace, keys, 0, shape.layers, 0, chain.deadline_s)
+            try:
+                result = self._peers.peer(source.peer, chain.domain).read(request, destination)
+            except KVStoreError as error:
+                self._counters.add("peer_fetch_failed_total")
+                log.warning("cannot fetch %d blocks from %s: %s", len(left), source.peer.node_id, error)
+                table.unreserve(slots)
+                for position in left:
+                    part.outcomes[position] = Outcome.UNAVAILABLE
+                continue
+            missing: list[int] = []
+            checksums = result.checksums
+            for index, position in enumerate(left):
+                outcome = result.outcomes[index]
+                part.outcomes[position] = outcome
+                if outcome is not Outcome.HIT or checksums is None:
+                    table.unreserve((slots[index],))
+                    missing.append(position)
+                    continue
+                at = start + position
+                block = Block(
+                    chain.domain,
+                    chain.keys[at],
+                    chain.keys[at - 1] if at else chain.parent,
+                    chain.depth + at,
+                    checksums[index].astype("<u8", copy=False).tobytes(),
+                )
+                part.blocks[position] = table.adopted(block, slots[index])
+                part.tier, part.node = result.tiers[index], source.peer.node_id
+            self._counters.add("peer_fetched_blocks_total", len(left) - len(missing))
+            left = missing
+
+
+def offsets_of(blocks: Sequence[Block]) -> bytes:
+    """Where pinned blocks lie in the arena: little-endian uint64 each."""
+    return np.fromiter((block.dram.offset for block in blocks if block.dram is not None), dtype="<u8", count=len(blocks)).tobytes()

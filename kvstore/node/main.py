@@ -1,0 +1,27 @@
+"""Entry point of a node process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from kvstore.node.config import NodeConfig
+from kvstore.node.daemon import NodeDaemon
+
+
+def run(config: NodeConfig) -> None:
+    """Serves until SIGTERM or SIGINT, then stops in order."""
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: NodeConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    daemon = NodeDaemon(config)
+    await daemon.start()
+    try:
+        await stop.wait()
+    finally:
+        await daemon.stop()

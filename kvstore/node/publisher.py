@@ -1,0 +1,328 @@
+"""Tells the metadata server what this node holds: registration, heartbeats, the stream of changes, anti-entropy.
+
+Two threads. The *publisher* registers, sends inventories where the server lacks them, then streams the ``ReplicaLog`` in
+numbered batches, a few unacknowledged at a time; after a broken stream it sends again what was not acknowledged, and the server
+ignores what it has seen. The *heart* beats, and notices a server that forgot this node or made its index anew: then everything
+begins again with a registration. Between beats it compares digests, a few ranges at a time, and repairs what differs.
+
+Nothing here is on the path of a load or store: a server that is away costs remote hits, never a wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from kvstore.core.clock import Clock
+from kvstore.core.errors import KVStoreError
+from kvstore.core.limits import DIGEST_RANGES
+from kvstore.core.tls import TlsConfig
+from kvstore.core.types import BlockRun, BootId, VolumeId
+from kvstore.node.replicas import ReplicaLog, key_range, runs_of
+from kvstore.node.table import Block, BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.rpc.client import call, connect
+from kvstore.rpc.codec import run_to_proto
+from kvstore.rpc.errors import from_rpc_error
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+BATCH_EVENTS = 4096
+BATCHES_IN_FLIGHT = 8
+RPC_TIMEOUT_S = 5.0
+ACK_TIMEOUT_S = 10.0
+RETRY_FIRST_S = 0.05
+RETRY_MOST_S = 2.0
+RANGES_AT_ONCE = 256
+
+
+class Publisher:
+    """Keeps the index true to this node. ``start`` and ``stop`` once each."""
+
+    def __init__(
+        self,
+        address: str,
+        node: common_pb2.NodeInfo,
+        table: BlockTable,
+        replica_log: ReplicaLog,
+        counters: Counters,
+        clock: Clock,
+        *,
+        tls: TlsConfig | None,
+        anti_entropy_interval_s: float,
+    ) -> None:
+        self._node = node
+        self._boot_id = BootId(node.boot_id)
+        self._table = table
+        self._log = replica_log
+        self._counters = counters
+        self._clock = clock
+        self._anti_entropy_interval_s = anti_entropy_interval_s
+        self._channel = connect(address, tls=tls)
+        self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
+        self._volumes = [VolumeId(volume.volume_id) for volume in node.volumes]
+        self._stopping = threading.Event()
+        self._again = threading.Event()
+        self._registered = threading.Event()
+        self._epoch = b""
+        self._heartbeat_s = 0.5
+        self._sequence = 0
+        self._unacknowledged: deque[tuple[metadata_pb2.PublishRequest, int]] = deque()
+        self._threads = [
+            threading.Thread(target=self._publish_for_ever, name="kvstore-publish", daemon=True),
+            threading.Thread(target=self._beat_for_ever, name="kvstore-heart", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begins."""
+        for thread in self._threads:
+            thread.start()
+
+    def wait_registered(self, timeout_s: float) -> bool:
+        """Waits for the first registration."""
+        return self._registered.wait(timeout_s)
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends both threads."""
+        self._stopping.set()
+        self._again.set()
+        self._log.wake()
+        self._channel.close()
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    # ---------------------------------------------------------------- publishing
+    def _publish_for_ever(self) -> None:
+        pause_s = RETRY_FIRST_S
+        while not self._stopping.is_set():
+            try:
+                needed = self._register()
+                self._again.clear()
+                self._registered.set()
+                pause_s = RETRY_FIRST_S
+                self._stream(needed)
+            except KVStoreError as error:
+                self._counters.add("publish_interrupted_total")
+                log.warning("publishing interrupted, trying again: %s", error)
+                if not error.retryable:  # sequence numbers no longer match the server's: begin as if booted anew
+                    self._boot_id = BootId(secrets.token_bytes(16))
+                    self._node.boot_id = self._boot_id
+                    self._epoch = b""
+            except ValueError:  # the channel was closed by stop()
+                return
+            self._stopping.wait(pause_s)
+            pause_s = min(RETRY_MOST_S, pause_s * 2)
+
+    def _register(self) -> list[VolumeId]:
+        request = metadata_pb2.RegisterNodeRequest(operation_id=secrets.token_bytes(16), node=self._node)
+        response = call(self._stub.RegisterNode, request, RPC_TIMEOUT_S)
+        self._heartbeat_s = max(0.01, response.heartbeat_interval_ms / 1000)
+        needed = [VolumeId(need.volume_id) for need in response.volume_needs if need.inventory_needed]
+        if response.index_epoch != self._epoch:
+            self._epoch = response.index_epoch
+            self._sequence = 0
+            for request_sent, events in self._unacknowledged:  # the inventories cover them
+                self._log.acknowledge(VolumeId(request_sent.volume_id), events)
+            self._unacknowledged.clear()
+            needed = list(self._volumes)
+        return needed
+
+    def _stream(self, inventories: Sequence[VolumeId]) -> None:
+        """Publishes until the stream breaks, the server wants a registration, or ``stop``."""
+        outbox: queue.Queue[metadata_pb2.PublishRequest | None] = queue.Queue(BATCHES_IN_FLIGHT + 1)
+        slots = threading.Semaphore(BATCHES_IN_FLIGHT)
+        lock = threading.Lock()
+        broken: list[grpc.RpcError] = []
+        ended = threading.Event()
+
+        def outgoing() -> Iterator[metadata_pb2.PublishRequest]:
+            while (message := outbox.get()) is not None:
+                yield message
+
+        responses = self._stub.Publish(outgoing())
+
+        def receive() -> None:
+            try:
+                for response in responses:
+                    with lock:
+                        while self._unacknowledged and self._unacknowledged[0][0].sequence <= response.sequence:
+                            message, events = self._unacknowledged.popleft()
+                            self._log.acknowledge(VolumeId(message.volume_id), events)
+                            slots.release()
+            except grpc.RpcError as error:
+                broken.append(error)
+            ended.set()
+            self._log.wake()
+
+        receiver = threading.Thread(target=receive, name="kvstore-publish-acks", daemon=True)
+        receiver.start()
+
+        def send(message: metadata_pb2.PublishRequest) -> bool:
+            while not slots.acquire(timeout=0.1):
+                if ended.is_set() or self._again.is_set():
+                    return False
+            outbox.put(message)
+            return True
+
+        try:
+            with lock:
+                resend = [message for message, _ in self._unacknowledged]
+            alive = all(send(message) for message in resend)
+            batches = self._batches(inventories)
+            while alive and not ended.is_set() and not self._again.is_set():
+                message, events = next(batches)
+                if message is None:
+                    self._log.wait(0.2)
+                    continue
+                with lock:
+                    self._sequence += 1
+                    message.sequence = self._sequence
+                    self._unacknowledged.append((message, events))
+                alive = send(message)
+        finally:
+            while True:  # the outbox is bounded: make sure that the end gets in
+                try:
+                    outbox.put_nowait(None)
+                    break
+                except queue.Full:
+                    outbox.get_nowait()
+            responses.cancel()
+            receiver.join(ACK_TIMEOUT_S)
+        if broken and not self._stopping.is_set() and not self._again.is_set():
+            raise from_rpc_error(broken[0])
+
+    def _batches(self, inventories: Sequence[VolumeId]) -> Iterator[tuple[metadata_pb2.PublishRequest | None, int]]:
+        """What to send, one batch after the other: inventories first, then the log; (None, 0) where there is nothing now."""
+        for volume in inventories:
+            yield from self._inventory(volume)
+        while True:
+            idle = True
+            for volume in self._volumes:
+                if self._log.needs_inventory(volume):
+                    yield from self._inventory(volume)
+                stored, removed, events = self._log.take(volume, BATCH_EVENTS)
+                if events:
+                    idle = False
+                    yield self._message(volume, stored, b"".join(removed)), events
+            if idle:
+                yield None, 0
+
+    def _inventory(self, volume: VolumeId) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
+        """Everything a volume holds. What changes meanwhile is in the log, which is sent after it."""
+        held = self._held(volume)
+        held.sort(key=lambda block: block.depth)  # parents before children
+        held = _chains(held)
+        log.info("sending the inventory of %s: %d blocks", volume, len(held))
+        self._counters.add("inventories_sent_total")
+        for at in range(0, len(held), BATCH_EVENTS):
+            yield self._message(volume, runs_of(held[at : at + BATCH_EVENTS])), 0
+        yield self._message(volume, [], sync_end=True), 0
+
+    def _held(self, volume: VolumeId) -> list[Block]:
+        blocks = self._table.snapshot()
+        if volume == self._table.dram.volume_id:
+            return [block for block in blocks if block.dram is not None]
+        return [block for block in blocks if block.nvme_home is not None and block.nvme_home.volume.volume_id == volume]
+
+    def _message(
+        self, volume: VolumeId, stored: Sequence[BlockRun], removed: bytes = b"", *, sync_end: bool = False
+    ) -> metadata_pb2.PublishRequest:
+        return metadata_pb2.PublishRequest(
+            node_id=self._node.node_id,
+            boot_id=self._boot_id,
+            volume_id=volume,
+            stored=[run_to_proto(run) for run in stored],
+            removed=removed,
+            sync_end=sync_end,
+        )
+
+    # ---------------------------------------------------------------- heart
+    def _beat_for_ever(self) -> None:
+        compared_s = self._clock.now_s()
+        while not self._stopping.wait(self._heartbeat_s):
+            if not self._registered.is_set():
+                continue
+            try:
+                self._beat()
+                if self._clock.now_s() - compared_s >= self._anti_entropy_interval_s and self._log.idle():
+                    compared_s = self._clock.now_s()
+                    self.compare_now()
+            except KVStoreError as error:
+                self._counters.add("heartbeats_failed_total")
+                log.debug("heartbeat failed: %s", error)
+            except ValueError:  # the channel was closed by stop()
+                return
+
+    def _beat(self) -> None:
+        usages = []
+        for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
+            usage = volume.usage()
+            usages.append(metadata_pb2.VolumeUsage(volume_id=volume.volume_id, used_bytes=usage.used_bytes, blocks=usage.blocks))
+        request = metadata_pb2.HeartbeatRequest(node_id=self._node.node_id, boot_id=self._boot_id, usages=usages)
+        response = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
+        if response.register_again or (self._epoch and response.index_epoch != self._epoch):
+            log.warning("the metadata server has a new index or forgot this node: registering again")
+            self._counters.add("registered_again_total")
+            self._again.set()
+            self._log.wake()
+
+    def compare_now(self) -> int:
+        """Compares all digests with the index and repairs what differs. Returns how many ranges were repaired."""
+        repaired = 0
+        for volume in self._volumes:
+            digests, counts = self._log.digests(volume)
+            for first in range(0, DIGEST_RANGES, RANGES_AT_ONCE):
+                request = metadata_pb2.CompareDigestsRequest(
+                    node_id=self._node.node_id,
+                    boot_id=self._boot_id,
+                    volume_id=volume,
+                    first_range=first,
+                    digests=digests[first : first + RANGES_AT_ONCE],
+                    counts=counts[first : first + RANGES_AT_ONCE],
+                )
+                differing = call(self._stub.CompareDigests, request, RPC_TIMEOUT_S).differing_ranges
+                for where in differing:
+                    self._repair(volume, where)
+                repaired += len(differing)
+        if repaired:
+            self._counters.add("index_ranges_repaired_total", repaired)
+            log.warning("the index had drifted: %d ranges repaired", repaired)
+        return repaired
+
+    def _repair(self, volume: VolumeId, where: int) -> None:
+        held = [block for block in self._held(volume) if key_range(block.key) == where]
+        request = metadata_pb2.RepairRangeRequest(
+            operation_id=secrets.token_bytes(16),
+            node_id=self._node.node_id,
+            boot_id=self._boot_id,
+            volume_id=volume,
+            range=where,
+            blocks=[run_to_proto(run) for run in runs_of(held)],
+        )
+        call(self._stub.RepairRange, request, RPC_TIMEOUT_S)
+
+
+def _chains(blocks: Sequence[Block]) -> list[Block]:
+    """Orders blocks (given by depth) chain after chain, each block after its parent, so that they join to long runs."""
+    children: dict[bytes | None, list[Block]] = {}
+    keys = {block.key for block in blocks}
+    roots: list[Block] = []
+    for block in blocks:
+        if block.parent is not None and block.parent in keys:
+            children.setdefault(block.parent, []).append(block)
+        else:
+            roots.append(block)
+    ordered: list[Block] = []
+    stack = roots[::-1]
+    while stack:
+        block = stack.pop()
+        ordered.append(block)
+        stack.extend(reversed(children.get(block.key, ())))
+    return ordered

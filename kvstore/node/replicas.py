@@ -1,0 +1,180 @@
+"""The log of what came and went in each volume, between the table that writes it and the publisher that sends it.
+
+Written under the table's lock, so the order is the order of truth. Bounded: where the metadata server stays away too long, a
+volume's log is dropped and its whole inventory is sent instead. Beside the log stand each volume's digests, for anti-entropy:
+XOR of xxh3-64 over the keys in each of 4,096 ranges of key space, and how many keys that is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import xxhash
+
+from kvstore.core.clock import Clock
+from kvstore.core.limits import DIGEST_RANGES
+from kvstore.core.types import BlockKey, BlockRun, NamespaceId, VolumeId
+from kvstore.observe.counters import Counters
+
+LOG_BOUND = 1_000_000
+"""Events kept a volume while nobody takes them."""
+
+
+class Described(Protocol):
+    """A block as the log needs it: where it stands in its chain."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    depth: int
+
+    @property
+    def namespace(self) -> NamespaceId:
+        """Whose it is."""
+
+
+def key_range(key: BlockKey) -> int:
+    """Which of the 4,096 ranges of key space a key lies in: its first 12 bits."""
+    return key[0] << 4 | key[1] >> 4
+
+
+def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
+    """Joins blocks, in their order, to runs of consecutive blocks of one chain."""
+    runs: list[BlockRun] = []
+    keys: list[BlockKey] = []
+    first: Described | None = None
+    for block in blocks:
+        if first is not None and block.parent == keys[-1] and block.depth == first.depth + len(keys) and block.namespace == first.namespace:
+            keys.append(block.key)
+            continue
+        if first is not None:
+            runs.append(BlockRun(first.namespace, first.parent, first.depth, tuple(keys)))
+        first, keys = block, [block.key]
+    if first is not None:
+        runs.append(BlockRun(first.namespace, first.parent, first.depth, tuple(keys)))
+    return runs
+
+
+class _VolumeLog:
+    __slots__ = ("acknowledged", "appended", "counts", "digests", "events", "inventory_needed")
+
+    def __init__(self) -> None:
+        self.events: deque[tuple[BlockKey, Described | None]] = deque()
+        self.appended = 0
+        self.acknowledged = 0
+        self.inventory_needed = False
+        self.digests = [0] * DIGEST_RANGES
+        self.counts = [0] * DIGEST_RANGES
+
+
+class ReplicaLog:
+    """Events of all volumes of a node. Thread-safe."""
+
+    def __init__(self, volumes: Sequence[VolumeId], counters: Counters, clock: Clock, *, keep: bool = True, bound: int = LOG_BOUND) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._keep = keep  # False: nobody publishes, so nothing is kept
+        self._bound = bound
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._acknowledged = threading.Condition(self._lock)
+        self._volumes = {volume: _VolumeLog() for volume in volumes}
+
+    def stored(self, volume: VolumeId, block: Described) -> None:
+        """A volume holds a block from now on."""
+        self._append(volume, block.key, block, 1)
+
+    def removed(self, volume: VolumeId, key: BlockKey) -> None:
+        """A volume no longer holds a block."""
+        self._append(volume, key, None, -1)
+
+    def _append(self, volume: VolumeId, key: BlockKey, block: Described | None, step: int) -> None:
+        where = key_range(key)
+        digest = xxhash.xxh3_64_intdigest(key)
+        with self._lock:
+            log = self._volumes[volume]
+            log.digests[where] ^= digest
+            log.counts[where] += step
+            if not self._keep or log.inventory_needed:
+                return
+            if len(log.events) >= self._bound:
+                log.events.clear()
+                log.acknowledged = log.appended
+                log.inventory_needed = True
+                self._counters.add("publish_log_overflow_total")
+                return
+            log.events.append((key, block))
+            log.appended += 1
+            self._wake.notify()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until there may be something to take."""
+        with self._lock:
+            if not any(log.events for log in self._volumes.values()):
+                self._wake.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Ends a ``wait``."""
+        with self._lock:
+            self._wake.notify_all()
+
+    def take(self, volume: VolumeId, limit: int) -> tuple[list[BlockRun], list[BlockKey], int]:
+        """Next events of a volume as one batch: stored runs, removed keys, number of events.
+
+        A batch is applied removals first; so it ends before a key that it stores is removed again.
+        """
+        with self._lock:
+            events = self._volumes[volume].events
+            stored: dict[BlockKey, Described] = {}
+            removed: list[BlockKey] = []
+            count = 0
+            while events and count < limit:
+                key, block = events[0]
+                if block is None and key in stored:
+                    break
+                events.popleft()
+                count += 1
+                if block is None:
+                    removed.append(key)
+                else:
+                    stored[key] = block
+        return runs_of(stored.values()), removed, count
+
+    def needs_inventory(self, volume: VolumeId) -> bool:
+        """Whether the volume's log overflowed; asking takes the mark away."""
+        with self._lock:
+            log = self._volumes[volume]
+            needed, log.inventory_needed = log.inventory_needed, False
+            return needed
+
+    def acknowledge(self, volume: VolumeId, events: int) -> None:
+        """The index shows so many more events of a volume."""
+        with self._lock:
+            log = self._volumes[volume]
+            log.acknowledged = min(log.appended, log.acknowledged + events)
+            self._acknowledged.notify_all()
+
+    def idle(self) -> bool:
+        """Whether the index shows everything."""
+        with self._lock:
+            return all(log.acknowledged >= log.appended for log in self._volumes.values())
+
+    def wait_published(self, volumes: Sequence[VolumeId], deadline_s: float) -> bool:
+        """Waits until the index shows everything logged for some volumes so far. False where the deadline came first."""
+        if not self._keep:
+            return False
+        with self._lock:
+            marks = [(self._volumes[volume], self._volumes[volume].appended) for volume in volumes]
+            while any(log.acknowledged < mark for log, mark in marks):
+                left_s = deadline_s - self._clock.now_s()
+                if left_s <= 0 or not self._acknowledged.wait(left_s):
+                    return all(log.acknowledged >= mark for log, mark in marks)
+            return True
+
+    def digests(self, volume: VolumeId) -> tuple[list[int], list[int]]:
+        """Digest and count of every range."""
+        with self._lock:
+            log = self._volumes[volume]
+            return list(log.digests), list(log.counts)

@@ -1,0 +1,264 @@
+"""The Node service over gRPC: a thin shell over table, sessions and loader.
+
+What is pure memory work runs on the event loop; what may wait (room, disks, peers, the metadata server) runs in a bounded pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+
+from kvstore.core.clock import Clock
+from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES
+from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId, Tier
+from kvstore.node.domain import Domains
+from kvstore.node.loader import Loader, Part, Source, offsets_of
+from kvstore.node.peers import PeerAddress
+from kvstore.node.provider import runs_of_outcome
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.sessions import Session, Sessions
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.rpc.codec import id_from_wire, keys_from_wire, run_from_proto, spec_from_proto
+from kvstore.transport.tickets import TicketAuthority
+from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
+
+Result = TypeVar("Result")
+Context = Any  # grpc.aio.ServicerContext, generic in request and response
+
+MAX_WAIT_S = 300.0
+"""No call waits longer, whatever its deadline says."""
+TICKET_VALID_S = 60.0
+MAX_SOURCES = 4096
+
+
+class NodeServicer(node_pb2_grpc.NodeServicer):
+    """Handlers; errors are mapped by the server's interceptor."""
+
+    def __init__(
+        self,
+        info: common_pb2.NodeInfo,
+        domains: Domains,
+        table: BlockTable,
+        sessions: Sessions,
+        loader: Loader,
+        replica_log: ReplicaLog,
+        authority: TicketAuthority,
+        counters: Counters,
+        clock: Clock,
+        *,
+        arena_socket: str,
+        lease_ms: int,
+        io_engines: Callable[[], Sequence[str]],
+        threads: int,
+    ) -> None:
+        self._info = info
+        self._domains = domains
+        self._table = table
+        self._sessions = sessions
+        self._loader = loader
+        self._log = replica_log
+        self._authority = authority
+        self._counters = counters
+        self._clock = clock
+        self._arena_socket = arena_socket
+        self._lease_ms = lease_ms
+        self._io_engines = io_engines
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
+
+    def close(self) -> None:
+        """Ends the pool; waits in it are bounded by their deadlines or ended by ``BlockTable.close``."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _apart(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _deadline_s(self, context: Context) -> float:
+        left_s = context.time_remaining()
+        return self._clock.now_s() + (MAX_WAIT_S if left_s is None else max(0.0, min(left_s, MAX_WAIT_S)))
+
+    def _session(self, session_id: bytes) -> Session:
+        return self._sessions.get(SessionId(id_from_wire(session_id, "session_id")))
+
+    # ---------------------------------------------------------------- who
+    async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> common_pb2.NodeInfo:  # noqa: N802, ARG002
+        return self._info
+
+    async def IssueTicket(  # noqa: N802
+        self,
+        request: node_pb2.IssueTicketRequest,
+        context: Context,  # noqa: ARG002
+    ) -> node_pb2.IssueTicketResponse:
+        domain = self._domains.of_spec(spec_from_proto(request.spec))
+        ticket = self._authority.issue(domain.namespace, TICKET_VALID_S)
+        return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
+
+    async def OpenSession(  # noqa: N802
+        self,
+        request: node_pb2.OpenSessionRequest,
+        context: Context,  # noqa: ARG002
+    ) -> node_pb2.OpenSessionResponse:
+        if len(request.client_name.encode()) > MAX_NAME_BYTES:
+            raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
+        session = self._sessions.open(self._domains.of_spec(spec_from_proto(request.spec)), request.client_name)
+        return node_pb2.OpenSessionResponse(
+            session_id=session.session_id,
+            arena_socket=self._arena_socket,
+            arena_bytes=self._table.dram.usage().capacity_bytes,
+            lease_ms=self._lease_ms,
+            node=self._info,
+        )
+
+    # ---------------------------------------------------------------- store
+    async def Prepare(self, request: node_pb2.PrepareRequest, context: Context) -> node_pb2.PrepareResponse:  # noqa: N802
+        session = self._session(request.session_id)
+        operation = OperationId(id_from_wire(request.operation_id, "operation_id"))
+        run: BlockRun = run_from_proto(request.blocks)
+        if run.namespace != session.domain.namespace:
+            raise InvalidArgument("the run is of another namespace than the session")
+        wait_s = min(request.wait_ms / 1000, MAX_WAIT_S)
+        deadline_s = min(self._deadline_s(context), self._clock.now_s() + wait_s)
+        if wait_s:
+            outcomes, offsets = await self._apart(lambda: self._sessions.prepare(session, operation, run, deadline_s))
+        else:
+            outcomes, offsets = self._sessions.prepare(session, operation, run, deadline_s)
+        return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets)
+
+    async def Complete(self, request: node_pb2.CompleteRequest, context: Context) -> node_pb2.CompleteResponse:  # noqa: N802
+        session = self._session(request.session_id)
+        operation = OperationId(id_from_wire(request.operation_id, "operation_id"))
+        keys = keys_from_wire(request.keys)
+        row = session.domain.shape.layers * 8
+        if len(request.checksums) != len(keys) * row:
+            raise InvalidArgument("one checksum a layer and key", keys=len(keys), bytes=len(request.checksums))
+        checksums = [request.checksums[at : at + row] for at in range(0, len(request.checksums), row)]
+        outcomes = self._sessions.complete(session, operation, keys, checksums)
+        if request.wait_visible_ms:
+            deadline_s = min(self._deadline_s(context), self._clock.now_s() + request.wait_visible_ms / 1000)
+            if not await self._apart(lambda: self._log.wait_published([self._table.dram.volume_id], deadline_s)):
+                self._counters.add("store_not_yet_visible_total")
+        return node_pb2.CompleteResponse(outcomes=bytes(outcomes))
+
+    async def Abort(self, request: node_pb2.AbortRequest, context: Context) -> node_pb2.AbortResponse:  # noqa: N802, ARG002
+        operation = OperationId(id_from_wire(request.operation_id, "operation_id"))
+        self._sessions.abort(self._session(request.session_id), operation)
+        return node_pb2.AbortResponse()
+
+    # ---------------------------------------------------------------- load
+    async def Load(self, request: node_pb2.LoadRequest, context: Context) -> AsyncIterator[node_pb2.LoadProgress]:  # noqa: N802
+        session = self._session(request.session_id)
+        keys = keys_from_wire(request.keys)
+        part = self._loader.resident(session.domain, keys)
+        if part is not None:  # all in DRAM: no thread, no window
+            yield self._progress(session, part, want_checksums=request.want_checksums)
+            return
+        parent = BlockKey(id_from_wire(request.parent, "parent")) if request.parent else None
+        if request.depth + len(keys) > MAX_DEPTH:
+            raise InvalidArgument("chain too long", limit=MAX_DEPTH)
+        sources = self._sources(request.sources)
+        parts = self._loader.load(session.domain, keys, self._deadline_s(context), parent=parent, depth=request.depth, sources=sources)
+        taken: Part | None = None
+
+        def following() -> Part | None:
+            nonlocal taken
+            taken = next(parts, None)
+            return taken
+
+        def stop() -> None:
+            if taken is not None:
+                self._table.unpin(taken.pinned())
+            parts.close()  # type: ignore[attr-defined]  # a generator, by construction
+
+        try:
+            while (part := await self._apart(following)) is not None:
+                progress = self._progress(session, part, want_checksums=request.want_checksums)
+                taken = None
+                yield progress
+        finally:
+            self._pool.submit(stop)  # after `following`, should that still run: it is bounded by the deadline
+
+    def _sources(self, sources: Sequence[node_pb2.LoadSource]) -> list[Source]:
+        if len(sources) > MAX_SOURCES:
+            raise InvalidArgument("too many sources", limit=MAX_SOURCES)
+        mine = self._info.node_id
+        return [
+            Source(one.start, one.count, PeerAddress(NodeId(one.node_id), one.control_address, one.data_address))
+            for one in sources
+            if one.node_id != mine
+        ]
+
+    def _progress(self, session: Session, part: Part, *, want_checksums: bool) -> node_pb2.LoadProgress:
+        runs = []
+        for start, end in runs_of_outcome(part.outcomes):
+            run = node_pb2.LoadedRun(start=part.first + start, count=end - start, outcome=int(part.outcomes[start]))
+            if part.outcomes[start] is Outcome.HIT:
+                blocks = [block for block in part.blocks[start:end] if block is not None]
+                run.tier, run.source_node, run.offsets = int(part.tier), part.node, offsets_of(blocks)
+                if want_checksums:
+                    run.checksums = b"".join([block.checksums for block in blocks])
+            runs.append(run)
+        pinned = part.pinned()
+        lease_id = self._sessions.lease(session, pinned) if pinned else 0
+        return node_pb2.LoadProgress(runs=runs, lease_id=lease_id)
+
+    async def Release(self, request: node_pb2.ReleaseRequest, context: Context) -> node_pb2.ReleaseResponse:  # noqa: N802, ARG002
+        self._sessions.release(self._session(request.session_id), request.lease_ids)
+        return node_pb2.ReleaseResponse()
+
+    # ---------------------------------------------------------------- care
+    async def Flush(self, request: node_pb2.FlushRequest, context: Context) -> node_pb2.FlushResponse:  # noqa: N802
+        deadline_s = min(self._deadline_s(context), self._clock.now_s() + request.timeout_ms / 1000)
+        complete = await self._apart(lambda: self._table.wait_written(deadline_s))
+        counters = self._counters.snapshot()
+        return node_pb2.FlushResponse(
+            durable_blocks=counters.get("write_behind_blocks_total", 0),
+            dropped_blocks=counters.get("write_behind_dropped_blocks_total", 0),
+            complete=complete,
+        )
+
+    async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002
+        id_from_wire(request.operation_id, "operation_id")  # evicting twice is harmless
+        if request.tier == Tier.DRAM:
+            return node_pb2.EvictResponse(evicted_blocks=await self._apart(self._table.evict_dram))
+        if request.tier == Tier.NVME:
+            return node_pb2.EvictResponse(evicted_blocks=await self._apart(self._evict_nvme))
+        raise Unsupported("DRAM and NVMe can be evicted", tier=request.tier)
+
+    def _evict_nvme(self) -> int:
+        evicted = 0
+        for home in self._table.homes:
+            victims = self._table.nvme_victims(home)
+            try:
+                home.volume.commit([], [block.key for block in victims])
+            except OSError:
+                self._table.stay_on_nvme(victims)
+                raise
+            self._table.evicted_nvme(home, victims)
+            evicted += len(victims)
+        return evicted
+
+    async def GetNodeStats(  # noqa: N802
+        self,
+        request: node_pb2.GetNodeStatsRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> node_pb2.GetNodeStatsResponse:
+        tiers = []
+        for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
+            usage = volume.usage()
+            tiers.append(
+                node_pb2.TierUsage(
+                    volume_id=volume.volume_id,
+                    tier=int(volume.tier),  # type: ignore[arg-type]  # equal numbers, see core.types
+                    capacity_bytes=usage.capacity_bytes,
+                    used_bytes=usage.used_bytes,
+                    blocks=usage.blocks,
+                )
+            )
+        counters = dict(self._counters.snapshot())
+        counters["sessions"] = self._sessions.count()
+        counters["blocks"], counters["write_behind_waiting_blocks"] = self._table.counts()
+        return node_pb2.GetNodeStatsResponse(node=self._info, counters=counters, tiers=tiers, io_engines=list(self._io_engines()))

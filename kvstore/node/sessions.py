@@ -1,0 +1,217 @@
+"""Engines on this host: what each has prepared and leased, and how it is all given back when the engine goes.
+
+A session lasts as long as the engine's connection to the arena door. Slots that an engine may still be writing to are given
+back only when it says so (complete, abort) or when that connection ends: an engine that merely takes too long loses its store
+(``LOST``), but its slots rest until the connection ends, because nobody can stop its copy. Leases for reading end by time as
+well: a reader checks the clock after its copy.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.core.clock import Clock
+from kvstore.core.errors import CapacityExceeded, LeaseLost
+from kvstore.core.limits import MAX_SESSIONS
+from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
+from kvstore.node.domain import Domain
+from kvstore.node.table import Block, BlockTable, Prepared
+from kvstore.observe.counters import Counters
+
+MAX_STORES_PER_SESSION = 256
+MAX_LEASES_PER_SESSION = 4096
+UNCONNECTED_TTL_S = 10.0
+"""An opened session whose engine never came to the arena door ends after this."""
+
+
+@dataclass(slots=True)
+class _Store:
+    prepared: Prepared
+    expires_s: float
+    answer: tuple[bytes, bytes] | None = None
+    """Outcomes and offsets as first answered, for a retry."""
+    completed: dict[BlockKey, StoreOutcome] = field(default_factory=dict)
+    expired: bool = False
+
+
+@dataclass(slots=True)
+class _Lease:
+    blocks: Sequence[Block]
+    expires_s: float
+
+
+class Session:
+    """One engine. Its methods are those of ``Sessions``, under the one lock."""
+
+    def __init__(self, session_id: SessionId, domain: Domain, name: str, now_s: float) -> None:
+        self.session_id = session_id
+        self.domain = domain
+        self.name = name
+        self.connected = False
+        self.opened_s = now_s
+        self.stores: OrderedDict[OperationId, _Store] = OrderedDict()
+        self.leases: dict[int, _Lease] = {}
+
+
+class Sessions:
+    """All sessions of a node. Thread-safe."""
+
+    def __init__(self, table: BlockTable, counters: Counters, clock: Clock, *, lease_s: float, prepare_ttl_s: float) -> None:
+        self._table = table
+        self._counters = counters
+        self._clock = clock
+        self._lease_s = lease_s
+        self._prepare_ttl_s = prepare_ttl_s
+        self._lock = threading.Lock()
+        self._sessions: dict[SessionId, Session] = {}
+        self._next_lease = 1
+
+    # ---------------------------------------------------------------- life
+    def open(self, domain: Domain, name: str) -> Session:
+        """Begins a session; the engine must come to the arena door soon."""
+        session = Session(SessionId(secrets.token_bytes(16)), domain, name, self._clock.now_s())
+        with self._lock:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise CapacityExceeded("too many sessions on this node", limit=MAX_SESSIONS)
+            self._sessions[session.session_id] = session
+        return session
+
+    def connect(self, session_id: SessionId) -> bool:
+        """The engine came to the arena door. False where the session is unknown or has come before."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is None or session.connected:
+                return False
+            session.connected = True
+            return True
+
+    def end(self, session_id: SessionId) -> None:
+        """The engine's connection ended: whatever it held is given back."""
+        with self._lock:
+            session = self._sessions.pop(session_id, None)
+        if session is None:
+            return
+        for store in session.stores.values():
+            self._table.abandon(store.prepared)
+        for lease in session.leases.values():
+            self._table.unpin(lease.blocks)
+        self._counters.add("sessions_ended_total")
+
+    def get(self, session_id: SessionId) -> Session:
+        """A session.
+
+        Raises:
+            LeaseLost: it has ended; open another.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise LeaseLost("this session has ended: open another")
+        return session
+
+    def count(self) -> int:
+        """Sessions open."""
+        return len(self._sessions)
+
+    # ---------------------------------------------------------------- stores
+    def prepare(self, session: Session, operation: OperationId, run: BlockRun, deadline_s: float) -> tuple[bytes, bytes]:
+        """Slots for a store: (outcomes, offsets) as they travel. The same operation asked again gets the same answer."""
+        with self._lock:
+            earlier = session.stores.get(operation)
+            if earlier is not None and earlier.answer is not None:
+                return earlier.answer
+            if len(session.stores) >= MAX_STORES_PER_SESSION:
+                self._forget_finished(session)
+            if len(session.stores) >= MAX_STORES_PER_SESSION:
+                raise CapacityExceeded("too many stores under way in this session", limit=MAX_STORES_PER_SESSION)
+        prepared = self._table.prepare(session.domain, run, deadline_s)
+        offsets = b"".join(slot.offset.to_bytes(8, "little") for slot in prepared.slots.values())
+        answer = (bytes(prepared.outcomes), offsets)
+        store = _Store(prepared, self._clock.now_s() + self._prepare_ttl_s, answer)
+        with self._lock:
+            ended = self._sessions.get(session.session_id) is not session
+            raced = None if ended else session.stores.get(operation)
+            if not ended and raced is None:
+                session.stores[operation] = store
+                return answer
+        self._table.abandon(prepared)
+        if raced is not None and raced.answer is not None:
+            return raced.answer
+        raise LeaseLost("this session has ended: open another")
+
+    def complete(
+        self, session: Session, operation: OperationId, keys: Sequence[BlockKey], checksums: Sequence[bytes]
+    ) -> list[StoreOutcome]:
+        """Makes written blocks visible; asked again, answers the same."""
+        with self._lock:
+            store = session.stores.get(operation)
+            if store is None or store.expired:
+                self._counters.add("store_lost_blocks_total", len(keys))
+                return [StoreOutcome.LOST] * len(keys)
+            if not all(key in store.completed for key in keys):
+                fresh = [index for index, key in enumerate(keys) if key not in store.completed]
+                outcomes = self._table.complete(store.prepared, [keys[i] for i in fresh], [checksums[i] for i in fresh])
+                store.completed.update((keys[i], outcome) for i, outcome in zip(fresh, outcomes, strict=True))
+            return [store.completed[key] for key in keys]
+
+    def abort(self, session: Session, operation: OperationId) -> None:
+        """The engine gives a store up and no longer touches its slots."""
+        with self._lock:
+            store = session.stores.pop(operation, None)
+            if store is not None:
+                self._table.abandon(store.prepared)
+
+    @staticmethod
+    def _forget_finished(session: Session) -> None:
+        for operation in [operation for operation, store in session.stores.items() if not store.prepared.slots and not store.expired]:
+            del session.stores[operation]
+
+    # ---------------------------------------------------------------- leases
+    def lease(self, session: Session, blocks: Sequence[Block]) -> int:
+        """Takes over the pins of ``blocks`` until release, expiry or the session's end.
+
+        Raises:
+            LeaseLost: the session has ended; the pins are given back.
+        """
+        with self._lock:
+            if self._sessions.get(session.session_id) is session and len(session.leases) < MAX_LEASES_PER_SESSION:
+                lease_id, self._next_lease = self._next_lease, self._next_lease + 1
+                session.leases[lease_id] = _Lease(blocks, self._clock.now_s() + self._lease_s)
+                return lease_id
+        self._table.unpin(blocks)
+        raise LeaseLost("this session has ended, or holds too many leases")
+
+    def release(self, session: Session, lease_ids: Sequence[int]) -> None:
+        """Ends leases; unknown ones are ignored (they may have expired)."""
+        with self._lock:
+            ended = [lease for lease_id in lease_ids if (lease := session.leases.pop(lease_id, None)) is not None]
+        for lease in ended:
+            self._table.unpin(lease.blocks)
+
+    # ---------------------------------------------------------------- time
+    def expire(self) -> None:
+        """Ends what has run out of time. Called by the daemon every second or so."""
+        now_s = self._clock.now_s()
+        with self._lock:
+            sessions = list(self._sessions.values())
+            stale = [one.session_id for one in sessions if not one.connected and one.opened_s + UNCONNECTED_TTL_S < now_s]
+            over: list[_Lease] = []
+            for session in sessions:
+                for lease_id in [lease_id for lease_id, lease in session.leases.items() if lease.expires_s < now_s]:
+                    over.append(session.leases.pop(lease_id))
+                for operation, store in list(session.stores.items()):
+                    if store.expires_s >= now_s:
+                        continue
+                    if not store.prepared.slots:
+                        del session.stores[operation]  # done long ago: nobody will ask again
+                    elif not store.expired:
+                        store.expired = True  # its slots rest until the session ends
+                        self._counters.add("stores_expired_total")
+        for lease in over:
+            self._counters.add("leases_expired_total")
+            self._table.unpin(lease.blocks)
+        for session_id in stale:
+            self.end(session_id)

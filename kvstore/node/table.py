@@ -1,0 +1,591 @@
+"""What this node holds: the truth that the index only hints at.
+
+Theory of operation. A *block* has up to two replicas here: a DRAM slot and an NVMe slot. All decisions (who gets a slot, what
+leaves, what is written behind) are taken under one lock, in memory, without I/O; the movers (``loader``, ``writebehind``)
+carry them out and report back. Every change of a replica is told to the ``ReplicaLog`` under the same lock, so that what is
+published is in the order in which it happened.
+
+Invariants (``check`` asserts them; every test calls it):
+
+* a block is in the table exactly while it has a replica; a slot belongs to one block, one prepared store or one mover;
+* nothing with ``pins`` > 0 leaves any tier; a block that waits for write-behind does not leave DRAM (cascade before drop);
+* within a volume, a parent leaves only after its children there (the eviction policies see to it);
+* a slot given to a writer is reused only after ``complete`` or ``abandon``: never because time has passed.
+
+Threads: any. Waiting for room is bounded by the caller's deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.core.clock import Clock
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome
+from kvstore.node.domain import Domain
+from kvstore.node.replicas import ReplicaLog
+from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import BlockRecord, DurableVolume, EvictionPolicy, MappedVolume, Slot
+
+PIECE_BLOCKS = 64
+"""Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""
+PLAN_LIMIT = 65_536
+"""Blocks that one search for room may look at."""
+PENDING_SHARE = 0.75
+"""Share of the arena that blocks waiting for write-behind may take before stores are skipped."""
+
+
+class Block:
+    """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0."""
+
+    __slots__ = ("checksums", "depth", "domain", "dram", "key", "leaving", "nvme", "nvme_home", "parent", "pending", "pins")
+
+    def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
+        self.domain = domain
+        self.key = key
+        self.parent = parent
+        self.depth = depth
+        self.checksums = checksums
+        self.dram: Slot | None = None
+        self.nvme: Slot | None = None
+        self.nvme_home: Home | None = None
+        self.pins = 0
+        self.pending = False
+        """Waits for write-behind, or is being written."""
+        self.leaving = False
+        """Its NVMe replica is about to leave: nobody may begin to read it."""
+
+    @property
+    def namespace(self) -> NamespaceId:
+        """Whose it is."""
+        return self.domain.namespace
+
+    def record(self) -> BlockRecord:
+        """What a slot header says of it."""
+        return BlockRecord(self.domain.namespace, self.key, self.parent, self.depth, self.domain.shape, self.checksums)
+
+
+@dataclass(slots=True)
+class Home:
+    """A durable volume with its eviction policy."""
+
+    volume: DurableVolume
+    policy: EvictionPolicy
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Slots granted to one store, until it is completed or abandoned."""
+
+    domain: Domain
+    run: BlockRun
+    outcomes: list[StoreOutcome]
+    slots: dict[BlockKey, Slot] = field(default_factory=dict)
+    """Granted and not yet completed, in order of the run."""
+    depths: dict[BlockKey, int] = field(default_factory=dict)
+    parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
+    guarded: Block | None = None
+    """The parent of the run, pinned so that making room for the children does not push it out."""
+
+
+class BlockTable:
+    """Blocks, room and pins of one node."""
+
+    def __init__(
+        self,
+        dram: MappedVolume,
+        dram_policy: EvictionPolicy,
+        homes: Sequence[Home],
+        log: ReplicaLog,
+        counters: Counters,
+        clock: Clock,
+        *,
+        writes_behind: bool,
+    ) -> None:
+        self.dram = dram
+        self.homes = list(homes)
+        self._dram_policy = dram_policy
+        self._log = log
+        self._counters = counters
+        self._clock = clock
+        self._writes_behind = writes_behind
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # room or residency may have changed
+        self._has_pending = threading.Condition(self._lock)
+        self._blocks: dict[BlockKey, Block] = {}
+        self._preparing: dict[BlockKey, Prepared] = {}
+        self._loading: set[BlockKey] = set()
+        self._pending: deque[Block] = deque()
+        self._pending_bytes = 0
+        self._pending_limit = int(dram.usage().capacity_bytes * PENDING_SHARE)
+        self._in_write = 0
+        self._enqueued = 0
+        self._finished = 0  # of those enqueued, in order: one writer takes them first in, first out
+        self._closed = False
+
+    # ---------------------------------------------------------------- recovery
+    def restore(self, home: Home, domain: Domain, record: BlockRecord, slot: Slot) -> bool:
+        """Takes over a durable block found at start. False where the table knows the key already (the slot is not taken)."""
+        with self._lock:
+            block = self._blocks.get(record.key)
+            if block is not None and (block.nvme is not None or block.domain is not domain):
+                return False
+            if block is None:
+                block = Block(domain, record.key, record.parent, record.depth, record.checksums)
+                self._blocks[record.key] = block
+            self._set_nvme(block, home, slot)
+            return True
+
+    # ---------------------------------------------------------------- storing
+    def prepare(self, domain: Domain, run: BlockRun, deadline_s: float) -> Prepared:
+        """Grants slots for the blocks of a run that are neither held nor being written, waiting for room until the deadline.
+
+        Grants are prefix-first: from the first block without room on, everything is SKIPPED.
+        """
+        prepared = Prepared(domain, run, [])
+        with self._lock:
+            wanted: list[int] = []
+            known: list[BlockKey] = []
+            for position, key in enumerate(run.keys):
+                block = self._blocks.get(key)
+                if block is not None:
+                    prepared.outcomes.append(StoreOutcome.EXISTS if block.domain is domain else StoreOutcome.SKIPPED)
+                    known.append(key)
+                elif key in self._preparing:
+                    prepared.outcomes.append(StoreOutcome.IN_PROGRESS)
+                else:
+                    prepared.outcomes.append(StoreOutcome.STORED)
+                    self._preparing[key] = prepared  # taken now: a key twice in one run is IN_PROGRESS the second time
+                    wanted.append(position)
+            if not wanted:
+                self._touch(known)
+                return prepared
+            self._touch(known)
+            guarded = self._blocks.get(run.keys[wanted[0] - 1]) if wanted[0] else self._blocks.get(run.parent or BlockKey(b""))
+            if guarded is not None:
+                guarded.pins += 1
+                prepared.guarded = guarded
+            self._grant(prepared, wanted, deadline_s)
+        return prepared
+
+    def _grant(self, prepared: Prepared, wanted: list[int], deadline_s: float) -> None:
+        shape, run = prepared.domain.shape, prepared.run
+        granted = 0
+        piece = PIECE_BLOCKS
+        while granted < len(wanted):
+            count = min(piece, len(wanted) - granted)
+            over = self._pending_bytes > self._pending_limit
+            slots = None if over else self._allocate(shape, count)
+            if slots is None and piece > 1 and not over:
+                piece = max(1, count // 2)
+                continue
+            if slots is None:
+                if not self._wait(self._changed, deadline_s):
+                    break
+                piece = PIECE_BLOCKS
+                continue
+            for slot in slots:
+                position = wanted[granted]
+                key = run.keys[position]
+                prepared.slots[key] = slot
+                prepared.depths[key] = run.depth + position
+                prepared.parents[key] = run.keys[position - 1] if position else run.parent
+                granted += 1
+        for position in wanted[granted:]:
+            del self._preparing[run.keys[position]]
+            prepared.outcomes[position] = StoreOutcome.SKIPPED
+        if granted < len(wanted):
+            self._counters.add("store_skipped_no_room_blocks_total", len(wanted) - granted)
+
+    def complete(self, prepared: Prepared, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
+        """Makes written blocks visible, in the order given."""
+        outcomes: list[StoreOutcome] = []
+        with self._lock:
+            for key, checksum in zip(keys, checksums, strict=True):
+                slot = prepared.slots.pop(key, None)
+                if slot is None:
+                    held = key in self._blocks and self._blocks[key].domain is prepared.domain
+                    outcomes.append(StoreOutcome.EXISTS if held else StoreOutcome.LOST)
+                    continue
+                del self._preparing[key]
+                block = Block(prepared.domain, key, prepared.parents[key], prepared.depths[key], checksum)
+                self._blocks[key] = block
+                self._set_dram(block, slot)
+                if self._writes_behind:
+                    self._enqueue(block)
+                outcomes.append(StoreOutcome.STORED)
+            self._settle(prepared)
+            self._changed.notify_all()
+        return outcomes
+
+    def abandon(self, prepared: Prepared) -> None:
+        """Gives back whatever of a store was not completed. Call only once its writer can no longer touch the slots."""
+        with self._lock:
+            for key, slot in prepared.slots.items():
+                del self._preparing[key]
+                self.dram.free((slot,))
+            if prepared.slots:
+                self._counters.add("store_abandoned_blocks_total", len(prepared.slots))
+            prepared.slots.clear()
+            self._settle(prepared)
+            self._changed.notify_all()
+
+    def _settle(self, prepared: Prepared) -> None:
+        if not prepared.slots and prepared.guarded is not None:
+            prepared.guarded.pins -= 1
+            prepared.guarded = None
+
+    # ---------------------------------------------------------------- reading
+    def pin_resident(self, domain: Domain, keys: Sequence[BlockKey]) -> list[Block | None]:
+        """Pins those of the keys that lie in DRAM, and marks them used. One entry a key."""
+        get = self._blocks.get
+        with self._lock:
+            found: list[Block | None] = []
+            used: list[BlockKey] = []
+            for key in keys:
+                block = get(key)
+                if block is not None and block.dram is not None and block.domain is domain:
+                    block.pins += 1
+                    found.append(block)
+                    used.append(key)
+                else:
+                    found.append(None)
+            self._dram_policy.touch(used)
+        return found
+
+    def unpin(self, blocks: Iterable[Block]) -> None:
+        """Ends pins."""
+        with self._lock:
+            for block in blocks:
+                block.pins -= 1
+            self._changed.notify_all()
+
+    def on_nvme(self, domain: Domain, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of the keys have an NVMe replica here. A hint: ``claim`` decides."""
+        with self._lock:
+            found = (self._blocks.get(key) for key in keys)
+            return [block is not None and block.nvme is not None and block.domain is domain for block in found]
+
+    def claim(self, domain: Domain, keys: Sequence[BlockKey]) -> Claim:
+        """Reserves the right to bring keys into DRAM, so that two loads do not read the same block twice."""
+        claim = Claim()
+        with self._lock:
+            for position, key in enumerate(keys):
+                block = self._blocks.get(key)
+                if block is not None and block.domain is not domain:
+                    claim.absent.append(position)
+                elif block is not None and block.dram is not None:
+                    block.pins += 1
+                    claim.resident[position] = block
+                elif key in self._loading or key in self._preparing:
+                    claim.busy.append(position)
+                elif block is not None and block.leaving:
+                    claim.absent.append(position)
+                elif block is not None:
+                    block.pins += 1  # its NVMe slot must stay while it is read
+                    self._loading.add(key)
+                    claim.durable[position] = block
+                    if block.nvme_home is not None:
+                        block.nvme_home.policy.touch((key,))
+                else:
+                    self._loading.add(key)
+                    claim.absent.append(position)
+                    claim.claimed_absent.append(position)
+        return claim
+
+    def await_resident(self, domain: Domain, key: BlockKey, deadline_s: float) -> Block | None:
+        """Waits while another load or store brings a key in; then pins it, or None where it did not come."""
+        with self._lock:
+            while key in self._loading or key in self._preparing:
+                if not self._wait(self._changed, deadline_s):
+                    return None
+            block = self._blocks.get(key)
+            if block is None or block.dram is None or block.domain is not domain:
+                return None
+            block.pins += 1
+            return block
+
+    def reserve(self, shape: BlockShape, count: int, deadline_s: float) -> list[Slot] | None:
+        """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
+        with self._lock:
+            while (slots := self._allocate(shape, count)) is None:
+                if not self._wait(self._changed, deadline_s):
+                    self._counters.add("load_no_room_blocks_total", count)
+                    return None
+            return slots
+
+    def unreserve(self, slots: Sequence[Slot]) -> None:
+        """Gives reserved slots back."""
+        with self._lock:
+            self.dram.free(slots)
+            self._changed.notify_all()
+
+    def promoted(self, block: Block, slot: Slot) -> None:
+        """A claimed durable block now lies in DRAM too; the claim's pin becomes the caller's."""
+        with self._lock:
+            self._set_dram(block, slot)
+            self._loading.discard(block.key)
+            self._changed.notify_all()
+
+    def adopted(self, block: Block, slot: Slot) -> Block:
+        """A block fetched from a peer (claimed as absent) now lies in DRAM; it is returned pinned."""
+        with self._lock:
+            self._blocks[block.key] = block
+            block.pins += 1
+            self._set_dram(block, slot)
+            self._loading.discard(block.key)
+            self._changed.notify_all()
+        return block
+
+    def unclaim(self, keys: Iterable[BlockKey], blocks: Iterable[Block]) -> None:
+        """Gives claims up: ``keys`` of all, ``blocks`` those that were claimed with a pin."""
+        with self._lock:
+            self._loading.difference_update(keys)
+            for block in blocks:
+                block.pins -= 1
+            self._changed.notify_all()
+
+    def lost_replica(self, block: Block) -> None:
+        """The NVMe replica of a block proved bad: it is forgotten and its slot kept out of use (quarantine)."""
+        with self._lock:
+            if block.nvme is None or block.nvme_home is None:
+                return
+            home = block.nvme_home
+            home.policy.remove(block.key)
+            self._log.removed(home.volume.volume_id, block.key)
+            block.nvme = block.nvme_home = None
+            self._drop_if_nowhere(block)
+
+    # ---------------------------------------------------------------- write-behind
+    def take_pending(self, max_blocks: int, max_bytes: int, wait_s: float) -> list[Block]:
+        """Next blocks to write behind, oldest first, all of one namespace; waits up to ``wait_s`` for the first.
+
+        Hand each back with ``persisted`` or ``not_persisted``.
+        """
+        with self._lock:
+            if not self._pending and not self._closed:
+                self._has_pending.wait(wait_s)
+            taken: list[Block] = []
+            room = max_bytes
+            while self._pending and len(taken) < max_blocks and (room > 0 or not taken):
+                if taken and self._pending[0].domain is not taken[0].domain:
+                    break
+                block = self._pending.popleft()
+                room -= block.domain.shape.block_bytes
+                taken.append(block)
+            self._in_write += len(taken)
+            return taken
+
+    def persisted(self, block: Block, home: Home | None, slot: Slot | None) -> None:
+        """A block is durable: in a slot of ``home``, or (None) on another node."""
+        with self._lock:
+            if home is not None and slot is not None:
+                self._set_nvme(block, home, slot)
+            self._written(block)
+
+    def not_persisted(self, block: Block, *, corrupt: bool = False) -> None:
+        """A block could not be written; it stays in DRAM only, or leaves at once where its bytes proved bad."""
+        with self._lock:
+            self._written(block)
+            if corrupt and block.dram is not None and block.pins == 0:
+                self._evict_dram(block)
+
+    def allocate_nvme(self, home: Home, shape: BlockShape, count: int, ahead: int) -> tuple[list[Slot] | None, list[Block]]:
+        """Slots in a durable volume, or (None, victims): blocks whose removal must be committed first (``evicted_nvme``).
+
+        Victims make room for ``ahead`` times the count where so many can leave, so that few commits only remove.
+        """
+        with self._lock:
+            slots = home.volume.allocate(shape, count)
+            if slots is not None:
+                return slots, []
+            for wanted in (count * ahead, count):
+                plan = home.volume.room_plan(shape, wanted, self._coldest(home.policy, home), PLAN_LIMIT)
+                if plan:
+                    break
+            victims = [self._blocks[key] for key in plan or ()]
+            for block in victims:
+                block.leaving = True
+            return None, victims
+
+    def evicted_nvme(self, home: Home, victims: Sequence[Block]) -> None:
+        """The catalog no longer holds ``victims``: their slots may be used again."""
+        with self._lock:
+            for block in victims:
+                block.leaving = False
+                if block.nvme is None or block.nvme_home is not home:
+                    continue
+                home.volume.free((block.nvme,))
+                home.policy.remove(block.key)
+                self._log.removed(home.volume.volume_id, block.key)
+                block.nvme = block.nvme_home = None
+                self._drop_if_nowhere(block)
+            self._counters.add("evicted_nvme_blocks_total", len(victims))
+
+    def wait_written(self, deadline_s: float) -> bool:
+        """Waits until all that waits for write-behind now was written or given up. False where the deadline came first."""
+        with self._lock:
+            mark = self._enqueued
+            while self._finished < mark:
+                if not self._wait(self._changed, deadline_s):
+                    return False
+            return True
+
+    def are_durable(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which blocks have an NVMe replica here."""
+        with self._lock:
+            found = (self._blocks.get(key) for key in keys)
+            return [block is not None and block.nvme is not None for block in found]
+
+    # ---------------------------------------------------------------- eviction on demand
+    def evict_dram(self) -> int:
+        """Drops from DRAM whatever is not pinned, and durable (or was never meant to be). Returns how many blocks."""
+        with self._lock:
+            victims = list(self._coldest(self._dram_policy, None, lambda block: block.nvme is not None or not self._writes_behind))
+            for key, _ in victims:
+                self._evict_dram(self._blocks[key])
+            self._changed.notify_all()
+            return len(victims)
+
+    def nvme_victims(self, home: Home) -> list[Block]:
+        """All unpinned blocks of a durable volume, children first: on their way out, for ``evicted_nvme``."""
+        with self._lock:
+            victims = [self._blocks[key] for key, _ in self._coldest(home.policy, home)]
+            for block in victims:
+                block.leaving = True
+            return victims
+
+    def stay_on_nvme(self, victims: Sequence[Block]) -> None:
+        """The catalog could not be changed: victims stay."""
+        with self._lock:
+            for block in victims:
+                block.leaving = False
+
+    # ---------------------------------------------------------------- looking
+    def snapshot(self) -> list[Block]:
+        """All blocks, parents before children where both came in order. For inventories."""
+        with self._lock:
+            return list(self._blocks.values())
+
+    def counts(self) -> tuple[int, int]:
+        """Blocks in the table, and blocks waiting for write-behind."""
+        with self._lock:
+            return len(self._blocks), len(self._pending) + self._in_write
+
+    def close(self) -> None:
+        """Wakes everybody who waits; waits end unsuccessfully."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+            self._has_pending.notify_all()
+
+    def check(self) -> None:
+        """Asserts the invariants. For tests."""
+        with self._lock:
+            slots: set[int] = set()
+            for key, block in self._blocks.items():
+                assert block.key == key
+                assert block.dram is not None or block.nvme is not None, "a block without a replica"
+                assert block.pins >= 0, "negative pins"
+                assert key not in self._preparing, "held and being written"
+                if block.dram is not None:
+                    assert block.dram.offset not in slots, "one slot, two blocks"
+                    slots.add(block.dram.offset)
+            for prepared in set(map(id, self._preparing.values())):
+                store = next(one for one in self._preparing.values() if id(one) == prepared)
+                for slot in store.slots.values():
+                    assert slot.offset not in slots, "a slot both held and being written"
+                    slots.add(slot.offset)
+            assert len(self._dram_policy) == sum(block.dram is not None for block in self._blocks.values())
+            for home in self.homes:
+                assert len(home.policy) == sum(block.nvme_home is home for block in self._blocks.values())
+
+    # ---------------------------------------------------------------- inside the lock
+    def _wait(self, condition: threading.Condition, deadline_s: float) -> bool:
+        left_s = deadline_s - self._clock.now_s()
+        return left_s > 0 and not self._closed and condition.wait(left_s)
+
+    def _touch(self, keys: Sequence[BlockKey]) -> None:
+        self._dram_policy.touch(keys)
+
+    def _allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
+        slots = self.dram.allocate(shape, count)
+        if slots is None:
+            plan = self.dram.room_plan(shape, count, self._coldest(self._dram_policy, None), PLAN_LIMIT)
+            if plan is None:
+                return None
+            for key in plan:
+                self._evict_dram(self._blocks[key])
+            self._counters.add("evicted_dram_blocks_total", len(plan))
+            slots = self.dram.allocate(shape, count)
+        return slots
+
+    def _coldest(
+        self, policy: EvictionPolicy, home: Home | None, also: Callable[[Block], bool] | None = None
+    ) -> Iterator[tuple[BlockKey, Slot]]:
+        """Evictable blocks of the arena (``home`` None) or a durable volume, with their slots there."""
+        blocks = self._blocks
+
+        def evictable(key: BlockKey) -> bool:
+            block = blocks[key]
+            return block.pins == 0 and not block.pending and not block.leaving and (also is None or also(block))
+
+        for key in policy.coldest(evictable):
+            slot = blocks[key].dram if home is None else blocks[key].nvme
+            assert slot is not None
+            yield key, slot
+
+    def _set_dram(self, block: Block, slot: Slot) -> None:
+        block.dram = slot
+        self._dram_policy.insert(block.key, block.parent)
+        self._log.stored(self.dram.volume_id, block)
+
+    def _set_nvme(self, block: Block, home: Home, slot: Slot) -> None:
+        block.nvme, block.nvme_home = slot, home
+        home.policy.insert(block.key, block.parent)
+        self._log.stored(home.volume.volume_id, block)
+
+    def _evict_dram(self, block: Block) -> None:
+        assert block.dram is not None
+        self._log.removed(self.dram.volume_id, block.key)
+        self._dram_policy.remove(block.key)
+        self.dram.free((block.dram,))
+        block.dram = None
+        self._drop_if_nowhere(block)
+
+    def _drop_if_nowhere(self, block: Block) -> None:
+        if block.dram is None and block.nvme is None and self._blocks.get(block.key) is block:
+            del self._blocks[block.key]
+
+    def _enqueue(self, block: Block) -> None:
+        block.pending = True
+        self._pending.append(block)
+        self._enqueued += 1
+        self._pending_bytes += block.domain.shape.block_bytes
+        self._has_pending.notify()
+
+    def _written(self, block: Block) -> None:
+        block.pending = False
+        self._pending_bytes -= block.domain.shape.block_bytes
+        self._in_write -= 1
+        self._finished += 1
+        self._changed.notify_all()
+
+
+@dataclass(slots=True)
+class Claim:
+    """What a load may do about each key (positions among those asked for)."""
+
+    resident: dict[int, Block] = field(default_factory=dict)
+    """In DRAM already; pinned."""
+    durable: dict[int, Block] = field(default_factory=dict)
+    """On NVMe; pinned and claimed: to be read by the caller."""
+    absent: list[int] = field(default_factory=list)
+    """Not here."""
+    claimed_absent: list[int] = field(default_factory=list)
+    """Those of ``absent`` that the caller may fetch from elsewhere."""
+    busy: list[int] = field(default_factory=list)
+    """Another load or store brings it in now."""
+

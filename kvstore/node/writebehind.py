@@ -1,0 +1,231 @@
+"""Write-behind: takes completed blocks from DRAM to where they are durable, in batches, one thread.
+
+Order is what makes it safe. Per batch: verify the bytes in DRAM against the producer's checksums, write header and data, commit
+(sync data, then the catalog's transaction), and only then does the table call the blocks durable. Where room is needed, victims
+leave the catalog first, in a commit of their own, and only then are their slots used again: at no instant does the catalog
+name a slot with other content.
+
+A target that fails is left alone for ``REST_S``; blocks that come meanwhile stay in DRAM only, counted: stores are skipped, reads
+go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.core.buffers import ScatteredBlocks
+from kvstore.core.checksum import verify
+from kvstore.core.clock import Clock
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import StoreOutcome
+from kvstore.node.domain import Domain
+from kvstore.node.peers import PeerAddress, Peers
+from kvstore.node.replicas import runs_of
+from kvstore.node.table import Block, BlockTable, Home
+from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import Slot
+from kvstore.transport.contract import WriteRequest
+
+log = logging.getLogger(__name__)
+
+BATCH_BLOCKS = 1024
+BATCH_BYTES = 64 << 20
+REST_S = 2.0
+IDLE_WAIT_S = 0.5
+REMOTE_DEADLINE_S = 30.0
+EVICT_AHEAD = 4
+"""Room is made for so many batches at once, so that few commits only remove."""
+
+
+class Target(Protocol):
+    """Where blocks become durable."""
+
+    def persist(self, blocks: Sequence[Block]) -> None:
+        """Makes blocks of one namespace durable and tells the table, exactly once for each, what became of it."""
+
+
+class LocalTarget:
+    """This node's own NVMe volumes; each batch goes to the one with the most room."""
+
+    def __init__(self, table: BlockTable, counters: Counters, clock: Clock) -> None:
+        self._table = table
+        self._counters = counters
+        self._clock = clock
+        self._resting_until: dict[int, float] = {}
+
+    def persist(self, blocks: Sequence[Block]) -> None:
+        for home in sorted(self._table.homes, key=self._room, reverse=True):
+            if self._resting_until.get(id(home), 0.0) > self._clock.now_s():
+                continue
+            left = self._write(home, blocks)
+            if not left:
+                return
+            blocks = left
+        self._counters.add("write_behind_dropped_blocks_total", len(blocks))
+        for block in blocks:
+            self._table.not_persisted(block)
+
+    @staticmethod
+    def _room(home: Home) -> int:
+        usage = home.volume.usage()
+        return usage.capacity_bytes - usage.used_bytes
+
+    def _write(self, home: Home, blocks: Sequence[Block]) -> list[Block]:
+        """Writes to one volume; returns the blocks it did not take."""
+        slots = self._slots(home, blocks)
+        taken, left = blocks[: len(slots)], list(blocks[len(slots) :])
+        if not taken:
+            return left
+        view = self._table.dram.view
+        items = []
+        for block, slot in zip(taken, slots, strict=True):
+            assert block.dram is not None  # pending blocks do not leave DRAM
+            items.append((slot, block.record(), view(block.dram, block.domain.shape.block_bytes)))
+        errors = home.volume.write(items)
+        written = [(block, slot) for block, slot, error in zip(taken, slots, errors, strict=True) if error is None]
+        failed = [(block, slot, error) for block, slot, error in zip(taken, slots, errors, strict=True) if error is not None]
+        try:
+            home.volume.commit([(slot, block.record()) for block, slot in written], [])
+        except (OSError, KVStoreError) as error:
+            failed += [(block, slot, error) for block, slot in written]
+            written = []
+        for block, slot in written:
+            self._table.persisted(block, home, slot)
+        self._counters.add("write_behind_blocks_total", len(written))
+        if failed:
+            self._rest(home, failed[0][2])
+            home.volume.free([slot for _, slot, _ in failed])
+            left += [block for block, _, _ in failed]
+        return left
+
+    def _slots(self, home: Home, blocks: Sequence[Block]) -> list[Slot]:
+        """Slots for as many leading blocks as room can be made for."""
+        shape, count = blocks[0].domain.shape, len(blocks)
+        while count:
+            slots, victims = self._table.allocate_nvme(home, shape, count, ahead=EVICT_AHEAD)
+            if slots is not None:
+                return slots
+            if not victims:
+                count //= 2
+                continue
+            try:
+                home.volume.commit([], [block.key for block in victims])
+            except (OSError, KVStoreError) as error:
+                self._table.stay_on_nvme(victims)
+                self._rest(home, error)
+                return []
+            self._table.evicted_nvme(home, victims)
+        return []
+
+    def _rest(self, home: Home, error: Exception) -> None:
+        self._counters.add("write_behind_errors_total")
+        log.warning("%s does not take blocks (%s); it is left alone for %.0f s", home.volume.volume_id, error, REST_S)
+        self._resting_until[id(home)] = self._clock.now_s() + REST_S
+
+
+class RemoteTarget:
+    """A storage node: blocks are durable once it says so."""
+
+    def __init__(self, table: BlockTable, peers: Peers, find: FindNode, counters: Counters, clock: Clock) -> None:
+        self._table = table
+        self._peers = peers
+        self._find = find
+        self._counters = counters
+        self._clock = clock
+        self._resting_until = 0.0
+
+    def persist(self, blocks: Sequence[Block]) -> None:
+        durable: set[int] = set()
+        if self._resting_until <= self._clock.now_s():
+            try:
+                durable = self._send(blocks[0].domain, blocks)
+            except KVStoreError as error:
+                self._counters.add("write_behind_errors_total")
+                log.warning("the storage node does not take blocks (%s); it is left alone for %.0f s", error, REST_S)
+                self._resting_until = self._clock.now_s() + REST_S
+        self._counters.add("write_behind_blocks_total", len(durable))
+        self._counters.add("write_behind_dropped_blocks_total", len(blocks) - len(durable))
+        for block in blocks:
+            if id(block) in durable:
+                self._table.persisted(block, None, None)
+            else:
+                self._table.not_persisted(block)
+
+    def _send(self, domain: Domain, blocks: Sequence[Block]) -> set[int]:
+        peer = self._peers.peer(self._find(), domain)
+        shape = domain.shape
+        by_key = {block.key: block for block in blocks}
+        durable: set[int] = set()
+        for run in runs_of(blocks):
+            parts = [by_key[key] for key in run.keys]
+            source = ScatteredBlocks(
+                [self._table.dram.view(block.dram, shape.block_bytes) for block in parts if block.dram is not None], shape
+            )
+            checksums = np.frombuffer(b"".join(block.checksums for block in parts), "<u8").reshape(len(parts), shape.layers)
+            request = WriteRequest(run, shape, durable=True, deadline_s=self._clock.now_s() + REMOTE_DEADLINE_S)
+            outcomes = peer.write(request, source, checksums)
+            kept = (StoreOutcome.STORED, StoreOutcome.EXISTS)
+            durable |= {id(block) for block, outcome in zip(parts, outcomes, strict=True) if outcome in kept}
+        return durable
+
+
+class FindNode(Protocol):
+    """Finds the storage node."""
+
+    def __call__(self) -> PeerAddress:
+        """Its addresses now.
+
+        Raises:
+            KVStoreError: it is not known or not alive.
+        """
+
+
+class WriteBehind:
+    """The thread that carries blocks to the target."""
+
+    def __init__(self, table: BlockTable, target: Target, counters: Counters) -> None:
+        self._table = table
+        self._target = target
+        self._counters = counters
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-write-behind", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Finishes the batch under way and ends; what still waits stays in DRAM."""
+        self._stopping.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            blocks = self._table.take_pending(BATCH_BLOCKS, BATCH_BYTES, IDLE_WAIT_S)
+            sound = [block for block in blocks if self._sound(block)]
+            if not sound:
+                continue
+            try:
+                self._target.persist(sound)
+            except Exception:  # process edge: a bug here must not end write-behind for good, nor leave blocks pending
+                self._counters.add("write_behind_bugs_total")
+                log.exception("write-behind of %d blocks failed", len(sound))
+                for block in sound:
+                    if block.pending:
+                        self._table.not_persisted(block)
+
+    def _sound(self, block: Block) -> bool:
+        """Whether the bytes in DRAM are those that the producer summed; if not, the block leaves at once."""
+        shape = block.domain.shape
+        assert block.dram is not None
+        if verify(self._table.dram.view(block.dram, shape.block_bytes), shape, block.checksums):
+            return True
+        self._counters.add("write_behind_corrupt_blocks_total")
+        log.error("block %s in DRAM does not match its checksums: dropped", block.key.hex())
+        self._table.not_persisted(block, corrupt=True)
+        return False
