@@ -57,6 +57,7 @@ format: install  ## ruff: formats, mends what it can
 
 types: install  ## mypy, strict
 	@$(BIN)/mypy
+	@$(BIN)/mypy scripts benchmarks
 
 stubs: install  ## fails where the committed gRPC stubs differ from the proto files
 	@$(BIN)/python scripts/generate_stubs.py --check

@@ -1,0 +1,30 @@
+"""Every benchmark runs, tiny, so that none can rot; figures are not looked at here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import report
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+NOT_A_BENCHMARK = {"harness", "report", "run_all"}
+SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.stem not in NOT_A_BENCHMARK)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_runs_tiny_and_keeps_records(script: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    command = [sys.executable, str(script), "--smoke", "--results", str(results), "--scratch", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = report.read_records(results)
+    assert records
+    for record in records:
+        assert record.mode == "smoke"
+        assert record.samples
+        assert record.commit
+    assert report.table(records)
