@@ -11,6 +11,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
@@ -39,7 +40,6 @@ from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import ssl_context
-from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -287,5 +287,3 @@ class NodeDaemon:
     def _sweep_for_ever(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):
             self.sessions.expire()
-
-

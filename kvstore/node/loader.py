@@ -169,7 +169,12 @@ class Loader:
                 start += 1
                 continue
             end = start + 1
-            while end < count and end - start < most and not done[end] and (durable[end], candidates[end]) == (durable[start], candidates[start]):
+            while (
+                end < count
+                and end - start < most
+                and not done[end]
+                and (durable[end], candidates[end]) == (durable[start], candidates[start])
+            ):
                 end += 1
             yield self._window(chain, start, end, candidates[start])
             start = end
@@ -301,4 +306,6 @@ class Loader:
 
 def offsets_of(blocks: Sequence[Block]) -> bytes:
     """Where pinned blocks lie in the arena: little-endian uint64 each."""
-    return np.fromiter((block.dram.offset for block in blocks if block.dram is not None), dtype="<u8", count=len(blocks)).tobytes()
+    return np.fromiter(
+        (block.dram.offset for block in blocks if block.dram is not None), dtype="<u8", count=len(blocks)
+    ).tobytes()

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import grpc
 
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import DIGEST_RANGES
@@ -30,7 +31,6 @@ from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.errors import from_rpc_error
-from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 
 log = logging.getLogger(__name__)
 

@@ -46,7 +46,12 @@ def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
     keys: list[BlockKey] = []
     first: Described | None = None
     for block in blocks:
-        if first is not None and block.parent == keys[-1] and block.depth == first.depth + len(keys) and block.namespace == first.namespace:
+        if (
+            first is not None
+            and block.parent == keys[-1]
+            and block.depth == first.depth + len(keys)
+            and block.namespace == first.namespace
+        ):
             keys.append(block.key)
             continue
         if first is not None:
@@ -72,7 +77,9 @@ class _VolumeLog:
 class ReplicaLog:
     """Events of all volumes of a node. Thread-safe."""
 
-    def __init__(self, volumes: Sequence[VolumeId], counters: Counters, clock: Clock, *, keep: bool = True, bound: int = LOG_BOUND) -> None:
+    def __init__(
+        self, volumes: Sequence[VolumeId], counters: Counters, clock: Clock, *, keep: bool = True, bound: int = LOG_BOUND
+    ) -> None:
         self._counters = counters
         self._clock = clock
         self._keep = keep  # False: nobody publishes, so nothing is kept

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-
+from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES
@@ -23,9 +23,8 @@ from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Session, Sessions
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.codec import id_from_wire, keys_from_wire, run_from_proto, spec_from_proto
+from kvstore.rpc.codec import check_id, keys_from_packed, run_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
-from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 
 Result = TypeVar("Result")
 Context = Any  # grpc.aio.ServicerContext, generic in request and response
@@ -82,7 +81,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         return self._clock.now_s() + (MAX_WAIT_S if left_s is None else max(0.0, min(left_s, MAX_WAIT_S)))
 
     def _session(self, session_id: bytes) -> Session:
-        return self._sessions.get(SessionId(id_from_wire(session_id, "session_id")))
+        return self._sessions.get(SessionId(check_id(session_id, "session_id")))
 
     # ---------------------------------------------------------------- who
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> common_pb2.NodeInfo:  # noqa: N802, ARG002
@@ -116,7 +115,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     # ---------------------------------------------------------------- store
     async def Prepare(self, request: node_pb2.PrepareRequest, context: Context) -> node_pb2.PrepareResponse:  # noqa: N802
         session = self._session(request.session_id)
-        operation = OperationId(id_from_wire(request.operation_id, "operation_id"))
+        operation = OperationId(check_id(request.operation_id, "operation_id"))
         run: BlockRun = run_from_proto(request.blocks)
         if run.namespace != session.domain.namespace:
             raise InvalidArgument("the run is of another namespace than the session")
@@ -130,8 +129,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def Complete(self, request: node_pb2.CompleteRequest, context: Context) -> node_pb2.CompleteResponse:  # noqa: N802
         session = self._session(request.session_id)
-        operation = OperationId(id_from_wire(request.operation_id, "operation_id"))
-        keys = keys_from_wire(request.keys)
+        operation = OperationId(check_id(request.operation_id, "operation_id"))
+        keys = keys_from_packed(request.keys)
         row = session.domain.shape.layers * 8
         if len(request.checksums) != len(keys) * row:
             raise InvalidArgument("one checksum a layer and key", keys=len(keys), bytes=len(request.checksums))
@@ -144,23 +143,25 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         return node_pb2.CompleteResponse(outcomes=bytes(outcomes))
 
     async def Abort(self, request: node_pb2.AbortRequest, context: Context) -> node_pb2.AbortResponse:  # noqa: N802, ARG002
-        operation = OperationId(id_from_wire(request.operation_id, "operation_id"))
+        operation = OperationId(check_id(request.operation_id, "operation_id"))
         self._sessions.abort(self._session(request.session_id), operation)
         return node_pb2.AbortResponse()
 
     # ---------------------------------------------------------------- load
     async def Load(self, request: node_pb2.LoadRequest, context: Context) -> AsyncIterator[node_pb2.LoadProgress]:  # noqa: N802
         session = self._session(request.session_id)
-        keys = keys_from_wire(request.keys)
+        keys = keys_from_packed(request.keys)
         part = self._loader.resident(session.domain, keys)
         if part is not None:  # all in DRAM: no thread, no window
             yield self._progress(session, part, want_checksums=request.want_checksums)
             return
-        parent = BlockKey(id_from_wire(request.parent, "parent")) if request.parent else None
+        parent = BlockKey(check_id(request.parent, "parent")) if request.parent else None
         if request.depth + len(keys) > MAX_DEPTH:
             raise InvalidArgument("chain too long", limit=MAX_DEPTH)
         sources = self._sources(request.sources)
-        parts = self._loader.load(session.domain, keys, self._deadline_s(context), parent=parent, depth=request.depth, sources=sources)
+        parts = self._loader.load(
+            session.domain, keys, self._deadline_s(context), parent=parent, depth=request.depth, sources=sources
+        )
         taken: Part | None = None
 
         def following() -> Part | None:
@@ -221,7 +222,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         )
 
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002
-        id_from_wire(request.operation_id, "operation_id")  # evicting twice is harmless
+        check_id(request.operation_id, "operation_id")  # evicting twice is harmless
         if request.tier == Tier.DRAM:
             return node_pb2.EvictResponse(evicted_blocks=await self._apart(self._table.evict_dram))
         if request.tier == Tier.NVME:

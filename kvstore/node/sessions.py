@@ -166,7 +166,9 @@ class Sessions:
 
     @staticmethod
     def _forget_finished(session: Session) -> None:
-        for operation in [operation for operation, store in session.stores.items() if not store.prepared.slots and not store.expired]:
+        for operation in [
+            operation for operation, store in session.stores.items() if not store.prepared.slots and not store.expired
+        ]:
             del session.stores[operation]
 
     # ---------------------------------------------------------------- leases

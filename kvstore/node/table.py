@@ -443,7 +443,9 @@ class BlockTable:
     def evict_dram(self) -> int:
         """Drops from DRAM whatever is not pinned, and durable (or was never meant to be). Returns how many blocks."""
         with self._lock:
-            victims = list(self._coldest(self._dram_policy, None, lambda block: block.nvme is not None or not self._writes_behind))
+            victims = list(
+                self._coldest(self._dram_policy, None, lambda block: block.nvme is not None or not self._writes_behind)
+            )
             for key, _ in victims:
                 self._evict_dram(self._blocks[key])
             self._changed.notify_all()
@@ -588,4 +590,3 @@ class Claim:
     """Those of ``absent`` that the caller may fetch from elsewhere."""
     busy: list[int] = field(default_factory=list)
     """Another load or store brings it in now."""
-

@@ -1,0 +1,218 @@
+"""A whole store on one machine, as real processes: for tests, the demo, replays and benchmarks.
+
+Each daemon is a child process started with ``python -m kvstore.cli`` and killed with its parent (``PR_SET_PDEATHSIG``), so that
+nothing is left behind even where the parent is killed. Daemons say where they listen through ready files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvstore.core.errors import DeadlineExceeded, Internal, NotFound
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 20.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One node of a local cluster."""
+
+    node_id: str
+    roles: tuple[str, ...] = ("prefill",)
+    dram_bytes: int = 256 << 20
+    nvme_bytes: int = 0
+    """0: no NVMe volume."""
+    write_behind_to: str | None = None
+    policy: str = "s3-fifo"
+    settings: tuple[tuple[str, str], ...] = ()
+    """Further ``--set node.<name>=<value>``."""
+
+
+@dataclass(slots=True)
+class Daemon:
+    """A child process and what its ready file says."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    ready: dict[str, str]
+    log_path: Path
+
+    @property
+    def address(self) -> str:
+        """gRPC address, ``host:port``."""
+        return self.ready["address"]
+
+    @property
+    def local_socket(self) -> str:
+        """gRPC over the unix socket (nodes only)."""
+        return self.ready["local_socket"]
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The end of what it logged."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+
+class LocalCluster:
+    """Metadata server and nodes as child processes. A context manager; data lives below ``base_dir`` and survives restarts.
+
+    Args:
+        nodes: the nodes to start.
+        base_dir: folder for volumes, index, sockets and logs; None: a temporary one, removed at the end.
+        metadata_settings: further ``--set metadata.<name>=<value>``.
+    """
+
+    def __init__(
+        self, nodes: Sequence[NodeSpec], base_dir: Path | None = None, metadata_settings: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self._specs = {spec.node_id: spec for spec in nodes}
+        self._temporary = base_dir is None
+        self.base_dir = base_dir or Path(tempfile.mkdtemp(prefix="kvstore-"))
+        # unix socket paths are limited to 107 bytes: keep them out of deep folders
+        self._run_dir = Path(tempfile.mkdtemp(prefix="kvs-", dir="/tmp"))  # noqa: S108
+        self._metadata_settings = tuple(metadata_settings)
+        self._daemons: dict[str, Daemon] = {}
+        self._metadata_port = 0
+
+    # ---------------------------------------------------------------- life
+    def __enter__(self) -> Self:
+        try:
+            self.start_metadata()
+            for node_id in self._specs:
+                self.start_node(node_id)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops everything and removes what is temporary."""
+        for daemon in reversed(list(self._daemons.values())):
+            daemon.process.terminate()
+        for name in list(self._daemons):
+            self._reap(name)
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        if self._temporary:
+            shutil.rmtree(self.base_dir, ignore_errors=True)
+
+    def start_metadata(self) -> Daemon:
+        """Starts the metadata server (again on its old port)."""
+        settings = [
+            f"metadata.listen=127.0.0.1:{self._metadata_port}",
+            f"metadata.index_path={self.base_dir / 'index'}",
+            *(f"metadata.{name}={value}" for name, value in self._metadata_settings),
+        ]
+        daemon = self._start("metadata", "metadata", settings)
+        self._metadata_port = int(daemon.address.rpartition(":")[2])
+        return daemon
+
+    def start_node(self, node_id: str) -> Daemon:
+        """Starts a node (again, with what its volumes hold)."""
+        spec = self._specs.get(node_id)
+        if spec is None:
+            raise NotFound("no such node in this cluster", node_id=node_id)
+        settings = [
+            f"node.node_id={spec.node_id}",
+            f"node.roles={','.join(spec.roles)}",
+            f"node.run_dir={self._run_dir}",
+            f"node.metadata={self.metadata_address}",
+            f"node.dram={spec.dram_bytes}",
+            f"node.policy={spec.policy}",
+            "node.listen=127.0.0.1:0",
+            "node.data_listen=127.0.0.1:0",
+        ]
+        if spec.nvme_bytes:
+            settings.append(f"node.nvme={self.volume_path(node_id)}:{spec.nvme_bytes}")
+        if spec.write_behind_to:
+            settings.append(f"node.write_behind_to={spec.write_behind_to}")
+        settings += [f"node.{name}={value}" for name, value in spec.settings]
+        return self._start(node_id, "node", settings)
+
+    def stop(self, name: str) -> None:
+        """Stops one daemon (``"metadata"`` or a node id) in order."""
+        self._daemons[name].process.terminate()
+        self._reap(name)
+
+    def kill(self, name: str) -> None:
+        """Kills one daemon with SIGKILL."""
+        self._daemons[name].process.kill()
+        self._reap(name)
+
+    # ---------------------------------------------------------------- looking
+    @property
+    def metadata_address(self) -> str:
+        """Where the metadata server listens."""
+        return f"127.0.0.1:{self._metadata_port}"
+
+    def node(self, node_id: str) -> Daemon:
+        """A running daemon."""
+        return self._daemons[node_id]
+
+    def volume_path(self, node_id: str) -> Path:
+        """Folder of a node's NVMe volume."""
+        return self.base_dir / f"{node_id}-nvme"
+
+    @property
+    def index_path(self) -> Path:
+        """Folder of the metadata server's index."""
+        return self.base_dir / "index"
+
+    # ---------------------------------------------------------------- inside
+    def _start(self, name: str, command: str, settings: Sequence[str]) -> Daemon:
+        ready_file = self._run_dir / f"{name}.ready"
+        ready_file.unlink(missing_ok=True)
+        self.base_dir.mkdir(parents=True, exist_ok=True)
+        log_path = self.base_dir / f"{name}.log"
+        arguments = [sys.executable, "-m", "kvstore.cli", command]
+        for setting in (*settings, f"{command}.ready_file={ready_file}"):
+            arguments += ["--set", setting]
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(  # noqa: S603
+                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+            )
+        daemon = Daemon(name, process, {}, log_path)
+        self._daemons[name] = daemon
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not ready_file.exists():
+            if process.poll() is not None:
+                raise Internal(f"{name} ended at start with code {process.returncode}:\n{daemon.log_tail()}")
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"{name} was not ready after {START_TIMEOUT_S:.0f} s:\n{daemon.log_tail()}")
+            time.sleep(0.01)
+        daemon.ready = json.loads(ready_file.read_text())
+        return daemon
+
+    def _reap(self, name: str) -> None:
+        daemon = self._daemons.pop(name)
+        try:
+            daemon.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            daemon.process.kill()
+            daemon.process.wait(STOP_TIMEOUT_S)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: SIGKILL when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
