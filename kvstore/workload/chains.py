@@ -7,11 +7,16 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.keys import KeyChain
+from kvstore.core.spec import CacheSpec
+from kvstore.core.types import BlockKey
 from kvstore.workload.requests import BlockIds
 
 ChainIds = npt.NDArray[np.int64]
 
 _SESSIONS_REMEMBERED = 4_096
+_TOKEN_BITS = 32
 
 
 class ChainTable:
@@ -58,3 +63,49 @@ class ChainTable:
         self._sessions.move_to_end(session)
         if len(self._sessions) > _SESSIONS_REMEMBERED:
             self._sessions.popitem(last=False)
+
+
+class BlockKeys:
+    """Real block keys of a workload, each hashed once.
+
+    An id stands for the tokens of its block: its low and high 32 bits, then zeros. Equal prefixes of ids have equal keys,
+    others different ones, as the store's own hash chain makes them.
+    """
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self._chain = KeyChain(spec)
+        self._table = ChainTable()
+        self._keys: list[BlockKey] = []
+
+    def __len__(self) -> int:
+        """Distinct keys made."""
+        return len(self._keys)
+
+    def keys(self, session: str, ids: BlockIds) -> list[BlockKey]:
+        """Keys of a request's blocks, from the head of its chain."""
+        return self.keys_of(self.intern(session, ids))
+
+    def intern(self, session: str, ids: BlockIds) -> ChainIds:
+        """Chain ids of a request, its new keys made. See ``ChainTable.intern``."""
+        chain = self._table.intern(session, ids)
+        known = int(np.searchsorted(chain >= len(self._keys), 1))  # new ones stand at the end
+        if known < len(chain):
+            parent = self._keys[int(chain[known - 1])] if known else None
+            self._keys += self._chain.keys(self._tokens(ids[known:]), parent=parent, first_block=known)
+        return chain
+
+    def keys_of(self, chain: ChainIds) -> list[BlockKey]:
+        """Keys by chain id."""
+        keys = self._keys
+        return [keys[number] for number in chain.tolist()]
+
+    def _tokens(self, ids: BlockIds) -> npt.NDArray[np.uint32]:
+        width = self.spec.block_tokens
+        if width == 1 and ids.size and int(ids.max()) >> _TOKEN_BITS:
+            raise InvalidArgument("an id above 32 bits takes a block of two tokens or more", id=int(ids.max()))
+        tokens = np.zeros((len(ids), width), dtype=np.uint32)
+        tokens[:, 0] = ids & 0xFFFF_FFFF
+        if width > 1:
+            tokens[:, 1] = ids >> _TOKEN_BITS
+        return tokens.reshape(-1)
