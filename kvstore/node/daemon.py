@@ -10,6 +10,7 @@ import secrets
 import threading
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.clock import MonotonicClock
@@ -152,7 +153,8 @@ class NodeDaemon:
         request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
 
         def ticket() -> bytes:
-            return call(stub.IssueTicket, request, RPC_TIMEOUT_S).ticket
+            response: node_pb2.IssueTicketResponse = call(stub.IssueTicket, request, RPC_TIMEOUT_S)
+            return response.ticket
 
         tls = ssl_context(self.config.tls, server_side=False) if self.config.tls is not None else None
         return TcpPeer(address.data_address, ticket=ticket, streams=self.config.peer_streams, tls=tls, counters=self.counters)
@@ -171,7 +173,7 @@ class NodeDaemon:
     def _hand_out_arena(self, session_id: SessionId) -> tuple[int, int] | None:
         if not self.sessions.connect(session_id):
             return None
-        return self._arena.fileno(), self.config.dram_bytes
+        return self._arena.fileno(), self._arena.mapped_bytes
 
     def _engine_left(self, session_id: SessionId) -> None:
         self.sessions.end(session_id)
@@ -191,7 +193,9 @@ class NodeDaemon:
         )
         for volume in (self._arena, *self._slabs):
             capacity = volume.usage().capacity_bytes
-            self.info.volumes.add(volume_id=volume.volume_id, tier=int(volume.tier), capacity_bytes=capacity)  # type: ignore[arg-type]
+            self.info.volumes.add(
+                volume_id=volume.volume_id, tier=cast("common_pb2.Tier", int(volume.tier)), capacity_bytes=capacity
+            )
         self._servicer = NodeServicer(
             self.info,
             self._domains,
@@ -203,6 +207,7 @@ class NodeDaemon:
             self.counters,
             self._clock,
             arena_socket=str(self._arena_socket),
+            arena_bytes=self._arena.mapped_bytes,
             lease_ms=config.lease_ms,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,

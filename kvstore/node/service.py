@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES
-from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId, Tier
+from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
 from kvstore.node.loader import Loader, Part, Source, offsets_of
 from kvstore.node.peers import PeerAddress
@@ -51,6 +51,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         clock: Clock,
         *,
         arena_socket: str,
+        arena_bytes: int,
         lease_ms: int,
         io_engines: Callable[[], Sequence[str]],
         threads: int,
@@ -65,6 +66,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._counters = counters
         self._clock = clock
         self._arena_socket = arena_socket
+        self._arena_bytes = arena_bytes
         self._lease_ms = lease_ms
         self._io_engines = io_engines
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
@@ -107,7 +109,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         return node_pb2.OpenSessionResponse(
             session_id=session.session_id,
             arena_socket=self._arena_socket,
-            arena_bytes=self._table.dram.usage().capacity_bytes,
+            arena_bytes=self._arena_bytes,
             lease_ms=self._lease_ms,
             node=self._info,
         )
@@ -195,10 +197,14 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     def _progress(self, session: Session, part: Part, *, want_checksums: bool) -> node_pb2.LoadProgress:
         runs = []
         for start, end in runs_of_outcome(part.outcomes):
-            run = node_pb2.LoadedRun(start=part.first + start, count=end - start, outcome=int(part.outcomes[start]))
-            if part.outcomes[start] is Outcome.HIT:
+            outcome = part.outcomes[start]
+            run = node_pb2.LoadedRun(
+                start=part.first + start, count=end - start, outcome=cast("common_pb2.Outcome", int(outcome))
+            )
+            if outcome is Outcome.HIT:
                 blocks = [block for block in part.blocks[start:end] if block is not None]
-                run.tier, run.source_node, run.offsets = int(part.tier), part.node, offsets_of(blocks)
+                run.tier = cast("common_pb2.Tier", int(part.tier))
+                run.source_node, run.offsets = part.node, offsets_of(blocks)
                 if want_checksums:
                     run.checksums = b"".join([block.checksums for block in blocks])
             runs.append(run)
@@ -223,9 +229,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002
         check_id(request.operation_id, "operation_id")  # evicting twice is harmless
-        if request.tier == Tier.DRAM:
+        if request.tier == common_pb2.TIER_DRAM:
             return node_pb2.EvictResponse(evicted_blocks=await self._apart(self._table.evict_dram))
-        if request.tier == Tier.NVME:
+        if request.tier == common_pb2.TIER_NVME:
             return node_pb2.EvictResponse(evicted_blocks=await self._apart(self._evict_nvme))
         raise Unsupported("DRAM and NVMe can be evicted", tier=request.tier)
 
@@ -253,7 +259,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             tiers.append(
                 node_pb2.TierUsage(
                     volume_id=volume.volume_id,
-                    tier=int(volume.tier),  # type: ignore[arg-type]  # equal numbers, see core.types
+                    tier=cast("common_pb2.Tier", int(volume.tier)),
                     capacity_bytes=usage.capacity_bytes,
                     used_bytes=usage.used_bytes,
                     blocks=usage.blocks,

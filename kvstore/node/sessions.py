@@ -202,8 +202,8 @@ class Sessions:
             stale = [one.session_id for one in sessions if not one.connected and one.opened_s + UNCONNECTED_TTL_S < now_s]
             over: list[_Lease] = []
             for session in sessions:
-                for lease_id in [lease_id for lease_id, lease in session.leases.items() if lease.expires_s < now_s]:
-                    over.append(session.leases.pop(lease_id))
+                ended = [lease_id for lease_id, lease in session.leases.items() if lease.expires_s < now_s]
+                over += [session.leases.pop(lease_id) for lease_id in ended]
                 for operation, store in list(session.stores.items()):
                     if store.expires_s >= now_s:
                         continue

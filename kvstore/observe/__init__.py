@@ -1,0 +1,1 @@
+"""Seeing into the store."""

@@ -54,12 +54,12 @@ class Daemon:
 
     @property
     def address(self) -> str:
-        """gRPC address, ``host:port``."""
+        """GRPC address, ``host:port``."""
         return self.ready["address"]
 
     @property
     def local_socket(self) -> str:
-        """gRPC over the unix socket (nodes only)."""
+        """GRPC over the unix socket (nodes only)."""
         return self.ready["local_socket"]
 
     def log_tail(self, lines: int = 30) -> str:
@@ -83,7 +83,7 @@ class LocalCluster:
         self._temporary = base_dir is None
         self.base_dir = base_dir or Path(tempfile.mkdtemp(prefix="kvstore-"))
         # unix socket paths are limited to 107 bytes: keep them out of deep folders
-        self._run_dir = Path(tempfile.mkdtemp(prefix="kvs-", dir="/tmp"))  # noqa: S108
+        self._run_dir = Path(tempfile.mkdtemp(prefix="kvs-", dir="/tmp"))
         self._metadata_settings = tuple(metadata_settings)
         self._daemons: dict[str, Daemon] = {}
         self._metadata_port = 0
@@ -184,7 +184,7 @@ class LocalCluster:
         for setting in (*settings, f"{command}.ready_file={ready_file}"):
             arguments += ["--set", setting]
         with log_path.open("ab") as log:
-            process = subprocess.Popen(  # noqa: S603
+            process = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
             )
         daemon = Daemon(name, process, {}, log_path)

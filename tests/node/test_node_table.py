@@ -1,0 +1,302 @@
+"""The table of a node against a plain model: random stores, loads, evictions and write-behind never break its invariants.
+
+The model is independent of the table: for every key it remembers what was stored and whether it may still be held. After each
+step ``BlockTable.check`` asserts the invariants, and the bytes of every block that can be pinned are those that were stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from kvstore.core.checksum import layer_checksums, verify
+from kvstore.core.clock import ManualClock
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, Tier, VolumeId
+from kvstore.node.domain import Domain, Domains
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.table import BlockTable, Home, Prepared
+from kvstore.observe.counters import Counters
+from kvstore.tiers.arena import DramArena
+from kvstore.tiers.policy import make_policy
+from kvstore.tiers.slab import NvmeSlab
+
+SHAPES = (BlockShape(2, 2048), BlockShape(3, 4096))
+ARENA_BYTES = 1 << 19  # room for 128 small blocks: everything competes
+SLAB_BYTES = 1 << 20
+DRAM, NVME = VolumeId("n/dram"), VolumeId("n/nvme0")
+
+
+def key_of(chain: int, depth: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(f"{chain}/{depth}".encode()).digest()[:16])
+
+
+def payload_of(key: BlockKey, shape: BlockShape) -> bytes:
+    return (hashlib.sha256(key).digest() * (shape.block_bytes // 32 + 1))[: shape.block_bytes]
+
+
+@dataclass
+class Harness:
+    table: BlockTable
+    domains: list[Domain]
+    log: ReplicaLog
+    counters: Counters
+    clock: ManualClock
+    slab: NvmeSlab
+    arena: DramArena
+
+    def write(self, prepared: Prepared) -> None:
+        for key, slot in prepared.slots.items():
+            shape = prepared.domain.shape
+            self.arena.view(slot, shape.block_bytes)[:] = payload_of(key, shape)
+
+    def complete(self, prepared: Prepared) -> list[StoreOutcome]:
+        keys = list(prepared.slots)
+        shape = prepared.domain.shape
+        sums = [layer_checksums(memoryview(payload_of(key, shape)), shape) for key in keys]
+        return self.table.complete(prepared, keys, sums)
+
+    def store(self, chain: int, first: int, count: int, domain: int = 0) -> list[StoreOutcome]:
+        prepared = self.prepare(chain, first, count, domain)
+        self.write(prepared)
+        self.complete(prepared)
+        return list(prepared.outcomes)
+
+    def prepare(self, chain: int, first: int, count: int, domain: int = 0) -> Prepared:
+        where = self.domains[domain]
+        keys = tuple(key_of(chain * 2 + domain, depth) for depth in range(first, first + count))
+        parent = key_of(chain * 2 + domain, first - 1) if first else None
+        return self.table.prepare(where, BlockRun(where.namespace, parent, first, keys), self.clock.now_s())
+
+    def write_behind(self) -> int:
+        blocks = self.table.take_pending(16, 1 << 20, 0.0)
+        if not blocks:
+            return 0
+        home = self.table.homes[0]
+        while True:
+            slots, victims = self.table.allocate_nvme(home, blocks[0].domain.shape, len(blocks), ahead=1)
+            if slots is not None:
+                break
+            if not victims:
+                for block in blocks:
+                    self.table.not_persisted(block)
+                return 0
+            home.volume.commit([], [block.key for block in victims])
+            self.table.evicted_nvme(home, victims)
+        items = []
+        for block, slot in zip(blocks, slots, strict=True):
+            assert block.dram is not None
+            items.append((slot, block.record(), self.arena.view(block.dram, block.domain.shape.block_bytes)))
+        assert home.volume.write(items) == [None] * len(items)
+        home.volume.commit([(slot, record) for slot, record, _ in items], [])
+        for block, slot in zip(blocks, slots, strict=True):
+            self.table.persisted(block, home, slot)
+        return len(blocks)
+
+    def close(self) -> None:
+        self.table.close()
+        self.slab.close()
+        self.arena.close()
+
+
+def make_harness(path, policy: str = "lru") -> Harness:  # type: ignore[no-untyped-def]
+    counters, clock = Counters(), ManualClock()
+    log = ReplicaLog([DRAM, NVME], counters, clock)
+    arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
+    slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=SLAB_BYTES, io_threads=1)
+    assert list(slab.recover()) == []
+    table = BlockTable(arena, make_policy(policy), [Home(slab, make_policy(policy))], log, counters, clock, writes_behind=True)
+    domains = Domains()
+    known = [domains.of_shape(NamespaceId(bytes([number]) * 16), shape) for number, shape in enumerate(SHAPES)]
+    return Harness(table, known, log, counters, clock, slab, arena)
+
+
+@pytest.fixture(params=["lru", "s3-fifo"])
+def node(request, tmp_path):  # type: ignore[no-untyped-def]
+    made = make_harness(tmp_path / "slab", request.param)
+    yield made
+    made.table.check()
+    made.close()
+
+
+def test_a_stored_block_is_pinned_with_its_bytes(node: Harness) -> None:
+    assert node.store(1, 0, 3) == [StoreOutcome.STORED] * 3
+    keys = [key_of(2, depth) for depth in range(3)]
+    blocks = node.table.pin_resident(node.domains[0], keys)
+    for key, block in zip(keys, blocks, strict=True):
+        assert block is not None
+        assert block.dram is not None
+        assert bytes(node.arena.view(block.dram, SHAPES[0].block_bytes)) == payload_of(key, SHAPES[0])
+    node.table.unpin(block for block in blocks if block is not None)
+
+
+def test_nothing_is_visible_before_complete_nor_after_abandon(node: Harness) -> None:
+    prepared = node.prepare(1, 0, 4)
+    assert node.table.pin_resident(node.domains[0], [key_of(2, 0)]) == [None]
+    assert node.prepare(1, 0, 4).outcomes == [StoreOutcome.IN_PROGRESS] * 4
+    node.table.abandon(prepared)
+    assert node.arena.usage().blocks == 0
+    assert node.complete(prepared) == []  # nothing left to complete
+
+
+def test_completing_what_was_given_back_is_lost(node: Harness) -> None:
+    prepared = node.prepare(1, 0, 1)
+    key = next(iter(prepared.slots))
+    node.table.abandon(prepared)
+    assert node.table.complete(prepared, [key], [bytes(16)]) == [StoreOutcome.LOST]
+
+
+def test_another_namespace_is_a_miss(node: Harness) -> None:
+    node.store(1, 0, 2)
+    assert node.table.pin_resident(node.domains[1], [key_of(2, 0)]) == [None]
+    claim = node.table.claim(node.domains[1], [key_of(2, 0)])
+    assert claim.absent == [0]
+    assert not claim.claimed_absent
+
+
+def test_pinned_blocks_do_not_leave(node: Harness) -> None:
+    node.store(1, 0, 8)
+    while node.write_behind():
+        pass
+    keys = [key_of(2, depth) for depth in range(8)]
+    pinned = [block for block in node.table.pin_resident(node.domains[0], keys) if block is not None]
+    for chain in range(2, 60):
+        node.store(chain, 0, 8)
+        while node.write_behind():
+            pass
+    again = node.table.pin_resident(node.domains[0], keys)
+    assert again == pinned
+    node.table.unpin([*pinned, *pinned])
+
+
+def test_what_waits_for_write_behind_does_not_leave_and_a_full_queue_skips(node: Harness) -> None:
+    outcomes = [outcome for chain in range(40) for outcome in node.store(chain, 0, 8)]
+    stored = outcomes.count(StoreOutcome.STORED)
+    assert StoreOutcome.SKIPPED in outcomes
+    assert node.table.counts() == (stored, stored)
+    assert node.counters.snapshot()["store_skipped_no_room_blocks_total"] == outcomes.count(StoreOutcome.SKIPPED)
+
+
+def test_grants_are_prefix_first(node: Harness) -> None:
+    outcomes = node.store(1, 0, 300)
+    first_skip = outcomes.index(StoreOutcome.SKIPPED)
+    assert first_skip > 0
+    assert set(outcomes[first_skip:]) == {StoreOutcome.SKIPPED}
+
+
+def test_evicting_dram_keeps_durable_blocks_readable(node: Harness) -> None:
+    node.store(1, 0, 8)
+    while node.write_behind():
+        pass
+    assert node.table.evict_dram() == 8
+    claim = node.table.claim(node.domains[0], [key_of(2, depth) for depth in range(8)])
+    assert sorted(claim.durable) == list(range(8))
+    node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())
+
+
+def test_events_are_logged_in_order_and_join_to_runs(node: Harness) -> None:
+    node.store(1, 0, 5)
+    runs, removed, events = node.log.take(DRAM, 1000)
+    assert [len(run.keys) for run in runs] == [5]
+    assert (removed, events) == ([], 5)
+    while node.write_behind():
+        pass
+    node.table.evict_dram()
+    runs, removed, _ = node.log.take(DRAM, 1000)
+    assert runs == []
+    assert len(removed) == 5
+    assert removed.index(key_of(2, 4)) < removed.index(key_of(2, 0)), "leaves leave first"
+    assert sum(len(run.keys) for run in node.log.take(NVME, 1000)[0]) == 5
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Random life of a node; whatever can be pinned must be what was stored."""
+
+    stores = Bundle("stores")
+
+    def __init__(self) -> None:
+        super().__init__()
+        import tempfile
+        from pathlib import Path
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.node = make_harness(Path(self.folder.name) / "slab")
+        self.pinned: list[list] = []  # type: ignore[type-arg]
+
+    def teardown(self) -> None:
+        self.node.close()
+        self.folder.cleanup()
+
+    @rule(target=stores, chain=st.integers(0, 5), first=st.integers(0, 12), count=st.integers(1, 20), domain=st.integers(0, 1))
+    def prepare(self, chain: int, first: int, count: int, domain: int) -> Prepared:
+        return self.node.prepare(chain, first, count, domain)
+
+    @rule(store=stores)
+    def complete(self, store: Prepared) -> None:
+        granted = len(store.slots)
+        self.node.write(store)
+        assert self.node.complete(store) == [StoreOutcome.STORED] * granted
+
+    @rule(store=stores)
+    def abandon(self, store: Prepared) -> None:
+        self.node.table.abandon(store)
+
+    @rule()
+    def write_behind(self) -> None:
+        self.node.write_behind()
+
+    @rule()
+    def evict_dram(self) -> None:
+        self.node.table.evict_dram()
+
+    @rule(chain=st.integers(0, 5), count=st.integers(1, 20), domain=st.integers(0, 1))
+    def pin(self, chain: int, count: int, domain: int) -> None:
+        keys = [key_of(chain * 2 + domain, depth) for depth in range(count)]
+        blocks = self.node.table.pin_resident(self.node.domains[domain], keys)
+        self.pinned.append([block for block in blocks if block is not None])
+
+    @rule()
+    def unpin(self) -> None:
+        if self.pinned:
+            self.node.table.unpin(self.pinned.pop(0))
+
+    @rule(chain=st.integers(0, 5), count=st.integers(1, 20), domain=st.integers(0, 1))
+    def promote(self, chain: int, count: int, domain: int) -> None:
+        node = self.node
+        keys = [key_of(chain * 2 + domain, depth) for depth in range(count)]
+        claim = node.table.claim(node.domains[domain], keys)
+        shape = node.domains[domain].shape
+        slots = node.table.reserve(shape, len(claim.durable), node.clock.now_s())
+        done = list(claim.resident.values())
+        for slot, block in zip(slots or (), claim.durable.values(), strict=False):
+            assert block.nvme is not None
+            outcome = node.slab.read([(block.nvme, block.record(), node.arena.view(slot, shape.block_bytes))])
+            assert outcome[0].name == "HIT"
+            node.table.promoted(block, slot)
+            done.append(block)
+        if slots is None:
+            node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())
+        node.table.unclaim([keys[position] for position in claim.claimed_absent], [])
+        self.pinned.append(done)
+
+    @invariant()
+    def holds(self) -> None:
+        self.node.table.check()
+        for blocks in self.pinned:
+            for block in blocks:
+                shape = block.domain.shape
+                view = self.node.arena.view(block.dram, shape.block_bytes)
+                assert bytes(view) == payload_of(block.key, shape)
+                assert verify(view, shape, block.checksums)
+
+
+TestTableMachine = TableMachine.TestCase
+TestTableMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def test_tiers_are_named() -> None:
+    assert (DramArena.tier, NvmeSlab.tier) == (Tier.DRAM, Tier.NVME)
