@@ -1,0 +1,527 @@
+"""The embedded index: LMDB, memory-mapped, shared by several processes of one machine.
+
+Databases: ``blocks`` (key -> record, see ``kvstore.index.record``), ``lives`` and ``dead`` (life -> what it stands for / when its
+leftovers are swept), ``namespaces`` (digest -> ordinal and spec), ``notes``, ``meta`` (epoch, revision, counters, sweep cursor).
+
+Any process may write: LMDB admits one writer at a time and readers see a commit at once. What a process remembers between
+calls (open lives, ordinals of namespaces) is checked against ``revision``, which is read in the same snapshot as the records.
+
+Threads: all methods may be called from any. Two locks: ``_write_lock`` serialises this process's writers, ``_gate`` is held for
+each short read, so that the map can be resized while no transaction is open. A publish of many thousand keys holds the first
+for a while: call it from an executor. Lookups never wait for writers.
+
+After a fork the child must not use the index (LMDB forbids it): there it answers ``Unavailable``; a child opens it by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Self, TypeAlias, TypeVar, cast
+
+import lmdb
+
+from kvstore.core import limits
+from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
+from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.contract import IndexStats, Life, LifeInfo, PrefixHit, PrefixIndex
+from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
+from kvstore.index.prefix import NO_HIT, longest_prefix
+from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Txn: TypeAlias = "lmdb.Transaction[bytes]"
+
+DEFAULT_MAP_BYTES = 64 << 30
+"""Address space, not disk: the file grows as it is filled, and the map doubles when it is full."""
+MIN_MAP_BYTES = 1 << 20
+_FORMAT = b"kvstore-index/1"
+_DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes")
+_SCAN_PART = 1_024
+"""Entries read in one hold of the gate: about a millisecond."""
+_U32 = struct.Struct(">I")  # big-endian, so that LMDB keeps them in numeric order
+_U64 = struct.Struct(">Q")
+
+
+def _count_nothing(_name: str, _amount: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Lives:
+    """Open lives, as of one revision."""
+
+    revision: bytes
+    by_number: dict[Life, LifeInfo]
+    by_boot: dict[tuple[VolumeId, BootId], Life]
+
+
+class LmdbIndex(PrefixIndex):
+    """See the module. Made with ``open``."""
+
+    def __init__(self, files: IndexFiles, count: Count) -> None:
+        self._files = files
+        self._env = files.env
+        self._count = count
+        self._write_lock = threading.Lock()
+        self._gate = threading.Lock()
+        self._closed: str | None = None
+        meta, self._blocks, self._lives_db, self._dead, self._namespaces, self._notes = [
+            self._env.open_db(name, create=False) for name in _DATABASES
+        ]
+        self._meta = meta
+        self._ordinals: dict[NamespaceId, int] = {}
+        self._known = _Lives(b"", {}, {})
+        with self._env.begin(db=meta) as txn:
+            self._epoch = txn.get(b"epoch") or b""
+        _opened.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        map_bytes: int = DEFAULT_MAP_BYTES,
+        read_only: bool = False,
+        count: Count = _count_nothing,
+    ) -> Self:
+        """Opens the index in a directory, or makes one. One that cannot be trusted is dropped and made anew (another ``epoch``).
+
+        Args:
+            path: the directory; one index a directory, and one open index a process and directory.
+            map_bytes: address space to begin with.
+            read_only: another process writes it; every change here is refused.
+            count: where events are counted, e.g. ``Counters().add``.
+
+        Raises:
+            Conflict: this process has it open already.
+            Unavailable: it cannot be opened, or is read-only and not there.
+            InvalidArgument: the path is no directory.
+        """
+        if map_bytes < MIN_MAP_BYTES:
+            raise InvalidArgument("the map is too small", map_bytes=map_bytes, least=MIN_MAP_BYTES)
+        check = _is_index if read_only else _is_index_or_made_one
+        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, check=check), count)
+
+    @property
+    def epoch(self) -> bytes:
+        return self._epoch
+
+    # ---- lives ----
+    def open_life(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> Life:
+        for name in (volume_id, node_id):
+            if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
+                raise InvalidArgument("a volume or node id is empty or too long", limit=limits.MAX_NAME_BYTES)
+        if len(boot_id) != KEY_BYTES:
+            raise InvalidArgument("a boot id takes 16 bytes", bytes=len(boot_id))
+
+        def work(txn: Txn) -> Life:
+            known = self._lives_now(txn).by_boot.get((volume_id, boot_id))
+            if known is not None:
+                return known
+            life = self._next(txn, b"next_life")
+            fields = (volume_id.encode(), node_id.encode(), bytes([tier]), bytes(boot_id))
+            txn.put(_U32.pack(life), b"".join(struct.pack("<I", len(field)) + field for field in fields), db=self._lives_db)
+            self._announce(txn)
+            return Life(life)
+
+        return self._write(work)
+
+    def close_life(self, life: Life) -> None:
+        def work(txn: Txn) -> None:
+            if life not in self._lives_now(txn).by_number:
+                return
+            txn.delete(_U32.pack(life), db=self._lives_db)
+            cursor, running = self._sweep_state(txn)
+            # a pass under way has already gone by some of its records: they are gone when the next one ends
+            txn.put(_U32.pack(life), _U64.pack(running + 1 if cursor else running), db=self._dead)
+            self._announce(txn)
+
+        self._write(work)
+
+    def lives(self) -> list[LifeInfo]:
+        return list(self._read(self._lives_now).by_number.values())
+
+    # ---- blocks ----
+    def publish(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
+        _check_batch(stored, removed)
+        wanted = BatchEdit.reads(stored, removed)
+
+        def work(txn: Txn) -> int:
+            lives = self._lives_now(txn).by_number
+            if life not in lives:
+                raise NotFound("the life is not open", life=life)
+            cursor = txn.cursor(db=self._blocks)
+            existing = cast("dict[BlockKey, bytes]", dict(cursor.getmulti(wanted)))
+            edit = BatchEdit(life, lives, lambda namespace: self._ordinal_or_new(txn, namespace), existing)
+            edit.remove(removed)
+            for run in stored:
+                edit.store(run)
+            for key in edit.deletes():
+                txn.delete(key, db=self._blocks)
+            if puts := edit.puts():
+                cursor.putmulti(puts)
+            return edit.conflicts
+
+        if conflicts := self._write(work):
+            logger.warning(
+                "life %d published %d keys that are held at another place of a chain; they were ignored", life, conflicts
+            )
+            self._count("index_key_conflicts_total", conflicts)
+
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[Life]) -> PrefixHit:
+        if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
+            raise InvalidArgument("packed keys take 16 bytes each", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL)
+
+        def work(txn: Txn) -> PrefixHit:
+            ordinal = self._ordinal(txn, namespace)
+            if ordinal is None:
+                return NO_HIT
+            get, blocks, opened = txn.get, self._blocks, self._lives_now(txn).by_number
+
+            def probe(position: int) -> Replicas:
+                value = get(keys[position * KEY_BYTES : (position + 1) * KEY_BYTES], None, blocks)
+                if value is None:
+                    return {}
+                record = decode(value)
+                if record[0] != ordinal or record[1] != position:
+                    return {}
+                return {life: start for life, start in replicas_of(record, visible).items() if life in opened}
+
+            return longest_prefix(len(keys) // KEY_BYTES, probe)
+
+        return self._read(work)
+
+    # ---- anti-entropy ----
+    def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:
+        if not 0 <= key_range < limits.DIGEST_RANGES:
+            raise InvalidArgument("no such range of key space", key_range=key_range, ranges=limits.DIGEST_RANGES)
+        found: list[BlockKey] = []
+        position: bytes | None = (key_range << 4).to_bytes(2, "big")
+        end = ((key_range + 1) << 4).to_bytes(3, "big")[-2:] if key_range + 1 < limits.DIGEST_RANGES else None
+
+        def work(txn: Txn) -> bytes | None:
+            if life not in self._lives_now(txn).by_number:
+                return None
+            part, following = self._scan(txn, position or b"", _SCAN_PART)
+            for key, value in part:
+                if end is not None and key >= end:
+                    return None
+                if life in decode(value)[2::2]:
+                    found.append(BlockKey(key))
+            return following
+
+        while position is not None:
+            position = self._read(work)
+        return found
+
+    def sweep(self, max_entries: int) -> bool:
+        if max_entries < 1:
+            raise InvalidArgument("a sweep looks at one record at least", max_entries=max_entries)
+
+        def work(txn: Txn) -> bool:
+            if not txn.stat(self._dead)["entries"]:
+                return True
+            lives = self._lives_now(txn).by_number
+            position, running = self._sweep_state(txn)
+            part, following = self._scan(txn, position, max_entries)
+            for key, value in part:
+                record = decode(value)
+                replicas = replicas_of(record, lives)
+                if not replicas:
+                    txn.delete(key, db=self._blocks)
+                elif len(replicas) * 2 + 2 < len(record):
+                    txn.put(key, encode(record[0], record[1], replicas), db=self._blocks)
+            if following is None:
+                with txn.cursor(db=self._dead) as cursor:
+                    swept = [life for life, due in cursor if _U64.unpack(due)[0] <= running]
+                for life in swept:
+                    txn.delete(life, db=self._dead)
+                running += 1
+            txn.put(b"sweep", _U64.pack(running) + (following or b""), db=self._meta)
+            return not txn.stat(self._dead)["entries"]
+
+        return self._write(work)
+
+    # ---- namespaces ----
+    def put_namespace(self, namespace: NamespaceId, spec: bytes) -> None:
+        _check_namespace(namespace)
+
+        def work(txn: Txn) -> None:
+            ordinal = self._ordinal_or_new(txn, namespace)
+            value = _U32.pack(ordinal) + b"\x01" + spec
+            if txn.get(namespace, db=self._namespaces) != value:
+                txn.put(namespace, value, db=self._namespaces)
+                self._announce(txn)
+
+        self._write(work)
+
+    def namespaces(self) -> list[tuple[NamespaceId, bytes]]:
+        def work(txn: Txn) -> list[tuple[NamespaceId, bytes]]:
+            with txn.cursor(db=self._namespaces) as cursor:
+                entries = sorted((value[:4], key, value[5:]) for key, value in cursor if value[4])
+            return [(NamespaceId(key), spec) for _, key, spec in entries]
+
+        return self._read(work)
+
+    # ---- notes ----
+    def put_note(self, name: str, value: bytes | None, *, announce: bool = True) -> None:
+        key, entry = _note_key(name), None if value is None else _note_entry(name, value)
+
+        def work(txn: Txn) -> None:
+            if txn.get(key, db=self._notes) == entry:
+                return
+            if entry is None:
+                txn.delete(key, db=self._notes)
+            else:
+                txn.put(key, entry, db=self._notes)
+            if announce:
+                self._announce(txn)
+
+        self._write(work)
+
+    def note(self, name: str) -> bytes | None:
+        key = _note_key(name)
+        entry = self._read(lambda txn: txn.get(key, db=self._notes))
+        return None if entry is None else _note_of(entry)[1]
+
+    def notes(self) -> dict[str, bytes]:
+        def work(txn: Txn) -> dict[str, bytes]:
+            with txn.cursor(db=self._notes) as cursor:
+                return dict(_note_of(entry) for _, entry in cursor)
+
+        return self._read(work)
+
+    # ---- the whole ----
+    @property
+    def revision(self) -> int:
+        return int.from_bytes(self._read(lambda txn: txn.get(b"revision", b"", self._meta)), "big")
+
+    def stats(self) -> IndexStats:
+        def work(txn: Txn) -> IndexStats:
+            return IndexStats(
+                blocks=txn.stat(self._blocks)["entries"],
+                bytes=(self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"],
+                dead_lives=txn.stat(self._dead)["entries"],
+            )
+
+        return self._read(work)
+
+    def close(self) -> None:
+        with self._write_lock, self._gate:
+            if self._closed is not None:
+                return
+            self._closed = "the index is closed"
+            self._files.close()
+
+    # ---- transactions ----
+    def _read(self, work: Callable[[Txn], T]) -> T:
+        """Runs work on a snapshot. Work is short: the gate is held."""
+        try:
+            while True:
+                with self._gate:
+                    if self._closed is not None:
+                        raise Unavailable(self._closed, path=self._files.path)
+                    try:
+                        with self._env.begin() as txn:
+                            return work(txn)
+                    except lmdb.MapResizedError:
+                        pass
+                with self._write_lock, self._gate:
+                    self._adopt_size()
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+
+    def _write(self, work: Callable[[Txn], T]) -> T:
+        """Runs work and commits it, all or nothing. Work may run twice (the map had to grow): it changes only txn."""
+        if self._files.read_only:
+            raise Unsupported("the index is open for reading only", path=self._files.path)
+        try:
+            with self._write_lock:
+                while True:
+                    if self._closed is not None:
+                        raise Unavailable(self._closed, path=self._files.path)
+                    try:
+                        with self._env.begin(write=True) as txn:
+                            return work(txn)
+                    except lmdb.MapFullError:
+                        with self._gate:
+                            self._files.grow()
+                    except lmdb.MapResizedError:
+                        with self._gate:
+                            self._adopt_size()
+        except lmdb.Error as error:
+            raise self._failed(error) from error
+
+    def _adopt_size(self) -> None:
+        if self._closed is None:
+            self._files.adopt_size()
+
+    def _failed(self, error: lmdb.Error) -> KVStoreError:
+        if isinstance(error, DAMAGE):
+            logger.error("the index in %s is damaged and is dropped when it is opened again: %s", self._files.path, error)
+            self._files.mark_damaged()
+        else:
+            self._count("index_errors_total", 1)
+        if isinstance(error, lmdb.ReadersFullError):
+            self._env.reader_check()  # killed readers leave their slots behind; the next call finds them free
+        return as_store_error(error, self._files.path)
+
+    # ---- parts of transactions ----
+    def _lives_now(self, txn: Txn) -> _Lives:
+        """Open lives as the snapshot has them. Only committed data is remembered: writers ask before they change anything."""
+        revision = txn.get(b"revision", b"", self._meta)
+        known = self._known
+        if known.revision == revision:
+            return known
+        with txn.cursor(db=self._lives_db) as cursor:
+            lives = [_life_info(Life(_U32.unpack(key)[0]), value) for key, value in cursor]
+        by_boot = {(info.volume_id, info.boot_id): info.life for info in lives}
+        self._known = _Lives(revision, {info.life: info for info in lives}, by_boot)
+        return self._known
+
+    def _ordinal(self, txn: Txn, namespace: NamespaceId) -> int | None:
+        """Number of a namespace. Numbers never change, so one that was committed may be remembered for good."""
+        ordinal = self._ordinals.get(namespace)
+        if ordinal is None:
+            if len(namespace) != KEY_BYTES or (value := txn.get(namespace, db=self._namespaces)) is None:
+                return None
+            ordinal = self._ordinals[namespace] = _U32.unpack_from(value)[0]
+        return ordinal
+
+    def _ordinal_or_new(self, txn: Txn, namespace: NamespaceId) -> int:
+        """In a writer. A namespace that blocks arrive for before it was announced gets its number, and its spec later."""
+        known = self._ordinals.get(namespace)
+        if known is not None:
+            return known
+        value = txn.get(namespace, db=self._namespaces)  # not remembered: it may be of this very transaction
+        if value is None:
+            if txn.stat(self._namespaces)["entries"] >= limits.MAX_NAMESPACES:
+                raise InvalidArgument("too many namespaces", limit=limits.MAX_NAMESPACES)
+            value = _U32.pack(self._next(txn, b"next_namespace")) + b"\x00"
+            txn.put(namespace, value, db=self._namespaces)
+        ordinal: int = _U32.unpack_from(value)[0]
+        return ordinal
+
+    def _next(self, txn: Txn, counter: bytes) -> int:
+        number: int = _U32.unpack(txn.get(counter, b"\x00\x00\x00\x00", self._meta))[0] + 1
+        txn.put(counter, _U32.pack(number), db=self._meta)
+        return number
+
+    def _announce(self, txn: Txn) -> None:
+        revision = int.from_bytes(txn.get(b"revision", b"", self._meta), "big") + 1
+        txn.put(b"revision", _U64.pack(revision), db=self._meta)
+
+    def _sweep_state(self, txn: Txn) -> tuple[bytes, int]:
+        """(key to go on from, empty at the start of a pass; number of the pass)."""
+        value = txn.get(b"sweep", _U64.pack(0), self._meta)
+        return value[8:], _U64.unpack_from(value)[0]
+
+    def _scan(self, txn: Txn, first: bytes, most: int) -> tuple[list[tuple[bytes, bytes]], bytes | None]:
+        """Up to ``most`` records from a key on, and the key to go on from (None: that was the last)."""
+        with txn.cursor(db=self._blocks) as cursor:
+            if not (cursor.set_range(first) if first else cursor.first()):
+                return [], None
+            part = list(islice(cursor.iternext(keys=True, values=True), most + 1))
+        return part[:most], part[most][0] if len(part) > most else None
+
+    def _after_fork(self) -> None:
+        self._closed = "the index was opened before a fork: open it anew in the child"
+        self._write_lock, self._gate = threading.Lock(), threading.Lock()  # another thread of the parent may have held them
+        self._files.abandon()
+        _inherited.append(self._env)
+
+
+_opened: weakref.WeakSet[LmdbIndex] = weakref.WeakSet()
+_inherited: list[lmdb.Environment] = []
+"""Environments of a parent process: kept, for letting go of one would close what is the parent's."""
+
+
+def _abandon_all() -> None:
+    for index in list(_opened):
+        index._after_fork()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _is_index(env: lmdb.Environment) -> bool:
+    """Whether an environment holds an index of this format."""
+    try:
+        databases = [env.open_db(name, create=False) for name in _DATABASES]
+    except lmdb.NotFoundError:
+        return False
+    with env.begin(db=databases[0]) as txn:
+        return txn.get(b"format") == _FORMAT and len(txn.get(b"epoch", b"")) == KEY_BYTES
+
+
+def _is_index_or_made_one(env: lmdb.Environment) -> bool:
+    if env.stat()["entries"]:
+        return _is_index(env)
+    databases = [env.open_db(name) for name in _DATABASES]
+    with env.begin(db=databases[0], write=True) as txn:
+        txn.put(b"epoch", secrets.token_bytes(KEY_BYTES))
+        txn.put(b"format", _FORMAT)
+    return True
+
+
+def _life_info(life: Life, value: bytes) -> LifeInfo:
+    fields: list[bytes] = []
+    at = 0
+    while at < len(value):
+        size = struct.unpack_from("<I", value, at)[0]
+        fields.append(value[at + 4 : at + 4 + size])
+        at += 4 + size
+    volume_id, node_id, tier, boot_id = fields
+    return LifeInfo(life, VolumeId(volume_id.decode()), NodeId(node_id.decode()), Tier(tier[0]), BootId(boot_id))
+
+
+def _note_key(name: str) -> bytes:
+    """LMDB's keys end at 511 bytes, names do not."""
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _note_entry(name: str, value: bytes) -> bytes:
+    encoded = name.encode()
+    return struct.pack("<I", len(encoded)) + encoded + value
+
+
+def _note_of(entry: bytes) -> tuple[str, bytes]:
+    end = 4 + struct.unpack_from("<I", entry)[0]
+    return entry[4:end].decode(), entry[end:]
+
+
+def _check_namespace(namespace: NamespaceId) -> None:
+    if len(namespace) != KEY_BYTES:
+        raise InvalidArgument("a namespace id takes 16 bytes", bytes=len(namespace))
+
+
+def _check_batch(stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
+    if len(removed) + sum(len(run.keys) for run in stored) > limits.MAX_KEYS_PER_CALL:
+        raise InvalidArgument("too many keys in one batch: split it", limit=limits.MAX_KEYS_PER_CALL)
+    for run in stored:
+        _check_namespace(run.namespace)
+        if run.depth < 0 or run.depth + len(run.keys) > limits.MAX_DEPTH:
+            raise InvalidArgument("a run lies outside of what a chain may be", depth=run.depth, limit=limits.MAX_DEPTH)
+        if (run.parent is None) != (run.depth == 0):
+            raise InvalidArgument("a run has a parent exactly where it does not begin its chain", depth=run.depth)
+        if run.parent is not None and len(run.parent) != KEY_BYTES:
+            raise InvalidArgument("a key takes 16 bytes", bytes=len(run.parent))
+        _check_keys(run.keys)
+    _check_keys(removed)
+
+
+def _check_keys(keys: Sequence[BlockKey]) -> None:
+    if set(map(len, keys)) - {KEY_BYTES}:
+        raise InvalidArgument("a key takes 16 bytes")

@@ -1,0 +1,150 @@
+"""What an index remembers of one key, in bytes, and how a published batch changes it. Pure; any key-value store can hold it.
+
+A record is little-endian uint32 numbers::
+
+    namespace ordinal, depth, then for each replica: life, run_start
+
+``run_start`` is a claim of the life: *at the moment this block was published, my volume held the chain from depth run_start up
+to here without a gap*. It is made from the parent's record: where the life is in it, its ``run_start`` is inherited, else the run
+begins here. Publishing a block again makes the claim anew, so a claim is as true as the parent's record is.
+
+A claim goes stale only when a block is removed while the same life still holds its children. Nodes remove leaves first, so
+that happens only where a node was lost or an index was repaired in the middle; readers (``kvstore.index.prefix``) trust a claim
+only as far down as the next record they have seen.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+
+from kvstore.core.types import BlockKey, BlockRun, NamespaceId
+from kvstore.index.contract import Life
+
+HEAD_BYTES = 8
+REPLICA_BYTES = 8
+
+Replicas = dict[Life, int]
+"""Life -> run_start."""
+
+_pack_single = struct.Struct("<4I").pack
+_unpack_single = struct.Struct("<4I").unpack
+
+
+def encode(ordinal: int, depth: int, replicas: Mapping[Life, int]) -> bytes:
+    """Record -> bytes."""
+    flat = [number for replica in replicas.items() for number in replica]
+    return struct.pack(f"<{2 + len(flat)}I", ordinal, depth, *flat)
+
+
+def decode(value: bytes) -> tuple[int, ...]:
+    """Bytes -> (ordinal, depth, life, run_start, life, run_start, …)."""
+    if len(value) == HEAD_BYTES + REPLICA_BYTES:  # most records have one replica; a ready-made format is twice as fast
+        return _unpack_single(value)
+    return struct.unpack(f"<{len(value) // 4}I", value)
+
+
+def replicas_of(record: tuple[int, ...], lives: Container[Life]) -> Replicas:
+    """The replicas of a decoded record whose lives are among ``lives``."""
+    if len(record) == 4:
+        return {Life(record[2]): record[3]} if record[2] in lives else {}
+    return {Life(life): start for life, start in zip(record[2::2], record[3::2], strict=True) if life in lives}
+
+
+class BatchEdit:
+    """One published batch, worked out in memory against the records that it touches.
+
+    Args:
+        life: who publishes.
+        open_lives: lives that still count; what others left in a touched record is dropped on the way.
+        ordinal_of: number of a namespace.
+        existing: records of all keys and parents in the batch that are there now.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        open_lives: Container[Life],
+        ordinal_of: Callable[[NamespaceId], int],
+        existing: Mapping[BlockKey, bytes],
+    ) -> None:
+        self._life = life
+        self._open = open_lives
+        self._ordinal_of = ordinal_of
+        self._existing = existing
+        self._now: dict[BlockKey, bytes | None] = dict(existing)
+        self._touched: set[BlockKey] = set()
+        self.conflicts = 0
+        """Blocks not published: the key is held at another place (a bug or malice of a node: keys are hashes of their place)."""
+
+    @staticmethod
+    def reads(stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> list[BlockKey]:
+        """Keys whose records the batch needs, in order."""
+        wanted = set(removed)
+        for run in stored:
+            wanted.update(run.keys)
+            if run.parent is not None:
+                wanted.add(run.parent)
+        return sorted(wanted)
+
+    def remove(self, keys: Iterable[BlockKey]) -> None:
+        """The life no longer holds these."""
+        for key in keys:
+            value = self._now.get(key)
+            if value is None:
+                continue
+            record = decode(value)
+            if self._life not in record[2::2]:
+                continue
+            replicas = replicas_of(record, self._open)
+            replicas.pop(self._life, None)
+            self._now[key] = encode(record[0], record[1], replicas) if replicas else None
+            self._touched.add(key)
+
+    def store(self, run: BlockRun) -> None:
+        """The life holds this run."""
+        ordinal = self._ordinal_of(run.namespace)
+        start = self._run_start(run, ordinal)
+        if self._now.keys().isdisjoint(run.keys):  # all new: the case that a node's inventory is made of
+            life = self._life
+            depths = range(run.depth, run.depth + len(run.keys))
+            self._now.update(zip(run.keys, [_pack_single(ordinal, depth, life, start) for depth in depths], strict=True))
+            self._touched.update(run.keys)
+            return
+        for depth, key in enumerate(run.keys, start=run.depth):
+            if not self._store_one(key, ordinal, depth, start):
+                start = depth + 1  # the chain has a gap here
+
+    def _run_start(self, run: BlockRun, ordinal: int) -> int:
+        value = None if run.parent is None else self._now.get(run.parent)
+        if value is None:
+            return run.depth
+        parent = decode(value)
+        if parent[0] != ordinal or parent[1] + 1 != run.depth:
+            return run.depth
+        return replicas_of(parent, self._open).get(self._life, run.depth)
+
+    def _store_one(self, key: BlockKey, ordinal: int, depth: int, start: int) -> bool:
+        value = self._now.get(key)
+        replicas: Replicas = {}
+        if value is not None:
+            record = decode(value)
+            replicas = replicas_of(record, self._open)
+            if record[:2] != (ordinal, depth):
+                if replicas:
+                    self.conflicts += 1
+                    return False
+                replicas = {}
+        replicas[self._life] = start
+        self._now[key] = encode(ordinal, depth, replicas)
+        self._touched.add(key)
+        return True
+
+    def puts(self) -> list[tuple[BlockKey, bytes]]:
+        """Records to write, in key order; those that came out as they were are left out."""
+        now, existing = self._now, self._existing
+        return [(key, value) for key in sorted(self._touched) if (value := now[key]) is not None and existing.get(key) != value]
+
+    def deletes(self) -> list[BlockKey]:
+        """Keys to delete, in order."""
+        return [key for key in sorted(self._touched) if self._now[key] is None and key in self._existing]
