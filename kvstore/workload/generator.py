@@ -93,7 +93,7 @@ class AgentWorkload:
 
     def __post_init__(self) -> None:
         if self.sessions < 1 or not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS or self.sessions_per_s <= 0 or self.seed < 0:
-            raise InvalidArgument("a workload takes 1 or more sessions, block tokens and arrivals above 0, and a seed of 0 or more")
+            raise InvalidArgument("a workload takes sessions, block tokens and arrivals above 0, and a seed of 0 or more")
         if self.shared_prefix_tokens < 0 or (self.max_turns is not None and self.max_turns < 1):
             raise InvalidArgument("shared prefix tokens are 0 or more, turns 1 or more")
 
@@ -168,7 +168,8 @@ class AgentWorkload:
 def _split(draw: np.random.Generator, total: float, parts: int) -> npt.NDArray[np.float64]:
     """Cuts ``total`` into parts with the spread of tokens a turn."""
     weights = draw.gamma(_TURN_SHAPE, size=parts)
-    return total * weights / weights.sum()
+    weights *= total / weights.sum()
+    return weights
 
 
 def _whole(tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

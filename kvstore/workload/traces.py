@@ -79,18 +79,21 @@ def _row(path: Path, number: int, line: bytes) -> _Row:
 
 
 def _meta(path: Path, number: int, row: _Row) -> TraceInfo:
-    meta = row["meta"]
     try:
-        if not isinstance(meta, dict):
-            raise InvalidArgument("meta is an object")
-        tokens = _count(meta, "block_size")
-        if not 1 <= tokens <= MAX_BLOCK_TOKENS:
-            raise InvalidArgument("block_size is out of range", block_size=tokens, limit=MAX_BLOCK_TOKENS)
-        name = meta.get("name", _name_of(path))
-        if not isinstance(name, str) or len(name.encode()) > MAX_NAME_BYTES:
-            raise InvalidArgument("name is a short string")
+        return _info(row["meta"], _name_of(path))
     except InvalidArgument as error:
         raise _not_a_trace(path, number, error) from error
+
+
+def _info(meta: object, default_name: str) -> TraceInfo:
+    if not isinstance(meta, dict):
+        raise InvalidArgument("'meta' is no object")
+    tokens = _count(meta, "block_size")
+    if not 1 <= tokens <= MAX_BLOCK_TOKENS:
+        raise InvalidArgument("'block_size' is out of range", block_size=tokens, limit=MAX_BLOCK_TOKENS)
+    name = meta.get("name", default_name)
+    if not isinstance(name, str) or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
+        raise InvalidArgument("'name' is no short string")
     return TraceInfo(name, tokens, "rle")
 
 

@@ -1,0 +1,125 @@
+"""The one configuration of all programs of the store: typed, frozen, and every value knows where it came from.
+
+Rising precedence: built-in defaults, a TOML file, environment (``KVSTORE_NODE__DRAM=4GiB``: two underscores nest), flags.
+Sizes are ``"64MiB"`` or bytes, durations ``"500ms"``; unknown keys are errors. Servers do not see this: the command line maps
+it onto their own settings. Reading it needs pydantic, so no part of the client imports it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvstore.core.config_values import DurationMs, Size, format_size, parse_list, parse_volume
+
+DEFAULT_METADATA_ADDRESS = "127.0.0.1:7400"
+
+
+class Section(BaseModel):
+    """A part of the configuration. Frozen; a key it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TlsSection(Section):
+    """PEM files; TLS is off while all are unset."""
+
+    ca: Path | None = Field(default=None, description="certificates that the other side's must descend from")
+    cert: Path | None = Field(default=None, description="this side's certificate chain")
+    key: Path | None = Field(default=None, description="private key of the certificate")
+    require_client_cert: bool = Field(default=False, description="servers: refuse clients without a certificate of the CA")
+    server_name: str | None = Field(default=None, description="clients: name expected in the server's certificate")
+
+
+class MetadataSection(Section):
+    """The metadata server."""
+
+    listen: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of its gRPC service; port 0: any free one")
+    index_path: Path | None = Field(
+        default=None, description="folder of the index; may be deleted while it is down. Unset: in data_dir"
+    )
+    index_size: Size = Field(default=16 << 30, description="the most that the index may grow to (address space until used)")
+    heartbeat_interval: DurationMs = Field(default=500, description="how often nodes call")
+    node_ttl: DurationMs = Field(default=2_500, description="silence after which a node is hidden")
+    workers: int = Field(default=1, ge=1, le=64, description="server processes that share port and index")
+    tls: TlsSection = TlsSection()
+    allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
+    ready_file: Path | None = Field(default=None, description="written as JSON once the server answers")
+
+
+class VolumeSection(Section):
+    """One NVMe volume."""
+
+    path: Path
+    capacity: Size
+    direct: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.path}:{format_size(self.capacity)}" + ("" if self.direct else " (buffered)")
+
+
+_Volume = Annotated[VolumeSection, BeforeValidator(parse_volume)]
+
+
+class NodeSection(Section):
+    """The node daemon."""
+
+    node_id: str | None = Field(default=None, description="stable name of the node; unset: the host's name")
+    roles: Annotated[tuple[Literal["prefill", "decode", "storage"], ...], BeforeValidator(parse_list)] = Field(
+        default=("prefill",), description="what the host does: prefill, decode, storage"
+    )
+    listen: str = Field(default="127.0.0.1:0", description="address of its gRPC service; port 0: any free one")
+    data_listen: str = Field(default="127.0.0.1:0", description="address of its data plane")
+    advertise_host: str | None = Field(default=None, description="host that others reach it by; unset: the one listened on")
+    run_dir: Path | None = Field(default=None, description="folder of its unix sockets (short path). Unset: one for each node id")
+    metadata: str | None = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    dram: Size = Field(default=1 << 30, gt=0, description="DRAM arena")
+    huge_pages: bool = Field(default=False, description="back the arena with huge pages where there are any")
+    nvme: Annotated[tuple[_Volume, ...], BeforeValidator(parse_list)] = Field(
+        default=(), description="NVMe volumes: PATH:SIZE, several with commas"
+    )
+    write_behind_to: str | None = Field(
+        default=None, description="node id of a storage node that completed blocks are written to"
+    )
+    policy: str = Field(default="s3-fifo", description="eviction: s3-fifo or lru")
+    lease: DurationMs = Field(default=10_000, description="how long loaded blocks stay put")
+    prepare_ttl: DurationMs = Field(default=30_000, description="how long a store may take")
+    load_window: Size = Field(default=32 << 20, gt=0, description="read ahead at once for each load")
+    load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")
+    io_threads: int = Field(default=4, ge=1, le=256, description="threads of each NVMe volume")
+    peer_streams: int = Field(default=4, ge=1, le=64, description="connections of a fetch from a peer")
+    anti_entropy_interval: DurationMs = Field(default=30_000, description="how often it compares notes with the index")
+    tls: TlsSection = TlsSection()
+    allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
+    ready_file: Path | None = Field(default=None, description="written as JSON once the node answers")
+
+
+class ClientSection(Section):
+    """Programs that use the store: status, replay, demo."""
+
+    metadata: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    node: str | None = Field(default=None, description="address or unix socket of the node on this host; unset: none")
+    deadline: DurationMs = Field(default=10_000, gt=0, description="bound of a load or store")
+    lookup_deadline: DurationMs = Field(default=1_000, gt=0, description="bound of a lookup")
+    tls: TlsSection = TlsSection()
+
+
+class LogSection(Section):
+    """Logs, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severity shown")
+    format: Literal["console", "json"] = Field(default="console", description="for people, or one JSON object a line")
+
+
+class Config(Section):
+    """Everything."""
+
+    data_dir: Path | None = Field(
+        default=None, description="folder of what outlives the processes; unset: ~/.local/share/kvstore"
+    )
+    metadata: MetadataSection = MetadataSection()
+    node: NodeSection = NodeSection()
+    client: ClientSection = ClientSection()
+    log: LogSection = LogSection()

@@ -1,0 +1,115 @@
+"""How people write the values of a configuration: ``64MiB``, ``500ms``, ``/nvme0:100GiB``; and how they are shown again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from pydantic import BeforeValidator
+
+_SIZE_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SHOWN_UNITS: Final = ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB")
+_DURATION_UNITS_MS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
+_NUMBER_AND_UNIT: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(value: object) -> int:
+    """Bytes of ``"64MiB"``, ``"1.5 GB"`` or ``4096``.
+
+    Raises:
+        ValueError: it is no size, or no whole number of bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        size = _scaled(value, _SIZE_UNITS, 'a size looks like "64MiB", "4GB" or a whole number of bytes')
+    if size < 0:
+        raise ValueError("a size is 0 or more")
+    return size
+
+
+def parse_duration_ms(value: object) -> int:
+    """Milliseconds of ``"500ms"``, ``"2.5s"``, ``"1m"``.
+
+    Raises:
+        ValueError: it is no duration, or has no unit.
+    """
+    hint = 'a duration takes a unit: "500ms", "10s", "2m"'
+    if not isinstance(value, str):
+        raise ValueError(hint)  # noqa: TRY004  # pydantic reports ValueError as a wrong value
+    return _scaled(value, _DURATION_UNITS_MS, hint)
+
+
+def _scaled(value: object, units: dict[str, int], hint: str) -> int:
+    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{hint}, not {value!r}")
+    whole, _, fraction = match[1].partition(".")
+    scale = units[match[2].lower()]
+    parts = int("1" + "0" * len(fraction))
+    scaled, rest = divmod((int(whole) * parts + int(fraction or 0)) * scale, parts)
+    if rest:
+        raise ValueError(f"{hint}; {value!r} is no whole number of the smallest unit")
+    return scaled
+
+
+def format_size(size: int) -> str:
+    """The shortest exact way to write a size."""
+    ways = [
+        f"{size // _SIZE_UNITS[unit.lower()]}{unit}" for unit in _SHOWN_UNITS if size and size % _SIZE_UNITS[unit.lower()] == 0
+    ]
+    return min([*ways, str(size)], key=len)
+
+
+def format_duration_ms(duration_ms: int) -> str:
+    """The shortest exact way to write a duration."""
+    for unit in ("h", "m", "s"):
+        scale = _DURATION_UNITS_MS[unit]
+        if duration_ms and duration_ms % scale == 0:
+            return f"{duration_ms // scale}{unit}"
+    return f"{duration_ms}ms"
+
+
+def parse_list(value: object) -> object:
+    """Splits ``"a,b"``, as environment and flags give lists; leaves anything else to pydantic."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def parse_volume(value: object) -> object:
+    """Reads ``"/path:100GiB"`` as ``{"path": …, "capacity": …}``; leaves anything else to pydantic.
+
+    Raises:
+        ValueError: a text without both parts.
+    """
+    if not isinstance(value, str):
+        return value
+    path, _, size = value.rpartition(":")
+    if not path or not size:
+        raise ValueError(f'a volume looks like "/path:100GiB", not {value!r}')
+    return {"path": path, "capacity": size}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a field's values are written for people: part of its annotation."""
+
+    write: Callable[[int], str]
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Shown(format_size)]
+DurationMs = Annotated[int, BeforeValidator(parse_duration_ms), Shown(format_duration_ms)]
