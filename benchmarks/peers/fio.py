@@ -1,0 +1,63 @@
+"""The peer fio: what the disk gives to a program that does nothing else.
+
+It raises ``PeerMissingError`` where it is not installed (``sudo apt install fio``): the figure is then kept without its peer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers import PeerMissingError
+
+
+@dataclass(frozen=True, slots=True)
+class Fio:
+    """Jobs on one file that is laid out once and then only read and overwritten, as a slab is.
+
+    Attributes:
+        file: the file, on the filesystem that is measured; made and filled by ``prepare``.
+        file_bytes: its size.
+        engine: fio's I/O engine.
+    """
+
+    file: Path
+    file_bytes: int
+    engine: str = "io_uring"
+
+    def _run(self, *arguments: str) -> dict[str, float]:
+        program = shutil.which("fio")
+        if program is None:
+            raise PeerMissingError("fio is not installed: sudo apt install fio")
+        command = [
+            program,
+            "--name=peer",
+            f"--filename={self.file}",
+            f"--size={self.file_bytes}",
+            "--direct=1",
+            "--output-format=json",
+        ]
+        done = subprocess.run(
+            [*command, f"--ioengine={self.engine}", *arguments], capture_output=True, text=True, check=False, timeout=300
+        )
+        if done.returncode:
+            raise PeerMissingError(f"fio failed: {done.stderr[-500:]}")
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        return {"read": job["read"]["bw_bytes"] / 1e9, "write": job["write"]["io_bytes"] / max(job["job_runtime"], 1) / 1e6}
+
+    def prepare(self) -> None:
+        """Fills the file with bytes that do not compress; done before the rounds."""
+        self._run("--rw=write", "--bs=4M", "--iodepth=4", "--refill_buffers", "--end_fsync=1")
+
+    def read(self, nbytes: int, block_bytes: int, depth: int, seed: int) -> float:
+        """GB/s of random O_DIRECT reads, ``depth`` in flight, of ``nbytes`` in all."""
+        arguments = [f"--bs={block_bytes}", f"--iodepth={depth}", f"--io_size={nbytes}", f"--randseed={seed}"]
+        return self._run("--rw=randread", *arguments)["read"]
+
+    def write_durable(self, nbytes: int, block_bytes: int, depth: int) -> float:
+        """GB/s of O_DIRECT overwrites, ``depth`` in flight, closed by one fsync whose time counts."""
+        arguments = [f"--bs={block_bytes}", f"--iodepth={depth}", f"--io_size={nbytes}", "--end_fsync=1"]
+        return self._run("--rw=write", *arguments)["write"]
