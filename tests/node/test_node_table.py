@@ -7,22 +7,25 @@ step ``BlockTable.check`` asserts the invariants, and the bytes of every block t
 from __future__ import annotations
 
 import hashlib
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from kvstore.tiers.policy import make_policy
 
 from kvstore.core.checksum import layer_checksums, verify
 from kvstore.core.clock import ManualClock
-from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, Tier, VolumeId
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.replicas import ReplicaLog
-from kvstore.node.table import BlockTable, Home, Prepared
+from kvstore.node.table import Block, BlockTable, Home, Prepared
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
 
 SHAPES = (BlockShape(2, 2048), BlockShape(3, 4096))
@@ -103,7 +106,7 @@ class Harness:
         self.arena.close()
 
 
-def make_harness(path, policy: str = "lru") -> Harness:  # type: ignore[no-untyped-def]
+def make_harness(path: Path, policy: str = "lru") -> Harness:
     counters, clock = Counters(), ManualClock()
     log = ReplicaLog([DRAM, NVME], counters, clock)
     arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
@@ -116,7 +119,7 @@ def make_harness(path, policy: str = "lru") -> Harness:  # type: ignore[no-untyp
 
 
 @pytest.fixture(params=["lru", "s3-fifo"])
-def node(request, tmp_path):  # type: ignore[no-untyped-def]
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     made = make_harness(tmp_path / "slab", request.param)
     yield made
     made.table.check()
@@ -220,12 +223,9 @@ class TableMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        import tempfile
-        from pathlib import Path
-
         self.folder = tempfile.TemporaryDirectory()
         self.node = make_harness(Path(self.folder.name) / "slab")
-        self.pinned: list[list] = []  # type: ignore[type-arg]
+        self.pinned: list[list[Block]] = []
 
     def teardown(self) -> None:
         self.node.close()
@@ -289,6 +289,7 @@ class TableMachine(RuleBasedStateMachine):
         for blocks in self.pinned:
             for block in blocks:
                 shape = block.domain.shape
+                assert block.dram is not None
                 view = self.node.arena.view(block.dram, shape.block_bytes)
                 assert bytes(view) == payload_of(block.key, shape)
                 assert verify(view, shape, block.checksums)
@@ -296,7 +297,3 @@ class TableMachine(RuleBasedStateMachine):
 
 TestTableMachine = TableMachine.TestCase
 TestTableMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
-
-
-def test_tiers_are_named() -> None:
-    assert (DramArena.tier, NvmeSlab.tier) == (Tier.DRAM, Tier.NVME)

@@ -1,0 +1,95 @@
+"""The log between table and publisher: order, batches, bound, digests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.clock import ManualClock
+from kvstore.core.types import BlockKey, NamespaceId, VolumeId
+from kvstore.node.replicas import ReplicaLog, key_range, runs_of
+from kvstore.observe.counters import Counters
+
+VOLUME = VolumeId("n/dram")
+SPACE = NamespaceId(bytes(16))
+
+
+@dataclass
+class Stored:
+    key: BlockKey
+    parent: BlockKey | None
+    depth: int
+    namespace: NamespaceId = SPACE
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(xxhash.xxh3_128_digest(str(number).encode()))
+
+
+def block_of(number: int) -> Stored:
+    return Stored(key_of(number), key_of(number - 1) if number % 10 else None, number % 10)
+
+
+def make_log(bound: int = 1000) -> ReplicaLog:
+    return ReplicaLog([VOLUME], Counters(), ManualClock(), bound=bound)
+
+
+def test_consecutive_blocks_join_to_one_run() -> None:
+    runs = runs_of([block_of(number) for number in (10, 11, 12, 20, 21, 31)])
+    assert [(run.depth, len(run.keys)) for run in runs] == [(0, 3), (0, 2), (1, 1)]
+    assert runs[2].parent == key_of(30)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 15)), max_size=60), st.integers(1, 7))
+def test_batches_applied_removals_first_give_the_same_state_as_the_events(events: list[tuple[bool, int]], limit: int) -> None:
+    log = make_log()
+    truth: set[BlockKey] = set()
+    for store, number in events:
+        if store and key_of(number) not in truth:
+            truth.add(key_of(number))
+            log.stored(VOLUME, block_of(number))
+        elif not store and key_of(number) in truth:
+            truth.remove(key_of(number))
+            log.removed(VOLUME, key_of(number))
+    index: set[BlockKey] = set()
+    total = 0
+    while (batch := log.take(VOLUME, limit))[2]:
+        runs, removed, count = batch
+        assert count <= limit
+        index.difference_update(removed)
+        index.update(key for run in runs for key in run.keys)
+        log.acknowledge(VOLUME, count)
+        total += count
+    assert index == truth
+    assert log.idle()
+    digests, counts = log.digests(VOLUME)
+    assert sum(counts) == len(truth)
+    expected: Counter[int] = Counter()
+    for key in truth:
+        expected[key_range(key)] ^= xxhash.xxh3_64_intdigest(key)
+    assert {where: digest for where, digest in enumerate(digests) if digest} == {k: v for k, v in expected.items() if v}
+
+
+def test_a_full_log_is_dropped_for_an_inventory() -> None:
+    log = make_log(bound=5)
+    for number in range(6):
+        log.stored(VOLUME, block_of(number))
+    assert log.take(VOLUME, 100) == ([], [], 0)
+    assert log.needs_inventory(VOLUME)
+    assert not log.needs_inventory(VOLUME)
+    log.stored(VOLUME, block_of(7))
+    assert log.take(VOLUME, 100)[2] == 1
+
+
+def test_waiting_for_the_index_ends_with_the_acknowledgement_or_the_deadline() -> None:
+    log = make_log()
+    assert log.wait_published([VOLUME], 0.0)
+    log.stored(VOLUME, block_of(1))
+    assert not log.wait_published([VOLUME], 0.0)
+    log.take(VOLUME, 10)
+    log.acknowledge(VOLUME, 1)
+    assert log.wait_published([VOLUME], 0.0)

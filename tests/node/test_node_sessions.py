@@ -1,0 +1,163 @@
+"""Sessions: retries answer the same, and whatever an engine held comes back, but never while it may still write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kvstore.tiers.policy import make_policy
+
+from kvstore.core.checksum import layer_checksums
+from kvstore.core.clock import ManualClock
+from kvstore.core.errors import CapacityExceeded, LeaseLost
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
+from kvstore.node.domain import Domain, Domains
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.sessions import MAX_STORES_PER_SESSION, UNCONNECTED_TTL_S, Session, Sessions
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.tiers.arena import DramArena
+
+SHAPE = BlockShape(2, 2048)
+DRAM = VolumeId("n/dram")
+
+
+class Node:
+    def __init__(self) -> None:
+        self.counters, self.clock = Counters(), ManualClock()
+        self.arena = DramArena(volume_id=DRAM, capacity_bytes=1 << 20)
+        log = ReplicaLog([DRAM], self.counters, self.clock, keep=False)
+        self.table = BlockTable(self.arena, make_policy("lru"), [], log, self.counters, self.clock, writes_behind=False)
+        self.sessions = Sessions(self.table, self.counters, self.clock, lease_s=5.0, prepare_ttl_s=30.0)
+        self.domain: Domain = Domains().of_shape(NamespaceId(bytes(16)), SHAPE)
+
+    def open(self) -> Session:
+        session = self.sessions.open(self.domain, "test")
+        assert self.sessions.connect(session.session_id)
+        return session
+
+    def run(self, first: int, count: int) -> BlockRun:
+        keys = tuple(key_of(number) for number in range(first, first + count))
+        return BlockRun(self.domain.namespace, None, 0, keys)
+
+    def prepare(self, session: Session, first: int, count: int, operation: int = 1) -> tuple[bytes, bytes]:
+        return self.sessions.prepare(session, op(operation), self.run(first, count), self.clock.now_s())
+
+    def complete(self, session: Session, first: int, count: int, operation: int = 1) -> list[StoreOutcome]:
+        sums = layer_checksums(memoryview(bytes(SHAPE.block_bytes)), SHAPE)
+        return self.sessions.complete(session, op(operation), list(self.run(first, count).keys), [sums] * count)
+
+    @property
+    def used(self) -> int:
+        return self.arena.usage().blocks
+
+
+def key_of(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(16, "big"))
+
+
+def op(number: int) -> OperationId:
+    return OperationId(number.to_bytes(16, "big"))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    made.table.check()
+    made.table.close()
+    made.arena.close()
+
+
+def test_a_retried_prepare_gets_the_same_slots_and_takes_no_more(node: Node) -> None:
+    session = node.open()
+    first = node.prepare(session, 0, 4)
+    assert node.prepare(session, 0, 4) == first
+    assert node.used == 4
+
+
+def test_a_retried_complete_answers_the_same(node: Node) -> None:
+    session = node.open()
+    node.prepare(session, 0, 4)
+    assert node.complete(session, 0, 4) == [StoreOutcome.STORED] * 4
+    assert node.complete(session, 0, 4) == [StoreOutcome.STORED] * 4
+
+
+def test_completing_in_two_steps(node: Node) -> None:
+    session = node.open()
+    node.prepare(session, 0, 4)
+    assert node.complete(session, 0, 2) == [StoreOutcome.STORED] * 2
+    assert node.complete(session, 0, 4) == [StoreOutcome.STORED] * 4
+
+
+def test_an_engine_that_dies_gives_everything_back(node: Node) -> None:
+    session = node.open()
+    node.prepare(session, 0, 2)
+    node.complete(session, 0, 2)
+    node.prepare(session, 10, 3, operation=2)
+    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    node.sessions.lease(session, blocks)
+    node.sessions.end(session.session_id)
+    assert node.used == 2
+    assert blocks[0].pins == 0
+    with pytest.raises(LeaseLost):
+        node.sessions.get(session.session_id)
+
+
+def test_a_store_that_takes_too_long_is_lost_but_its_slots_rest_until_the_engine_goes(node: Node) -> None:
+    session = node.open()
+    node.prepare(session, 0, 3)
+    node.clock.advance(31.0)
+    node.sessions.expire()
+    assert node.complete(session, 0, 3) == [StoreOutcome.LOST] * 3
+    assert node.used == 3, "nobody can stop the engine's copy: its slots must not be given to others"
+    node.sessions.end(session.session_id)
+    assert node.used == 0
+
+
+def test_leases_end_by_time(node: Node) -> None:
+    session = node.open()
+    node.prepare(session, 0, 1)
+    node.complete(session, 0, 1)
+    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    lease = node.sessions.lease(session, blocks)
+    node.clock.advance(5.5)
+    node.sessions.expire()
+    assert blocks[0].pins == 0
+    node.sessions.release(session, [lease])
+    assert blocks[0].pins == 0, "a release after expiry must not unpin twice"
+
+
+def test_leasing_for_an_ended_session_unpins(node: Node) -> None:
+    session = node.open()
+    node.prepare(session, 0, 1)
+    node.complete(session, 0, 1)
+    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    node.sessions.end(session.session_id)
+    with pytest.raises(LeaseLost):
+        node.sessions.lease(session, blocks)
+    assert blocks[0].pins == 0
+
+
+def test_a_session_that_never_comes_to_the_door_ends(node: Node) -> None:
+    session = node.sessions.open(node.domain, "ghost")
+    node.clock.advance(UNCONNECTED_TTL_S + 1)
+    node.sessions.expire()
+    with pytest.raises(LeaseLost):
+        node.sessions.get(session.session_id)
+
+
+def test_the_door_opens_once_for_a_session(node: Node) -> None:
+    session = node.open()
+    assert not node.sessions.connect(session.session_id)
+    assert not node.sessions.connect(SessionId(bytes(16)))
+
+
+def test_stores_under_way_are_bounded_and_finished_ones_make_room(node: Node) -> None:
+    session = node.open()
+    for number in range(MAX_STORES_PER_SESSION):
+        node.prepare(session, number, 1, operation=number)
+    with pytest.raises(CapacityExceeded):
+        node.prepare(session, 10_000, 1, operation=10_000)
+    node.complete(session, 0, 1, operation=0)
+    node.prepare(session, 10_000, 1, operation=10_000)
