@@ -23,6 +23,7 @@ MAX_FRAME_HEADER_BYTES = 8 << 20
 MAX_DATA_CONNECTIONS = 256
 MAX_SESSIONS = 256
 MAX_VOLUMES_PER_NODE = 64
+MAX_NODES = 10_000
 MAX_NAMESPACES = 100_000
 DIGEST_RANGES = 4_096
 """Ranges of key space in anti-entropy: by the first 12 bits of the key."""

@@ -108,8 +108,9 @@ def run_to_proto(run: BlockRun) -> common_pb2.BlockRun:
 
 # ---- cache specs ----
 def spec_from_proto(message: common_pb2.CacheSpec) -> CacheSpec:
-    """A cache domain. Every field is taken as sent: what is missing is empty or zero, never a default, so that both sides
-    compute the same digest.
+    """A cache domain.
+
+    Every field is taken as sent: what is missing is empty or zero, never a default, so that both sides compute one digest.
 
     Raises:
         InvalidArgument: a field is missing or outside its limits.

@@ -62,8 +62,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        if handler is None:  # type: ignore[unreachable]  # the stubs deny it
-            return handler  # type: ignore[unreachable]  # no such method: gRPC answers UNIMPLEMENTED
+        if handler is None:
+            return handler  # type: ignore[unreachable]  # no such method, which gRPC answers itself; the stubs deny it
         wrapped = self._wrapped.get(handler_call_details.method)
         if wrapped is None:
             wrapped = self._wrapped[handler_call_details.method] = self._wrap(handler)

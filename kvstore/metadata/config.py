@@ -1,0 +1,63 @@
+"""What a metadata server is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.tls import TlsConfig
+from kvstore.rpc.address import check_address, is_unix, stays_on_host
+
+_MAX_WORKERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataConfig:
+    """One metadata server on one host.
+
+    Args:
+        index_path: directory of the index; made where it is missing. It may be deleted while the server is down: nodes
+            publish again what they hold.
+        listen: ``"host:port"`` (port 0: any) or ``"unix:/path"``.
+        map_bytes: the most that the index may grow to on disk (address space only, until it is used).
+        heartbeat_interval_ms: how often nodes are asked to call.
+        node_ttl_ms: silence after which a node is hidden from lookups.
+        workers: server processes that share the port and the index.
+        tls: this server's identity; None: plain text.
+        ready_file: written atomically as JSON ``{"address", "pid"}`` once calls are answered.
+        allow_insecure_remote: listen without TLS where other hosts can reach it.
+
+    Raises:
+        InvalidArgument: a value that cannot work, or an open door that nobody asked for.
+    """
+
+    index_path: Path
+    listen: str = "127.0.0.1:7400"
+    map_bytes: int = 16 << 30
+    heartbeat_interval_ms: int = 500
+    node_ttl_ms: int = 2_500
+    workers: int = 1
+    tls: TlsConfig | None = None
+    ready_file: Path | None = None
+    allow_insecure_remote: bool = False
+
+    def __post_init__(self) -> None:
+        check_address(self.listen)
+        if self.map_bytes < 1 << 20:
+            raise InvalidArgument("map_bytes takes at least 1 MiB", map_bytes=self.map_bytes)
+        if not 10 <= self.heartbeat_interval_ms < self.node_ttl_ms:
+            raise InvalidArgument(
+                "a node must be asked to call more often than its silence is tolerated, at most every 10 ms",
+                heartbeat_interval_ms=self.heartbeat_interval_ms,
+                node_ttl_ms=self.node_ttl_ms,
+            )
+        if not 1 <= self.workers <= _MAX_WORKERS:
+            raise InvalidArgument("workers is out of range", workers=self.workers, least=1, most=_MAX_WORKERS)
+        if self.workers > 1 and is_unix(self.listen):
+            raise InvalidArgument("several workers share a TCP port; a unix socket belongs to one", listen=self.listen)
+        if self.tls is None and not self.allow_insecure_remote and not stays_on_host(self.listen):
+            raise InvalidArgument(
+                "refusing to listen beyond this host without TLS; give certificates, or set allow_insecure_remote",
+                listen=self.listen,
+            )

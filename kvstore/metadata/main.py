@@ -1,0 +1,198 @@
+"""Process entry of the metadata server: one process, or several that share a port and an index."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Final
+
+from kvstore.core.errors import Unavailable
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.server import MetadataServer
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S: Final = 2.0
+_START_TIMEOUT_S: Final = 30.0
+_STOP_TIMEOUT_S: Final = 10.0
+_MAX_RESTARTS: Final = 5
+_RESTART_WINDOW_S: Final = 60.0
+_SWITCH_INTERVAL_S: Final = 0.0005
+"""How long the index thread may hold the interpreter while a lookup waits; Python's own 5 ms would be seen in every p99."""
+
+
+def run(config: MetadataConfig) -> None:
+    """Serves until SIGTERM or SIGINT; returns after a graceful stop.
+
+    Raises:
+        Unavailable: the address cannot be bound, the index cannot be opened, or workers die again and again.
+        InvalidArgument: TLS files that cannot be read.
+    """
+    if config.workers == 1:
+        asyncio.run(_serve(config, 0, _Announcer(config.ready_file), None))
+    else:
+        _Supervisor(config).run()
+
+
+class _Announcer:
+    """Tells whoever waits that calls are answered: on the log, and in a file if one is named."""
+
+    def __init__(self, ready_file: Path | None) -> None:
+        self._ready_file = ready_file
+
+    def ready(self, address: str) -> None:
+        logger.info("ready on %s", address)
+        if self._ready_file is not None:
+            write_ready_file(self._ready_file, address)
+
+
+class _Pipe(_Announcer):
+    """Tells the supervisor."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(None)
+        self._connection = connection
+
+    def ready(self, address: str) -> None:
+        self._connection.send(address)
+
+
+def write_ready_file(path: Path, address: str) -> None:
+    """Writes ``{"address", "pid"}`` so that a reader sees all of it or nothing."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    scratch.replace(path)
+
+
+async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, parent: int | None) -> None:
+    """One server process, until a signal comes or, for a worker, its supervisor is gone."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    if parent is not None:
+        loop.add_reader(parent, leave.set)
+    server = MetadataServer(config, worker=worker)
+    address = await server.start()
+    # what lives now lives for ever: the collector need not look at it again in the middle of a lookup
+    gc.collect()
+    gc.freeze()
+    announcer.ready(address)
+    await leave.wait()
+    if parent is not None:
+        loop.remove_reader(parent)
+    await server.stop(_GRACE_S)
+
+
+def _work(config: MetadataConfig, worker: int, connection: Connection, level: int) -> None:
+    """Entry of a worker process."""
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s metadata[{worker}] %(name)s: %(message)s")
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    asyncio.run(_serve(config, worker, _Pipe(connection), int(parent.sentinel)))
+
+
+class _Supervisor:
+    """Keeps N workers running. Its own process does nothing else: gRPC is never started in it."""
+
+    def __init__(self, config: MetadataConfig) -> None:
+        self._config = config
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: dict[int, SpawnProcess] = {}
+        self._restarts: deque[float] = deque()
+
+    def run(self) -> None:
+        wake, waker = socket.socketpair()
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # the byte in the socket pair is the message
+        with wake, waker, _reserve_port(self._config.listen) as reserved:
+            host = self._config.listen.rpartition(":")[0]
+            config = replace(self._config, listen=f"{host}:{reserved.getsockname()[1]}")
+            try:
+                for worker in range(config.workers):
+                    self._start(config, worker)
+                _Announcer(config.ready_file).ready(config.listen)
+                self._watch(config, wake)
+            finally:
+                signal.set_wakeup_fd(-1)
+                self._stop_all()
+
+    def _watch(self, config: MetadataConfig, wake: socket.socket) -> None:
+        while True:
+            sentinels = {process.sentinel: worker for worker, process in self._workers.items()}
+            ready = multiprocessing.connection.wait([wake, *sentinels])
+            if wake in ready:  # looked at first: Ctrl-C reaches the workers too, whose end is then no accident
+                return
+            for worker in (sentinels[item] for item in ready if isinstance(item, int)):
+                self._workers[worker].join()
+                logger.error("worker %d ended with code %s: starting it again", worker, self._workers[worker].exitcode)
+                self._allow_restart()
+                self._start(config, worker)
+
+    def _allow_restart(self) -> None:
+        now_s = time.monotonic()
+        while self._restarts and self._restarts[0] < now_s - _RESTART_WINDOW_S:
+            self._restarts.popleft()
+        if len(self._restarts) >= _MAX_RESTARTS:
+            raise Unavailable("workers die again and again", restarts=_MAX_RESTARTS, window_s=_RESTART_WINDOW_S)
+        self._restarts.append(now_s)
+
+    def _start(self, config: MetadataConfig, worker: int) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        level = logging.getLogger().getEffectiveLevel()
+        process = self._context.Process(target=_work, args=(config, worker, theirs, level), name=f"metadata-{worker}")
+        process.start()
+        self._workers[worker] = process
+        theirs.close()
+        with ours:
+            if not ours.poll(_START_TIMEOUT_S):
+                raise Unavailable("a worker did not start in time", worker=worker, timeout_s=_START_TIMEOUT_S)
+            try:
+                ours.recv()
+            except EOFError as error:
+                raise Unavailable("a worker ended while starting; its log says why", worker=worker) from error
+
+    def _stop_all(self) -> None:
+        for process in self._workers.values():
+            process.terminate()
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        for process in self._workers.values():
+            process.join(max(0.0, deadline_s - time.monotonic()))
+            if process.is_alive():
+                logger.error("worker %s does not end: killed", process.name)
+                process.kill()
+                process.join()
+
+
+def _reserve_port(listen: str) -> socket.socket:
+    """Holds the port for the workers. The socket does not listen, so the kernel sends it no connection.
+
+    Raises:
+        Unavailable: the port cannot be had.
+    """
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, kind)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
+    except OSError as error:
+        raise Unavailable("cannot bind", address=listen, reason=error.strerror or error) from error
+    return reserved

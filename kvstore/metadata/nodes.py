@@ -1,0 +1,206 @@
+"""What one server process knows of nodes: a cache of what the index keeps, and who is alive.
+
+The index is the shared memory of all workers. Registrations and lives are read again when its ``revision`` has moved, heartbeats
+by :meth:`NodeTable.exchange_beats`, which every worker calls a few times per time to live; so all workers agree within a tick on
+who is alive, wherever a node's heartbeats arrive. The monotonic clock is host-wide, which makes ages comparable.
+
+After a start, nodes known from before get a grace of one time to live: they could not call while there was no server.
+
+Runs on the event loop only; nothing here blocks longer than a read of the index's small records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from kvproto.v1.common_pb2 import NodeInfo
+from kvproto.v1.metadata_pb2 import HeartbeatRequest, NodeStatus
+from kvstore.core.clock import Clock
+from kvstore.core.errors import NotFound
+from kvstore.core.types import BootId, NodeId, VolumeId
+from kvstore.index.contract import Life, PrefixIndex
+from kvstore.metadata.notes import BEAT_PREFIX, NODE_PREFIX, Beat, beat_note
+from kvstore.observe.counters import Counters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a life lies: a node and the position of the volume among its volumes."""
+
+    node_id: NodeId
+    volume: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All registrations and open lives, at one revision of the index."""
+
+    revision: int = -1
+    nodes: Mapping[NodeId, NodeInfo] = field(default_factory=dict)
+    places: Mapping[Life, Place] = field(default_factory=dict)
+    lives: Mapping[tuple[VolumeId, BootId], Life] = field(default_factory=dict)
+    owners: Mapping[VolumeId, frozenset[NodeId]] = field(default_factory=dict)
+
+
+class NodeTable:
+    """Registrations, lives and liveness, as of now."""
+
+    def __init__(self, index: PrefixIndex, clock: Clock, ttl_s: float, counters: Counters) -> None:
+        self._index = index
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._counters = counters
+        self._started_s = clock.now_s()
+        self._view = View()
+        self._beats: dict[NodeId, Beat] = {}
+        self._unshared: set[NodeId] = set()  # beats that arrived here and the other workers have not seen
+        self._alive: frozenset[NodeId] = frozenset()
+        self._visible: frozenset[Life] = frozenset()
+
+    # ---- reading ----
+    def view(self) -> View:
+        """The present registrations; read again only when the index says that something changed."""
+        if self._index.revision != self._view.revision:
+            self._view = _read_view(self._index)
+            self._judge()
+        return self._view
+
+    @property
+    def visible(self) -> frozenset[Life]:
+        """Lives of living nodes, as of the last :meth:`view` or :meth:`exchange_beats`."""
+        return self._visible
+
+    def is_alive(self, node_id: NodeId) -> bool:
+        """Whether heartbeats of a node arrive."""
+        return node_id in self._alive
+
+    def record(self, node_id: NodeId, boot_id: BootId) -> NodeInfo:
+        """The registration of a boot.
+
+        Raises:
+            NotFound: the node is unknown, or another boot of it has registered last: register again.
+        """
+        record = self.view().nodes.get(node_id)
+        if record is None or BootId(record.boot_id) != boot_id:
+            raise NotFound("this boot of the node is not registered: register again", node_id=node_id)
+        return record
+
+    def life(self, node_id: NodeId, boot_id: BootId, volume_id: VolumeId) -> Life:
+        """The open life of a registered boot's volume.
+
+        Raises:
+            NotFound: the boot is not registered, or not with this volume.
+        """
+        self.record(node_id, boot_id)
+        view = self._view
+        life = view.lives.get((volume_id, boot_id))
+        if life is None or view.places[life].node_id != node_id:
+            raise NotFound("the node did not register this volume: register again", node_id=node_id, volume_id=volume_id)
+        return life
+
+    def statuses(self) -> list[NodeStatus]:
+        """All nodes, by id."""
+        now_s = self._clock.now_s()
+        answer = []
+        for node_id, record in sorted(self.view().nodes.items()):
+            beat = self._beat_of(node_id, BootId(record.boot_id))
+            age_s = now_s - (beat.at_s if beat is not None else self._started_s)
+            usages = beat.report.usages if beat is not None else ()
+            answer.append(
+                NodeStatus(node=record, alive=node_id in self._alive, heartbeat_age_ms=max(0, int(age_s * 1000)), usages=usages)
+            )
+        return answer
+
+    # ---- liveness ----
+    def beat(self, report: HeartbeatRequest) -> bool:
+        """Takes a heartbeat in.
+
+        Returns:
+            False when this boot is not registered.
+        """
+        node_id, boot_id = NodeId(report.node_id), BootId(report.boot_id)
+        record = self.view().nodes.get(node_id)
+        if record is None or BootId(record.boot_id) != boot_id:
+            return False
+        self._beats[node_id] = Beat(boot_id, self._clock.now_s(), report)
+        self._unshared.add(node_id)
+        if node_id not in self._alive:
+            self._judge()
+        return True
+
+    def unshared_beats(self) -> list[tuple[str, bytes]]:
+        """Notes of the heartbeats that arrived here since the last call, for the other workers."""
+        notes = [(beat_note(node_id), self._beats[node_id].encode()) for node_id in self._unshared if node_id in self._beats]
+        self._unshared.clear()
+        return notes
+
+    def exchange_beats(self) -> None:
+        """Takes in what other workers heard, and judges anew who is alive."""
+        now_s = self._clock.now_s()
+        for name, value in self._index.notes().items():
+            if not name.startswith(BEAT_PREFIX):
+                continue
+            node_id = NodeId(name.removeprefix(BEAT_PREFIX))
+            beat = Beat.decode(value)
+            known = self._beats.get(node_id)
+            # a time ahead of now is from before the host was restarted, when its monotonic clock began anew
+            if beat is not None and beat.at_s <= now_s and (known is None or beat.at_s > known.at_s):
+                self._beats[node_id] = beat
+        self.view()
+        self._judge()
+
+    def _beat_of(self, node_id: NodeId, boot_id: BootId) -> Beat | None:
+        beat = self._beats.get(node_id)
+        return beat if beat is not None and beat.boot_id == boot_id else None
+
+    def _judge(self) -> None:
+        """Computes who is alive and what is visible from beats and view; counts and logs changes."""
+        oldest_s = self._clock.now_s() - self._ttl_s
+        alive = set()
+        for node_id, record in self._view.nodes.items():
+            beat = self._beat_of(node_id, BootId(record.boot_id))
+            if max(self._started_s, beat.at_s if beat is not None else self._started_s) >= oldest_s:
+                alive.add(node_id)
+        for node_id in self._alive - alive:
+            self._counters.add("metadata_nodes_expired_total")
+            logger.warning("node %s is silent: hidden from lookups", node_id)
+        for node_id in alive - self._alive:
+            self._counters.add("metadata_nodes_appeared_total")
+            logger.info("node %s is alive", node_id)
+        self._alive = frozenset(alive)
+        self._visible = frozenset(life for life, place in self._view.places.items() if place.node_id in alive)
+
+
+def _read_view(index: PrefixIndex) -> View:
+    """Reads registrations and lives. The revision is read first: a change in between only means reading once more."""
+    revision = index.revision
+    nodes: dict[NodeId, NodeInfo] = {}
+    for name, value in index.notes().items():
+        if name.startswith(NODE_PREFIX):
+            try:
+                info = NodeInfo.FromString(value)
+            except DecodeError:
+                logger.exception("registration %s cannot be read: the node will be asked to register again", name)
+                continue
+            nodes[NodeId(info.node_id)] = info
+    positions = {
+        (node_id, VolumeId(volume.volume_id)): position
+        for node_id, record in nodes.items()
+        for position, volume in enumerate(record.volumes)
+    }
+    places: dict[Life, Place] = {}
+    lives: dict[tuple[VolumeId, BootId], Life] = {}
+    owners: dict[VolumeId, set[NodeId]] = {}
+    for life in index.lives():
+        position = positions.get((life.node_id, life.volume_id))
+        if position is not None:  # else: between the writes of a registration; its last write moves the revision again
+            places[life.life] = Place(life.node_id, position)
+            lives[life.volume_id, life.boot_id] = life.life
+            owners.setdefault(life.volume_id, set()).add(life.node_id)
+    return View(revision, nodes, places, lives, {volume_id: frozenset(ids) for volume_id, ids in owners.items()})

@@ -1,0 +1,93 @@
+"""One metadata server process: index, service, upkeep, and their lifecycle."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
+from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts
+from kvstore.metadata.upkeep import Upkeep
+from kvstore.metadata.writer import IndexThread
+from kvstore.observe.counters import Counters
+from kvstore.rpc.server import BoundServer, build_aio_server
+
+logger = logging.getLogger(__name__)
+
+
+class MetadataServer:
+    """Serves the Metadata service; ``start`` and ``stop`` once each, on one event loop.
+
+    Args:
+        config: what to serve. ``workers`` and ``ready_file`` concern ``kvstore.metadata.main``, not this class.
+        worker: number of this process among those that share the port; worker 0 sweeps.
+        clock: the host's monotonic clock; tests bring their own.
+        counters: events, shown by ``GetStats``.
+    """
+
+    def __init__(
+        self, config: MetadataConfig, *, worker: int = 0, clock: Clock | None = None, counters: Counters | None = None
+    ) -> None:
+        self._config = config
+        self._worker = worker
+        self._clock = clock if clock is not None else MonotonicClock()
+        self.counters = counters if counters is not None else Counters()
+        self._index: LmdbIndex | None = None
+        self._writes: IndexThread | None = None
+        self._reads: IndexThread | None = None
+        self._upkeep: Upkeep | None = None
+        self._bound: BoundServer | None = None
+
+    async def start(self) -> str:
+        """Opens the index, binds, and serves.
+
+        Returns:
+            The address, with its real port.
+
+        Raises:
+            Unavailable: the address cannot be bound, or the index cannot be opened.
+            InvalidArgument: TLS files that cannot be read.
+        """
+        config = self._config
+        try:
+            index = self._index = LmdbIndex.open(config.index_path, map_bytes=config.map_bytes, count=self.counters.add)
+            writes = self._writes = IndexThread("metadata-writes")
+            reads = self._reads = IndexThread("metadata-reads")
+            ttl_s = config.node_ttl_ms / 1000
+            nodes = NodeTable(index, self._clock, ttl_s, self.counters)
+            parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms)
+            self._bound = await build_aio_server(
+                [functools.partial(add_MetadataServicer_to_server, MetadataService(parts))],
+                addresses=[config.listen],
+                services=[SERVICE_NAME],
+                counters=self.counters,
+                tls=config.tls,
+                reuse_port=config.workers > 1,
+            )
+            nodes.view()
+            self._upkeep = Upkeep(index, nodes, writes, self.counters, ttl_s=ttl_s, sweeps=self._worker == 0)
+            self._upkeep.start()
+            await self._bound.start()
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        (address,) = self._bound.addresses
+        logger.info("metadata server listens on %s, index epoch %s", address, index.epoch.hex())
+        return address
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls, lets those in progress end for up to ``grace_s``, and lets go of everything."""
+        if self._bound is not None:
+            await self._bound.stop(grace_s)
+        if self._upkeep is not None:
+            await self._upkeep.stop()
+        for thread in (self._writes, self._reads):
+            if thread is not None:
+                await thread.close()
+        if self._index is not None:
+            self._index.close()
+        self._bound = self._upkeep = self._writes = self._reads = self._index = None

@@ -1,0 +1,189 @@
+# ruff: noqa: N802, ARG002  # names and signatures of the handlers are gRPC's
+"""The Metadata service's handlers: check the request, do one thing, answer. Errors are mapped by the server's interceptor."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1 import metadata_pb2_grpc
+from kvproto.v1.common_pb2 import CacheSpec, NodeInfo
+from kvstore.core import limits
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument
+from kvstore.core.types import BootId, NodeId, VolumeId
+from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.anti_entropy import differing_ranges
+from kvstore.metadata.lookup import Lookups
+from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.publishing import PublishStream
+from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.writes import register_node, repair_range
+from kvstore.observe.counters import Counters
+from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, spec_to_proto, tier_from_proto
+
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
+_ROLES: Final = frozenset({"prefill", "decode", "storage"})
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the handlers work with.
+
+    Args:
+        index: the index.
+        nodes: who is registered and alive.
+        writes: the thread that changes the index.
+        reads: the thread for long reads of it.
+        counters: events of this process.
+        heartbeat_interval_ms: what nodes are told.
+    """
+
+    index: PrefixIndex
+    nodes: NodeTable
+    writes: IndexThread
+    reads: IndexThread
+    counters: Counters
+    heartbeat_interval_ms: int
+
+
+class MetadataService(metadata_pb2_grpc.MetadataServicer):
+    """Handlers. Their names and comments are those of ``proto/kvstore/v1/metadata.proto``."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._lookups = Lookups(parts.index, parts.nodes, parts.counters)
+
+    async def RegisterNode(self, request: pb.RegisterNodeRequest, context: object) -> pb.RegisterNodeResponse:
+        check_id(request.operation_id, "operation_id")
+        info = request.node
+        _check_node(info)
+        self._check_room_for(info)
+        needs = await self._parts.writes.run(register_node, self._parts.index, info)
+        self._parts.nodes.beat(pb.HeartbeatRequest(node_id=info.node_id, boot_id=info.boot_id))
+        self._parts.counters.add("metadata_registrations_total")
+        return pb.RegisterNodeResponse(
+            index_epoch=self._parts.index.epoch,
+            heartbeat_interval_ms=self._parts.heartbeat_interval_ms,
+            volume_needs=needs,
+        )
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: object) -> pb.HeartbeatResponse:
+        check_name(request.node_id, "node_id")
+        check_id(request.boot_id, "boot_id")
+        if len(request.usages) > limits.MAX_VOLUMES_PER_NODE:
+            raise InvalidArgument("too many volumes", got=len(request.usages), limit=limits.MAX_VOLUMES_PER_NODE)
+        for usage in request.usages:
+            check_name(usage.volume_id, "volume_id")
+        known = self._parts.nodes.beat(request)
+        self._parts.counters.add("metadata_heartbeats_total")
+        return pb.HeartbeatResponse(index_epoch=self._parts.index.epoch, register_again=not known)
+
+    async def Publish(self, requests: AsyncIterator[pb.PublishRequest], context: object) -> AsyncIterator[pb.PublishResponse]:
+        parts = self._parts
+        stream = PublishStream(parts.index, parts.writes, parts.nodes, parts.counters)
+        async for sequence in stream.run(requests):
+            yield pb.PublishResponse(sequence=sequence)
+
+    async def CompareDigests(self, request: pb.CompareDigestsRequest, context: object) -> pb.CompareDigestsResponse:
+        count = len(request.digests)
+        if count != len(request.counts) or request.first_range + count > limits.DIGEST_RANGES:
+            raise InvalidArgument(
+                "digests and counts take one value a range", digests=count, counts=len(request.counts), first=request.first_range
+            )
+        life = self._parts.nodes.life(*_volume_of(request))
+        parts = self._parts
+        ranges = await differing_ranges(
+            parts.index, parts.reads, life, request.first_range, list(request.digests), list(request.counts)
+        )
+        parts.counters.add("metadata_ranges_compared_total", count)
+        parts.counters.add("metadata_ranges_differing_total", len(ranges))
+        return pb.CompareDigestsResponse(differing_ranges=ranges)
+
+    async def RepairRange(self, request: pb.RepairRangeRequest, context: object) -> pb.RepairRangeResponse:
+        check_id(request.operation_id, "operation_id")
+        if request.range >= limits.DIGEST_RANGES:
+            raise InvalidArgument("no such range of key space", range=request.range, ranges=limits.DIGEST_RANGES)
+        life = self._parts.nodes.life(*_volume_of(request))
+        runs = runs_from_proto(request.blocks)
+        added, removed = await self._parts.writes.run(repair_range, self._parts.index, life, request.range, runs)
+        self._parts.counters.add("metadata_replicas_repaired_total", added + removed)
+        return pb.RepairRangeResponse(added=added, removed=removed)
+
+    async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest, context: object) -> pb.RegisterNamespaceResponse:
+        check_id(request.operation_id, "operation_id")
+        spec = spec_from_proto(request.spec)
+        namespace = spec.namespace
+        index = self._parts.index
+        known = {namespace_id for namespace_id, _ in index.namespaces()}
+        if namespace not in known:
+            if len(known) >= limits.MAX_NAMESPACES:
+                raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
+            encoded = spec_to_proto(spec).SerializeToString(deterministic=True)
+            await self._parts.writes.run(index.put_namespace, namespace, encoded)
+        return pb.RegisterNamespaceResponse(namespace_id=namespace)
+
+    async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: object) -> pb.ListNamespacesResponse:
+        entries = self._parts.index.namespaces()
+        return pb.ListNamespacesResponse(
+            namespaces=[pb.NamespaceInfo(namespace_id=key, spec=CacheSpec.FromString(spec)) for key, spec in entries]
+        )
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: object) -> pb.ListNodesResponse:
+        return pb.ListNodesResponse(nodes=self._parts.nodes.statuses())
+
+    async def Lookup(self, request: pb.LookupRequest, context: object) -> pb.LookupResponse:
+        return self._lookups.answer(request)
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
+        stats = self._parts.index.stats()
+        return pb.GetStatsResponse(
+            blocks=stats.blocks,
+            index_bytes=stats.bytes,
+            index_epoch=self._parts.index.epoch,
+            counters=self._parts.counters.snapshot(),
+        )
+
+    def _check_room_for(self, info: NodeInfo) -> None:
+        """Refuses what must not be registered now: too many nodes, or a volume that a living node has."""
+        nodes = self._parts.nodes
+        view = nodes.view()
+        node_id = NodeId(info.node_id)
+        if node_id not in view.nodes and len(view.nodes) >= limits.MAX_NODES:
+            raise CapacityExceeded("too many nodes", limit=limits.MAX_NODES)
+        for volume in info.volumes:
+            for owner in view.owners.get(VolumeId(volume.volume_id), ()):
+                if owner != node_id and nodes.is_alive(owner):
+                    raise Conflict("another living node has this volume", volume_id=volume.volume_id, node_id=owner)
+
+
+def _volume_of(request: pb.CompareDigestsRequest | pb.RepairRangeRequest) -> tuple[NodeId, BootId, VolumeId]:
+    return (
+        NodeId(check_name(request.node_id, "node_id")),
+        BootId(check_id(request.boot_id, "boot_id")),
+        VolumeId(check_name(request.volume_id, "volume_id")),
+    )
+
+
+def _check_node(info: NodeInfo) -> None:
+    """Checks a registration's shape.
+
+    Raises:
+        InvalidArgument: a field is missing, too long or unknown.
+    """
+    check_name(info.node_id, "node_id")
+    check_id(info.boot_id, "boot_id")
+    if len(info.roles) > len(_ROLES) or not _ROLES.issuperset(info.roles):
+        raise InvalidArgument("unknown role", known=", ".join(sorted(_ROLES)))
+    for name in ("control_address", "data_address"):
+        check_name(getattr(info, name), name)
+    if info.local_socket:
+        check_name(info.local_socket, "local_socket")
+    if len(info.volumes) > limits.MAX_VOLUMES_PER_NODE:
+        raise InvalidArgument("too many volumes", got=len(info.volumes), limit=limits.MAX_VOLUMES_PER_NODE)
+    for volume in info.volumes:
+        check_name(volume.volume_id, "volume_id")
+        tier_from_proto(volume.tier)
+    if len({volume.volume_id for volume in info.volumes}) != len(info.volumes):
+        raise InvalidArgument("a volume is named twice", node_id=info.node_id)

@@ -1,0 +1,86 @@
+"""What a server process does by itself: share heartbeats, notice silent nodes, sweep what dead lives left in the index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from kvstore.core.errors import KVStoreError
+from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.writer import IndexThread
+from kvstore.observe.counters import Counters
+
+logger = logging.getLogger(__name__)
+
+_TICKS_PER_TTL: Final = 8
+_MIN_TICK_S: Final = 0.01
+_MAX_TICK_S: Final = 0.5
+_SWEEP_ENTRIES: Final = 1_024
+"""Records looked at in one job of the index thread: a few milliseconds, behind which a publish may wait."""
+_SWEEP_PAUSE_S: Final = 0.01
+
+
+class Upkeep:
+    """Two background tasks of one server process.
+
+    Args:
+        index: the index.
+        nodes: who is alive.
+        thread: changes the index.
+        counters: events of this process.
+        ttl_s: silence after which a node is hidden.
+        sweeps: whether this process sweeps; one of several workers does.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, nodes: NodeTable, thread: IndexThread, counters: Counters, *, ttl_s: float, sweeps: bool
+    ) -> None:
+        self._index = index
+        self._nodes = nodes
+        self._thread = thread
+        self._counters = counters
+        self._tick_s = min(max(ttl_s / _TICKS_PER_TTL, _MIN_TICK_S), _MAX_TICK_S)
+        self._sweeps = sweeps
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins; on the event loop that serves."""
+        self._tasks.append(asyncio.create_task(self._watch_nodes(), name="metadata-watch-nodes"))
+        if self._sweeps:
+            self._tasks.append(asyncio.create_task(self._sweep(), name="metadata-sweep"))
+
+    async def stop(self) -> None:
+        """Ends both."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch_nodes(self) -> None:
+        while True:
+            try:
+                await self._thread.run(self._share, self._nodes.unshared_beats())
+                self._nodes.exchange_beats()
+            except KVStoreError:
+                # a full disk, an index that does not answer: lookups go on with what is known, the next tick tries again
+                self._counters.add("metadata_upkeep_failures_total")
+                logger.exception("cannot exchange heartbeats with the index")
+            await asyncio.sleep(self._tick_s)
+
+    def _share(self, notes: list[tuple[str, bytes]]) -> None:
+        for name, value in notes:
+            self._index.put_note(name, value, announce=False)
+
+    async def _sweep(self) -> None:
+        while True:
+            pause_s = self._tick_s
+            try:
+                if self._index.stats().dead_lives:
+                    done = await self._thread.run(self._index.sweep, _SWEEP_ENTRIES)
+                    self._counters.add("metadata_sweeps_total")
+                    pause_s = self._tick_s if done else _SWEEP_PAUSE_S
+            except KVStoreError:
+                self._counters.add("metadata_upkeep_failures_total")
+                logger.exception("cannot sweep the index")
+            await asyncio.sleep(pause_s)

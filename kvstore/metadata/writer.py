@@ -1,0 +1,35 @@
+"""The one thread of a server process that changes the index, so that lookups on the event loop never wait for a write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+MAX_PENDING: Final = 64
+"""Jobs in line or running; whoever brings one more waits, within its own deadline."""
+
+
+class IndexThread:
+    """Runs jobs one after the other, in the order in which they came.
+
+    A caller that gives up (deadline, lost connection) no longer waits, but a job that has begun is finished: index changes are
+    whole or not at all.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._slots = asyncio.Semaphore(MAX_PENDING)
+
+    async def run(self, job: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Runs a job and returns what it returns."""
+        async with self._slots:
+            return await asyncio.wrap_future(self._executor.submit(job, *args, **kwargs))
+
+    async def close(self) -> None:
+        """Waits for the job that runs, and drops those in line."""
+        await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)
