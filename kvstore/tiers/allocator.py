@@ -267,7 +267,7 @@ class SlotAllocator:
 
     # ---- room ----
     def room_plan(self, size: int, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int) -> list[BlockKey] | None:
-        """The shortest prefix of ``coldest``, at most ``limit`` long, whose eviction makes room for ``count`` slots. None: no such.
+        """The shortest prefix of ``coldest``, at most ``limit`` long, whose eviction makes room for ``count`` slots, or None.
 
         Slots of the same class count at once; those of others only when their whole span would be empty, and its chunks
         then make a run that is long enough together with chunks that are free already. Changes nothing.

@@ -1,6 +1,6 @@
 """Catalog of a durable volume: block key -> slot header, in LMDB.
 
-A value is the slot's header, byte for byte (``kvstore.tiers.header``): where the block lies and everything that is known of it. What
+A value is the slot's header, byte for byte (``kvstore.tiers.header``): where the block lies and all that is known of it. What
 the catalog holds is what counts; a slot it does not name is free, whatever lies in it. Changes come in groups: one
 synced transaction makes a batch of blocks durable, all or none.
 
@@ -77,13 +77,13 @@ class Catalog:
             raise _translated(error) from error
         return None if page is None else parse_superblock(page)
 
-    def put_superblock(self, superblock: Superblock) -> None:
-        """Keeps a copy, synced.
+    def put_superblock(self, superblock: Superblock, *, anew: bool = False) -> None:
+        """Keeps a copy, synced. ``anew``: whatever is left of a volume that was never finished gives way.
 
         Raises:
             Conflict: the catalog belongs to another volume.
         """
-        known = self.superblock()
+        known = None if anew else self.superblock()
         if known is not None and known.uid != superblock.uid:
             raise Conflict("the catalog belongs to another volume", volume_id=known.volume_id)
         try:

@@ -106,13 +106,16 @@ class DurableVolume(Volume):
 
     @abstractmethod
     def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
-        """Group commit: when it returns, written data of ``stored`` is on stable storage and the catalog says so, atomically
-        with ``removed``. Slots of ``removed`` may be freed after it. Raises ``OSError`` or ``KVStoreError``; then nothing of it counts.
+        """Group commit: first ``removed`` leave the catalog, then ``stored`` enter it, atomically.
+
+        When it returns, written data of ``stored`` is on stable storage and the catalog says so; slots of ``removed`` may be
+        freed after it. Raises ``OSError`` or ``KVStoreError``; then nothing of it counts.
         """
 
     @abstractmethod
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
-        """All blocks the catalog holds, their slots taken. Called once, right after opening, before ``allocate``.
+        """All blocks the catalog holds, their slots taken. Called once and used up, right after opening, before ``allocate``.
+
         Entries that cannot be (overlap, outside the slab, malformed) are dropped from the catalog and counted.
         """
 
@@ -123,7 +126,10 @@ class DurableVolume(Volume):
 
 
 class EvictionPolicy(Protocol):
-    """Which blocks are cold. One object a volume, called under its owner's lock; pure. Suite: ``kvstore.testing.policy_suite``."""
+    """Which blocks are cold. One object a volume, called under its owner's lock; pure.
+
+    The conformance suite is ``kvstore.testing.policy_suite``.
+    """
 
     def insert(self, key: BlockKey, parent: BlockKey | None) -> None:
         """A block came in. ``parent`` may be absent from the volume."""

@@ -58,11 +58,6 @@ class Superblock:
         """First slot generation of this epoch."""
         return self.epoch << GENERATION_BITS
 
-    @property
-    def copy_offset(self) -> int:
-        """Where this epoch's copy lies: epochs alternate between A and B."""
-        return (self.epoch & 1) * SUPERBLOCK_BYTES
-
 
 def pack_superblock(superblock: Superblock) -> bytes:
     """One copy, a whole page."""
@@ -105,18 +100,20 @@ def newest_superblock(pages: bytes | memoryview) -> tuple[Superblock, int]:
         pages: the first 8192 bytes of a slab file.
 
     Returns:
-        The superblock, and how many copies are good (1: the other is torn or damaged, and is written anew at the next opening).
+        The superblock, and where its successor is to be written: over the older (or damaged) copy.
 
     Raises:
         CorruptBlock: neither copy is good. Says why copy A is not.
     """
-    good: list[Superblock] = []
+    good: list[tuple[int, int, Superblock]] = []
     reason: CorruptBlock | None = None
     for start in (0, SUPERBLOCK_BYTES):
         try:
-            good.append(parse_superblock(pages[start : start + SUPERBLOCK_BYTES]))
+            copy = parse_superblock(pages[start : start + SUPERBLOCK_BYTES])
+            good.append((copy.epoch, SUPERBLOCK_BYTES - start, copy))
         except CorruptBlock as error:
             reason = reason or error
     if not good:
         raise reason or CorruptBlock("no superblock")
-    return max(good, key=lambda copy: copy.epoch), len(good)
+    _, other, newest = max(good, key=lambda entry: entry[0])
+    return newest, other

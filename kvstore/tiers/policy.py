@@ -1,0 +1,300 @@
+"""Eviction policies: which blocks are cold. Pure: no locks, no clock, no I/O; a replay can run them by themselves.
+
+What all share (``_TreePolicy``): blocks form trees by their parents, and only a *leaf* (a block without children in the volume)
+can leave. So only leaves are queued: a heap holds them by their position in the policy's order, and an inner block enters it when
+its last child has left, at the position it has earned by then. Nothing is ever scanned for what cannot leave, and a touch
+is one store: heap entries whose block has moved since are put right when they come up.
+
+* ``LruPolicy``: by last use. A chain is used as a whole, so among equally old blocks the deeper leave first.
+* ``S3FifoPolicy``: two queues in order of arrival, a small one (a tenth) for newcomers, a main one for what was used again,
+  and a ghost list that remembers keys of newcomers that left (Yang et al., SOSP 2023). Resists scans. Two departures, both
+  because inner blocks are not queued: a newcomer moves to the main queue at its second use, not when its turn comes; and inner
+  blocks age only once they are leaves.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.core.errors import Internal, InvalidArgument
+from kvstore.core.types import BlockKey
+from kvstore.tiers.contract import EvictionPolicy
+
+
+class _Node:
+    """One block, or the place of an absent parent whose children are here (``present`` is False)."""
+
+    __slots__ = ("children", "entry", "key", "main", "parent", "position", "present", "uses")
+
+    def __init__(self, key: BlockKey) -> None:
+        self.key = key
+        self.parent: _Node | None = None
+        self.present = False
+        self.children = 0  # in the volume
+        self.position = 0
+        self.entry = 0  # number of its one entry in a heap that counts; 0: none
+        self.main = False
+        self.uses = 0
+
+
+_Entry = tuple[int, int, _Node]  # position, number of the entry, block
+_SPARE_ENTRIES = 1024
+
+
+class _TreePolicy(ABC):
+    """The tree, and the iteration over leaves. Subclasses say where a block stands, and take it from their heaps."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[BlockKey, _Node] = {}
+        self._count = 0
+        self._ticks = 0
+        self._entries = 0
+        self._taken: list[_Node] = []  # taken from the heaps by the last iteration, not yet put back
+
+    def __len__(self) -> int:
+        return self._count
+
+    def insert(self, key: BlockKey, parent: BlockKey | None) -> None:
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = _Node(key)
+        elif node.present:
+            raise Internal("a block came in twice", key=key.hex())
+        if parent is not None:
+            above = self._nodes.get(parent)
+            if above is None:
+                above = self._nodes[parent] = _Node(parent)
+            above.children += 1
+            node.parent = above
+        node.present = True
+        node.uses = 0
+        self._count += 1
+        self._ticks += 1
+        self._arrived(node)
+        if not node.children and not node.entry:
+            self._queue(node)
+
+    def remove(self, key: BlockKey) -> None:
+        node = self._nodes.get(key)
+        if node is None or not node.present:
+            return
+        node.present = False
+        self._count -= 1
+        self._left(node)
+        above, node.parent = node.parent, None
+        if not node.children:
+            del self._nodes[key]
+        if above is not None:
+            above.children -= 1
+            if not above.children:
+                if not above.present:
+                    del self._nodes[above.key]
+                elif not above.entry:
+                    self._queue(above)
+
+    def coldest(self, evictable: Callable[[BlockKey], bool]) -> Iterator[BlockKey]:
+        for node in self._taken:
+            node.entry = 0
+            if node.present and not node.children:
+                self._queue(node)
+        taken = self._taken = []
+        self._begin()
+        waiting: dict[_Node, int] = {}  # parents met in this iteration -> children not yet yielded
+        while (coldest := self._pop(waiting)) is not None:
+            taken.append(coldest)
+            if not evictable(coldest.key):
+                continue
+            yield coldest.key
+            above = coldest.parent
+            if above is not None and above.present:
+                left = waiting.get(above, above.children) - 1
+                waiting[above] = left
+                if not left and not above.entry:
+                    self._queue(above)
+
+    def _push(self, heap: list[_Entry], node: _Node) -> None:
+        self._entries += 1
+        node.entry = self._entries
+        heapq.heappush(heap, (node.position, self._entries, node))
+        if len(heap) > 2 * self._count + _SPARE_ENTRIES:  # entries of blocks that left from the warm end
+            heap[:] = [entry for entry in heap if entry[2].present and entry[2].entry == entry[1]]
+            heapq.heapify(heap)
+
+    def _take(self, heap: list[_Entry], waiting: dict[_Node, int]) -> _Node | None:
+        """The first block of a heap that may leave now, by its true position, left in its place.
+
+        Entries that do not hold any more are dropped or moved on the way.
+        """
+        while heap:
+            position, number, node = heap[0]
+            if number != node.entry or not node.present or waiting.get(node, node.children):
+                heapq.heappop(heap)
+                if number == node.entry:
+                    node.entry = 0
+            elif node.position != position:
+                self._entries += 1
+                node.entry = self._entries
+                heapq.heapreplace(heap, (node.position, self._entries, node))
+            else:
+                return node
+        return None
+
+    def _begin(self) -> None:
+        """An iteration begins."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[BlockKey]) -> None: ...
+
+    @abstractmethod
+    def _arrived(self, node: _Node) -> None:
+        """Gives a newcomer its place."""
+
+    @abstractmethod
+    def _left(self, node: _Node) -> None:
+        """A block left."""
+
+    @abstractmethod
+    def _queue(self, node: _Node) -> None:
+        """Enters a block that is (or is about to be) a leaf into its heap."""
+
+    @abstractmethod
+    def _pop(self, waiting: dict[_Node, int]) -> _Node | None:
+        """Takes the coldest leaf out. Its ``entry`` stays set until it is put back."""
+
+
+class LruPolicy(_TreePolicy):
+    """Least recently used leaf first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[_Entry] = []
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        self._ticks += 1
+        tick = self._ticks
+        find = self._nodes.get
+        for key in keys:
+            node = find(key)
+            if node is not None:
+                node.position = tick
+
+    def _arrived(self, node: _Node) -> None:
+        node.position = self._ticks
+
+    def _left(self, node: _Node) -> None:
+        pass
+
+    def _queue(self, node: _Node) -> None:
+        self._push(self._heap, node)
+
+    def _pop(self, waiting: dict[_Node, int]) -> _Node | None:
+        node = self._take(self._heap, waiting)
+        if node is not None:
+            heapq.heappop(self._heap)
+        return node
+
+
+class S3FifoPolicy(_TreePolicy):
+    """Small queue, main queue, ghosts.
+
+    Args:
+        small_share: of all blocks, how many the small queue may hold before it gives way first.
+    """
+
+    MOST_USES = 3
+    """Uses counted: turns that a block of the main queue is spared."""
+
+    def __init__(self, small_share: float = 0.1) -> None:
+        super().__init__()
+        if not 0 < small_share < 1:
+            raise InvalidArgument("a share lies between 0 and 1", small_share=small_share)
+        self._small_share = small_share
+        self._small: list[_Entry] = []
+        self._main: list[_Entry] = []
+        self._small_count = 0
+        self._popped = 0
+        self._popped_small = 0
+        self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        find = self._nodes.get
+        most = self.MOST_USES
+        for key in keys:
+            node = find(key)
+            if node is None or not node.present:
+                continue
+            if node.uses < most:
+                node.uses += 1
+            if not node.main and node.uses >= 2:
+                node.main = True
+                node.uses = 0
+                self._small_count -= 1
+                self._ticks += 1
+                node.position = self._ticks
+                if node.entry and not node.children:
+                    self._push(self._main, node)
+
+    def _arrived(self, node: _Node) -> None:
+        node.position = self._ticks
+        node.main = node.key in self._ghosts
+        if node.main:
+            del self._ghosts[node.key]
+        else:
+            self._small_count += 1
+
+    def _left(self, node: _Node) -> None:
+        if node.main:
+            return
+        self._small_count -= 1
+        self._ghosts[node.key] = None
+        if len(self._ghosts) > max(self._count, 1):
+            self._ghosts.popitem(last=False)
+
+    def _queue(self, node: _Node) -> None:
+        self._push(self._main if node.main else self._small, node)
+
+    def _begin(self) -> None:
+        self._popped = self._popped_small = 0
+
+    def _pop(self, waiting: dict[_Node, int]) -> _Node | None:
+        # what this iteration has yielded counts as gone, for its owner is about to remove it
+        small = self._take(self._small, waiting)
+        crowded = self._small_count - self._popped_small > self._small_share * (self._count - self._popped)
+        node = None if small is not None and crowded else self._pop_main(waiting)
+        self._popped += 1
+        if node is None and small is not None:
+            self._popped_small += 1
+            heapq.heappop(self._small)
+            return small
+        return node
+
+    def _pop_main(self, waiting: dict[_Node, int]) -> _Node | None:
+        while (node := self._take(self._main, waiting)) is not None:
+            heapq.heappop(self._main)
+            if not node.uses:
+                return node
+            node.uses -= 1
+            self._ticks += 1
+            node.position = self._ticks
+            self._push(self._main, node)
+        return None
+
+
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "s3fifo": S3FifoPolicy}
+
+POLICY_NAMES = tuple(_POLICIES)
+
+
+def make_policy(name: str) -> EvictionPolicy:
+    """A new policy by name (``POLICY_NAMES``).
+
+    Raises:
+        InvalidArgument: there is none of this name.
+    """
+    maker = _POLICIES.get(name)
+    if maker is None:
+        raise InvalidArgument("no such eviction policy", name=name, known=", ".join(POLICY_NAMES))
+    return maker()
