@@ -1,0 +1,44 @@
+"""Runs every benchmark, one after the other, and makes the table of their records.
+
+``--quick`` and ``--repetitions`` are handed on; ``--only NAME …`` picks scripts. Exits 1 where a script failed; a missed target
+is reported, not an error: it may be the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import report
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = ("dram_copy", "dram_hit", "nvme", "nvme_client", "data_plane", "tcp_load", "lookup", "put_get", "micro_index")
+"""In the order of the table; each runs alone, so that none disturbs another."""
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, help="these scripts alone")
+    chosen, handed_on = parser.parse_known_args()
+    if shutil.which("fio") is None:
+        print("WARNING: fio is not installed (sudo apt install fio): disk figures will stand without their peer", flush=True)
+    failed = []
+    for name in chosen.only:
+        started = time.perf_counter()
+        print(f"== {name}", flush=True)
+        if subprocess.run([sys.executable, str(HERE / f"{name}.py"), *handed_on], check=False).returncode:
+            failed.append(name)
+        print(f"   {time.perf_counter() - started:.0f} s", flush=True)
+    report.main()
+    print(f"table: {(HERE / 'RESULTS.md').relative_to(HERE.parent)}", flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
