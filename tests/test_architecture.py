@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc
 
-from kvstore.core import errors
+from kvstore.core import errors, status
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -197,6 +197,13 @@ def subclasses(cls: type[errors.KVStoreError]) -> Iterator[type[errors.KVStoreEr
 def test_every_error_kind_has_one_class() -> None:
     ours = [cls.kind for cls in subclasses(errors.KVStoreError) if cls.__module__ == errors.__name__]
     assert Counter(ours) == Counter(errors.ErrorKind)
+
+
+@pytest.mark.parametrize("kind", errors.ErrorKind)
+def test_every_error_kind_goes_out_and_comes_back(kind: errors.ErrorKind) -> None:
+    assert status.kind_of_grpc(status.STATUS[kind].grpc) is kind
+    assert status.kind_of_http(status.STATUS[kind].http) is kind
+    assert status.make_error(kind, "a message", {}).kind is kind
 
 
 # ---- versions ----

@@ -1,0 +1,100 @@
+"""A record keeps everything that its figure needs, and the table says of it what is true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import harness
+import report
+from harness import Figure, Options, Record, Reference, Target
+
+
+def options(results: Path | None, mode: harness.Mode = "full") -> Options:
+    return Options("sample", mode, repetitions=3, seed=7, results=results, scratch=None)
+
+
+FIGURE = Figure("sample_rate", "Sample rate", {"block_bytes": 1 << 20, "verify": True}, "GB/s")
+
+
+def test_interleave_runs_all_once_a_round_and_nobody_always_first() -> None:
+    order: list[str] = []
+
+    def contestant(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    samples = harness.interleave({name: lambda name=name: contestant(name) for name in "abc"}, 3, warm_up=1)
+    rounds = [order[i : i + 3] for i in range(0, 12, 3)]
+    assert [sorted(names) for names in rounds] == [["a", "b", "c"]] * 4
+    assert len({names[0] for names in rounds}) == 3
+    assert all(len(values) == 3 and min(values) > 3 for values in samples.values())
+
+
+def test_ratio_is_taken_round_by_round() -> None:
+    assert harness.ratio([1.0, 10.0, 100.0], [2.0, 20.0, 100.0]) == 0.5
+    assert harness.ratio([4.0, 4.0], [2.0]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("figure", "target", "passed"),
+    [
+        (FIGURE, Target("peer", 0.5), True),
+        (FIGURE, Target("peer", 0.51), False),
+        (FIGURE, Target("limit", 0.1), None),
+        (FIGURE, Target("value", 2.0), True),
+        (Figure("t", "Time", {}, "ms", lower_is_better=True), Target("value", 2.0), True),
+        (Figure("t", "Time", {}, "ms", lower_is_better=True), Target("value", 1.9), False),
+        (FIGURE, None, None),
+    ],
+)
+def test_verdicts(figure: Figure, target: Target | None, passed: bool | None) -> None:
+    record = options(None).keep(figure, [1.0, 2.0, 3.0], peer=Reference("peer", [2.0, 4.0, 6.0]), target=target)
+    assert record.passed is passed
+
+
+def test_a_record_survives_its_line_and_knows_where_it_was_made(tmp_path: Path) -> None:
+    kept = options(tmp_path).keep(
+        FIGURE,
+        [1.0, 2.0, 4.0],
+        peer=Reference("peer", [2.0, 2.0, 2.0]),
+        storage=harness.storage(tmp_path, direct=True, cache="cold"),
+        transport="tcp",
+        io_engine="posix O_DIRECT",
+        verified=True,
+        notes="a note",
+    )
+    assert (kept.median, kept.min, kept.max, kept.spread) == (2.0, 1.0, 4.0, 1.5)
+    assert kept.peer is not None
+    assert kept.peer["ratio"] == 1.0
+    assert kept.storage is not None
+    assert kept.storage["filesystem"]
+    assert kept.host["cores"]
+    assert kept.versions["numpy"]
+    [read] = report.read_records(tmp_path)
+    assert json.loads(read.to_json()) == json.loads(kept.to_json())
+
+
+def test_the_newest_full_record_is_shown(tmp_path: Path) -> None:
+    for mode, value in (("full", 1.0), ("full", 2.0), ("quick", 3.0)):
+        options(tmp_path, mode).keep(FIGURE, [value])  # type: ignore[arg-type]
+    options(tmp_path).keep(Figure("other", "Other", {}, "ms"), [5.0])
+    shown = report.newest(report.read_records(tmp_path))
+    assert [(record.figure, record.median) for record in shown] == [("other", 5.0), ("sample_rate", 2.0)]
+
+
+def test_the_table_says_what_was_measured_and_what_was_missed() -> None:
+    kept: list[Record] = [
+        options(None).keep(FIGURE, [1.0], peer=Reference("fio", [2.0]), target=Target("peer", 0.9), verified=True),
+        options(None).keep(FIGURE, [1.0], target=Target("peer", 0.9), verified=False, notes="why"),
+    ]
+    met, alone = report.table(kept).splitlines()[2:]
+    assert "1 MiB" in met
+    assert "checksums verified" in met
+    assert "fio: 2 → **0.5 ×**" in met
+    assert "**no**" in met
+    assert "unverified" in alone
+    assert "peer not here" in alone
+    assert "Sample rate: why" in report.circumstances(kept)
