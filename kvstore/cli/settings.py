@@ -1,0 +1,105 @@
+"""From the configuration to the settings that servers and clients take."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+
+from kvclient.options import ClientOptions
+from kvstore.core.config import Config, TlsSection
+from kvstore.core.tls import TlsConfig
+from kvstore.metadata.config import MetadataConfig
+from kvstore.node.config import NodeConfig, NvmeConfig
+
+_MAX_FOLDER_NAME = 32
+
+
+def data_dir(config: Config) -> Path:
+    """Folder of what outlives the processes."""
+    if config.data_dir is not None:
+        return config.data_dir
+    home = os.environ.get("XDG_DATA_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "share") / "kvstore"
+
+
+def run_dir(name: str) -> Path:
+    """A short, private folder for the unix sockets of one daemon: socket paths are limited to 107 bytes."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    parent = Path(base) / "kvstore" if base else Path(tempfile.gettempdir()) / f"kvstore-{os.getuid()}"
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+    if plain != name or len(plain) > _MAX_FOLDER_NAME:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        plain = f"{plain[: _MAX_FOLDER_NAME - 9]}-{digest}"
+    return parent / plain
+
+
+def tls(section: TlsSection) -> TlsConfig | None:
+    """TLS settings, or None where nothing is set."""
+    if section == TlsSection():
+        return None
+    return TlsConfig(
+        ca=section.ca,
+        cert=section.cert,
+        key=section.key,
+        require_client_cert=section.require_client_cert,
+        server_name=section.server_name,
+    )
+
+
+def metadata_config(config: Config) -> MetadataConfig:
+    """Settings of the metadata server."""
+    section = config.metadata
+    return MetadataConfig(
+        index_path=section.index_path or data_dir(config) / "index",
+        listen=section.listen,
+        map_bytes=section.index_size,
+        heartbeat_interval_ms=section.heartbeat_interval,
+        node_ttl_ms=section.node_ttl,
+        workers=section.workers,
+        tls=tls(section.tls),
+        ready_file=section.ready_file,
+        allow_insecure_remote=section.allow_insecure_remote,
+    )
+
+
+def node_config(config: Config) -> NodeConfig:
+    """Settings of this host's node daemon."""
+    section = config.node
+    node_id = section.node_id or socket.gethostname()
+    return NodeConfig(
+        node_id=node_id,
+        roles=section.roles,
+        listen=section.listen,
+        data_listen=section.data_listen,
+        advertise_host=section.advertise_host,
+        run_dir=section.run_dir or run_dir(node_id),
+        metadata=section.metadata,
+        dram_bytes=section.dram,
+        huge_pages=section.huge_pages,
+        nvme=tuple(NvmeConfig(volume.path, volume.capacity, direct=volume.direct) for volume in section.nvme),
+        write_behind_to=section.write_behind_to,
+        policy=section.policy,
+        lease_ms=section.lease,
+        prepare_ttl_ms=section.prepare_ttl,
+        load_window_bytes=section.load_window,
+        load_threads=section.load_threads,
+        io_threads=section.io_threads,
+        peer_streams=section.peer_streams,
+        anti_entropy_interval_ms=section.anti_entropy_interval,
+        tls=tls(section.tls),
+        allow_insecure_remote=section.allow_insecure_remote,
+        ready_file=section.ready_file,
+    )
+
+
+def client_options(config: Config, name: str) -> ClientOptions:
+    """Bounds of a client of ours."""
+    return ClientOptions(
+        client_name=name,
+        default_deadline_s=config.client.deadline / 1000,
+        lookup_deadline_s=config.client.lookup_deadline / 1000,
+    )
