@@ -82,6 +82,7 @@ class _TreePolicy(ABC):
         if node is None or not node.present:
             return
         node.present = False
+        node.entry = 0
         self._count -= 1
         self._left(node)
         above, node.parent = node.parent, None
@@ -142,6 +143,7 @@ class _TreePolicy(ABC):
                 return node
         return None
 
+    @abstractmethod
     def _begin(self) -> None:
         """An iteration begins."""
 
@@ -185,6 +187,9 @@ class LruPolicy(_TreePolicy):
         node.position = self._ticks
 
     def _left(self, node: _Node) -> None:
+        pass
+
+    def _begin(self) -> None:
         pass
 
     def _queue(self, node: _Node) -> None:
@@ -234,8 +239,10 @@ class S3FifoPolicy(_TreePolicy):
                 self._small_count -= 1
                 self._ticks += 1
                 node.position = self._ticks
-                if node.entry and not node.children:
-                    self._push(self._main, node)
+                if node.entry:  # its entry is in the other heap
+                    node.entry = 0
+                    if not node.children:
+                        self._push(self._main, node)
 
     def _arrived(self, node: _Node) -> None:
         node.position = self._ticks
@@ -283,7 +290,7 @@ class S3FifoPolicy(_TreePolicy):
         return None
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "s3fifo": S3FifoPolicy}
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "s3-fifo": S3FifoPolicy}
 
 POLICY_NAMES = tuple(_POLICIES)
 
