@@ -45,7 +45,7 @@ class CounterSink(Protocol):
         """Adds to a total."""
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Maps what handlers raise to gRPC status, so that none of them repeats it.
 
     Counts ``rpc_errors_total_<kind>`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``. Wrapped handlers are
@@ -182,8 +182,12 @@ async def build_aio_server(
     for service in ("", *services):
         await health.set(service, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection([*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
-    credentials = server_credentials(tls) if tls is not None else None
-    bound = tuple(_bind(server, address, credentials) for address in addresses)
+    try:
+        credentials = server_credentials(tls) if tls is not None else None
+        bound = tuple(_bind(server, address, credentials) for address in addresses)
+    except KVStoreError:
+        await server.stop(None)  # or what was bound before stays so
+        raise
     return BoundServer(server, bound, health)
 
 

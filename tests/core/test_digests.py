@@ -1,0 +1,33 @@
+"""Digests by range: the vectorised way against the plain one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.digests import digest_keys, digest_ranges, key_range
+from kvstore.core.types import BlockKey
+
+KEYS = st.sets(st.binary(min_size=16, max_size=16).map(BlockKey), max_size=50)
+
+
+@given(KEYS)
+def test_all_ranges_at_once_are_what_each_range_is_alone(keys: set[BlockKey]) -> None:
+    by_range: dict[int, list[BlockKey]] = defaultdict(list)
+    for key in keys:
+        by_range[int.from_bytes(key[:2], "big") >> 4].append(key)
+        assert key_range(key) == int.from_bytes(key[:2], "big") >> 4
+    digests, counts = digest_ranges(b"".join(keys))
+    assert len(digests) == len(counts) == 4096
+    for number in range(4096):
+        assert int(digests[number]) == digest_keys(by_range[number])
+        assert int(counts[number]) == len(by_range[number])
+
+
+@given(KEYS)
+def test_a_key_added_and_taken_away_again_changes_nothing(keys: set[BlockKey]) -> None:
+    extra = BlockKey(b"\xaa" * 16)
+    once = digest_keys(sorted(keys | {extra}))
+    assert once ^ digest_keys([extra]) == digest_keys(keys - {extra})

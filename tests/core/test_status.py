@@ -1,0 +1,55 @@
+"""One table between kinds, gRPC codes and HTTP statuses: no hole, in either direction."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.core import errors
+from kvstore.core.errors import ErrorKind, KVStoreError
+from kvstore.core.status import ERROR_CLASSES, STATUS, GrpcCode, kind_of_grpc, kind_of_http, make_error
+
+
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_every_kind_goes_there_and_back(kind: ErrorKind) -> None:
+    assert kind_of_grpc(STATUS[kind].grpc) is kind
+    assert kind_of_http(STATUS[kind].http) is kind
+    assert ERROR_CLASSES[kind].kind is kind
+
+
+def test_every_error_class_of_the_tree_is_in_the_table() -> None:
+    in_tree = {cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KVStoreError)} - {KVStoreError}
+    assert set(ERROR_CLASSES.values()) == in_tree
+
+
+@pytest.mark.parametrize("code", [code for code in GrpcCode if code is not GrpcCode.OK])
+def test_every_grpc_code_has_a_kind(code: GrpcCode) -> None:
+    assert kind_of_grpc(int(code)) in ErrorKind
+
+
+@pytest.mark.parametrize(("status", "kind"), [(418, "invalid_argument"), (599, "internal"), (404, "not_found")])
+def test_http_statuses_that_we_never_send_have_a_nearest_kind(status: int, kind: str) -> None:
+    assert kind_of_http(status) == kind
+
+
+def test_an_unknown_grpc_code_is_internal() -> None:
+    assert kind_of_grpc(77) is ErrorKind.INTERNAL
+
+
+def test_success_is_no_error() -> None:
+    with pytest.raises(ValueError, match="no error"):
+        kind_of_grpc(0)
+    with pytest.raises(ValueError, match="no error"):
+        kind_of_http(200)
+
+
+def test_numbers_are_those_of_grpc() -> None:
+    grpc = pytest.importorskip("grpc")
+    assert {code.name: code.value[0] for code in grpc.StatusCode} == {code.name: int(code) for code in GrpcCode}
+
+
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_made_errors_are_of_the_class_that_the_kind_names(kind: ErrorKind) -> None:
+    error = make_error(kind, "what went wrong", {"message": "a field called message", "self": "1"})
+    assert type(error) is ERROR_CLASSES[kind]
+    assert error.message == "what went wrong"
+    assert error.fields == {"message": "a field called message", "self": "1"}
