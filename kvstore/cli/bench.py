@@ -1,0 +1,69 @@
+"""``kvstore bench``: the benchmarks of a source checkout."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+import kvstore
+from kvstore.cli.help import Command
+
+_NO_BENCHMARKS = {"harness", "report", "run_all", "conftest", "__init__"}
+
+
+@click.command(cls=Command, context_settings={"ignore_unknown_options": True})
+@click.argument("names", nargs=-1)
+@click.option("--list", "only_list", is_flag=True, help="Names them and runs nothing.")
+@click.option("--quick", is_flag=True, help="A short look: fewer and smaller measurements.")
+def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> None:
+    """Runs benchmarks by name, or all of them, and makes the table of their records.
+
+    They live in benchmarks/ of a source checkout, not in the installed package.
+
+    Examples:
+      kvstore bench --list
+      kvstore bench --quick dram_hit tcp_load
+    """
+    folder = benchmark_folder()
+    known = benchmarks(folder)
+    if only_list:
+        width = max((len(name) for name in known), default=0)
+        for name, summary in known.items():
+            click.echo(f"{name:<{width}}  {summary}")
+        return
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.UsageError(f"no benchmark '{unknown[0]}'; there are: {', '.join(known)}")
+    command = [sys.executable, str(folder / "run_all.py")]
+    if names:
+        command += ["--only", *names]
+    if quick:
+        command.append("--quick")
+    if subprocess.run(command, check=False).returncode:
+        raise click.ClickException("a benchmark failed")
+
+
+def benchmark_folder() -> Path:
+    """Where the benchmarks lie.
+
+    Raises:
+        click.ClickException: this is no source checkout.
+    """
+    folder = Path(kvstore.__file__).resolve().parent.parent / "benchmarks"
+    if not (folder / "run_all.py").is_file():
+        raise click.ClickException("benchmarks come with a source checkout, not with the installed package")
+    return folder
+
+
+def benchmarks(folder: Path) -> dict[str, str]:
+    """Names of the scripts, with the first line of what each says of itself."""
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        if path.stem not in _NO_BENCHMARKS:
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            found[path.stem] = doc.split("\n", 1)[0]
+    return found

@@ -1,0 +1,132 @@
+"""``kvstore status``: a running store at a glance."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from kvstore.cli.help import Command
+from kvstore.cli.options import setting_option, with_config
+from kvstore.cli.settings import tls
+from kvstore.core.config import Config
+
+
+@click.command(cls=Command)
+@setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
+@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@with_config
+def status(config: Config, *, as_json: bool) -> None:
+    """Shows nodes, volumes and fill, as the metadata server knows them.
+
+    Examples:
+      kvstore status
+      kvstore status --metadata 10.0.0.1:7400 --json
+
+    Exits with 1 where no metadata server answers.
+    """
+    found = fetch_status(config)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _print(found)
+
+
+def fetch_status(config: Config) -> dict[str, Any]:
+    """Asks the metadata server; plain data.
+
+    Raises:
+        KVStoreError: it does not answer.
+    """
+    from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+    from kvstore.core.types import Tier
+    from kvstore.rpc.client import call, connect
+
+    timeout_s = config.client.deadline / 1000
+    with connect(config.client.metadata, tls=tls(config.client.tls)) as channel:
+        stub = metadata_pb2_grpc.MetadataStub(channel)
+        nodes = call(stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
+        stats = call(stub.GetStats, metadata_pb2.GetStatsRequest(), timeout_s)
+        namespaces = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), timeout_s)
+    return {
+        "metadata": config.client.metadata,
+        "blocks": stats.blocks,
+        "index_bytes": stats.index_bytes,
+        "counters": dict(sorted(stats.counters.items())),
+        "namespaces": [
+            {
+                "id": known.namespace_id.hex(),
+                "model": known.spec.model,
+                "block_tokens": known.spec.block_tokens,
+                "block_bytes": known.spec.layers * known.spec.layer_block_bytes,
+            }
+            for known in namespaces.namespaces
+        ],
+        "nodes": [
+            {
+                "id": known.node.node_id,
+                "alive": known.alive,
+                "heartbeat_age_ms": known.heartbeat_age_ms,
+                "roles": list(known.node.roles),
+                "control_address": known.node.control_address,
+                "data_address": known.node.data_address,
+                "volumes": [
+                    {
+                        "id": volume.volume_id,
+                        "tier": Tier(volume.tier).name.lower(),
+                        "capacity_bytes": volume.capacity_bytes,
+                        **_usage(known.usages, volume.volume_id),
+                    }
+                    for volume in known.node.volumes
+                ],
+            }
+            for known in nodes.nodes
+        ],
+    }
+
+
+def _usage(usages: Any, volume_id: str) -> dict[str, int]:  # noqa: ANN401  # a repeated field
+    for usage in usages:
+        if usage.volume_id == volume_id:
+            return {"used_bytes": usage.used_bytes, "blocks": usage.blocks}
+    return {"used_bytes": 0, "blocks": 0}
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvstore.replay.report import show_bytes
+
+    console = Console()
+    index = show_bytes(found["index_bytes"])
+    console.print(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {index}", highlight=False)
+    for namespace in found["namespaces"]:
+        size = show_bytes(namespace["block_bytes"])
+        console.print(
+            f"namespace {namespace['id']}: {namespace['model']}, {namespace['block_tokens']} tokens a block, {size}",
+            highlight=False,
+            markup=False,
+        )
+    table = Table()
+    for title in ("node", "state", "roles", "address", "volume", "tier", "used", "of", "blocks"):
+        table.add_column(title, justify="right" if title in {"used", "of", "blocks"} else "left")
+    for node in found["nodes"]:
+        state = "alive" if node["alive"] else f"silent {node['heartbeat_age_ms'] / 1000:.1f} s"
+        first = [node["id"], state, ", ".join(node["roles"]), node["control_address"]]
+        for volume in node["volumes"] or [None]:
+            fill = (
+                ["-"] * 5
+                if volume is None
+                else [
+                    volume["id"],
+                    volume["tier"],
+                    show_bytes(volume["used_bytes"]),
+                    show_bytes(volume["capacity_bytes"]),
+                    f"{volume['blocks']:,}",
+                ]
+            )
+            table.add_row(*first, *fill)
+            first = [""] * 4
+    console.print(table)

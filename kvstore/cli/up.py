@@ -1,0 +1,79 @@
+"""``kvstore up``: the whole store on this machine."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from kvstore.cli import parameters
+from kvstore.cli.help import Command
+from kvstore.cli.options import with_config
+from kvstore.cli.settings import data_dir as configured_data_dir
+from kvstore.core.config import Config
+from kvstore.core.errors import Internal
+
+_WATCH_S = 0.5
+
+_EXAMPLE = """\
+The store is up.  metadata {metadata}   node {socket}
+Data lies in {data}. Stop with Ctrl-C.
+
+From Python:
+
+  from kvclient import KVClient
+  from kvstore.core.spec import CacheSpec
+
+  spec = CacheSpec(model="my-model", block_tokens=64, layers=32, layer_block_bytes=4096)
+  client = KVClient.connect("{metadata}", spec=spec, node="{socket}")
+
+Look at it:  kvstore status --metadata {metadata}
+"""
+
+
+@click.command(cls=Command)
+@click.option("--dram", callback=parameters.size, metavar="SIZE", help="DRAM arena (default: node.dram of the configuration).")
+@click.option("--nvme", callback=parameters.size, default="4GiB", metavar="SIZE", help="Volume on disk (default: 4GiB; 0: none).")
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Default: ~/.local/share/kvstore.")
+@with_config
+def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) -> None:
+    """Runs a metadata server and a node with DRAM and a volume on disk, until Ctrl-C.
+
+    What was stored outlives a restart: the volume is found again in the same folder.
+
+    Examples:
+      kvstore up
+      kvstore up --dram 8GiB --nvme 100GiB --data-dir /mnt/nvme0/kvstore
+    """
+    from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+    folder = data_dir or configured_data_dir(config)
+    node_id = config.node.node_id or socket.gethostname()
+    node = NodeSpec(
+        node_id,
+        roles=("prefill", "decode", "storage"),
+        dram_bytes=dram or config.node.dram,
+        nvme_bytes=nvme,
+        policy=config.node.policy,
+        settings=(("listen", config.node.listen), ("data_listen", config.node.data_listen)),
+    )
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    with LocalCluster([node], folder, metadata_settings=(("listen", config.metadata.listen),)) as cluster:
+        daemons = [cluster.node("metadata"), cluster.node(node_id)]
+        click.echo(_EXAMPLE.format(metadata=cluster.metadata_address, socket=daemons[1].local_socket, data=folder))
+        while not stop.wait(_WATCH_S):
+            for daemon in daemons:
+                code = daemon.process.poll()
+                if code is not None and not stop.is_set():
+                    raise Internal(f"{daemon.name} ended with code {code}; the end of its log:\n{daemon.log_tail()}")
+        click.echo("stopping …")

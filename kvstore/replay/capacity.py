@@ -1,0 +1,109 @@
+"""How much room a replay's store gets: what the user says, or enough for every block."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.core.config_values import format_size, parse_size
+from kvstore.core.errors import CapacityExceeded, InvalidArgument
+from kvstore.core.types import BlockShape
+from kvstore.tiers.allocator import round_up
+from kvstore.tiers.header import slot_bytes
+
+_SLACK = 1.15
+"""Room is cut into spans of slots, of which a sixteenth may be lost at each end."""
+_LEAST_BYTES = 64 << 20
+_DRAM_SHARE = 4
+"""All of the workload goes to DRAM where it takes no more than a quarter of what is available."""
+_STAGING_SHARE = 8
+_DISK_SHARE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes of each tier."""
+
+    dram_bytes: int
+    nvme_bytes: int = 0
+    limited: bool = False
+    """The user's choice; the whole workload may not fit."""
+
+    def blocks(self, shape: BlockShape) -> int:
+        """Blocks that both tiers hold together at most, each block in one of them."""
+        return self.dram_bytes // dram_slot_bytes(shape) + self.nvme_bytes // slot_bytes(shape)
+
+    def __str__(self) -> str:
+        parts = [f"dram={format_size(self.dram_bytes)}"]
+        if self.nvme_bytes:
+            parts.append(f"nvme={format_size(self.nvme_bytes)}")
+        return ",".join(parts)
+
+
+def dram_slot_bytes(shape: BlockShape) -> int:
+    """Room that one block takes in the arena."""
+    return round_up(shape.block_bytes)
+
+
+def parse_capacity(text: str) -> Capacity:
+    """Reads ``dram=1GiB,nvme=20GiB``.
+
+    Raises:
+        InvalidArgument: another tier, a tier twice, no DRAM, or a size that is none.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        tier, equals, size = part.strip().partition("=")
+        tier = tier.strip().lower()
+        if tier not in {"dram", "nvme"} or not equals or tier in sizes:
+            raise InvalidArgument("a capacity looks like dram=1GiB,nvme=20GiB", got=text)
+        try:
+            sizes[tier] = parse_size(size)
+        except ValueError as error:
+            raise InvalidArgument(str(error), got=text) from error
+    if not sizes.get("dram"):
+        raise InvalidArgument("every node needs some DRAM: blocks pass through it", got=text)
+    return Capacity(sizes["dram"], sizes.get("nvme", 0), limited=True)
+
+
+def room_for(blocks: int, shape: BlockShape, folder: Path) -> Capacity:
+    """Room for ``blocks`` blocks: in DRAM where that is no burden for this machine, else on the disk below ``folder``.
+
+    Raises:
+        CapacityExceeded: they fit in neither.
+    """
+    memory = available_memory_bytes()
+    dram = _with_slack(blocks * dram_slot_bytes(shape))
+    if dram <= memory // _DRAM_SHARE:
+        return Capacity(dram)
+    nvme = _with_slack(blocks * slot_bytes(shape))
+    free = _free_disk_bytes(folder)
+    if nvme <= free // _DISK_SHARE:
+        return Capacity(max(_LEAST_BYTES, memory // _STAGING_SHARE), nvme)
+    raise CapacityExceeded(
+        f"{blocks:,} blocks of {format_size(shape.block_bytes)} fit neither in a quarter of the memory nor in half of the disk: "
+        "take smaller --block-bytes, a --limit, or say --capacity",
+        needed_bytes=dram,
+        available_memory_bytes=memory,
+        free_disk_bytes=free,
+        folder=folder,
+    )
+
+
+def available_memory_bytes() -> int:
+    """Memory that may be taken without pushing others out."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _free_disk_bytes(folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    fill = os.statvfs(folder)
+    return fill.f_bavail * fill.f_frsize
+
+
+def _with_slack(size: int) -> int:
+    return round_up(max(_LEAST_BYTES, int(size * _SLACK) + (16 << 20)))

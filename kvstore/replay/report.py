@@ -1,0 +1,132 @@
+"""What a run showed: JSON for machines, tables for people."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import kvstore
+from kvstore.replay.engine import Tally
+
+PERCENTILES = (50, 90, 99)
+
+
+def milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
+    """p50, p90, p99 and max, in ms; None where nothing was measured."""
+    if not seconds:
+        return {**{f"p{number}": None for number in PERCENTILES}, "max": None}
+    values = np.percentile(np.asarray(seconds), PERCENTILES) * 1000
+    return {
+        **{f"p{number}": round(float(value), 3) for number, value in zip(PERCENTILES, values, strict=True)},
+        "max": round(max(seconds) * 1000, 3),
+    }
+
+
+def tally_json(tally: Tally, seconds: float) -> dict[str, Any]:
+    """The counts of a run, by the names that the documentation gives them."""
+    return {
+        "requests": tally.requests,
+        "blocks_total": tally.blocks_total,
+        "blocks_hit": tally.blocks_hit,
+        "hit_ratio": tally.hit_ratio,
+        "bytes_loaded": tally.bytes_loaded,
+        "bytes_stored": tally.bytes_stored,
+        "wrong_bytes": tally.wrong_bytes,
+        "wrong_blocks": tally.wrong_blocks,
+        "load_ms": milliseconds(tally.load_s),
+        "lookup_ms": milliseconds(tally.lookup_s),
+        "store_ms": milliseconds(tally.store_s),
+        "seconds": round(seconds, 3),
+        "by_tier": dict(tally.bytes_by_tier),
+        "by_node": dict(tally.bytes_by_node),
+        "short_loads": tally.short_loads,
+        "blocks_not_delivered": tally.blocks_not_delivered,
+        "stores": dict(tally.store_outcomes),
+        "stores_skipped": tally.store_outcomes["skipped"],
+        "errors": dict(tally.errors),
+    }
+
+
+def version() -> dict[str, str | None]:
+    """Version of the package, and the commit where it runs from a checkout."""
+    return {"version": kvstore.__version__, "commit": _commit()}
+
+
+def _commit() -> str | None:
+    folder = Path(kvstore.__file__).resolve().parent.parent
+    if not (folder / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def print_summary(title: str, rows: Mapping[str, str], console: Console) -> None:
+    """A table of two columns."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column("what", style="bold")
+    table.add_column("value")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def tally_rows(tally: Tally, seconds: float) -> dict[str, str]:
+    """The counts of a run, in words."""
+    rows = {
+        "requests": f"{tally.requests:,} in {seconds:.1f} s",
+        "prompt blocks": f"{tally.blocks_total:,}",
+        "hits": f"{tally.blocks_hit:,} ({tally.hit_ratio:.2%})",
+        "loaded": f"{show_bytes(tally.bytes_loaded)}, every byte checked",
+        "  by tier": shares(tally.bytes_by_tier),
+        "  by node": shares(tally.bytes_by_node),
+        "stored": show_bytes(tally.bytes_stored),
+        "load time": show_times(tally.load_s),
+        "lookup time": show_times(tally.lookup_s),
+        "store time": show_times(tally.store_s),
+        "wrong bytes": f"{tally.wrong_bytes:,}",
+    }
+    if tally.store_outcomes["skipped"]:
+        rows["stores skipped"] = f"{tally.store_outcomes['skipped']:,} blocks (no room or a full queue)"
+    if tally.short_loads:
+        rows["short loads"] = f"{tally.short_loads:,} ({tally.blocks_not_delivered:,} blocks computed again)"
+    if tally.errors:
+        rows["failures met"] = ", ".join(f"{kind}: {count}" for kind, count in sorted(tally.errors.items()))
+    return rows
+
+
+def show_times(seconds: Sequence[float]) -> str:
+    """p50, p99 and the longest."""
+    if not seconds:
+        return "-"
+    times = milliseconds(seconds)
+    return f"p50 {times['p50']} ms, p99 {times['p99']} ms, longest {times['max']} ms"
+
+
+def shares(sizes: Mapping[str, int]) -> str:
+    """Bytes by name, most first."""
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {show_bytes(size)}" for name, size in ordered if size) or "-"
+
+
+def show_bytes(size: float) -> str:
+    """A size, rounded for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,104 @@
+"""A replay from end to end: a store of its own, all requests of a workload, what it showed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvclient import KVClient
+from kvclient.options import ClientOptions
+from kvstore.replay.capacity import Capacity
+from kvstore.replay.engine import RequestRunner, Tally
+from kvstore.replay.plan import Workload
+from kvstore.replay.progress import Report, silent
+from kvstore.replay.report import tally_json, version
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.workload.bounds import HitCount, best_hits
+
+NODE_ID = "replay"
+_DEADLINE_S = 60.0
+"""A replay waits rather than count a slow machine's time-outs as misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay showed."""
+
+    workload: Workload
+    capacity: Capacity
+    policy: str
+    tally: Tally
+    seconds: float
+    best: HitCount | None
+    """The best possible at this capacity; None where there was room for everything."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every hit that an unlimited store would have was had."""
+        return self.tally.blocks_hit == self.workload.unbounded.hit_blocks
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as plain data."""
+        workload = self.workload
+        return {
+            **tally_json(self.tally, self.seconds),
+            "trace": {
+                "name": workload.info.name,
+                "format": workload.info.format,
+                "block_tokens": workload.info.block_tokens,
+                "unique_blocks": workload.unique_blocks,
+            },
+            "block_bytes": workload.spec.block_bytes,
+            "layers": workload.spec.layers,
+            "policy": self.policy,
+            "capacity": {
+                "dram_bytes": self.capacity.dram_bytes,
+                "nvme_bytes": self.capacity.nvme_bytes,
+                "blocks": self.capacity.blocks(workload.spec.shape),
+                "limited": self.capacity.limited,
+            },
+            "unbounded_hit_blocks": workload.unbounded.hit_blocks,
+            "unbounded_hit_ratio": workload.unbounded.ratio,
+            "belady_hit_blocks": None if self.best is None else self.best.hit_blocks,
+            "belady_hit_ratio": None if self.best is None else self.best.ratio,
+            **version(),
+        }
+
+
+def replay(
+    workload: Workload,
+    capacity: Capacity,
+    policy: str,
+    base_dir: Path | None = None,
+    report: Report = silent,
+    started: Callable[[LocalCluster], None] = lambda _cluster: None,
+) -> ReplayResult:
+    """Runs all requests, one after the other, against a metadata server and one node, each a process of its own.
+
+    Args:
+        workload: what to run.
+        capacity: room of the node.
+        policy: its eviction policy.
+        base_dir: folder for its volume; None: a temporary one.
+        report: told after each request.
+        started: called once the store runs.
+    """
+    node = NodeSpec(NODE_ID, dram_bytes=capacity.dram_bytes, nvme_bytes=capacity.nvme_bytes, policy=policy)
+    tally = Tally()
+    with LocalCluster([node], base_dir) as cluster:
+        started(cluster)
+        options = ClientOptions(client_name="replay", default_deadline_s=_DEADLINE_S, lookup_deadline_s=_DEADLINE_S)
+        with KVClient.connect(
+            cluster.metadata_address, spec=workload.spec, node=cluster.node(NODE_ID).local_socket, options=options
+        ) as client:
+            runner = RequestRunner(client, tally, workload.largest_request)
+            started_s = time.perf_counter()
+            for done, keys in enumerate(workload.requests(), start=1):
+                runner.serve(keys)
+                report(done, tally.note())
+            seconds = time.perf_counter() - started_s
+    best = best_hits(workload.chains, capacity.blocks(workload.spec.shape)) if capacity.limited else None
+    return ReplayResult(workload, capacity, policy, tally, seconds, best)
