@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -190,9 +191,11 @@ def _reserve_port(listen: str) -> socket.socket:
     host, _, port = listen.rpartition(":")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        reserved = socket.socket(family, kind)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(address)
+        with contextlib.ExitStack() as on_failure:
+            reserved = on_failure.enter_context(socket.socket(family, kind))
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind(address)
+            on_failure.pop_all()
+            return reserved
     except OSError as error:
         raise Unavailable("cannot bind", address=listen, reason=error.strerror or error) from error
-    return reserved

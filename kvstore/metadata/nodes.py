@@ -113,7 +113,7 @@ class NodeTable:
             age_s = now_s - (beat.at_s if beat is not None else self._started_s)
             usages = beat.report.usages if beat is not None else ()
             answer.append(
-                NodeStatus(node=record, alive=node_id in self._alive, heartbeat_age_ms=max(0, int(age_s * 1000)), usages=usages)
+                NodeStatus(node=record, alive=node_id in self._alive, heartbeat_age_ms=max(0, round(age_s * 1000)), usages=usages)
             )
         return answer
 

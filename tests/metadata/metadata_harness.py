@@ -1,0 +1,242 @@
+"""A node as the metadata server sees it, and the server as a real process: shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1 import metadata_pb2_grpc
+from kvproto.v1.common_pb2 import BlockRun, NodeInfo, Tier, VolumeInfo
+from kvstore.core.clock import ManualClock
+from kvstore.metadata.server import MetadataServer
+from kvstore.rpc.client import call_aio
+from kvstore.rpc.errors import from_rpc_error
+
+NAMESPACE = b"namespace-of-16b"
+TIMEOUT_S = 10.0
+
+
+def chain(seed: str, length: int) -> list[bytes]:
+    """Keys that look like a chain of blocks."""
+    return [hashlib.sha256(f"{seed}/{position}".encode()).digest()[:16] for position in range(length)]
+
+
+def run_of(keys: Sequence[bytes], start: int = 0, stop: int | None = None, namespace: bytes = NAMESPACE) -> BlockRun:
+    """Blocks [start, stop) of a chain."""
+    return BlockRun(
+        namespace_id=namespace, parent=keys[start - 1] if start else b"", depth=start, keys=b"".join(keys[start:stop])
+    )
+
+
+class Peer:
+    """A node: registers, beats, publishes. Volumes: ``<node>/dram`` and ``<node>/nvme0`` unless told otherwise."""
+
+    def __init__(self, channel: grpc.aio.Channel, node_id: str = "host-1", volumes: dict[str, Tier] | None = None) -> None:
+        self.stub = metadata_pb2_grpc.MetadataStub(channel)
+        self.node_id = node_id
+        self.boot_id = secrets.token_bytes(16)
+        self.volumes = volumes or {f"{node_id}/dram": Tier.TIER_DRAM, f"{node_id}/nvme0": Tier.TIER_NVME}
+        self.sequence = 0
+
+    @property
+    def dram(self) -> str:
+        return f"{self.node_id}/dram"
+
+    @property
+    def nvme(self) -> str:
+        return f"{self.node_id}/nvme0"
+
+    def info(self) -> NodeInfo:
+        return NodeInfo(
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            roles=["prefill"],
+            control_address="127.0.0.1:1",
+            data_address="127.0.0.1:2",
+            volumes=[VolumeInfo(volume_id=name, tier=tier, capacity_bytes=1 << 30) for name, tier in self.volumes.items()],
+        )
+
+    def reboot(self) -> None:
+        """A new boot id; nothing is told to the server yet."""
+        self.boot_id = secrets.token_bytes(16)
+        self.sequence = 0
+
+    async def register(self) -> dict[str, bool]:
+        """Which volumes' inventories are wanted."""
+        request = pb.RegisterNodeRequest(operation_id=secrets.token_bytes(16), node=self.info())
+        answer = await call_aio(self.stub.RegisterNode, request, TIMEOUT_S)
+        return {need.volume_id: need.inventory_needed for need in answer.volume_needs}
+
+    async def beat(self, used: int = 0) -> pb.HeartbeatResponse:
+        usages = [pb.VolumeUsage(volume_id=name, used_bytes=used) for name in self.volumes]
+        request = pb.HeartbeatRequest(node_id=self.node_id, boot_id=self.boot_id, usages=usages)
+        return await call_aio(self.stub.Heartbeat, request, TIMEOUT_S)
+
+    def batch(
+        self, volume: str, stored: Sequence[BlockRun] = (), removed: Sequence[bytes] = (), *, sync_end: bool = False
+    ) -> pb.PublishRequest:
+        """The next message of the stream."""
+        self.sequence += 1
+        return pb.PublishRequest(
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            sequence=self.sequence,
+            volume_id=volume,
+            stored=stored,
+            removed=b"".join(removed),
+            sync_end=sync_end,
+        )
+
+    async def send(self, *messages: pb.PublishRequest) -> list[int]:
+        """Sends messages on one stream; returns the acknowledgements. Raises our errors."""
+        try:
+            return [answer.sequence async for answer in self.stub.Publish(iter(messages), timeout=TIMEOUT_S)]
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def publish(self, volume: str, *stored: BlockRun, sync_end: bool = False) -> None:
+        """One batch, acknowledged."""
+        message = self.batch(volume, stored, sync_end=sync_end)
+        assert (await self.send(message))[-1] == message.sequence
+
+    async def lookup(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE) -> pb.LookupResponse:
+        return await call_aio(self.stub.Lookup, pb.LookupRequest(namespace_id=namespace, keys=b"".join(keys)), TIMEOUT_S)
+
+    async def hit(self, keys: Sequence[bytes], namespace: bytes = NAMESPACE) -> int:
+        """Length of the longest prefix."""
+        return (await self.lookup(keys, namespace)).hit_blocks
+
+    async def counters(self) -> dict[str, int]:
+        return dict((await call_aio(self.stub.GetStats, pb.GetStatsRequest(), TIMEOUT_S)).counters)
+
+    async def compare(self, volume: str, first: int, digests: Sequence[int], counts: Sequence[int]) -> list[int]:
+        request = pb.CompareDigestsRequest(
+            node_id=self.node_id, boot_id=self.boot_id, volume_id=volume, first_range=first, digests=digests, counts=counts
+        )
+        return list((await call_aio(self.stub.CompareDigests, request, TIMEOUT_S)).differing_ranges)
+
+    async def repair(self, volume: str, number: int, blocks: Sequence[BlockRun]) -> tuple[int, int]:
+        request = pb.RepairRangeRequest(
+            operation_id=secrets.token_bytes(16),
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            volume_id=volume,
+            range=number,
+            blocks=blocks,
+        )
+        answer = await call_aio(self.stub.RepairRange, request, TIMEOUT_S)
+        return answer.added, answer.removed
+
+
+@dataclass
+class Running:
+    """A server in this process, its clock and a channel to it."""
+
+    server: MetadataServer
+    clock: ManualClock
+    channel: grpc.aio.Channel
+    address: str
+
+    def peer(self, node_id: str = "host-1") -> Peer:
+        return Peer(self.channel, node_id)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Waits for what happens in the background; the test's timeout bounds it."""
+    while not await condition():  # noqa: ASYNC110  # what is waited for is told by a server, not by an event of ours
+        await asyncio.sleep(0.005)
+
+
+SCRIPT = """
+import logging, sys
+from pathlib import Path
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.main import run
+if __name__ == "__main__":
+    logging.basicConfig(level="INFO")
+    folder, listen, workers, ttl_ms = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    run(MetadataConfig(index_path=folder / "index", listen=listen, workers=workers, ready_file=folder / "ready",
+                       map_bytes=64 << 20, heartbeat_interval_ms=ttl_ms // 5, node_ttl_ms=ttl_ms))
+"""
+
+
+class ServerProcess:
+    """The real server process over a folder of its own."""
+
+    def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500) -> None:
+        self.folder, self.workers, self.ttl_ms = folder, workers, ttl_ms
+        self.script = folder / "serve_metadata.py"  # a file: spawned workers import it again
+        self.script.write_text(SCRIPT)
+        self.address = "127.0.0.1:0"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts (again, on the port of the first time) and waits until calls are answered."""
+        ready = self.folder / "ready"
+        ready.unlink(missing_ok=True)
+        arguments = [str(self.folder), self.address, str(self.workers), str(self.ttl_ms)]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen([sys.executable, str(self.script), *arguments], stdout=log, stderr=log)
+        deadline = time.monotonic() + 30
+        while not ready.exists():
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.005)
+        said = json.loads(ready.read_text())
+        assert said["pid"] == self.process.pid
+        self.address = said["address"]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ends it by a signal; its exit code."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def children(self) -> list[int]:
+        """Worker processes."""
+        assert self.process is not None
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    line = (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue
+                if int(fields[1]) == self.process.pid and b"spawn_main" in line:
+                    found.append(int(entry.name))
+        return found
+
+
+@contextmanager
+def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500) -> Iterator[ServerProcess]:
+    """A running server process, killed at the end if it still runs."""
+    server = ServerProcess(folder, workers, ttl_ms)
+    server.start()
+    try:
+        yield server
+    finally:
+        if server.process is not None and server.process.poll() is None:
+            workers_left = server.children()
+            server.process.kill()
+            server.process.wait(10)
+            for pid in workers_left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,194 @@
+"""The real server process: killed and started again, with its index and without; several workers on one port; its manners."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from metadata_harness import Peer, ServerProcess, chain, run_of, server_process, until
+
+from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.core.tls import TlsConfig
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.main import run
+from kvstore.rpc.client import connect_aio
+
+KEYS = chain("a", 50)
+
+
+async def test_killed_and_started_again_it_goes_on_at_once(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server:
+        async with connect_aio(server.address) as channel:
+            peer = Peer(channel)
+            await peer.register()
+            await peer.publish(peer.nvme, run_of(KEYS, 0, 40), sync_end=True)
+            epoch = (await peer.beat()).index_epoch
+        server.stop(signal.SIGKILL)
+        server.start()
+        async with connect_aio(server.address) as channel:
+            again = Peer(channel)
+            again.boot_id, again.sequence = peer.boot_id, peer.sequence
+            assert await again.hit(KEYS) == 40  # the node had no chance to call: grace
+            beat = await again.beat()
+            assert not beat.register_again
+            assert beat.index_epoch == epoch
+            await again.publish(again.nvme, run_of(KEYS, 40))
+            assert await again.hit(KEYS) == 50
+            assert not (await again.register())[again.nvme]
+        assert server.stop() == 0
+
+
+async def test_a_deleted_index_is_rebuilt_by_what_nodes_tell(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server:
+        async with connect_aio(server.address) as channel:
+            peer = Peer(channel)
+            await peer.register()
+            await peer.publish(peer.nvme, run_of(KEYS), sync_end=True)
+            epoch = (await peer.beat()).index_epoch
+        server.stop(signal.SIGKILL)
+        shutil.rmtree(tmp_path / "index")
+        server.start()
+        async with connect_aio(server.address) as channel:
+            again = Peer(channel)
+            again.boot_id, again.sequence = peer.boot_id, peer.sequence
+            assert await again.hit(KEYS) == 0
+            beat = await again.beat()
+            assert beat.register_again
+            assert beat.index_epoch != epoch
+            with pytest.raises(NotFound):
+                await again.send(again.batch(again.nvme))
+            again.sequence = 0  # a new epoch counts anew
+            assert (await again.register())[again.nvme]
+            await again.publish(again.nvme, run_of(KEYS), sync_end=True)
+            assert await again.hit(KEYS) == 50
+
+
+async def test_a_node_that_stays_away_is_hidden_after_the_grace(tmp_path: Path) -> None:
+    with server_process(tmp_path, ttl_ms=300) as server:
+        async with connect_aio(server.address) as channel:
+            peer = Peer(channel)
+            await peer.register()
+            await peer.publish(peer.nvme, run_of(KEYS), sync_end=True)
+        server.stop(signal.SIGKILL)
+        server.start()
+        async with connect_aio(server.address) as channel:
+            again = Peer(channel)
+
+            async def hidden() -> bool:
+                return await again.hit(KEYS) == 0
+
+            await until(hidden)
+            again.boot_id = peer.boot_id
+            assert not (await again.beat()).register_again
+            assert await again.hit(KEYS) == 50
+
+
+async def test_workers_share_port_index_and_heartbeats(tmp_path: Path) -> None:
+    with server_process(tmp_path, workers=2, ttl_ms=1_000) as server:
+        assert len(server.children()) == 2
+        # connections are spread by the kernel: enough of them reach both workers
+        channels = [connect_aio(server.address, own_connection=True) for _ in range(16)]
+        peers = [Peer(channel) for channel in channels]
+        writer = peers[0]
+        await writer.hit(KEYS)
+        # a lookup is counted by the worker that answered, so there are two
+        assert {(await peer.counters()).get("metadata_lookups_total", 0) for peer in peers} == {0, 1}
+        await writer.register()
+        await writer.publish(writer.nvme, run_of(KEYS), sync_end=True)
+
+        async def all_see() -> bool:
+            await writer.beat()
+            return {await peer.hit(KEYS) for peer in peers} == {50}
+
+        await until(all_see)
+        # heartbeats go to one worker alone, yet the node stays visible to all for several times to live
+        for _ in range(4):
+            seen = {(await peer.counters()).get("metadata_nodes_expired_total", 0) for peer in peers}
+            assert seen == {0}
+            assert await all_see()
+        # a boot that publishes through another worker goes on where it was
+        other = peers[-1]
+        other.boot_id, other.sequence = writer.boot_id, writer.sequence
+        await other.publish(other.nvme, run_of(chain("b", 5)))
+        for channel in channels:
+            await channel.close()
+        assert server.stop() == 0
+
+
+async def test_a_worker_that_dies_is_replaced_and_the_rest_serves_on(tmp_path: Path) -> None:
+    with server_process(tmp_path, workers=2) as server:
+        before = set(server.children())
+        os.kill(min(before), signal.SIGKILL)
+
+        async def replaced() -> bool:
+            return len(server.children()) == 2 and set(server.children()) != before
+
+        await until(replaced)
+        async with connect_aio(server.address) as channel:
+            assert await Peer(channel).register()
+        assert server.stop(signal.SIGINT) == 0
+        assert "starting it again" in server.log()
+
+
+async def test_workers_leave_with_their_supervisor(tmp_path: Path) -> None:
+    with server_process(tmp_path, workers=2) as server:
+        workers = server.children()
+        server.stop(signal.SIGKILL)
+
+        async def gone() -> bool:
+            return not any(is_running(pid) for pid in workers)
+
+        await until(gone)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_port_in_use_is_said_and_nothing_is_left_running(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "first").mkdir()
+    with server_process(tmp_path / "first") as server:
+        config = MetadataConfig(index_path=tmp_path / "index", listen=server.address, workers=workers)
+        with pytest.raises(Unavailable, match="bind"):
+            run(config)
+
+
+def test_an_index_path_that_is_a_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "index").write_text("not an index")
+    server = ServerProcess(tmp_path)
+    with pytest.raises(AssertionError, match="InvalidArgument"):
+        server.start()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"listen": "0.0.0.0:7400"},
+        {"listen": "[::]:7400"},
+        {"listen": "store.example:7400"},
+        {"listen": "nonsense"},
+        {"workers": 0},
+        {"workers": 2, "listen": "unix:/tmp/x"},
+        {"node_ttl_ms": 100, "heartbeat_interval_ms": 100},
+        {"map_bytes": 0},
+    ],
+    ids=str,
+)
+def test_configurations_that_cannot_work_or_open_a_door_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        MetadataConfig(index_path=tmp_path, **change)  # type: ignore[arg-type]
+
+
+def test_an_open_door_takes_tls_or_an_explicit_word(tmp_path: Path) -> None:
+    MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", allow_insecure_remote=True)
+    MetadataConfig(index_path=tmp_path, listen="0.0.0.0:1", tls=TlsConfig(cert=tmp_path, key=tmp_path))
+    MetadataConfig(index_path=tmp_path, listen="[::1]:1")
+    MetadataConfig(index_path=tmp_path, listen="localhost:1")

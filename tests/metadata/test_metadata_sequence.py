@@ -1,0 +1,52 @@
+"""Rules of publish order, against a plain model: what is applied is applied in order, and nothing is lost unnoticed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.types import BootId
+from kvstore.metadata.sequence import Mode, SequenceState, Verdict
+
+BOOT, OTHER = BootId(b"b" * 16), BootId(b"o" * 16)
+EVENTS = st.lists(st.one_of(st.just("register"), st.integers(1, 8)), max_size=40)
+
+
+@given(EVENTS)
+def test_a_batch_is_applied_only_when_all_before_it_are_in_or_an_inventory_follows(events: list[str | int]) -> None:
+    state, highest, inventory_follows = SequenceState(BOOT), 0, False
+    for event in events:
+        state = SequenceState.decode(state.encode(), BOOT)
+        if isinstance(event, str):
+            state = state.registered(BOOT)
+            continue
+        verdict, following = state.judge(event)
+        if verdict is Verdict.APPLY:
+            # nothing was skipped since this count began, except after a gap, when the node sends everything anyway
+            assert event <= highest + 1 or (inventory_follows and state.mode is Mode.ANEW)
+            highest = event
+            assert following.last == event
+        elif verdict is Verdict.DUPLICATE:
+            assert event <= highest
+            assert following == state
+        else:
+            assert event > highest + 1 or state.mode is Mode.LOST
+            assert following.mode is Mode.LOST
+            inventory_follows = True
+        state = following
+
+
+def test_another_boot_begins_at_one() -> None:
+    state = SequenceState(BOOT, 7, Mode.RUNNING)
+    assert SequenceState.decode(state.encode(), OTHER) == SequenceState(OTHER)
+    assert state.registered(OTHER) == SequenceState(OTHER)
+    assert SequenceState.decode(None, BOOT) == SequenceState.decode(b"garbage", BOOT) == SequenceState(BOOT)
+    assert SequenceState(OTHER).judge(2)[0] is Verdict.REFUSE
+    assert SequenceState(OTHER).judge(1)[0] is Verdict.APPLY
+
+
+def test_registering_again_may_restart_or_continue_the_count() -> None:
+    reopened = SequenceState(BOOT, 7, Mode.RUNNING).registered(BOOT)
+    assert reopened.judge(1) == (Verdict.APPLY, SequenceState(BOOT, 1, Mode.RUNNING))
+    assert reopened.judge(8) == (Verdict.APPLY, SequenceState(BOOT, 8, Mode.RUNNING))
+    assert reopened.judge(9)[0] is Verdict.REFUSE
