@@ -62,6 +62,8 @@ DAMAGE = (
 )
 """What LMDB says of a file that is not as it left it."""
 
+_NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
 _open_paths: set[str] = set()
 _open_paths_lock = threading.Lock()
 
@@ -283,7 +285,7 @@ class IndexFiles:
 
 def as_store_error(error: lmdb.Error, path: Path) -> KVStoreError:
     """LMDB's errors in our words."""
-    if isinstance(error, lmdb.DiskError | lmdb.MapFullError) or error.code in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
+    if isinstance(error, lmdb.DiskError | lmdb.MapFullError) or getattr(error, "code", 0) in _NO_ROOM:
         return CapacityExceeded("no room on disk for the index", path=path, reason=error)
     return Unavailable("the index does not answer", path=path, reason=error)
 

@@ -1,0 +1,27 @@
+"""The LMDB index against plain dictionaries, through random lives of nodes: see ``kvstore.testing.index_machine``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import settings
+
+from kvstore.index.contract import PrefixIndex
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.testing.index_machine import ClosedIndexMachine, TornIndexMachine
+
+
+class LmdbClosedMachine(ClosedIndexMachine):
+    def open_index(self, place: Path) -> PrefixIndex:
+        return LmdbIndex.open(place, map_bytes=1 << 20)
+
+
+class LmdbTornMachine(TornIndexMachine):
+    def open_index(self, place: Path) -> PrefixIndex:
+        return LmdbIndex.open(place, map_bytes=1 << 20)
+
+
+TestLmdbAgainstModel = LmdbClosedMachine.TestCase
+TestLmdbAgainstModel.settings = settings(max_examples=60, stateful_step_count=30)
+TestLmdbWithHolesAgainstModel = LmdbTornMachine.TestCase
+TestLmdbWithHolesAgainstModel.settings = settings(max_examples=60, stateful_step_count=30)

@@ -1,0 +1,97 @@
+"""The search for a prefix, on its own: what it answers for any records, true or stale, and how few it looks at."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.index.contract import Life, PrefixHit, ReplicaRun
+from kvstore.index.prefix import MAX_DISCOVERY_PROBES, longest_prefix
+from kvstore.index.record import Replicas
+
+ONE, TWO, THREE = Life(1), Life(2), Life(3)
+
+
+def search(records: list[Replicas]) -> tuple[PrefixHit, list[int]]:
+    """The answer, and the positions looked at."""
+    seen: list[int] = []
+
+    def probe(position: int) -> Replicas:
+        seen.append(position)
+        return records[position]
+
+    return longest_prefix(len(records), probe), seen
+
+
+def records_of(length: int, runs: list[tuple[int, int, Life]]) -> list[Replicas]:
+    """Records with true claims, of runs (start, end, life)."""
+    records: list[Replicas] = [{} for _ in range(length)]
+    for start, end, life in sorted(runs):
+        for at in range(start, min(end, length)):
+            before = records[at - 1].get(life) if at else None
+            records[at][life] = at if before is None else before
+    return records
+
+
+@given(st.integers(0, 3_000), st.data())
+def test_one_volume_takes_a_logarithm_of_probes(length: int, data: st.DataObject) -> None:
+    held = data.draw(st.integers(0, length))
+    hit, seen = search(records_of(length, [(0, held, ONE)]))
+    assert hit == PrefixHit(held, (ReplicaRun(0, held, ONE),) if held else ())
+    assert len(seen) == len(set(seen))
+    assert len(seen) <= 2 + math.ceil(math.log2(length + 1))
+
+
+@given(st.integers(1, 500), st.lists(st.integers(0, 500), min_size=1, max_size=5))
+def test_prefixes_of_any_number_of_volumes_are_found(length: int, ends: list[int]) -> None:
+    lives = [Life(number) for number in range(len(ends))]
+    hit, seen = search(records_of(length, [(0, end, life) for end, life in zip(ends, lives, strict=True)]))
+    clipped = {life: min(end, length) for end, life in zip(ends, lives, strict=True)}
+    assert hit.blocks == max(clipped.values())
+    assert set(hit.runs) == {ReplicaRun(0, end, life) for life, end in clipped.items() if end}
+    assert len(seen) <= 3 + (1 + len(ends)) * math.ceil(math.log2(length + 1))
+
+
+runs_lists = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60), st.sampled_from([ONE, TWO, THREE])), max_size=8)
+
+
+@given(st.integers(1, 60), runs_lists)
+def test_true_claims_make_true_runs(length: int, parts: list[tuple[int, int, Life]]) -> None:
+    records = records_of(length, [(start, start + count, life) for start, count, life in parts])
+    hit, _ = search(records)
+    prefix = next((at for at, record in enumerate(records) if not record), length)
+    assert hit.blocks >= prefix
+    if not any(records[prefix:]):
+        assert hit.blocks == prefix
+    for run in hit.runs:
+        assert all(run.life in records[at] for at in range(run.start, run.start + run.count))
+    assert {at for run in hit.runs for at in range(run.start, run.start + run.count)} == set(range(hit.blocks))
+
+
+@given(st.lists(st.dictionaries(st.sampled_from([ONE, TWO, THREE]), st.integers(0, 60), max_size=3), min_size=1, max_size=60))
+def test_any_claims_make_sound_answers(records: list[Replicas]) -> None:
+    records = [{life: min(start, at) for life, start in record.items()} for at, record in enumerate(records)]
+    hit, seen = search(records)
+    assert len(seen) == len(set(seen))
+    prefix = next((at for at, record in enumerate(records) if not record), len(records))
+    assert hit.blocks >= prefix
+    assert hit.blocks == len(records) or not records[hit.blocks]
+    covered: set[int] = set()
+    for run in hit.runs:
+        blocks = range(run.start, run.start + run.count)
+        assert run.life in records[blocks[-1]]
+        assert all(run.life in records[at] for at in seen if at in blocks), "no run covers a probe that speaks against it"
+        covered.update(blocks)
+    assert covered == set(range(hit.blocks))
+
+
+def test_discovery_is_bounded() -> None:
+    """Each block in a volume of its own, and one that holds all: nothing but the ends of the small ones can be asked for."""
+    length = 60_000
+    records: list[Replicas] = [{ONE: 0, Life(10 + at): at} for at in range(length)]
+    hit, seen = search(records)
+    assert hit.blocks == length
+    assert ReplicaRun(0, length, ONE) in hit.runs
+    assert len(seen) <= MAX_DISCOVERY_PROBES + 40
