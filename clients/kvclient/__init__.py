@@ -1,1 +1,97 @@
-"""Client library."""
+"""The client library that lives inside engines: look up, load and store KV blocks, layer by layer where wanted.
+
+    from kvclient import CacheSpec, KVClient
+
+    with KVClient.connect("127.0.0.1:7400", CacheSpec(model="m", block_tokens=64, layers=32, layer_block_bytes=65536)) as client:
+        keys = client.keys(tokens)
+        lookup = client.lookup(keys)
+        result = client.load(lookup, buffer)            # buffer: bytearray, numpy, torch, list of pages, …
+        ...                                             # use the first result.hit_blocks, compute the rest
+        client.store(keys[n:], rest, parent=keys[n - 1], depth=n)
+
+Importing this package loads neither torch nor any engine, and nothing heavy at all before the first name is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvclient.aio import AsyncKVClient
+    from kvclient.buffers import as_block_buffer
+    from kvclient.client import KVClient
+    from kvclient.layer_store import StoreHandle
+    from kvclient.layers import LoadHandle
+    from kvclient.options import ClientOptions
+    from kvclient.results import LoadResult, Lookup, NodeRef, Run, StoreResult
+    from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
+    from kvstore.core.keys import encode_extra
+    from kvstore.core.spec import CacheSpec
+    from kvstore.core.tls import TlsConfig
+    from kvstore.core.types import BlockKey, BlockShape, Outcome, StoreOutcome, Tier
+
+_HOMES = {
+    "AsyncKVClient": "kvclient.aio",
+    "BlockBuffer": "kvstore.core.buffers",
+    "BlockKey": "kvstore.core.types",
+    "BlockShape": "kvstore.core.types",
+    "CacheSpec": "kvstore.core.spec",
+    "ClientOptions": "kvclient.options",
+    "DenseBlocks": "kvstore.core.buffers",
+    "KVClient": "kvclient.client",
+    "LoadHandle": "kvclient.layers",
+    "LoadResult": "kvclient.results",
+    "Lookup": "kvclient.results",
+    "NodeRef": "kvclient.results",
+    "Outcome": "kvstore.core.types",
+    "Run": "kvclient.results",
+    "ScatteredBlocks": "kvstore.core.buffers",
+    "StoreHandle": "kvclient.layer_store",
+    "StoreOutcome": "kvstore.core.types",
+    "StoreResult": "kvclient.results",
+    "Tier": "kvstore.core.types",
+    "TlsConfig": "kvstore.core.tls",
+    "as_block_buffer": "kvclient.buffers",
+    "encode_extra": "kvstore.core.keys",
+}
+
+__all__ = [  # noqa: RUF022  # in the order in which a reader meets them
+    "KVClient",
+    "AsyncKVClient",
+    "ClientOptions",
+    "CacheSpec",
+    "TlsConfig",
+    "Lookup",
+    "Run",
+    "NodeRef",
+    "LoadResult",
+    "LoadHandle",
+    "StoreResult",
+    "StoreHandle",
+    "Outcome",
+    "StoreOutcome",
+    "Tier",
+    "BlockKey",
+    "BlockShape",
+    "BlockBuffer",
+    "DenseBlocks",
+    "ScatteredBlocks",
+    "as_block_buffer",
+    "encode_extra",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Loads a public name's module when the name is first used."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,130 @@
+"""The client for asyncio: the same calls, run in the client's bounded threads.
+
+Cancellation is safe for memory: when an ``await`` has raised ``CancelledError``, nothing touches the buffer any more. The work is
+told to stop, and waited for, before the error goes on; that takes as long as one piece of copying, or one read from a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar
+
+from kvclient.calls import Call, Result
+from kvclient.client import Keys, KVClient
+from kvclient.options import ClientOptions, Verify
+from kvclient.results import LoadResult, Lookup, StoreResult
+from kvstore.core.keys import Tokens
+from kvstore.core.spec import CacheSpec
+from kvstore.core.tls import TlsConfig
+from kvstore.core.types import BlockKey
+
+R = TypeVar("R", bound=Result)
+
+
+class AsyncKVClient:
+    """As ``KVClient``; see there. Made by ``connect`` or around a client that is there already; an async context manager."""
+
+    def __init__(self, client: KVClient) -> None:
+        self.blocking = client
+        """The same client, for use in threads."""
+
+    @classmethod
+    async def connect(
+        cls,
+        metadata: str | None,
+        spec: CacheSpec,
+        *,
+        node: str | None = "auto",
+        tls: TlsConfig | None = None,
+        options: ClientOptions | None = None,
+    ) -> Self:
+        """As ``KVClient.connect``."""
+        connect = partial(KVClient.connect, metadata, spec, node=node, tls=tls, options=options)
+        opening = asyncio.ensure_future(asyncio.to_thread(connect))
+        try:
+            return cls(await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
+
+    def keys(
+        self, tokens: Tokens, extras: Mapping[int, bytes] | None = None, parent: BlockKey | None = None, first_block: int = 0
+    ) -> list[BlockKey]:
+        """As ``KVClient.keys``: pure work, done at once."""
+        return self.blocking.keys(tokens, extras, parent, first_block)
+
+    async def lookup(self, keys: Keys, *, deadline_s: float | None = None) -> Lookup:
+        """As ``KVClient.lookup``."""
+        return await self._run(self.blocking.lookup_call(keys, deadline_s))
+
+    async def load(
+        self,
+        what: Lookup | Keys,
+        buffer: object,
+        *,
+        deadline_s: float | None = None,
+        verify: Verify | None = None,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+    ) -> LoadResult:
+        """As ``KVClient.load``."""
+        return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, None))
+
+    async def store(
+        self,
+        keys: Keys,
+        buffer: object,
+        *,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+        deadline_s: float | None = None,
+        durable: bool = False,
+        wait_visible: bool = False,
+    ) -> StoreResult:
+        """As ``KVClient.store``."""
+        return await self._run(
+            self.blocking.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
+        )
+
+    async def flush(self, timeout_s: float = 10.0) -> bool:
+        """As ``KVClient.flush``."""
+        return await asyncio.to_thread(self.blocking.flush, timeout_s)
+
+    def stats(self) -> dict[str, int]:
+        """As ``KVClient.stats``."""
+        return self.blocking.stats()
+
+    async def close(self) -> None:
+        """As ``KVClient.close``."""
+        await asyncio.to_thread(self.blocking.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def _run(self, call: Call[R]) -> R:
+        """Waits for a call in a thread. A cancellation stops the call first, and only then goes on."""
+        running = asyncio.wrap_future(self.blocking.caller.later(call))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            call.operation.cancel()
+            while not running.done():
+                try:
+                    await asyncio.wait((running,))
+                except asyncio.CancelledError:
+                    continue  # cancelled again; the buffer still comes first, and the wait is bounded
+            if not running.cancelled():
+                running.exception()  # taken note of: nobody else will
+            raise
+
+
+def _close_unwanted(opening: asyncio.Future[KVClient]) -> None:
+    """Closes a client that was made after its maker had gone."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.get_loop().run_in_executor(None, opening.result().close)

@@ -1,0 +1,83 @@
+"""The local node's arena, as mapped into this process: copies out of it and into it."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+
+from kvclient.buffers import LayersOf
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.checksum import block_checksums
+from kvstore.core.errors import Internal, KVStoreError
+from kvstore.core.types import SessionId
+from kvstore.transport.copy import copy_from_arena, copy_to_arena
+from kvstore.transport.shm import ArenaMapping, open_arena
+
+_log = logging.getLogger(__name__)
+
+Offsets = npt.NDArray[np.uint64]
+
+
+class ClientArena:
+    """A mapping and the connection that keeps it ours. Whoever copies is a user of the session, so that it stays open."""
+
+    def __init__(self, mapping: ArenaMapping) -> None:
+        self._mapping = mapping
+        self.size = mapping.size
+
+    @classmethod
+    def open(cls, path: str, session_id: SessionId, size: int, timeout_s: float) -> ClientArena:
+        """Maps the arena behind a socket.
+
+        Raises:
+            KVStoreError: it cannot be had.
+            Internal: it is not as long as the node said: offsets into it could not be trusted.
+        """
+        mapping = open_arena(path, session_id, timeout_s)
+        if mapping.size != size:
+            mapping.close()
+            raise Internal("the arena is not as long as the node said", mapped=mapping.size, said=size)
+        return cls(mapping)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the node still holds its end of the connection."""
+        return self._mapping.alive
+
+    def copy_out(self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int) -> None:
+        """Copies layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
+        blocks = np.arange(first, first + len(offsets), dtype=np.int64)
+        copy_from_arena(self._mapping.view, offsets, buffer, blocks, first_layer=first_layer, layer_count=layer_count)
+
+    def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> None:
+        """Copies all blocks of a buffer to the arena, each to its offset."""
+        copy_to_arena(buffer, self._mapping.view, offsets)
+
+    def close(self) -> None:
+        """Unmaps the arena and ends the connection."""
+        try:
+            self._mapping.close()
+        except KVStoreError as error:  # a view that somebody still holds: the kernel cleans up behind it
+            _log.error("cannot let go of the arena: %s", error)
+
+
+def mismatches(
+    buffer: BlockBuffer, first: int, count: int, first_layer: int, checksums: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Which of blocks ``[first, first + count)`` of a buffer differ from their checksums.
+
+    Args:
+        buffer: what was copied.
+        first: the first block.
+        count: how many.
+        first_layer: the layer that ``checksums[:, 0]`` is of.
+        checksums: ``[count, layers]``.
+    """
+    layer_count = checksums.shape[1]
+    if layer_count != buffer.shape.layers:
+        buffer = LayersOf(buffer, first_layer, layer_count)
+    found = block_checksums(buffer, range(first, first + count))
+    differs: npt.NDArray[np.bool_] = (found != checksums).any(axis=1)
+    return differs

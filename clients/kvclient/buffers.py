@@ -1,0 +1,232 @@
+"""What callers may bring as memory for blocks, turned into the one protocol that movers speak (``BlockBuffer``).
+
+Accepted: any bytes-like object, a numpy array, a torch CPU tensor, a list of per-block buffers, or a ``BlockBuffer``. No
+bytes are copied: what is returned is a view, and it lives as long as the call that needs it. Torch is never imported here:
+a torch tensor can only exist where somebody else has imported torch already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.types import BlockShape
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+
+def as_block_buffer(obj: object, shape: BlockShape, count: int, *, writable: bool = True) -> BlockBuffer:
+    """Views a caller's memory as ``count`` blocks of ``shape``.
+
+    Args:
+        obj: one of
+
+            * bytes-like (bytearray, memoryview, mmap, …): ``count * block_bytes`` contiguous bytes;
+            * numpy array or torch CPU tensor of any dtype: C-contiguous with that many bytes, or with the leading axes
+              ``[blocks, layers]`` of any stride and everything behind them contiguous (a layer-major cache is the transposed
+              view ``cache.transpose(0, 1)``);
+            * list or tuple of ``count`` contiguous buffers of ``block_bytes`` each;
+            * a ``BlockBuffer``.
+        shape: the size of each block.
+        count: how many blocks there must be room for, exactly.
+        writable: whether bytes will be written into it.
+
+    Raises:
+        InvalidArgument: the memory has another size, is not contiguous where it must be, is read-only although it is to be
+            written, or is of a kind that is not understood.
+    """
+    if isinstance(obj, np.ndarray):
+        return _from_array(obj, shape, count, writable)
+    if _is_tensor(obj):
+        return _from_array(_tensor_bytes(obj), shape, count, writable)
+    if isinstance(obj, BlockBuffer):
+        return _checked(obj, shape, count, writable)
+    if isinstance(obj, list | tuple):
+        return _from_list(obj, shape, count, writable)
+    return _from_array(_bytes_of(obj), shape, count, writable)
+
+
+def _from_array(array: npt.NDArray[Any], shape: BlockShape, count: int, writable: bool) -> DenseBlocks:
+    """A dense buffer over an array: by its bytes where it is contiguous, else by its two leading axes."""
+    if array.dtype.hasobject:
+        raise InvalidArgument("an array of Python objects holds no blocks", dtype=array.dtype)
+    if writable and not array.flags.writeable:
+        raise InvalidArgument("the buffer is read-only, and blocks are to be written into it")
+    if array.nbytes != count * shape.block_bytes:
+        raise InvalidArgument(
+            "the buffer has not the size of the blocks asked for",
+            buffer_bytes=array.nbytes,
+            expected_bytes=count * shape.block_bytes,
+            blocks=count,
+            block_bytes=shape.block_bytes,
+        )
+    wanted = (count, shape.layers, shape.layer_block_bytes)
+    if array.size == 0:
+        return DenseBlocks(np.empty(wanted, np.uint8))
+    if array.flags.c_contiguous:
+        return DenseBlocks(array.reshape(-1).view(np.uint8).reshape(wanted))
+    return DenseBlocks(_strided(array, wanted))
+
+
+def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+    """A uint8 view ``[blocks, layers, layer_block_bytes]`` of an array whose two leading axes have any stride."""
+    blocks, layers, layer_bytes = wanted
+    if array.ndim < 3 or array.shape[:2] != (blocks, layers) or not array[0, 0].flags.c_contiguous:
+        raise InvalidArgument(
+            "a buffer that is not contiguous needs the axes [blocks, layers, …] with each Layer Block contiguous",
+            shape=array.shape,
+            strides=array.strides,
+            blocks=blocks,
+            layers=layers,
+        )
+    outer = array.strides[:2]
+    if any(stride == 0 and length > 1 for stride, length in zip(outer, (blocks, layers), strict=True)):
+        raise InvalidArgument("blocks of the buffer overlap", strides=array.strides)
+    elements = layer_bytes // array.itemsize
+    flat = np.lib.stride_tricks.as_strided(array, (blocks, layers, elements), (*outer, array.itemsize))
+    return flat.view(np.uint8)
+
+
+def _from_list(pieces: Sequence[object], shape: BlockShape, count: int, writable: bool) -> ScatteredBlocks:
+    """A scattered buffer over per-block memory."""
+    if len(pieces) != count:
+        raise InvalidArgument("one buffer a block is needed", buffers=len(pieces), blocks=count)
+    size = shape.block_bytes
+    views = []
+    for position, piece in enumerate(pieces):
+        view = _flat_view(piece)
+        if view.nbytes != size:
+            raise InvalidArgument(
+                "a block's buffer has not the size of a block", position=position, nbytes=view.nbytes, expected=size
+            )
+        if writable and view.readonly:
+            raise InvalidArgument("a block's buffer is read-only, and blocks are to be written into it", position=position)
+        views.append(view)
+    return ScatteredBlocks(views, shape)
+
+
+def _flat_view(piece: object) -> memoryview:
+    """One contiguous piece of memory as bytes."""
+    if _is_tensor(piece):
+        piece = _tensor_bytes(piece)
+    if isinstance(piece, np.ndarray):
+        if not piece.flags.c_contiguous or piece.dtype.hasobject:
+            raise InvalidArgument("a block's buffer is not contiguous", shape=piece.shape, strides=piece.strides)
+        return memoryview(cast("Buffer", piece.reshape(-1).view(np.uint8)))
+    return memoryview(cast("Buffer", _bytes_of(piece)))
+
+
+def _bytes_of(obj: object) -> npt.NDArray[np.uint8]:
+    """A bytes-like object as a flat uint8 array (read-only where the object is)."""
+    try:
+        view = memoryview(obj)  # type: ignore[arg-type]  # whatever has no buffer raises TypeError
+    except TypeError as error:
+        raise InvalidArgument(
+            "blocks live in bytes-like objects, numpy arrays, torch CPU tensors, lists of those, or a BlockBuffer",
+            got=type(obj).__name__,
+        ) from error
+    if not view.c_contiguous:
+        raise InvalidArgument("the buffer is not contiguous", shape=view.shape, strides=view.strides)
+    if view.nbytes == 0:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(view.cast("B"), np.uint8)
+
+
+def _checked(buffer: BlockBuffer, shape: BlockShape, count: int, writable: bool) -> BlockBuffer:
+    """A block buffer of the caller's, held against what is asked for."""
+    if buffer.shape != shape or buffer.count != count:
+        raise InvalidArgument(
+            "the block buffer does not fit the blocks asked for",
+            buffer_shape=buffer.shape,
+            expected_shape=shape,
+            buffer_blocks=buffer.count,
+            expected_blocks=count,
+        )
+    if writable:
+        for block in range(count):
+            if any(piece.readonly for piece in buffer.segments(block, 0, shape.layers)):
+                raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it", position=block)
+            if isinstance(buffer, DenseBlocks):
+                break  # one array: one answer
+    return buffer
+
+
+def _is_tensor(obj: object) -> bool:
+    """Whether it is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def _tensor_bytes(tensor: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401  # torch is not imported, not even for its types
+    """A torch CPU tensor as a uint8 array over the same memory (numpy knows neither bf16 nor fp8, so bytes it is)."""
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise InvalidArgument("only dense CPU tensors hold blocks here", device=tensor.device, layout=tensor.layout)
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+    elif tensor.stride(-1) != 1:
+        raise InvalidArgument("the last axis of the tensor is not contiguous", shape=tuple(tensor.shape), strides=tensor.stride())
+    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    return array
+
+
+class PickedBlocks:
+    """Some blocks of a buffer as a buffer of their own, in the order given. No bytes are copied."""
+
+    def __init__(self, buffer: BlockBuffer, blocks: Sequence[int]) -> None:
+        self._buffer = buffer
+        self._blocks = blocks
+
+    @property
+    def count(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def shape(self) -> BlockShape:
+        return self._buffer.shape
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        return self._buffer.segments(self._blocks[block], first_layer, layer_count)
+
+
+def pick_blocks(buffer: BlockBuffer, blocks: npt.NDArray[np.intp]) -> BlockBuffer:
+    """Some blocks of a buffer, as a view; as plain as possible, because plain memory moves faster.
+
+    Args:
+        buffer: the memory.
+        blocks: rising positions in it.
+    """
+    count = len(blocks)
+    if count == buffer.count:
+        return buffer
+    if isinstance(buffer, DenseBlocks) and count and int(blocks[-1]) - int(blocks[0]) == count - 1:
+        return DenseBlocks(buffer.array[int(blocks[0]) : int(blocks[-1]) + 1])
+    return PickedBlocks(buffer, blocks.tolist())
+
+
+class LayersOf:
+    """Some layers of each block of a buffer, as blocks of their own. No bytes are copied."""
+
+    def __init__(self, buffer: BlockBuffer, first_layer: int, layer_count: int) -> None:
+        self._buffer = buffer
+        self._first_layer = first_layer
+        self._shape = BlockShape(layer_count, buffer.shape.layer_block_bytes)
+
+    @property
+    def count(self) -> int:
+        return self._buffer.count
+
+    @property
+    def shape(self) -> BlockShape:
+        return self._shape
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        return self._buffer.segments(block, self._first_layer + first_layer, layer_count)

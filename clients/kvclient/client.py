@@ -1,0 +1,459 @@
+"""The client as engines see it, blocking. ``kvclient.aio`` is the same for asyncio.
+
+Threads: all methods may be called from any thread. Fork: gRPC does not survive it, so make the client after forking; a child
+that calls its parent's client gets ``InvalidArgument``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from kvclient.buffers import as_block_buffer
+from kvclient.calls import Call, Caller
+from kvclient.core import Core, check_keys, check_place
+from kvclient.directory import Directory, by_roles
+from kvclient.incidents import Incidents
+from kvclient.layer_store import StoreHandle
+from kvclient.layers import LayerGate, LoadHandle
+from kvclient.load import Load
+from kvclient.operation import Operation
+from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
+from kvclient.remote import PeerPool
+from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
+from kvclient.session import LocalNode, local_address
+from kvclient.store import Store
+from kvproto.v1 import node_pb2
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.keys import KeyChain, Tokens
+from kvstore.core.spec import CacheSpec
+from kvstore.core.tls import TlsConfig
+from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome
+from kvstore.rpc.client import call
+
+_log = logging.getLogger(__name__)
+
+_LOOKUP_SHARE = 0.5
+"""Part of a load's time that the lookup within it may take."""
+_STORE_NODE_VALID_S = 5.0
+
+Keys = Sequence[BlockKey] | bytes
+"""Consecutive keys of a chain: a sequence of 16-byte keys, or all of them packed in one ``bytes``."""
+
+
+class KVClient:
+    """One engine's access to the store, in one namespace. Made by ``connect``; a context manager."""
+
+    def __init__(self, core: Core, directory: Directory | None) -> None:
+        """For ``connect``."""
+        self._core = core
+        self._directory = directory
+        self._chain = KeyChain(core.spec)
+        options = core.options
+        self._caller = Caller(core.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict)
+        self._handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
+        self._store_node: tuple[NodeRef, float] | None = None
+        self._pid = os.getpid()
+        self._closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        metadata: str | None,
+        spec: CacheSpec,
+        *,
+        node: str | None = "auto",
+        tls: TlsConfig | None = None,
+        options: ClientOptions | None = None,
+    ) -> Self:
+        """Makes the namespace known and opens a session with the node of this host.
+
+        Args:
+            metadata: address of the metadata server, ``host:port``; None: only the local node is asked.
+            spec: the namespace.
+            node: address of the local node (``unix:/path`` or ``host:port``); ``"auto"``: a living one whose unix socket is on
+                this host, if there is one; None: none, bytes travel over TCP straight to and from other nodes.
+            tls: for everything but unix sockets.
+            options: bounds and choices.
+
+        Raises:
+            InvalidArgument: a malformed address, or neither metadata server nor node.
+            KVStoreError: the metadata server or the named node does not answer (unless ``options.require_store`` is False).
+        """
+        options = options or ClientOptions()
+        clock = MonotonicClock()
+        incidents = Incidents(clock, options.log_interval_s)
+        if metadata is None and (node is None or node == "auto"):
+            raise InvalidArgument("a client takes a metadata server, a node, or both")
+        directory = Directory(metadata, spec, tls, clock, options) if metadata is not None else None
+        peers = PeerPool(spec, tls, options, incidents)
+        local = None
+        try:
+            if directory is not None:
+                _attempt(options, incidents, partial(directory.register, options.connect_deadline_s))
+            if node is not None:
+                finder = _NodeFinder(node, directory, options)
+                local = LocalNode(finder.find, spec, tls, clock, options, incidents)
+                if _attempt(options, incidents, local.open) is False:
+                    local.close()
+                    local = None
+                    _log.info("no node of the store on this host: blocks travel over TCP")
+        except BaseException:
+            if local is not None:
+                local.close()
+            if directory is not None:
+                directory.close()
+            raise
+        return cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers), directory)
+
+    # ---- keys and lookup ----
+    @property
+    def spec(self) -> CacheSpec:
+        """The namespace."""
+        return self._core.spec
+
+    def keys(
+        self, tokens: Tokens, extras: Mapping[int, bytes] | None = None, parent: BlockKey | None = None, first_block: int = 0
+    ) -> list[BlockKey]:
+        """Keys of all full blocks of some tokens; see ``kvstore.core.keys.KeyChain.keys``."""
+        return self._chain.keys(tokens, extras=extras, parent=parent, first_block=first_block)
+
+    def lookup(self, keys: Keys, *, deadline_s: float | None = None) -> Lookup:
+        """The longest run of leading keys that can be served, as far as the index knows.
+
+        Args:
+            keys: a chain from its head.
+            deadline_s: seconds it may take; None: the option's.
+
+        Raises:
+            InvalidArgument: malformed keys, or too many.
+        """
+        return self._caller.now(self.lookup_call(keys, deadline_s))
+
+    def lookup_call(self, keys: Keys, deadline_s: float | None) -> Call[Lookup]:
+        """The work of ``lookup``, checked but not begun."""
+        self._check_usable()
+        keys, _ = check_keys(keys)
+        operation = self._operation(deadline_s, self._core.options.lookup_deadline_s)
+        return Call(operation, partial(self._look_up, keys, operation), lambda error: Lookup(keys, error=error))
+
+    def _look_up(self, keys: Sequence[BlockKey], operation: Operation) -> Lookup:
+        """Asks the metadata server; without an answer, a miss."""
+        counters = self._core.incidents.counters
+        counters.add("client_lookups_total")
+        if not keys or self._directory is None:
+            return Lookup(keys)
+        try:
+            found = self._directory.lookup(keys, operation.left_s())
+        except KVStoreError as error:
+            self._core.incidents.report("client_lookups_failed_total", "lookup failed: a miss", error)
+            return Lookup(keys, seconds=operation.elapsed_s(), error=error)
+        counters.add("client_lookup_blocks_total", len(keys))
+        counters.add("client_lookup_hit_blocks_total", found.hit_blocks)
+        return found
+
+    # ---- loads ----
+    def load(
+        self,
+        what: Lookup | Keys,
+        buffer: object,
+        *,
+        deadline_s: float | None = None,
+        verify: Verify | None = None,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+    ) -> LoadResult:
+        """Loads blocks into a buffer of the caller's. When it has returned, nothing writes to the buffer any more.
+
+        Args:
+            what: a ``Lookup``: its first ``hit_blocks`` are loaded (``lookup.part`` for less). Or keys: they are looked up on the
+                way if they begin a chain, and the local node is asked for all of them, whatever the index says.
+            buffer: room for exactly these blocks; see ``as_block_buffer``.
+            deadline_s: seconds it may take; None: the option's.
+            verify: whether checksums are compared here; None: the option's.
+            parent: with keys: the key before the first, where that is not the head of its chain.
+            depth: with keys: position of the first in its chain.
+
+        Raises:
+            InvalidArgument: a buffer or keys that do not fit.
+        """
+        return self._caller.now(self.load_call(what, buffer, deadline_s, verify, parent, depth, None))
+
+    def start_load(
+        self,
+        what: Lookup | Keys,
+        buffer: object,
+        *,
+        deadline_s: float | None = None,
+        verify: Verify | None = None,
+        layerwise: bool = True,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+    ) -> LoadHandle:
+        """Begins a load in the background, for layer-wise hand-over; other arguments as for ``load``.
+
+        ``layerwise``: layer 0 of all blocks comes first, then layer 1, and so on; False: block after block, which is done sooner.
+        """
+        blocks = what.hit_blocks if isinstance(what, Lookup) else len(check_keys(what)[0])
+        gate = LayerGate(blocks)
+        load = self.load_call(what, buffer, deadline_s, verify, parent, depth, gate if layerwise else None)
+
+        def work() -> LoadResult:
+            good = 0
+            try:
+                result = load.work()
+                good = result.hit_blocks
+            finally:
+                gate.finish(good)
+            return result
+
+        def refused(error: KVStoreError) -> LoadResult:
+            gate.finish(0)
+            return load.refused(error)
+
+        future = self._caller.later(Call(load.operation, work, refused))
+        return LoadHandle(load.operation, gate, future, self._core.shape.layers)
+
+    def load_call(
+        self,
+        what: Lookup | Keys,
+        buffer: object,
+        deadline_s: float | None,
+        verify: Verify | None,
+        parent: BlockKey | None,
+        depth: int,
+        gate: LayerGate | None,
+    ) -> Call[LoadResult]:
+        """The work of ``load``, checked but not begun."""
+        self._check_usable()
+        lookup: Lookup | None = None
+        if isinstance(what, Lookup):
+            if parent is not None or depth:
+                raise InvalidArgument("a lookup knows its place in the chain: give parent and depth with keys only")
+            lookup, parent, depth = what, what.parent, what.depth
+            keys, packed = check_keys(what.keys[: what.hit_blocks])
+        else:
+            keys, packed = check_keys(what)
+        check_place(parent, depth)
+        verify = self._core.options.verify if verify is None else verify
+        if verify not in VERIFY_CHOICES:
+            raise InvalidArgument("unknown choice", verify=verify, choices=VERIFY_CHOICES)
+        blocks = as_block_buffer(buffer, self._core.shape, len(keys))
+        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
+
+        def work() -> LoadResult:
+            found = lookup
+            if found is None:
+                head = keys if parent is None else ()  # the index knows chains from their head only
+                found = self._look_up(head, Operation(self._core.clock, operation.left_s() * _LOOKUP_SHARE))
+            load = Load(self._core, keys, packed, found.runs, parent, depth, blocks, operation, verify, gate)
+            if found.error is not None:
+                load.note(found.error)
+            return load.run()
+
+        return Call(operation, work, lambda error: LoadResult(np.full(len(keys), Outcome.UNAVAILABLE, np.uint8), error=error))
+
+    # ---- stores ----
+    def store(
+        self,
+        keys: Keys,
+        buffer: object,
+        *,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+        deadline_s: float | None = None,
+        durable: bool = False,
+        wait_visible: bool = False,
+    ) -> StoreResult:
+        """Stores blocks; what the store holds already is not written again.
+
+        Args:
+            keys: consecutive keys of a chain.
+            buffer: their bytes; must not change until the call has returned.
+            parent: the key before the first, where that is not the head of its chain.
+            depth: position of the first in its chain.
+            deadline_s: seconds it may take, waiting for room included; None: the option's.
+            durable: answer only once they are on NVMe (see the result's ``durable``).
+            wait_visible: with a local node: return only once lookups everywhere show the blocks, or most of the time is up.
+
+        Raises:
+            InvalidArgument: a buffer or keys that do not fit.
+        """
+        return self._caller.now(
+            self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
+        )
+
+    def store_call(
+        self,
+        keys: Keys,
+        buffer: object,
+        parent: BlockKey | None,
+        depth: int,
+        deadline_s: float | None,
+        *,
+        durable: bool,
+        wait_visible: bool,
+    ) -> Call[StoreResult]:
+        """The work of ``store``, checked but not begun."""
+        self._check_usable()
+        keys, packed = check_keys(keys)
+        check_place(parent, depth)
+        blocks: BlockBuffer = as_block_buffer(buffer, self._core.shape, len(keys), writable=False)
+        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
+        store = Store(
+            self._core,
+            keys,
+            packed,
+            parent,
+            depth,
+            blocks,
+            operation,
+            self._find_store_node,
+            durable=durable,
+            wait_visible=wait_visible,
+        )
+
+        def work() -> StoreResult:
+            result = store.run()
+            if result.error is not None:
+                self._store_node = None  # it may be that node's fault: choose anew
+            return result
+
+        return Call(operation, work, lambda error: StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8), error=error))
+
+    def begin_store(
+        self, keys: Keys, *, parent: BlockKey | None = None, depth: int = 0, deadline_s: float | None = None
+    ) -> StoreHandle:
+        """Begins a store that is written layer by layer; ``deadline_s`` bounds it up to its commit.
+
+        Raises:
+            InvalidArgument: keys that do not fit.
+        """
+        self._check_usable()
+        keys, packed = check_keys(keys)
+        check_place(parent, depth)
+        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
+        handle = StoreHandle(self._core, keys, packed, parent, depth, operation, self._find_store_node)
+        self._handles.add(handle)
+        return handle
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Waits until everything stored through the local node so far is durable, or given up. False: not in time, or no node."""
+        self._check_usable()
+        session = self._core.local.session() if self._core.local is not None else None
+        if session is None:
+            return False
+        try:
+            request = node_pb2.FlushRequest(timeout_ms=int(timeout_s * 1000))
+            return bool(call(session.stub.Flush, request, timeout_s + _FLUSH_GRACE_S).complete)
+        except KVStoreError as error:
+            self._core.incidents.report("client_flush_failed_total", "flush failed", error)
+            return False
+
+    def _find_store_node(self, timeout_s: float) -> NodeRef:
+        """Where stores go without a local node: asked of the metadata server now and then."""
+        now_s = self._core.clock.now_s()
+        if self._store_node is not None and now_s < self._store_node[1]:
+            return self._store_node[0]
+        if self._directory is None:
+            raise Unavailable("no local node and no metadata server: nowhere to store")
+        options = self._core.options
+        nodes = by_roles(self._directory.nodes(min(timeout_s, options.lookup_deadline_s)), options.store_roles)
+        for node in nodes:
+            if options.store_node is None or node.node_id == options.store_node:
+                ref = NodeRef(NodeId(node.node_id), node.control_address, node.data_address)
+                self._store_node = (ref, now_s + _STORE_NODE_VALID_S)
+                return ref
+        raise Unavailable("no living node to store to", store_node=options.store_node)
+
+    # ---- life ----
+    def stats(self) -> dict[str, int]:
+        """Totals of this client by name, and whether its session with the local node is open (1 or 0)."""
+        local = self._core.local
+        return {**self._core.incidents.snapshot(), "client_session_open": int(local is not None and local.is_open)}
+
+    @property
+    def local_node(self) -> NodeId | None:
+        """The node that a session is open with, if any."""
+        return self._core.local.node_id if self._core.local is not None else None
+
+    def close(self) -> None:
+        """Cancels what runs and lets go of everything. Calls after it are misses and skips."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        for handle in list(self._handles):
+            handle.abort()
+        self._caller.close()
+        self._core.peers.close()
+        if self._core.local is not None:
+            self._core.local.close()
+        if self._directory is not None:
+            self._directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def caller(self) -> Caller:
+        """For ``kvclient.aio``: where calls run."""
+        return self._caller
+
+    def _operation(self, deadline_s: float | None, default_s: float) -> Operation:
+        deadline_s = default_s if deadline_s is None else deadline_s
+        if not deadline_s > 0:
+            raise InvalidArgument("a deadline is in seconds from now, above 0", deadline_s=deadline_s)
+        return Operation(self._core.clock, deadline_s)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidArgument("this client was made before a fork: make another one in the child")
+
+
+class _NodeFinder:
+    """Where the local node is: as named, or found through the metadata server; without that, where it was last."""
+
+    def __init__(self, node: str, directory: Directory | None, options: ClientOptions) -> None:
+        self._named = None if node == "auto" else node
+        self._directory = directory
+        self._options = options
+        self._last: str | None = None
+
+    def find(self) -> str | None:
+        """Its address, or None where this host has none."""
+        if self._named is not None or self._directory is None:
+            return self._named
+        try:
+            nodes = self._directory.nodes(self._options.lookup_deadline_s)
+        except KVStoreError:
+            if self._last is None:
+                raise
+            return self._last
+        self._last = local_address(by_roles(nodes, self._options.local_roles)) or self._last
+        return self._last
+
+
+def _attempt(options: ClientOptions, incidents: Incidents, work: partial[None] | object) -> object:
+    """A step of ``connect`` that may fail where ``require_store`` is False; then None."""
+    try:
+        return work()  # type: ignore[operator]
+    except KVStoreError as error:
+        if options.require_store or isinstance(error, InvalidArgument):
+            raise
+        incidents.report("client_connect_failed_total", "connecting without a part of the store", error)
+        return None
+
+
+_FLUSH_GRACE_S = 0.5

@@ -1,0 +1,129 @@
+"""The metadata server as the client sees it: who holds which blocks, which nodes live.
+
+Behind a circuit breaker: with the server gone, lookups are misses that cost nothing, until a probe finds it again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvclient.options import ClientOptions
+from kvclient.results import Lookup, NodeRef, Run
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.core.clock import Clock
+from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
+from kvstore.core.spec import CacheSpec
+from kvstore.core.tls import TlsConfig
+from kvstore.core.types import BlockKey, NodeId, VolumeId, pack_keys
+from kvstore.rpc.client import RetryPolicy, UnaryMethod, call, connect
+from kvstore.rpc.codec import spec_to_proto, tier_from_proto
+from kvstore.transport.breaker import CircuitBreaker
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+_ONCE_MORE = RetryPolicy(attempts=2, first_backoff_s=0.01)
+
+
+class Directory:
+    """One metadata server. Thread-safe.
+
+    Args:
+        address: its gRPC address.
+        spec: the namespace that lookups speak of.
+        tls: as for every channel of the client.
+        clock: where time comes from.
+        options: bounds.
+    """
+
+    def __init__(self, address: str, spec: CacheSpec, tls: TlsConfig | None, clock: Clock, options: ClientOptions) -> None:
+        self.address = address
+        self._spec = spec
+        self._clock = clock
+        self._channel = connect(address, tls=tls)
+        self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
+        self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
+        self._registered = False
+
+    def register(self, timeout_s: float) -> None:
+        """Makes the namespace known. Idempotent.
+
+        Raises:
+            KVStoreError: the server refused it or does not answer.
+        """
+        request = metadata_pb2.RegisterNamespaceRequest(operation_id=secrets.token_bytes(16), spec=spec_to_proto(self._spec))
+        answer = self._call(self._stub.RegisterNamespace, request, timeout_s)
+        if answer.namespace_id != self._spec.namespace:
+            raise Internal("the metadata server derives another namespace from this spec: its version differs")
+        self._registered = True
+
+    def lookup(self, keys: Sequence[BlockKey], timeout_s: float) -> Lookup:
+        """The longest hit of a chain, from its head.
+
+        Raises:
+            KVStoreError: the server does not answer, or not sensibly.
+        """
+        started_s = self._clock.now_s()
+        if not self._registered:  # connect() found no server
+            self.register(timeout_s)
+        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=pack_keys(keys))  # type: ignore[arg-type]
+        try:
+            answer = self._call(self._stub.Lookup, request, timeout_s)
+        except NotFound:  # the server lost its index and with it the namespace
+            self._registered = False
+            self.register(timeout_s)
+            answer = self._call(self._stub.Lookup, request, timeout_s)
+        runs = _runs(answer, len(keys))
+        return Lookup(keys, answer.hit_blocks, runs, seconds=self._clock.now_s() - started_s)
+
+    def nodes(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
+        """Living nodes, by node id.
+
+        Raises:
+            KVStoreError: the server does not answer.
+        """
+        answer = self._call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
+        return [status.node for status in answer.nodes if status.alive]
+
+    def close(self) -> None:
+        """Closes the channel; calls under way fail."""
+        self._channel.close()
+
+    def _call(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
+        if not self._breaker.allow():
+            raise Unavailable("the metadata server does not answer; not asked again for a moment", address=self.address)
+        try:
+            answer = call(method, request, timeout_s, _ONCE_MORE)
+        except (Unavailable, DeadlineExceeded):
+            self._breaker.failed()
+            raise
+        except KVStoreError:
+            self._breaker.succeeded()  # it answered, if only to refuse
+            raise
+        self._breaker.succeeded()
+        return answer
+
+
+def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:
+    """The runs of an answer, checked: they steer where bytes are read from and written to."""
+    if answer.hit_blocks > count:
+        raise Internal("the metadata server answers for more keys than asked", hit_blocks=answer.hit_blocks, keys=count)
+    nodes = [NodeRef(NodeId(node.node_id), node.control_address, node.data_address) for node in answer.nodes]
+    runs = []
+    for run in answer.runs:
+        if run.node >= len(nodes) or run.volume >= len(answer.nodes[run.node].volumes) or run.start + run.count > count:
+            raise Internal("the metadata server answers runs that point nowhere", run=run)
+        volume = answer.nodes[run.node].volumes[run.volume]
+        runs.append(Run(run.start, run.count, nodes[run.node], tier_from_proto(volume.tier), VolumeId(volume.volume_id)))
+    return tuple(runs)
+
+
+def by_roles(nodes: Sequence[common_pb2.NodeInfo], roles: Sequence[str]) -> list[common_pb2.NodeInfo]:
+    """Nodes in order of their best role; equals stay in order of their ids."""
+
+    def rank(node: common_pb2.NodeInfo) -> int:
+        return min((roles.index(role) for role in node.roles if role in roles), default=len(roles))
+
+    return sorted(nodes, key=rank)

@@ -1,0 +1,246 @@
+"""One load: from the local node's arena where there is a session, else and for what failed from other nodes directly.
+
+Outcomes begin as MISS and change only when bytes are in the caller's buffer, complete and checked as asked: whatever breaks on
+the way leaves a miss behind. The order of attempts, all within one deadline:
+
+1. The local node brings what it can (its own tiers, then the other nodes that the lookup named) into its arena, leases it to us,
+   and we copy. A copy that ended after its lease may have been overwritten under our hands: it does not count, and is tried
+   once more.
+2. What the lookup promised and did not come, or everything where there is no session, is read straight from the nodes that
+   hold it; what fails there once more from another node, if one is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import wait
+
+import numpy as np
+import numpy.typing as npt
+
+from kvclient.buffers import pick_blocks
+from kvclient.core import Core
+from kvclient.layers import LayerGate
+from kvclient.local_load import LocalLoad
+from kvclient.operation import Operation
+from kvclient.options import Verify
+from kvclient.results import PATH_LOCAL, PATH_PREFILL, LoadResult, NodeRef, Run
+from kvclient.tally import Tally
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.core.types import BlockKey, Outcome
+from kvstore.transport.contract import LayerProgress, ReadRequest
+
+Positions = npt.NDArray[np.intp]
+
+_FIRST_TRY_SHARE = 0.6
+"""Part of the time that a node may take where another one could be asked after it."""
+_AFTER_LOCAL = (Outcome.UNAVAILABLE, Outcome.NO_ROOM)
+"""What is worth asking another node directly after the local one failed; a MISS of its is already everybody's."""
+_AFTER_REMOTE = (Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.MISS, Outcome.CORRUPT)
+
+
+class Load:
+    """One load of consecutive blocks of a chain. ``run`` once, in any thread.
+
+    Args:
+        core: the client's parts.
+        keys: consecutive keys of a chain.
+        packed: the same, packed.
+        runs: who is said to hold what.
+        parent: key before the first, None at the head.
+        depth: position of the first.
+        buffer: room for all of them.
+        operation: deadline and cancellation.
+        verify: see ``Verify``.
+        gate: layer-wise: where arrived layers are announced.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        keys: Sequence[BlockKey],
+        packed: bytes,
+        runs: Sequence[Run],
+        parent: BlockKey | None,
+        depth: int,
+        buffer: BlockBuffer,
+        operation: Operation,
+        verify: Verify,
+        gate: LayerGate | None,
+    ) -> None:
+        self._core = core
+        self._keys = keys
+        self._packed = packed
+        self._runs = sorted(runs, key=lambda run: run.tier)  # nearest tier first; equals in the order of the index
+        self._parent = parent
+        self._depth = depth
+        self._buffer = buffer
+        self._operation = operation
+        self._verify = verify
+        self._gate = gate
+        self._tally = Tally(len(keys))
+        self._local_node: str | None = None
+
+    def run(self) -> LoadResult:
+        """Does it. Errors of ours end in outcomes and ``error``."""
+        if self._keys:
+            self._from_local()
+            self._from_others()
+        return self._result()
+
+    def note(self, error: KVStoreError) -> None:
+        """Something went wrong before the load began (its lookup failed): kept for the result."""
+        self._tally.note(error)
+
+    # ---- the local node ----
+    def _from_local(self) -> None:
+        local = self._core.local
+        if local is None:
+            return
+        session = local.session()
+        if session is None:
+            self._tally.note(Unavailable("no session with the local node at the moment"))
+            self._core.incidents.counters.add("client_loads_without_session_total")
+            return
+        self._local_node = session.node_id
+        attempt = LocalLoad(self._core, session, self._tally, self._buffer, self._operation, self._verify, self._gate)
+        attempt.run(self._packed, self._runs, self._parent, self._depth)
+
+    # ---- other nodes ----
+    def _from_others(self) -> None:
+        tally = self._tally
+        if not self._runs:
+            return
+        asked = np.full(len(self._keys), -1, np.int16)  # which node each block was asked from last
+        pending = np.isin(tally.outcomes, _AFTER_LOCAL) if self._local_node is not None else np.ones(len(self._keys), bool)
+        for attempt in range(2):
+            if self._operation.over or not pending.any():
+                break
+            if self._gate is not None and self._gate.announced:
+                break  # the engine has been told that these layers are there: what comes later must not count as a hit
+            choice, alternatives = self._choose(pending, asked)
+            chosen = choice >= 0
+            if not chosen.any():
+                break
+            if attempt or self._local_node is not None:
+                self._core.incidents.counters.add("client_fallback_blocks_total", int(np.count_nonzero(chosen)))
+            self._read_round(choice, may_retry=attempt == 0 and alternatives)
+            asked = np.where(chosen, choice, asked)
+            pending = chosen & np.isin(tally.outcomes, _AFTER_REMOTE)
+        if self._operation.over and pending.any():
+            tally.outcomes[pending & (tally.outcomes != Outcome.CORRUPT)] = Outcome.TIMEOUT
+            tally.note(self._operation.error())
+
+    def _choose(self, pending: npt.NDArray[np.bool_], asked: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], bool]:
+        """For each pending block the best node (its number) that was not asked last, or -1; and whether any has a second one."""
+        choice = np.full(len(pending), -1, np.int16)
+        alternatives = False
+        for run in self._runs:
+            if run.node_id == self._local_node:
+                continue
+            span = slice(run.start, run.end)
+            number = self._tally.node_number(run.node_id)
+            open_ = pending[span] & (asked[span] != number)
+            alternatives = alternatives or bool((open_ & (choice[span] >= 0) & (choice[span] != number)).any())
+            choice[span] = np.where(open_ & (choice[span] < 0), np.int16(number), choice[span])
+        return choice, alternatives
+
+    def _read_round(self, choice: npt.NDArray[np.int16], *, may_retry: bool) -> None:
+        """Reads from all chosen nodes at once; returns when all have stopped writing into the buffer."""
+        operation = self._operation
+        deadline_s = operation.deadline_s
+        if may_retry:
+            deadline_s -= operation.left_s() * (1 - _FIRST_TRY_SHARE)
+        refs = {self._tally.node_number(run.node_id): run.node for run in self._runs}
+        parts = [(refs[number], np.flatnonzero(choice == number)) for number in np.unique(choice[choice >= 0]).tolist()]
+        layers = _JoinedLayers(self._gate, len(parts)) if self._gate is not None else None
+        futures = []
+        try:
+            for index, (node, positions) in enumerate(parts[1:], start=1):
+                futures.append(
+                    self._core.peers.submit(
+                        lambda node=node, positions=positions, index=index: self._read(node, positions, deadline_s, layers, index)  # type: ignore[misc]
+                    )
+                )
+            self._read(*parts[0], deadline_s, layers, 0)
+        except Unavailable as error:  # the client is being closed
+            self._tally.note(error)
+        finally:
+            wait(futures)  # each ends by the deadline; before that nobody may have the buffer back
+        for future in futures:
+            future.result()
+
+    def _read(self, node: NodeRef, positions: Positions, deadline_s: float, layers: _JoinedLayers | None, index: int) -> None:
+        """Reads some blocks from one node: piece by piece, so that a cancellation is seen soon; layer-wise in one piece."""
+        tally, core = self._tally, self._core
+        block_bytes = core.shape.block_bytes
+        piece = len(positions) if layers is not None else max(1, core.options.copy_chunk_bytes // block_bytes)
+        number = tally.node_number(node.node_id)
+        try:
+            peer = core.peers.peer(node)
+            for at in range(0, len(positions), piece):
+                if self._operation.over or core.clock.now_s() >= deadline_s:
+                    tally.outcomes[positions[at:]] = Outcome.UNAVAILABLE  # TIMEOUT in the end, if nobody else brings it
+                    return
+                part = positions[at : at + piece]
+                request = ReadRequest(
+                    core.namespace,
+                    [self._keys[position] for position in part.tolist()],
+                    0,
+                    core.shape.layers,
+                    core.options.layer_group if layers is not None else 0,
+                    deadline_s,
+                )
+                result = peer.read(
+                    request,
+                    pick_blocks(self._buffer, part),
+                    verify=self._verify != "never",
+                    on_layers=layers.progress_of(index) if layers is not None else None,
+                )
+                outcomes = np.array(result.outcomes, np.uint8)
+                outcomes[outcomes == Outcome.TIMEOUT] = Outcome.UNAVAILABLE
+                tally.record(part, outcomes, np.array(result.tiers, np.uint8), number, PATH_PREFILL)
+        except KVStoreError as error:
+            self._refused(node, positions, error)
+
+    def _refused(self, node: NodeRef, positions: Positions, error: KVStoreError) -> None:
+        tally = self._tally
+        tally.outcomes[positions[tally.outcomes[positions] != Outcome.HIT]] = Outcome.UNAVAILABLE
+        tally.note(error)
+        self._core.incidents.report("client_peer_failed_total", f"cannot read from node {node.node_id}", error)
+
+    # ---- the end ----
+    def _result(self) -> LoadResult:
+        result = self._tally.result(self._core.shape.block_bytes)
+        result.seconds = self._operation.elapsed_s()
+        counters = self._core.incidents.counters
+        counters.add("client_loads_total")
+        counters.add("client_load_blocks_total", len(self._keys))
+        hits = result.count(Outcome.HIT)
+        counters.add("client_load_hit_blocks_total", hits)
+        for path in (PATH_LOCAL, PATH_PREFILL):
+            if path in result.bytes_by_path:
+                counters.add(f"client_{path}_bytes_total", result.bytes_by_path[path])
+        if hits < len(self._keys):
+            for outcome in (Outcome.CORRUPT, Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM):
+                if count := result.count(outcome):
+                    counters.add(f"client_load_{outcome.name.lower()}_blocks_total", count)
+        return result
+
+
+class _JoinedLayers:
+    """Layers that have arrived from every one of several nodes."""
+
+    def __init__(self, gate: LayerGate, parts: int) -> None:
+        self._gate = gate
+        self._arrived = [0] * parts
+
+    def progress_of(self, index: int) -> LayerProgress:
+        """The progress callback of one part."""
+
+        def arrived(first_layer: int, layer_count: int) -> None:
+            self._arrived[index] = max(self._arrived[index], first_layer + layer_count)
+            self._gate.advance(min(self._arrived))
+
+        return arrived

@@ -1,0 +1,313 @@
+"""The part of a load that goes through the local node: its arena is mapped here, so a block costs one copy.
+
+Blocks that ``Load`` answers are leased: they stay put for ``lease_s`` from some moment after the call was sent. The clock is
+read *after* each copy; if the lease may have ended by then, the bytes may be another block's and do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from kvclient.arena import mismatches
+from kvclient.core import Core
+from kvclient.layers import LayerGate
+from kvclient.operation import Operation
+from kvclient.options import Verify
+from kvclient.results import PATH_LOCAL, PATH_PREFILL, Outcomes, Run
+from kvclient.session import Session, means_lost, new_operation_id
+from kvclient.tally import Tally, spans
+from kvproto.v1 import node_pb2
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError
+from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
+from kvstore.rpc.codec import unpack_u64
+from kvstore.rpc.errors import FailedCall, from_rpc_error
+
+MAX_SOURCES = 4_096
+"""Runs that one load names to the node; more than these are left out (a node reads at most so many)."""
+_ARENA_SHARE = 16
+"""Leases are given back at the latest when they hold 1/16 of the arena, so that large loads flow through it."""
+_LAYERWISE_ARENA_SHARE = 4
+"""A layer-wise load holds all its blocks until its end; beyond 1/4 of the arena it is done block by block instead."""
+_OUTCOMES = frozenset(map(int, Outcome))
+_TIERS = frozenset(map(int, Tier))
+
+
+@dataclass(frozen=True, slots=True)
+class _Leased:
+    """Consecutive blocks that lie in the arena."""
+
+    first: int
+    offsets: npt.NDArray[np.uint64]
+    checksums: npt.NDArray[np.uint64] | None
+    tier: int
+    node: str
+    good: npt.NDArray[np.bool_]
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets)
+
+
+class LocalLoad:
+    """Loads through one session into the tally and the buffer of a load."""
+
+    def __init__(
+        self,
+        core: Core,
+        session: Session,
+        tally: Tally,
+        buffer: BlockBuffer,
+        operation: Operation,
+        verify: Verify,
+        gate: LayerGate | None,
+    ) -> None:
+        self._core = core
+        self._session = session
+        self._tally = tally
+        self._buffer = buffer
+        self._operation = operation
+        self._want_checksums = verify == "always"
+        self._step = max(1, core.options.copy_chunk_bytes // core.shape.block_bytes)
+        self._release_bytes = min(core.options.release_bytes, session.arena.size // _ARENA_SHARE)
+        self._layerwise = gate is not None and self._fits_layerwise(len(tally.outcomes))
+        self._gate = gate
+        self._leased: list[_Leased] = []  # layer-wise: what is copied layer by layer after the stream
+        self._lease_ids: list[int] = []
+        self._lease_bytes = 0
+        self._lease_end_s = 0.0
+        self._expired: list[tuple[int, int]] = []
+        self._over = False
+
+    def _fits_layerwise(self, blocks: int) -> bool:
+        size = blocks * self._core.shape.block_bytes
+        if size <= min(self._session.arena.size // _LAYERWISE_ARENA_SHARE, self._core.options.load_chunk_bytes):
+            return True
+        self._core.incidents.counters.add("client_layerwise_too_large_total")
+        return False
+
+    def run(self, packed: bytes, runs: Sequence[Run], parent: BlockKey | None, depth: int) -> None:
+        """Loads all blocks of the tally. Never raises for failures of ours."""
+        count = len(self._tally.outcomes)
+        piece = max(1, self._core.options.load_chunk_bytes // self._core.shape.block_bytes)
+        sources = [run for run in runs if run.node_id != self._session.node_id]
+        try:
+            with self._session.used():
+                for start in range(0, count, piece):
+                    stop = min(count, start + piece)
+                    self._load(packed, sources, parent, depth, start, stop)
+                    expired, self._expired = self._expired, []
+                    if self._gate is not None and self._gate.announced:
+                        expired = []
+                    for first, last in expired:
+                        self._load(packed, sources, parent, depth, first, last)
+                    if self._over:
+                        break
+        except KVStoreError as error:
+            self._failed(error)
+
+    # ---- one call ----
+    def _load(self, packed: bytes, sources: Sequence[Run], parent: BlockKey | None, depth: int, start: int, stop: int) -> None:
+        """Asks for blocks ``[start, stop)`` and copies what comes."""
+        operation, session = self._operation, self._session
+        if self._over or operation.over:
+            self._unanswered(start, stop, Outcome.TIMEOUT)
+            return
+        before = packed[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else parent or b""
+        request = node_pb2.LoadRequest(
+            session_id=session.session_id,
+            operation_id=new_operation_id(),
+            keys=packed[start * KEY_BYTES : stop * KEY_BYTES],
+            sources=_sources(sources, start, stop),
+            want_checksums=self._want_checksums,
+            parent=before,
+            depth=depth + start,
+        )
+        answered = np.zeros(stop - start, bool)
+        self._lease_end_s = self._core.clock.now_s() + session.lease_s - self._core.options.lease_margin_s
+        try:
+            with closing(self._stream(request)) as stream:
+                for progress in stream:
+                    if not self._take(progress, start, answered):
+                        break
+            if self._layerwise:
+                self._copy_layers()
+        finally:
+            self._give_back()
+            if not answered.all():
+                fate = Outcome.TIMEOUT if operation.over else Outcome.UNAVAILABLE
+                for first, last in spans(np.flatnonzero(~answered)):
+                    self._unanswered(start + first, start + last, fate)
+
+    def _stream(self, request: node_pb2.LoadRequest) -> Generator[node_pb2.LoadProgress, None, None]:
+        """The progress of a call, until it ends or fails; a failure is noted, and ends it."""
+        try:
+            stream = self._session.stub.Load(request, timeout=self._operation.left_s())
+        except ValueError:  # the channel was closed under us
+            self._over = True
+            return
+        with self._operation.on_cancel(stream.cancel):
+            try:
+                yield from stream
+            except grpc.RpcError as failed:
+                self._failed(from_rpc_error(cast("FailedCall", failed)))
+            finally:
+                stream.cancel()  # no effect where it has ended
+
+    def _failed(self, error: KVStoreError) -> None:
+        """The call, and with it this way of loading, is over."""
+        self._over = True
+        if self._operation.over or isinstance(error, DeadlineExceeded):
+            self._tally.note(self._operation.error())
+            return
+        self._tally.note(error)
+        if means_lost(error) and self._core.local is not None:
+            self._core.local.lost(self._session, error)
+        else:
+            self._core.incidents.report("client_local_load_failed_total", "the local node refused a load", error)
+
+    # ---- what it answers ----
+    def _take(self, progress: node_pb2.LoadProgress, base: int, answered: npt.NDArray[np.bool_]) -> bool:
+        """Handles one message: checks it, copies what is leased, gives leases back now and then. False: time is over."""
+        if progress.lease_id:
+            self._lease_ids.append(progress.lease_id)
+        shape = self._core.shape
+        for run in progress.runs:
+            start, count, outcome, tier = run.start, run.count, int(run.outcome), int(run.tier)
+            if count == 0 or start + count > len(answered) or outcome not in _OUTCOMES:
+                raise Internal("the node answers for blocks that were not asked for", start=start, count=count, outcome=outcome)
+            if outcome != Outcome.HIT:
+                answered[start : start + count] = True
+                self._tally.outcomes[base + start : base + start + count] = outcome
+                continue
+            offsets = unpack_u64(run.offsets, "offsets", count)
+            if int(offsets.max()) + shape.block_bytes > self._session.arena.size or tier not in _TIERS:
+                raise Internal("the node answers with blocks outside its arena", tier=tier)
+            checksums = None
+            if self._want_checksums:
+                checksums = unpack_u64(run.checksums, "checksums", count * shape.layers).reshape(count, shape.layers)
+            answered[start : start + count] = True
+            leased = _Leased(base + start, offsets, checksums, tier, run.source_node, np.ones(count, bool))
+            if self._layerwise:
+                self._leased.append(leased)
+                self._copy(leased, 0, count, 0, 1)  # layer 0 at once: the later messages are waited for anyway
+            else:
+                self._copy_blocks(leased)
+            self._lease_bytes += count * shape.block_bytes
+        if not self._layerwise and self._lease_bytes >= self._release_bytes:
+            self._give_back()
+        return not self._over
+
+    def _give_back(self) -> None:
+        if self._lease_ids:
+            self._session.leases.give_back(self._lease_ids)
+            self._lease_ids, self._lease_bytes = [], 0
+
+    def _copy_blocks(self, leased: _Leased) -> None:
+        """Copies Full Blocks, piece by piece, so that deadline and cancellation are seen in between."""
+        for at in range(0, leased.count, self._step):
+            if self._operation.over:
+                self._unanswered(leased.first + at, leased.first + leased.count, Outcome.TIMEOUT)
+                self._over = True
+                return
+            upto = min(leased.count, at + self._step)
+            self._copy(leased, at, upto, 0, self._core.shape.layers)
+            self._count(leased, at, upto)
+
+    def _copy(self, leased: _Leased, at: int, upto: int, first_layer: int, layer_count: int) -> None:
+        """Copies layers of some blocks and, where asked, checks what was copied."""
+        first = leased.first + at
+        self._session.arena.copy_out(leased.offsets[at:upto], self._buffer, first, first_layer, layer_count)
+        if leased.checksums is not None:
+            wanted = leased.checksums[at:upto, first_layer : first_layer + layer_count]
+            leased.good[at:upto] &= ~mismatches(self._buffer, first, upto - at, first_layer, wanted)
+
+    def _count(self, leased: _Leased, at: int, upto: int) -> None:
+        """Counts copied blocks as hits, unless the lease may have ended while they were copied."""
+        if self._core.clock.now_s() > self._lease_end_s:
+            self._lease_over(leased.first + at, leased.first + upto)
+        else:
+            self._record(leased, at, upto)
+
+    def _record(self, leased: _Leased, at: int, upto: int) -> None:
+        outcomes: Outcomes | Outcome = Outcome.HIT
+        if leased.checksums is not None:
+            outcomes = np.where(leased.good[at:upto], np.uint8(Outcome.HIT), np.uint8(Outcome.CORRUPT))
+        node = self._tally.node_number(leased.node)
+        path = PATH_LOCAL if leased.node == self._session.node_id else PATH_PREFILL
+        self._tally.record(slice(leased.first + at, leased.first + upto), outcomes, leased.tier, node, path)
+
+    def _lease_over(self, first: int, last: int) -> None:
+        self._unanswered(first, last, Outcome.UNAVAILABLE)
+        self._expired.append((first, last))
+        self._core.incidents.report(
+            "client_lease_expired_blocks_total", "blocks were copied too late to trust them", amount=last - first
+        )
+
+    # ---- layer by layer ----
+    def _copy_layers(self) -> None:
+        """Copies the layers behind the first one, each over all blocks, and announces them as they are there."""
+        leased, self._leased = self._leased, []
+        gate = self._gate
+        assert gate is not None
+        announce = self._nothing_more_comes(leased)
+        for layer in range(self._core.shape.layers):
+            if self._operation.over:
+                self._over = True
+                for one in leased:
+                    self._unanswered(one.first, one.first + one.count, Outcome.TIMEOUT)
+                return
+            if layer:
+                for one in leased:
+                    self._copy(one, 0, one.count, layer, 1)
+            if self._core.clock.now_s() > self._lease_end_s:
+                for one in leased:
+                    self._lease_over(one.first, one.first + one.count)
+                return
+            if announce:
+                gate.advance(layer + 1)
+        for one in leased:
+            self._record(one, 0, one.count)
+
+    def _nothing_more_comes(self, leased: Sequence[_Leased]) -> bool:
+        """Whether the blocks in the arena are all that this load can bring. If not, no layer may be announced before its end."""
+        here = np.zeros(len(self._tally.outcomes), bool)
+        for one in leased:
+            here[one.first : one.first + one.count] = True
+        failed = (self._tally.outcomes != Outcome.MISS) & ~here
+        if self._over or failed.any():
+            return False
+        assert self._gate is not None
+        self._gate.shrink(len(here) if here.all() else int(here.argmin()))
+        return True
+
+    def _unanswered(self, start: int, stop: int, fate: Outcome) -> None:
+        """Blocks that did not come, and why."""
+        self._tally.outcomes[start:stop] = fate
+        if fate is Outcome.TIMEOUT:
+            self._tally.note(self._operation.error())
+
+
+def _sources(runs: Sequence[Run], start: int, stop: int) -> list[node_pb2.LoadSource]:
+    """The part of some runs that lies in ``[start, stop)``, as positions from ``start`` on."""
+    sources = []
+    for run in runs[:MAX_SOURCES]:
+        first, last = max(run.start, start), min(run.end, stop)
+        if first < last:
+            sources.append(
+                node_pb2.LoadSource(
+                    start=first - start,
+                    count=last - first,
+                    node_id=run.node_id,
+                    control_address=run.node.control_address,
+                    data_address=run.node.data_address,
+                )
+            )
+    return sources

@@ -1,0 +1,72 @@
+"""One call of an engine's: how long it may take, and whether it is still wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvstore.core.clock import Clock
+from kvstore.core.errors import DeadlineExceeded
+
+
+class Operation:
+    """A deadline and a cancellation, carried through everything that a call does.
+
+    Whoever moves bytes asks ``over`` between two pieces of work; whoever waits for something outside registers how to wake
+    it with ``on_cancel``. Thread-safe.
+    """
+
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock = clock
+        self.started_s = clock.now_s()
+        self.deadline_s = self.started_s + timeout_s
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._wake: set[Callable[[], object]] = set()
+
+    def left_s(self) -> float:
+        """Seconds until the deadline, 0 when it has passed or nobody wants the result any more."""
+        return 0.0 if self._cancelled else max(0.0, self.deadline_s - self._clock.now_s())
+
+    def elapsed_s(self) -> float:
+        """Seconds since the call began."""
+        return self._clock.now_s() - self.started_s
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller gave it up."""
+        return self._cancelled
+
+    @property
+    def over(self) -> bool:
+        """Whether to stop: cancelled, or past the deadline."""
+        return self._cancelled or self._clock.now_s() >= self.deadline_s
+
+    def error(self) -> DeadlineExceeded:
+        """Why it stopped."""
+        if self._cancelled:
+            return DeadlineExceeded("cancelled by the caller")
+        return DeadlineExceeded("not finished within its deadline", seconds=round(self.deadline_s - self.started_s, 3))
+
+    def cancel(self) -> None:
+        """Nobody wants the result any more. Returns at once; the work stops soon after."""
+        with self._lock:
+            self._cancelled = True
+            wake = list(self._wake)
+        for callback in wake:
+            callback()
+
+    @contextmanager
+    def on_cancel(self, callback: Callable[[], object]) -> Iterator[None]:
+        """While inside, ``callback`` is called on cancellation (at once, where that came before). It must not block."""
+        with self._lock:
+            self._wake.add(callback)
+            cancelled = self._cancelled
+        try:
+            if cancelled:
+                callback()
+            yield
+        finally:
+            with self._lock:
+                self._wake.discard(callback)

@@ -1,0 +1,102 @@
+"""What a caller may choose about a client. Every wait and every queue has its bound here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore.core.errors import InvalidArgument
+
+Verify = Literal["auto", "always", "never"]
+"""When the client itself checks checksums of what it loads.
+
+``auto``: what came over a wire to this process; bytes out of the local node's arena were checked by the node where they
+came from a wire or a disk. ``always``: also after the copy out of the arena. ``never``: not even over a wire (benchmarks).
+"""
+
+VERIFY_CHOICES: tuple[Verify, ...] = ("auto", "always", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Bounds and choices of one client.
+
+    Attributes:
+        client_name: how nodes call this client in logs and statistics.
+        default_deadline_s: bound of a load or store that brings none of its own.
+        lookup_deadline_s: bound of a lookup that brings none of its own; a lookup inside a load takes part of the load's time.
+        connect_deadline_s: bound of ``connect`` and of opening a session anew.
+        strict: raise failures of ours instead of answering misses and skips. For tests: an engine wants False.
+        require_store: ``connect`` raises where metadata server or named node do not answer; False: it goes on without,
+            and everything is a miss until they do.
+        verify: default of ``load``.
+        local_roles: with ``node="auto"``: preferred roles where several nodes run on this host, best first.
+        store_node: without a local node: the node id that stores go to; None: the first living one by ``store_roles``.
+        store_roles: preferred roles of that node, best first.
+        store_chunk_bytes: a store asks for slots for about so many bytes at a time.
+        load_chunk_bytes: a load asks the local node for about so many bytes at a time: they must be copied within one lease.
+        release_bytes: a load gives leases back after about so many bytes, while later blocks still arrive.
+        copy_chunk_bytes: between two looks at the deadline and at a cancellation, at most about so many bytes are copied.
+        lease_margin_s: how long before its nominal end a lease is taken to be over.
+        layer_group: without a local node: layers that arrive together in a layer-wise load.
+        workers: threads for loads and stores that run in the background (``start_load``, asyncio).
+        max_pending: background operations that may wait or run at once; one more is answered as a miss or skip.
+        read_streams: nodes read from at once, in the whole client.
+        tcp_streams: connections to each node.
+        breaker_failures: unanswered calls in a row after which calls to the metadata server fail at once.
+        breaker_pause_s: how long, until one call is let through to probe.
+        reopen_pause_s: least time between two attempts to open a lost session anew.
+        log_interval_s: each kind of failure is logged at most once in so many seconds.
+    """
+
+    client_name: str = "kvclient"
+    default_deadline_s: float = 10.0
+    lookup_deadline_s: float = 1.0
+    connect_deadline_s: float = 10.0
+    strict: bool = False
+    require_store: bool = True
+    verify: Verify = "auto"
+    local_roles: tuple[str, ...] = ("prefill", "decode", "storage")
+    store_node: str | None = None
+    store_roles: tuple[str, ...] = ("storage", "prefill", "decode")
+    store_chunk_bytes: int = 256 << 20
+    load_chunk_bytes: int = 1 << 30
+    release_bytes: int = 64 << 20
+    copy_chunk_bytes: int = 64 << 20
+    lease_margin_s: float = 0.05
+    layer_group: int = 1
+    workers: int = 4
+    max_pending: int = 64
+    read_streams: int = 8
+    tcp_streams: int = 2
+    breaker_failures: int = 3
+    breaker_pause_s: float = 1.0
+    reopen_pause_s: float = 0.25
+    log_interval_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        positive = (
+            "default_deadline_s",
+            "lookup_deadline_s",
+            "connect_deadline_s",
+            "store_chunk_bytes",
+            "release_bytes",
+            "copy_chunk_bytes",
+            "layer_group",
+            "workers",
+            "max_pending",
+            "read_streams",
+            "tcp_streams",
+            "load_chunk_bytes",
+            "breaker_failures",
+            "breaker_pause_s",
+            "reopen_pause_s",
+        )
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise InvalidArgument("the option must be above 0", option=name, value=getattr(self, name))
+        for name in ("lease_margin_s", "log_interval_s"):
+            if not getattr(self, name) >= 0:
+                raise InvalidArgument("the option must not be below 0", option=name, value=getattr(self, name))
+        if self.verify not in VERIFY_CHOICES:
+            raise InvalidArgument("unknown choice", option="verify", value=self.verify, choices=VERIFY_CHOICES)

@@ -1,0 +1,107 @@
+"""Other nodes' data planes: one peer each, with the tickets it needs, and threads to read from several at once."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import grpc
+
+from kvclient.incidents import Incidents
+from kvclient.options import ClientOptions
+from kvclient.results import NodeRef
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.core.errors import Unavailable
+from kvstore.core.spec import CacheSpec
+from kvstore.core.tls import TlsConfig
+from kvstore.rpc.client import RetryPolicy, call, connect
+from kvstore.rpc.codec import spec_to_proto
+from kvstore.transport.contract import BlockPeer
+from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.tls import ssl_context
+
+_Result = TypeVar("_Result")
+
+MAX_PEERS = 64
+"""Nodes with open connections; the least recently used is closed beyond it."""
+_TICKET_TIMEOUT_S = 2.0
+
+
+class PeerPool:
+    """Open peers of one client. Thread-safe."""
+
+    def __init__(self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents) -> None:
+        self._ticket_request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
+        self._tls = tls
+        self._ssl: ssl.SSLContext | None = ssl_context(tls, server_side=False) if tls is not None else None
+        self._options = options
+        self._incidents = incidents
+        self._lock = threading.Lock()
+        self._open: OrderedDict[NodeRef, tuple[BlockPeer, grpc.Channel]] = OrderedDict()
+        self._readers: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def peer(self, node: NodeRef) -> BlockPeer:
+        """The peer to move blocks with; connects when first used.
+
+        Raises:
+            InvalidArgument: the node's addresses are none.
+            Unavailable: the client is closed.
+        """
+        retired = None
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client is closed")
+            entry = self._open.get(node)
+            if entry is None:
+                entry = self._open[node] = self._connect(node)
+                if len(self._open) > MAX_PEERS:
+                    retired = self._open.popitem(last=False)[1]
+            else:
+                self._open.move_to_end(node)
+        if retired is not None:
+            _close(retired)
+        return entry[0]
+
+    def _connect(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
+        channel = connect(node.control_address, tls=self._tls)
+        stub = node_pb2_grpc.NodeStub(channel)
+
+        def ticket() -> bytes:
+            return bytes(call(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, RetryPolicy(attempts=2)).ticket)
+
+        peer = TcpPeer(
+            node.data_address, ticket=ticket, streams=self._options.tcp_streams, tls=self._ssl, counters=self._incidents.counters
+        )
+        return peer, channel
+
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Runs work in one of the reading threads. The caller waits for it, always: it writes into a caller's buffer."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client is closed")
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(self._options.read_streams, thread_name_prefix="kvclient-read")
+            return self._readers.submit(work)
+
+    def close(self) -> None:
+        """Closes all connections; reads under way end with UNAVAILABLE."""
+        with self._lock:
+            self._closed = True
+            entries = list(self._open.values())
+            self._open.clear()
+            readers, self._readers = self._readers, None
+        for entry in entries:
+            _close(entry)
+        if readers is not None:
+            readers.shutdown(wait=True)
+
+
+def _close(entry: tuple[BlockPeer, grpc.Channel]) -> None:
+    peer, channel = entry
+    peer.close()
+    channel.close()

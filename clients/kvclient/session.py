@@ -1,0 +1,299 @@
+"""The local node: a session with it, its arena mapped here, and what brings a lost session back.
+
+A session is one life of the connection to one boot of the node. It is *used* by loads and stores; once retired, it is not
+given out any more, and its arena connection is closed when the last user has left: until then an engine thread may be copying
+into slots, and the end of that connection is what tells the node that they may be used again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+
+from kvclient.arena import ClientArena
+from kvclient.incidents import Incidents
+from kvclient.options import ClientOptions
+from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
+from kvstore.core.clock import Clock
+from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, Unavailable
+from kvstore.core.spec import CacheSpec
+from kvstore.core.tls import TlsConfig
+from kvstore.core.types import NodeId, SessionId
+from kvstore.rpc.client import call, connect
+from kvstore.rpc.codec import spec_to_proto
+from kvstore.transport.breaker import CircuitBreaker
+
+_log = logging.getLogger(__name__)
+
+MAX_PENDING_RELEASES = 4_096
+"""Leases waiting to be given back; more are left to run out by themselves."""
+_RELEASE_TIMEOUT_S = 2.0
+
+
+class LeaseReturner:
+    """Gives leases back off the critical path: one call at a time, carrying whatever has gathered since the last."""
+
+    def __init__(self, stub: node_pb2_grpc.NodeStub, session_id: bytes, incidents: Incidents) -> None:
+        self._stub = stub
+        self._session_id = session_id
+        self._incidents = incidents
+        self._lock = threading.Lock()
+        self._pending: list[int] = []
+        self._busy = False
+
+    def give_back(self, lease_ids: list[int]) -> None:
+        """Returns at once; the call that carries them may still be under way."""
+        with self._lock:
+            if len(self._pending) + len(lease_ids) > MAX_PENDING_RELEASES:
+                self._incidents.counters.add("client_releases_dropped_total", len(lease_ids))
+                return
+            self._pending += lease_ids
+            if self._busy or not self._pending:
+                return
+            self._busy = True
+            batch, self._pending = self._pending, []
+        self._send(batch)
+
+    def _send(self, batch: list[int]) -> None:
+        request = node_pb2.ReleaseRequest(session_id=self._session_id, lease_ids=batch)
+        try:
+            future = self._stub.Release.future(request, timeout=_RELEASE_TIMEOUT_S)
+        except ValueError:  # the channel is closed: the session's end gives everything back
+            return
+        future.add_done_callback(self._done)
+
+    def _done(self, _: object) -> None:
+        """In a thread of gRPC's. A failed release needs no handling: leases end by time."""
+        with self._lock:
+            batch, self._pending = self._pending, []
+            self._busy = bool(batch)
+        if batch:
+            self._send(batch)
+
+
+class Session:
+    """One open session. Use it inside ``with session.used():``."""
+
+    def __init__(
+        self, stub: node_pb2_grpc.NodeStub, opened: node_pb2.OpenSessionResponse, arena: ClientArena, incidents: Incidents
+    ) -> None:
+        self.stub = stub
+        self.session_id = SessionId(opened.session_id)
+        self.node_id = NodeId(opened.node.node_id)
+        self.lease_s = opened.lease_ms / 1000
+        self.arena = arena
+        self.leases = LeaseReturner(stub, opened.session_id, incidents)
+        self._lock = threading.Lock()
+        self._users = 0
+        self._retired = False
+
+    def acquire(self) -> None:
+        """Becomes a user; ``release`` ends it.
+
+        Raises:
+            LeaseLost: the session is retired.
+        """
+        with self._lock:
+            if self._retired:
+                raise LeaseLost("the session with the local node has ended")
+            self._users += 1
+
+    def release(self) -> None:
+        """Ends one use."""
+        with self._lock:
+            self._users -= 1
+            last = self._retired and self._users == 0
+        if last:
+            self.arena.close()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Keeps the arena mapped and its connection open while inside."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def retire(self) -> None:
+        """Gives it out no more; lets go of the arena as soon as nobody touches it."""
+        with self._lock:
+            already, self._retired = self._retired, True
+            last = not already and self._users == 0
+        if last:
+            self.arena.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may be used: not retired, and the node still holds its end of the arena connection."""
+        return not self._retired and self.arena.alive
+
+
+class LocalNode:
+    """Keeps a session with the node on this host, across restarts of the node. Thread-safe.
+
+    Args:
+        find: where the node is now: an address, or None where there is none. May ask the metadata server; may raise.
+        spec: the namespace of the session.
+        tls: for nodes that are named by host and port.
+        clock: where time comes from.
+        options: bounds.
+        incidents: where losses are reported.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], str | None],
+        spec: CacheSpec,
+        tls: TlsConfig | None,
+        clock: Clock,
+        options: ClientOptions,
+        incidents: Incidents,
+    ) -> None:
+        self._find = find
+        self._spec = spec
+        self._tls = tls
+        self._options = options
+        self._incidents = incidents
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._channel: grpc.Channel | None = None
+        self._channel_address: str | None = None
+        self._reopening: threading.Thread | None = None
+        self._pause = CircuitBreaker(clock, failures=1, open_s=options.reopen_pause_s)
+        self._closed = False
+
+    def session(self) -> Session | None:
+        """The open session, or None: then it is being opened anew in the background, at most every ``reopen_pause_s``."""
+        session = self._session
+        if session is not None:
+            if session.alive:
+                return session
+            self.lost(session, None)
+        self._reopen_in_background()
+        return None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session that may be used."""
+        session = self._session
+        return session is not None and session.alive
+
+    @property
+    def node_id(self) -> NodeId | None:
+        """The node that the session is with, or None."""
+        session = self._session
+        return session.node_id if session is not None else None
+
+    def lost(self, session: Session, error: KVStoreError | None) -> None:
+        """The session proved to be over. Whoever holds it stops using it in its own time."""
+        with self._lock:
+            if self._session is not session:
+                return
+            self._session = None
+        self._incidents.report(
+            "client_session_lost_total", "lost the session with the local node; loads miss until it is back", error
+        )
+        session.retire()
+
+    def open(self) -> bool:
+        """Opens a session now. False: there is no local node.
+
+        Raises:
+            KVStoreError: there is one, but it does not answer, or refuses.
+        """
+        address = self._find()
+        if address is None:
+            return False
+        session = self._open_at(address)
+        with self._lock:
+            old, self._session = self._session, session
+            closed = self._closed
+        if old is not None:
+            old.retire()
+        if closed:
+            session.retire()
+        return True
+
+    def _open_at(self, address: str) -> Session:
+        timeout_s = self._options.connect_deadline_s
+        stub = node_pb2_grpc.NodeStub(self._channel_to(address))
+        request = node_pb2.OpenSessionRequest(client_name=self._options.client_name, spec=spec_to_proto(self._spec))
+        opened = call(stub.OpenSession, request, timeout_s)
+        if len(opened.session_id) != 16 or opened.arena_bytes == 0 or opened.lease_ms == 0:
+            raise Internal(
+                "the node opened a session that makes no sense", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms
+            )
+        arena = ClientArena.open(opened.arena_socket, SessionId(opened.session_id), opened.arena_bytes, timeout_s)
+        _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
+        return Session(stub, opened, arena, self._incidents)
+
+    def _channel_to(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client is closed")
+            if self._channel is None or self._channel_address != address:
+                if self._channel is not None:
+                    self._channel.close()
+                self._channel = connect(address, tls=self._tls)
+                self._channel_address = address
+            return self._channel
+
+    def _reopen_in_background(self) -> None:
+        with self._lock:
+            busy = self._reopening is not None and self._reopening.is_alive()
+            if self._closed or busy or not self._pause.allow():
+                return
+            self._reopening = threading.Thread(target=self._reopen, name="kvclient-reopen", daemon=True)
+            self._reopening.start()
+
+    def _reopen(self) -> None:
+        self._pause.failed()  # starts the pause: the next attempt waits, whatever becomes of this one
+        try:
+            if self.open():
+                self._incidents.counters.add("client_session_opened_total")
+        except KVStoreError as error:
+            self._incidents.report("client_session_refused_total", "cannot open a session with the local node", error)
+
+    def wait_reopened(self, timeout_s: float) -> None:
+        """Waits for an attempt under way in the background, if there is one."""
+        thread = self._reopening
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Ends the session; what still copies finishes first, in its own thread."""
+        with self._lock:
+            self._closed = True
+            session, self._session = self._session, None
+            channel, self._channel = self._channel, None
+        if session is not None:
+            session.retire()
+        if channel is not None:
+            channel.close()
+
+
+def means_lost(error: KVStoreError) -> bool:
+    """Whether an error of a call in a session says that the session is over."""
+    return isinstance(error, LeaseLost | Unavailable | NotFound)
+
+
+def new_operation_id() -> bytes:
+    """16 bytes that make a retry recognisable."""
+    return secrets.token_bytes(16)
+
+
+def local_address(nodes: list[common_pb2.NodeInfo]) -> str | None:
+    """The first of some nodes whose unix socket is on this host, as a gRPC address."""
+    for node in nodes:
+        path = node.local_socket.removeprefix("unix:")
+        with suppress(OSError):
+            if path and Path(path).is_socket():
+                return f"unix:{path}"
+    return None
