@@ -12,8 +12,6 @@ import click
 import kvstore
 from kvstore.cli.help import Command
 
-_NO_BENCHMARKS = {"harness", "report", "run_all", "conftest", "__init__"}
-
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True})
 @click.argument("names", nargs=-1)
@@ -60,10 +58,15 @@ def benchmark_folder() -> Path:
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
-    """Names of the scripts, with the first line of what each says of itself."""
+    """The scripts that ``run_all.py`` knows and that are there, with the first line of what each says of itself."""
+    tree = ast.parse((folder / "run_all.py").read_text(encoding="utf-8"))
+    names: tuple[str, ...] = ()
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "SCRIPTS":
+            names = ast.literal_eval(statement.value)
     found = {}
-    for path in sorted(folder.glob("*.py")):
-        if path.stem not in _NO_BENCHMARKS:
+    for path in (folder / f"{name}.py" for name in names):
+        if path.is_file():
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             found[path.stem] = doc.split("\n", 1)[0]
     return found
