@@ -17,23 +17,23 @@ _LINE_EVERY_S = 5.0
 class Report(Protocol):
     """Called after each request."""
 
-    def __call__(self, done: int, note: str) -> None:
-        """``done`` requests are through; ``note`` is what they showed so far."""
+    def __call__(self, done: int, note: str, total: int | None = None) -> None:
+        """``done`` of ``total`` (None: as said before) are through; ``note`` is what they showed so far."""
 
 
-def silent(done: int, note: str) -> None:
+def silent(done: int, note: str, total: int | None = None) -> None:
     """Reports nothing."""
 
 
 @contextmanager
-def progress(title: str, total: int, console: Console | None = None) -> Iterator[Report]:
+def progress(title: str, total: int, console: Console | None = None, unit: str = "requests") -> Iterator[Report]:
     """Shows progress on standard error while inside."""
     console = console or Console(file=sys.stderr)
     if console.is_terminal:
         with _bar(title, total, console) as report:
             yield report
     else:
-        yield _lines(title, total, console)
+        yield _lines(title, total, console, unit)
 
 
 @contextmanager
@@ -48,17 +48,24 @@ def _bar(title: str, total: int, console: Console) -> Iterator[Report]:
     )
     with Progress(*columns, console=console, refresh_per_second=5) as bar:
         task = bar.add_task(title, total=total, note="")
-        yield lambda done, note: bar.update(task, completed=done, note=note)
+
+        def report(done: int, note: str, total: int | None = None) -> None:
+            bar.update(task, completed=done, total=total, note=note)
+
+        yield report
 
 
-def _lines(title: str, total: int, console: Console) -> Report:
+def _lines(title: str, first_total: int, console: Console, unit: str) -> Report:
     next_s = time.monotonic() + _LINE_EVERY_S
 
-    def report(done: int, note: str) -> None:
+    def report(done: int, note: str, total: int | None = None) -> None:
         nonlocal next_s
+        total = first_total if total is None else total
         now_s = time.monotonic()
         if now_s >= next_s or done == total:
             next_s = now_s + _LINE_EVERY_S
-            console.print(f"{title}: {done:,} of {total:,} requests, {note}", highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                f"{title}: {done:,} of {total:,} {unit}{note and f', {note}'}", highlight=False, markup=False, soft_wrap=True
+            )
 
     return report

@@ -1,0 +1,87 @@
+"""``kvstore volume``: NVMe volumes that no node has open."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.cli.help import Command
+from kvstore.cli.options import with_config
+from kvstore.core.config import Config
+
+if TYPE_CHECKING:
+    from kvstore.tiers.check import CheckReport
+
+
+@click.group()
+def volume() -> None:
+    """Looks after NVMe volumes offline."""
+
+
+@volume.command(cls=Command)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--repair", is_flag=True, help="Drops what is bad and mends what keeps the volume from opening.")
+@click.option("--buffered", is_flag=True, help="Reads without O_DIRECT.")
+@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@with_config
+def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json: bool) -> None:
+    """Reads every block of the volume at PATH and compares headers and checksums.
+
+    Without --repair nothing is changed. The node that owns the volume must be stopped.
+
+    Examples:
+      kvstore volume check /mnt/nvme0/kvstore
+      kvstore volume check /mnt/nvme0/kvstore --repair --json
+
+    Exits with 1 if anything bad is left.
+    """
+    from rich.console import Console
+
+    from kvstore.replay.progress import progress
+    from kvstore.tiers.check import check_volume
+
+    with progress("checking", 1, Console(file=sys.stderr), unit="done") as report:
+        found = check_volume(path, repair=repair, direct=not buffered, progress=lambda done, total: report(done, "", total))
+    if as_json:
+        click.echo(json.dumps(report_json(found), indent=2))
+    else:
+        _print(found)
+    if not found.ok:
+        hint = "" if repair else "; kvstore volume check --repair mends it"
+        raise click.ClickException(f"the volume is damaged{hint}")
+
+
+def report_json(found: CheckReport) -> dict[str, Any]:
+    """A report as plain data."""
+    return {
+        "path": str(found.path),
+        "volume_id": found.volume_id,
+        "capacity_bytes": found.capacity_bytes,
+        "ok": found.ok,
+        "blocks": found.blocks,
+        "good": found.good,
+        "bad": found.bad,
+        "orphans": found.orphans,
+        "dropped": found.dropped,
+        "bytes_read": found.bytes_read,
+        "damage": found.damage,
+        "mended": found.mended,
+    }
+
+
+def _print(found: CheckReport) -> None:
+    click.echo(
+        f"volume {found.volume_id} at {found.path}: {found.blocks:,} blocks, {found.good:,} good, {found.orphans:,} orphans"
+    )
+    for reason, count in sorted(found.bad.items()):
+        click.echo(f"  bad: {count:,} {reason}")
+    if found.dropped:
+        click.echo(f"  dropped from the catalog: {found.dropped:,}")
+    for damage in found.damage:
+        click.echo(f"  damage: {damage}")
+    for mended in found.mended:
+        click.echo(f"  mended: {mended}")
