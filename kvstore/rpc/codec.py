@@ -7,7 +7,7 @@ What it returns can be trusted as far as shape goes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +169,11 @@ def tier_from_proto(value: int, name: str = "tier") -> Tier:
         return Tier(value)
     except ValueError as error:
         raise InvalidArgument(f"{name} is unspecified or unknown", got=value) from error
+
+
+def tier_to_proto(tier: Tier) -> common_pb2.Tier:
+    """As it travels: the numbers are the same."""
+    return cast("common_pb2.Tier", int(tier))
 
 
 # ---- packed arrays ----

@@ -136,6 +136,12 @@ def test_unspecified_and_unknown_tiers_are_refused(value: int) -> None:
     assert codec.tier_from_proto(common_pb2.TIER_NVME) is Tier.NVME
 
 
+@pytest.mark.parametrize("tier", Tier)
+def test_tiers_go_there_and_back(tier: Tier) -> None:
+    message = common_pb2.VolumeInfo(tier=codec.tier_to_proto(tier))
+    assert codec.tier_from_proto(message.tier) is tier
+
+
 @given(st.binary(max_size=200))
 def test_packed_keys_are_cut_apart_or_refused(packed: bytes) -> None:
     if len(packed) % 16:
