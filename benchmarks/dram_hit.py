@@ -1,0 +1,83 @@
+"""A hit in the DRAM of this host: 512 blocks through the client into a caller's buffer, against one memcpy of the same bytes.
+
+The peer copies as many bytes out of shared memory of the same kind into the very same buffer with one ``memmove``. What lies
+between the two is the store: one call to the node, leases, and the walk over blocks. The client does not sum the bytes again:
+they were verified when they entered DRAM (``verify="always"`` does, and is measured beside it).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+import harness
+from harness import Figure, Options, Reference, Target
+from kvclient import KVClient
+from kvclient.options import Verify
+from kvstore.core.types import Tier
+from kvstore.testing.cluster import NodeSpec
+from peers.memory import SharedCopy
+from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
+
+LAYERS = 32
+
+
+def measure(options: Options, block_bytes: int, blocks: int) -> None:
+    """One block size."""
+    cache = spec(block_bytes, LAYERS)
+    total = blocks * block_bytes
+    chains = Chains(cache, blocks, options.seed)
+    node = NodeSpec("bench", dram_bytes=room_for(blocks, block_bytes))
+    buffer = np.zeros((blocks, block_bytes), np.uint8)
+    with (
+        cluster(node, options.scratch) as store,
+        KVClient.connect(store.metadata_address, cache, node=store.node("bench").local_socket, options=OPTIONS) as client,
+        SharedCopy(total) as memory,
+    ):
+        chain = chains.next()
+        stored(client.store(chain.keys, chain.payload))
+        lookup = found(client, chain.keys)
+
+        def load(verify: Verify) -> float:
+            buffer.fill(0)
+            rate = harness.gigabytes_per_second(total, lambda: loaded(client.load(lookup, buffer, verify=verify), Tier.DRAM))
+            chains.check(chain, buffer)
+            return rate
+
+        samples = harness.interleave(
+            {
+                "load": partial(load, "auto"),
+                "memcpy": lambda: harness.gigabytes_per_second(total, lambda: memory.copy_into(buffer)),
+                "summed": partial(load, "always"),
+            },
+            options.repetitions,
+        )
+    peer = Reference("one memcpy", samples["memcpy"])
+    parameters = {"blocks": blocks, "block_bytes": block_bytes, "layers": LAYERS}
+    options.keep(
+        Figure("dram_hit", "DRAM hit on the same host", parameters | {"verify": "auto"}, "GB/s"),
+        samples["load"],
+        peer=peer,
+        target=Target("peer", 0.85) if block_bytes >= 1 << 20 else None,
+        transport="shared memory",
+        notes="bytes in DRAM were verified on arrival and are not summed again on a local load",
+    )
+    options.keep(
+        Figure("dram_hit", "DRAM hit on the same host", parameters | {"verify": "always"}, "GB/s"),
+        samples["summed"],
+        peer=peer,
+        transport="shared memory",
+        verified=True,
+    )
+
+
+def main() -> None:
+    """Command line."""
+    options = harness.options("dram_hit", __doc__)
+    for block_bytes in options.pick(full=(64 << 10, 1 << 20, 4 << 20), quick=(64 << 10, 1 << 20), smoke=(64 << 10,)):
+        measure(options, block_bytes, options.pick(full=512, quick=256, smoke=16))
+
+
+if __name__ == "__main__":
+    main()

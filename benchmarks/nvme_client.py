@@ -1,0 +1,116 @@
+"""NVMe through the whole store: cold loads against fio's reads, stores made durable against fio's writes and fsync.
+
+Each round stores a chain that nobody has seen, waits until it is durable, empties the DRAM tier, and loads the chain back from
+NVMe with O_DIRECT, checksums verified. fio does the same with as many bytes in blocks of the same size, as many in flight as the
+volume has I/O threads, on a file beside the volume. Caches below O_DIRECT (a disk's own, a hypervisor's) serve both sides alike.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import harness
+from harness import Figure, Options, Reference, Target
+from kvclient import KVClient
+from kvstore.core.types import Tier
+from kvstore.testing.cluster import NodeSpec
+from peers import PeerMissingError
+from peers.fio import Fio
+from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, room_for, spec, stored
+
+LAYERS = 32
+IO_THREADS = 4
+
+
+def measure(options: Options, folder: Path, block_bytes: int, total: int) -> None:
+    """One block size."""
+    cache = spec(block_bytes, LAYERS)
+    blocks = total // block_bytes
+    chains = Chains(cache, blocks, options.seed)
+    room = room_for(blocks, block_bytes)
+    node = NodeSpec("bench", dram_bytes=room, nvme_bytes=2 * room, settings=(("io_threads", str(IO_THREADS)),))
+    buffer = np.zeros((blocks, block_bytes), np.uint8)
+    fio = Fio(folder / "fio", total)
+    missing = ""
+    try:
+        fio.prepare()
+    except PeerMissingError as error:
+        missing = str(error)
+    with (
+        cluster(node, folder) as store,
+        KVClient.connect(store.metadata_address, cache, node=store.node("bench").local_socket, options=OPTIONS) as client,
+    ):
+        control = NodeControl(store.node("bench").address)
+        current: list[Chain] = []
+
+        def store_durable() -> float:
+            control.evict(Tier.NVME)
+            control.evict(Tier.DRAM)
+            chain = chains.next()
+            current[:] = [chain]
+
+            def work() -> None:
+                result = client.store(chain.keys, chain.payload, durable=True)
+                stored(result)
+                if not result.durable:
+                    raise SystemExit(f"the store did not become durable: {result.error}")
+
+            return harness.gigabytes_per_second(total, work)
+
+        def load_cold() -> float:
+            [chain] = current
+            lookup = found(client, chain.keys)
+            if control.evict(Tier.DRAM) != blocks:
+                raise SystemExit("not all blocks left DRAM")
+            buffer.fill(0)
+            rate = harness.gigabytes_per_second(total, lambda: loaded(client.load(lookup, buffer), Tier.NVME))
+            chains.check(chain, buffer)
+            return rate
+
+        rounds: dict[str, list[float]] = {"store": [], "load": [], "fio write": [], "fio read": []}
+        for count in range(-1, options.repetitions):  # a fixed order: a load needs its store before it
+            values = {"store": store_durable(), "load": load_cold()}
+            if not missing:
+                values["fio write"] = fio.write_durable(total, block_bytes, IO_THREADS)
+                values["fio read"] = fio.read(total, block_bytes, IO_THREADS, options.seed + count + 1)
+            if count >= 0:
+                for name, value in values.items():
+                    rounds[name].append(value)
+        engine = control.io_engines()
+        control.close()
+    parameters = {"block_bytes": block_bytes, "total_bytes": total, "layers": LAYERS, "depth": IO_THREADS}
+    where = harness.storage(folder, direct="O_DIRECT" in engine and "refused" not in engine, cache="cold in this system")
+    for ours, peer, name, title, bound in (
+        ("load", "fio read", "nvme_load", "NVMe load, cold, through the client", 0.9),
+        ("store", "fio write", "nvme_store_durable", "NVMe store made durable, through the client", 0.8),
+    ):
+        options.keep(
+            Figure(name, title, parameters, "GB/s"),
+            rounds[ours],
+            peer=None if missing else Reference("fio io_uring", rounds[peer]),
+            target=Target("peer", bound),
+            storage=where,
+            transport="shared memory",
+            io_engine=engine,
+            verified=True,
+            notes=missing,
+        )
+
+
+def main() -> None:
+    """Command line."""
+    options = harness.options("nvme_client", __doc__)
+    folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
+    try:
+        for block_bytes in options.pick(full=(1 << 20, 4 << 20), quick=(1 << 20,), smoke=(1 << 20,)):
+            measure(options, folder, block_bytes, options.pick(full=512 << 20, quick=256 << 20, smoke=8 << 20))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

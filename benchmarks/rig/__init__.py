@@ -1,0 +1,138 @@
+"""A real store for end-to-end benchmarks: daemons as processes, and blocks whose bytes follow from their keys.
+
+What a figure must not contain (making payloads, checking them, emptying a tier, waiting for the index) is done here, between the
+timed calls; every loaded byte is checked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+import kvclient
+from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
+from kvstore.core.keys import KeyChain
+from kvstore.core.spec import CacheSpec
+from kvstore.core.types import BlockKey, Outcome, StoreOutcome, Tier
+from kvstore.rpc.client import call, connect
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.workload.payload import Payloads
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_TOKENS = 64
+CALL_S = 60.0
+_TIERS = {Tier.DRAM: common_pb2.TIER_DRAM, Tier.NVME: common_pb2.TIER_NVME}
+
+
+def spec(block_bytes: int, layers: int) -> CacheSpec:
+    """A cache domain of blocks of one size."""
+    return CacheSpec(model="benchmark", block_tokens=BLOCK_TOKENS, layers=layers, layer_block_bytes=block_bytes // layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Keys of one chain (or of several of equal length, one after the other), and the payload that belongs to them."""
+
+    keys: list[BlockKey]
+    payload: Bytes
+    """``[blocks, block_bytes]``."""
+
+
+class Chains:
+    """Makes chains that nobody has stored yet. The payload's memory is made once and rewritten for each.
+
+    Args:
+        cache: their domain.
+        blocks: blocks made at a time.
+        seed: of their tokens.
+        length: blocks of a chain; None: one chain of them all.
+    """
+
+    def __init__(self, cache: CacheSpec, blocks: int, seed: int, length: int | None = None) -> None:
+        self._keys = KeyChain(cache)
+        self._blocks = blocks
+        self._length = length or blocks
+        self._random = np.random.default_rng(seed)
+        self._payloads = Payloads(cache.block_bytes)
+        self._payload = np.zeros((blocks, cache.block_bytes), np.uint8)
+
+    def next(self) -> Chain:
+        """Blocks nobody has seen; those made before must not be used any more."""
+        tokens = self._random.integers(0, 1 << 32, (self._blocks // self._length, self._length * BLOCK_TOKENS), np.uint32)
+        keys = [key for row in tokens for key in self._keys.keys(row)]
+        self._payloads.fill(keys, self._payload)
+        return Chain(keys, self._payload)
+
+    def check(self, chain: Chain, loaded: Bytes) -> None:
+        """Every byte is what its key says, or the benchmark ends."""
+        if wrong := self._payloads.wrong_blocks(chain.keys, loaded):
+            sys.exit(f"WRONG BYTES in {len(wrong)} of {len(loaded)} blocks, the first at {wrong[0]}")
+
+
+class NodeControl:
+    """A node's own doors that a benchmark needs beside the client's."""
+
+    def __init__(self, address: str) -> None:
+        self._channel: grpc.Channel = connect(address)
+        self._stub = node_pb2_grpc.NodeStub(self._channel)
+
+    def evict(self, tier: Tier) -> int:
+        """Empties a tier; answers how many blocks left it."""
+        request = node_pb2.EvictRequest(operation_id=secrets.token_bytes(16), tier=_TIERS[tier])
+        return int(call(self._stub.Evict, request, CALL_S).evicted_blocks)
+
+    def io_engines(self) -> str:
+        """What the node really reads and writes with."""
+        return "; ".join(call(self._stub.GetNodeStats, node_pb2.GetNodeStatsRequest(), CALL_S).io_engines)
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
+
+
+def stored(result: kvclient.StoreResult) -> None:
+    """Every block went in, or the benchmark ends: a skipped store would look fast."""
+    if count := int(np.count_nonzero(result.outcomes != StoreOutcome.STORED)):
+        sys.exit(f"{count} of {len(result.outcomes)} blocks were not stored: {result.error}")
+
+
+def loaded(result: kvclient.LoadResult, tier: Tier) -> None:
+    """Every block was a hit in the tier that is measured, or the benchmark ends."""
+    if count := int(np.count_nonzero(result.outcomes != Outcome.HIT)):
+        sys.exit(f"{count} of {len(result.outcomes)} blocks were no hit: {result.error}")
+    if set(result.bytes_by_tier) != {tier}:
+        sys.exit(f"loaded from {result.bytes_by_tier}, not from {tier.name} alone")
+
+
+def found(client: kvclient.KVClient, keys: list[BlockKey]) -> kvclient.Lookup:
+    """A lookup that finds all keys; publishing is asynchronous, so it may take a moment."""
+    deadline_s = time.monotonic() + CALL_S
+    while True:
+        lookup = client.lookup(keys)
+        if lookup.hit_blocks == len(keys):
+            return lookup
+        if time.monotonic() > deadline_s:
+            sys.exit(f"the index knows {lookup.hit_blocks} of {len(keys)} blocks: {lookup.error}")
+        time.sleep(0.005)
+
+
+OPTIONS = kvclient.ClientOptions(client_name="benchmark", default_deadline_s=CALL_S, strict=True)
+"""Failures raise: a benchmark must not measure misses."""
+
+
+def cluster(node: NodeSpec, scratch: Path | None) -> LocalCluster:
+    """Metadata server and one node as processes; volumes lie below ``scratch``."""
+    return LocalCluster([node], scratch / f"store-{secrets.token_hex(4)}" if scratch else None)
+
+
+def room_for(blocks: int, block_bytes: int) -> int:
+    """Bytes of a tier that holds so many blocks with some slack for headers and alignment."""
+    return int(blocks * (block_bytes + (64 << 10)) * 1.2) + (64 << 20)
