@@ -1,0 +1,260 @@
+"""Volumes that fail as told: wrappers around a real volume, with a plan.
+
+A ``FaultPlan`` holds rules; each says which fault befalls which calls, from when on, how often and with what probability (drawn
+from the plan's seed, so that a run can be repeated). Tests pass the wrapper in where the volume would go; nothing in the store
+knows of it::
+
+    plan = FaultPlan(seed=7)
+    plan.add(Fault.BIT_FLIP, operation=Operation.READ, probability=0.1)
+    volume = FaultyVolume(NvmeSlab.open(…), plan)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvstore.core.types import BlockKey, BlockShape, Outcome
+from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Volume, VolumeUsage
+
+HANG_LIMIT_S = 60.0
+"""A hang that nobody releases ends after this, with EIO: a test fails rather than stands."""
+
+
+class Operation(StrEnum):
+    """What a rule speaks of."""
+
+    READ = "read"
+    WRITE = "write"
+    COMMIT = "commit"
+
+
+class Fault(StrEnum):
+    """What happens to a block (read, write) or to a whole call (commit)."""
+
+    IO_ERROR = "io_error"
+    """EIO: a read is UNAVAILABLE, a write or a commit fails."""
+    NO_SPACE = "no_space"
+    """ENOSPC on a write or a commit."""
+    SHORT_READ = "short_read"
+    """Only a part arrives, and it shows: UNAVAILABLE."""
+    BIT_FLIP = "bit_flip"
+    """One bit of the block on its way differs; a verified read finds it (CORRUPT), an unverified one does not."""
+    TORN_WRITE = "torn_write"
+    """Only the first half of the payload is what it should be, and nobody is told."""
+    DELAY = "delay"
+    """The plan's ``delay`` hook is called first."""
+    HANG = "hang"
+    """Waits until ``release_hangs``."""
+
+
+@dataclass(slots=True)
+class _Rule:
+    fault: Fault
+    operation: Operation
+    probability: float
+    skip: int
+    times: int | None
+    keys: frozenset[BlockKey] | None
+
+
+class FaultPlan:
+    """Which faults come. Thread-safe.
+
+    Args:
+        seed: of all draws.
+        delay: called for ``Fault.DELAY``; a test's own clock or barrier.
+
+    Attributes:
+        happened: how often each fault came.
+        hanging: counts calls that have begun to hang; ``acquire`` waits for one.
+    """
+
+    def __init__(self, seed: int = 0, delay: Callable[[], None] | None = None) -> None:
+        self._random = random.Random(seed)  # noqa: S311 -- faults that can be repeated, no secrets
+        self._delay = delay
+        self._lock = threading.Lock()
+        self._rules: list[_Rule] = []
+        self._released = threading.Event()
+        self.happened: Counter[Fault] = Counter()
+        self.hanging = threading.Semaphore(0)
+
+    def add(
+        self,
+        fault: Fault,
+        *,
+        operation: Operation,
+        probability: float = 1.0,
+        skip: int = 0,
+        times: int | None = None,
+        keys: Sequence[BlockKey] | None = None,
+    ) -> None:
+        """Adds a rule.
+
+        Args:
+            fault: what happens.
+            operation: to what.
+            probability: of each block (or commit) that the rule fits.
+            skip: how many that fit are spared first.
+            times: how often at most; None: without end.
+            keys: only these blocks.
+        """
+        with self._lock:
+            self._rules.append(_Rule(fault, operation, probability, skip, times, None if keys is None else frozenset(keys)))
+
+    def clear(self) -> None:
+        """Drops all rules."""
+        with self._lock:
+            self._rules.clear()
+
+    def release_hangs(self) -> None:
+        """Ends all hangs, those to come as well."""
+        self._released.set()
+
+    def draw(self, operation: Operation, key: BlockKey | None) -> Fault | None:
+        """The fault that befalls one block (or, with None, one commit) now. Delays and hangs have passed when it returns."""
+        fault = self._pick(operation, key)
+        if fault is Fault.DELAY:
+            if self._delay is not None:
+                self._delay()
+            return None
+        if fault is Fault.HANG:
+            self.hanging.release()
+            return None if self._released.wait(HANG_LIMIT_S) else Fault.IO_ERROR
+        return fault
+
+    def _pick(self, operation: Operation, key: BlockKey | None) -> Fault | None:
+        with self._lock:
+            for rule in self._rules:
+                if rule.operation is not operation or rule.times == 0 or (rule.keys is not None and key not in rule.keys):
+                    continue
+                if rule.skip:
+                    rule.skip -= 1
+                    continue
+                if self._random.random() >= rule.probability:
+                    continue
+                if rule.times is not None:
+                    rule.times -= 1
+                self.happened[rule.fault] += 1
+                return rule.fault
+        return None
+
+    def position(self, size: int) -> int:
+        """A place within a payload, drawn."""
+        with self._lock:
+            return self._random.randrange(size)
+
+
+_WRITE_ERRORS = {Fault.IO_ERROR: errno.EIO, Fault.NO_SPACE: errno.ENOSPC}
+
+
+def _error_of(fault: Fault) -> OSError:
+    number = _WRITE_ERRORS[fault]
+    return OSError(number, os.strerror(number))
+
+
+class _Faulty(Volume):
+    """Room as the inner volume shares it; bytes as the plan lets them pass."""
+
+    _inner: Volume
+    plan: FaultPlan
+
+    def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
+        return self._inner.allocate(shape, count)
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        self._inner.free(slots)
+
+    def room_plan(
+        self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
+    ) -> list[BlockKey] | None:
+        return self._inner.room_plan(shape, count, coldest, limit)
+
+    def usage(self) -> VolumeUsage:
+        return self._inner.usage()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
+        results: list[Exception | None] = [None] * len(items)
+        passed: list[tuple[Slot, BlockRecord, memoryview]] = []
+        places: list[int] = []
+        for place, (slot, record, payload) in enumerate(items):
+            fault = self.plan.draw(Operation.WRITE, record.key)
+            if fault is not None and fault in _WRITE_ERRORS:
+                results[place] = _error_of(fault)
+                continue
+            data = payload
+            if fault in (Fault.TORN_WRITE, Fault.BIT_FLIP):
+                data = memoryview(bytearray(payload))
+                if fault is Fault.BIT_FLIP:
+                    data[self.plan.position(data.nbytes)] ^= 1
+                else:
+                    half = data.nbytes // 2
+                    data[half:] = bytes(byte ^ 0xFF for byte in data[half:])
+            passed.append((slot, record, data))
+            places.append(place)
+        for place, result in zip(places, self._inner.write(passed), strict=True):
+            results[place] = result
+        return results
+
+    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
+        faults = [self.plan.draw(Operation.READ, record.key) for _, record, _ in items]
+        outcomes = self._inner.read(items, verify=verify)
+        for place, fault in enumerate(faults):
+            payload = items[place][2]
+            if fault is Fault.BIT_FLIP:
+                payload[self.plan.position(payload.nbytes)] ^= 1
+                if verify and outcomes[place] is Outcome.HIT:
+                    outcomes[place] = Outcome.CORRUPT
+            elif fault in (Fault.IO_ERROR, Fault.SHORT_READ):
+                kept = payload.nbytes // 2 if fault is Fault.SHORT_READ else 0
+                payload[kept:] = bytes(payload.nbytes - kept)
+                outcomes[place] = Outcome.UNAVAILABLE
+        return outcomes
+
+
+class FaultyVolume(_Faulty, DurableVolume):
+    """A durable volume with faults."""
+
+    def __init__(self, inner: DurableVolume, plan: FaultPlan) -> None:
+        self._inner: DurableVolume = inner
+        self.plan = plan
+        self.volume_id = inner.volume_id
+        self.tier = inner.tier
+
+    def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
+        fault = self.plan.draw(Operation.COMMIT, None)
+        if fault is not None and fault in _WRITE_ERRORS:
+            raise _error_of(fault)
+        self._inner.commit(stored, removed)
+
+    def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
+        return self._inner.recover()
+
+    @property
+    def io_engine(self) -> str:
+        return f"{self._inner.io_engine}, with faults"
+
+
+class FaultyMappedVolume(_Faulty, MappedVolume):
+    """A volume in memory with faults; views show the memory as it is."""
+
+    def __init__(self, inner: MappedVolume, plan: FaultPlan) -> None:
+        self._inner: MappedVolume = inner
+        self.plan = plan
+        self.volume_id = inner.volume_id
+        self.tier = inner.tier
+
+    def view(self, slot: Slot, size: int) -> memoryview:
+        return self._inner.view(slot, size)
+
+    def fileno(self) -> int:
+        return self._inner.fileno()

@@ -1,0 +1,194 @@
+"""Conformance suite of eviction policies, and a machine that holds a policy against a plain model of the tree.
+
+Subclass both and give them ``make_policy``::
+
+    class TestMyPolicy(PolicySuite):
+        def make_policy(self) -> EvictionPolicy:
+            return MyPolicy()
+
+    class MyMachine(PolicyMachine):
+        make_policy = staticmethod(MyPolicy)
+
+    TestMyMachine = MyMachine.TestCase
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.core.types import BlockKey
+from kvstore.tiers.contract import EvictionPolicy
+
+
+def policy_key(number: int) -> BlockKey:
+    """Key of test block ``number``."""
+    return BlockKey(number.to_bytes(16, "big"))
+
+
+def _always(_key: BlockKey) -> bool:
+    return True
+
+
+def _chain(policy: EvictionPolicy, numbers: Iterable[int]) -> list[BlockKey]:
+    keys = [policy_key(number) for number in numbers]
+    for parent, key in zip([None, *keys], keys, strict=False):
+        policy.insert(key, parent)
+    return keys
+
+
+class PolicySuite(ABC):
+    """What every policy must do."""
+
+    @abstractmethod
+    def make_policy(self) -> EvictionPolicy:
+        """A new, empty policy."""
+
+    def test_an_empty_policy_yields_nothing(self) -> None:
+        policy = self.make_policy()
+        assert list(policy.coldest(_always)) == []
+        assert len(policy) == 0
+        policy.touch([policy_key(1)])
+        policy.remove(policy_key(1))
+        assert len(policy) == 0
+
+    def test_a_chain_leaves_from_its_end(self) -> None:
+        policy = self.make_policy()
+        keys = _chain(policy, range(50))
+        policy.touch(keys)
+        policy.touch(keys[:10])
+        assert list(policy.coldest(_always)) == keys[::-1]
+        assert list(policy.coldest(_always)) == keys[::-1]  # looking takes nothing away
+        assert len(policy) == 50
+
+    def test_what_is_pinned_keeps_its_ancestors(self) -> None:
+        policy = self.make_policy()
+        trunk = _chain(policy, range(10))
+        policy.insert(policy_key(100), trunk[4])
+        policy.insert(policy_key(101), policy_key(100))
+        assert set(policy.coldest(lambda key: key != policy_key(100))) == {*trunk[5:], policy_key(101)}
+
+    def test_a_parent_may_come_late_or_never(self) -> None:
+        policy = self.make_policy()
+        policy.insert(policy_key(2), policy_key(1))
+        policy.insert(policy_key(3), policy_key(2))
+        policy.insert(policy_key(9), policy_key(8))
+        policy.insert(policy_key(1), None)
+        order = list(policy.coldest(_always))
+        assert set(order) == {policy_key(number) for number in (1, 2, 3, 9)}
+        assert order.index(policy_key(3)) < order.index(policy_key(2)) < order.index(policy_key(1))
+
+    def test_a_parent_that_left_first_is_no_obstacle(self) -> None:
+        policy = self.make_policy()
+        keys = _chain(policy, range(5))
+        policy.remove(keys[2])
+        assert set(policy.coldest(_always)) == {keys[0], keys[1], keys[3], keys[4]}
+        policy.insert(keys[2], keys[1])
+        assert list(policy.coldest(_always)) == keys[::-1]
+
+    def test_what_was_used_again_outlives_what_was_not(self) -> None:
+        """Any policy worth the name: of many chains, those used time and again are not the first to leave."""
+        policy = self.make_policy()
+        chains = [_chain(policy, range(at * 100, at * 100 + 10)) for at in range(20)]
+        warm = {key for chain in chains[::2] for key in chain}
+        for _ in range(6):
+            for chain in chains[::2]:
+                policy.touch(chain)
+        assert not warm & set(islice(policy.coldest(_always), 50))
+
+    def test_eviction_in_steady_state(self) -> None:
+        """A full volume under load: the count holds, and what is evicted is what was there, children first."""
+        policy = self.make_policy()
+        draw = random.Random(3)  # noqa: S311
+        children: dict[BlockKey, set[BlockKey]] = {}
+        parents: dict[BlockKey, BlockKey | None] = {}
+        for number in range(3000):
+            parent = draw.choice(list(parents)) if parents and draw.random() < 0.7 else None
+            key = policy_key(number)
+            policy.insert(key, parent)
+            parents[key] = parent
+            children.setdefault(key, set())
+            if parent is not None:
+                children[parent].add(key)
+            policy.touch([draw.choice(list(parents))])
+            if len(parents) > 200:
+                for victim in list(islice(policy.coldest(lambda candidate, newest=key: candidate != newest), 3)):  # type: ignore[misc]
+                    assert not children.pop(victim)
+                    above = parents.pop(victim)
+                    if above is not None and above in children:
+                        children[above].discard(victim)
+                    policy.remove(victim)
+            assert len(policy) == len(parents)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """Random inserts, touches, removals and partial evictions, held against a dict of parents."""
+
+    make_policy: ClassVar[Callable[[], EvictionPolicy]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = type(self).make_policy()
+        self.parents: dict[int, int | None] = {}
+
+    @rule(number=st.integers(0, 40), parent=st.none() | st.integers(0, 40))
+    def insert(self, number: int, parent: int | None) -> None:
+        if number in self.parents or parent == number or self._is_ancestor(number, parent):
+            return
+        self.policy.insert(policy_key(number), None if parent is None else policy_key(parent))
+        self.parents[number] = parent
+
+    def _is_ancestor(self, number: int, below: int | None) -> bool:
+        while below is not None:
+            if below == number:
+                return True
+            below = self.parents.get(below)
+        return False
+
+    @rule(numbers=st.lists(st.integers(0, 45), max_size=10))
+    def touch(self, numbers: list[int]) -> None:
+        self.policy.touch([policy_key(number) for number in numbers])
+
+    @rule(number=st.integers(0, 45))
+    def remove(self, number: int) -> None:
+        self.policy.remove(policy_key(number))
+        self.parents.pop(number, None)
+
+    @precondition(lambda self: self.parents)
+    @rule(count=st.integers(1, 6), pinned=st.sets(st.integers(0, 40), max_size=4))
+    def evict(self, count: int, pinned: set[int]) -> None:
+        keys = {policy_key(number): number for number in self.parents}
+        for key in list(islice(self.policy.coldest(lambda key: keys[key] not in pinned), count)):
+            number = keys[key]
+            assert number not in pinned
+            assert number not in self.parents.values(), "a parent left before its child"
+            self.policy.remove(key)
+            del self.parents[number]
+
+    @invariant()
+    def counts(self) -> None:
+        assert len(self.policy) == len(self.parents)
+
+    @precondition(lambda self: self.parents)
+    @rule(pinned=st.sets(st.integers(0, 40), max_size=4))
+    def yields_all_that_may_leave(self, pinned: set[int]) -> None:
+        keys = {policy_key(number): number for number in self.parents}
+        order = [keys[key] for key in self.policy.coldest(lambda key: keys[key] not in pinned)]
+        assert len(set(order)) == len(order)
+        gone: set[int] = set()
+        for number in order:
+            assert all(child in gone for child, parent in self.parents.items() if parent == number)
+            gone.add(number)
+        kept = set(pinned) & set(self.parents)
+        while True:  # ancestors of what is pinned must stay; all else must have been yielded
+            above = {parent for number in kept if (parent := self.parents[number]) is not None and parent in self.parents} - kept
+            if not above:
+                break
+            kept |= above
+        assert gone == set(self.parents) - kept

@@ -1,0 +1,359 @@
+"""Conformance suite of volumes: what every ``Volume`` must do, and what durable and mapped ones must do beyond.
+
+Subclass the suite that fits, name the class ``Test…``, and give it a ``volume`` factory::
+
+    class TestMySlab(DurableVolumeSuite):
+        def open_volume(self, folder: Path, capacity_bytes: int) -> DurableVolume:
+            return MySlab(folder / "volume", capacity_bytes)
+
+Payloads are derived from the key, so that a block that was swapped for another is told from the right one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.core import checksum
+from kvstore.core.errors import Internal, InvalidArgument
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome
+from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Volume
+
+NAMESPACE = NamespaceId(b"volume-suite-ns.")
+SHAPES = (BlockShape(1, 4096), BlockShape(4, 1000), BlockShape(2, 65536), BlockShape(3, 40_961))
+
+Item = tuple[Slot, BlockRecord, memoryview]
+
+
+def block_key(number: int) -> BlockKey:
+    """The key of test block ``number``."""
+    return BlockKey(number.to_bytes(16, "big"))
+
+
+def block_payload(number: int, shape: BlockShape) -> bytes:
+    """The payload that belongs to it."""
+    return random.Random(number).randbytes(shape.block_bytes)  # noqa: S311
+
+
+def block_record(number: int, shape: BlockShape, parent: int | None = None) -> BlockRecord:
+    """What is to be said of it."""
+    checksums = checksum.layer_checksums(memoryview(block_payload(number, shape)), shape)
+    return BlockRecord(
+        NAMESPACE, block_key(number), None if parent is None else block_key(parent), number % 100, shape, checksums
+    )
+
+
+def empty_memory(count: int, shape: BlockShape, *, aligned: bool) -> list[memoryview]:
+    """Writable memory for blocks: each page-aligned, or none of them."""
+    stride = -(-shape.block_bytes // 4096) * 4096 if aligned else shape.block_bytes
+    shift = 0 if aligned else 8
+    memory = memoryview(mmap.mmap(-1, stride * count + shift))
+    return [memory[shift + at * stride : shift + at * stride + shape.block_bytes] for at in range(count)]
+
+
+def items_for(slots: Sequence[Slot], numbers: Sequence[int], shape: BlockShape, *, aligned: bool = True) -> list[Item]:
+    """Blocks ready to be written into slots."""
+    items: list[Item] = []
+    for slot, number, memory in zip(slots, numbers, empty_memory(len(slots), shape, aligned=aligned), strict=True):
+        memory[:] = block_payload(number, shape)
+        items.append((slot, block_record(number, shape), memory))
+    return items
+
+
+def emptied(items: Sequence[Item], *, aligned: bool = True) -> list[Item]:
+    """The same blocks, to be read into fresh memory."""
+    if not items:
+        return []
+    memory = empty_memory(len(items), items[0][1].shape, aligned=aligned)
+    return [(slot, record, view) for (slot, record, _), view in zip(items, memory, strict=True)]
+
+
+def assert_reads_back(volume: Volume, items: Sequence[Item], *, aligned: bool = True) -> None:
+    """Every block is a hit, byte for byte."""
+    again = emptied(items, aligned=aligned)
+    assert volume.read(again) == [Outcome.HIT] * len(items)
+    assert [bytes(view) for _, _, view in again] == [bytes(view) for _, _, view in items]
+
+
+class VolumeSuite(ABC):
+    """What every volume must do."""
+
+    CAPACITY = 8 << 20
+
+    @abstractmethod
+    def open_volume(self, folder: Path, capacity_bytes: int) -> Volume:
+        """Opens (or makes) the volume of a folder, ready for use."""
+
+    @pytest.fixture
+    def volume(self, tmp_path: Path) -> Iterator[Volume]:
+        """A volume of ``CAPACITY`` bytes."""
+        volume = self.open_volume(tmp_path, self.CAPACITY)
+        yield volume
+        volume.close()
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+    def test_what_was_written_is_read(self, volume: Volume, shape: BlockShape, aligned: bool) -> None:
+        slots = volume.allocate(shape, 17)
+        assert slots is not None
+        items = items_for(slots, range(17), shape, aligned=aligned)
+        shuffled = random.Random(1).sample(items, len(items))  # noqa: S311
+        assert volume.write(shuffled) == [None] * 17
+        assert_reads_back(volume, items, aligned=aligned)
+        assert_reads_back(volume, items[3:11:2], aligned=not aligned)
+        volume.free(slots)
+        assert volume.usage().used_bytes == 0
+
+    def test_slots_do_not_overlap_and_lie_inside(self, volume: Volume) -> None:
+        held: list[Slot] = []
+        for shape in SHAPES:
+            held += volume.allocate(shape, 9) or []
+        assert len(held) == 9 * len(SHAPES)
+        end = 0
+        for slot in sorted(held):
+            assert slot.offset >= end
+            end = slot.offset + slot.size
+        assert end <= self.CAPACITY
+        usage = volume.usage()
+        assert (usage.blocks, usage.used_bytes) == (len(held), sum(slot.size for slot in held))
+
+    def test_allocation_is_all_or_nothing(self, volume: Volume) -> None:
+        shape = SHAPES[2]
+        before = volume.usage()
+        assert volume.allocate(shape, self.CAPACITY // shape.block_bytes + 1) is None
+        assert volume.usage() == before
+        assert volume.allocate(shape, 0) == []
+
+    def test_a_full_volume_gives_none_until_something_is_freed(self, volume: Volume) -> None:
+        shape = SHAPES[2]
+        held: list[Slot] = []
+        while slots := volume.allocate(shape, 1):
+            held += slots
+        assert len(held) > 0.9 * self.CAPACITY / held[0].size
+        volume.free(held[5:7])
+        again = volume.allocate(shape, 2)
+        assert again is not None
+        assert {slot.offset for slot in again} == {slot.offset for slot in held[5:7]}
+        assert volume.allocate(shape, 1) is None
+
+    def test_contiguous_where_room_allows(self, volume: Volume) -> None:
+        slots = volume.allocate(SHAPES[0], 8)
+        assert slots is not None
+        assert [slot.offset for slot in slots] == [slots[0].offset + at * slots[0].size for at in range(8)]
+
+    def test_freeing_twice_is_a_bug_that_is_told(self, volume: Volume) -> None:
+        slots = volume.allocate(SHAPES[0], 3) or []
+        volume.free(slots[:1])
+        with pytest.raises(Internal):
+            volume.free(slots)  # the first is free already
+        with pytest.raises(Internal):
+            volume.free([slots[1], slots[1]])
+        assert volume.usage().blocks == 2  # all or none
+        volume.free(slots[1:])
+
+    def test_generations_only_grow(self, volume: Volume) -> None:
+        seen: dict[int, int] = {}
+        for _ in range(20):
+            slots = volume.allocate(SHAPES[0], 5) or []
+            for slot in slots:
+                assert slot.generation > seen.get(slot.offset, 0)
+                seen[slot.offset] = slot.generation
+            volume.free(slots)
+
+    def test_an_old_generation_is_not_a_hit(self, volume: Volume) -> None:
+        shape = SHAPES[1]
+        old = items_for(volume.allocate(shape, 1) or [], [1], shape)
+        volume.write(old)
+        volume.free([old[0][0]])
+        fresh = items_for(volume.allocate(shape, 1) or [], [2], shape)
+        assert volume.write(fresh) == [None]
+        assert volume.read(emptied(old)) == [Outcome.CORRUPT]
+        assert volume.read(emptied(old), verify=False) == [Outcome.CORRUPT]
+        assert isinstance(volume.write(old)[0], Internal)
+        assert_reads_back(volume, fresh)
+
+    def test_a_record_with_other_checksums_is_corrupt(self, volume: Volume) -> None:
+        shape = SHAPES[2]
+        items = items_for(volume.allocate(shape, 2) or [], [1, 2], shape)
+        volume.write(items)
+        swapped = [(items[0][0], items[1][1], items[0][2]), items[1]]
+        assert volume.read(emptied(swapped)) == [Outcome.CORRUPT, Outcome.HIT]
+
+    def test_a_payload_of_another_size_is_refused(self, volume: Volume) -> None:
+        shape = SHAPES[1]
+        slots = volume.allocate(shape, 2) or []
+        good, other = items_for(slots, [1, 2], shape)
+        results = volume.write([good, (other[0], other[1], other[2][:-1])])
+        assert results[0] is None
+        assert isinstance(results[1], InvalidArgument)
+        with pytest.raises(InvalidArgument):
+            volume.read([(good[0], good[1], good[2][:-1])])
+
+    @pytest.mark.parametrize(
+        "shape", [BlockShape(0, 10), BlockShape(1, 0), BlockShape(1 << 30, 1), BlockShape(1, 1 << 40)], ids=str
+    )
+    def test_absurd_shapes_are_refused(self, volume: Volume, shape: BlockShape) -> None:
+        with pytest.raises(InvalidArgument):
+            volume.allocate(shape, 1)
+        with pytest.raises(InvalidArgument):
+            volume.room_plan(shape, 1, iter(()), 1)
+
+    def test_room_plan_makes_room(self, volume: Volume) -> None:
+        """Evicting the plan is enough, changes nothing before, and is needed."""
+        small, large = SHAPES[0], SHAPES[2]
+        held: dict[BlockKey, Slot] = {}
+        while slots := volume.allocate(small, 1):
+            held[block_key(len(held))] = slots[0]
+        for shape in (small, large):
+            before = volume.usage()
+            plan = volume.room_plan(shape, 4, iter(list(held.items())), len(held))
+            assert plan is not None
+            assert plan == list(held)[: len(plan)]
+            assert volume.usage() == before
+            assert volume.allocate(shape, 4) is None
+            volume.free([held.pop(key) for key in plan])
+            assert volume.room_plan(shape, 4, iter(()), 0) == []
+            assert volume.allocate(shape, 4) is not None
+
+    def test_room_plan_keeps_to_its_limit(self, volume: Volume) -> None:
+        shape = SHAPES[0]
+        held: list[Slot] = []
+        while slots := volume.allocate(shape, 1):
+            held += slots
+        coldest = [(block_key(at), slot) for at, slot in enumerate(held)]
+        assert volume.room_plan(shape, 5, iter(coldest), 4) is None
+        assert volume.room_plan(shape, 5, iter(coldest), 5) == [block_key(at) for at in range(5)]
+        assert volume.room_plan(shape, 5, iter(coldest[:4]), 100) is None
+
+    def test_threads_share_a_volume(self, volume: Volume) -> None:
+        shape = SHAPES[1]
+        failures: list[BaseException] = []
+
+        def work(first: int) -> None:
+            try:
+                for turn in range(8):
+                    slots = volume.allocate(shape, 6)
+                    assert slots is not None
+                    items = items_for(slots, range(first + turn * 6, first + turn * 6 + 6), shape)
+                    assert volume.write(items) == [None] * 6
+                    assert_reads_back(volume, items)
+                    volume.free(slots)
+            except BaseException as error:  # noqa: BLE001 -- told by the thread that joins
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(at * 1000,)) for at in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failures
+        assert volume.usage().blocks == 0
+
+    def test_closing_twice_is_harmless(self, tmp_path: Path) -> None:
+        volume = self.open_volume(tmp_path / "twice", self.CAPACITY)
+        volume.close()
+        volume.close()
+
+
+class MappedVolumeSuite(VolumeSuite):
+    """What a volume in memory must do beyond."""
+
+    @abstractmethod
+    def open_volume(self, folder: Path, capacity_bytes: int) -> MappedVolume: ...
+
+    def test_views_and_the_descriptor_show_the_same_bytes(self, volume: MappedVolume) -> None:
+        shape = SHAPES[1]
+        items = items_for(volume.allocate(shape, 3) or [], [1, 2, 3], shape)
+        volume.write(items)
+        slot, record, payload = items[1]
+        assert volume.view(slot, shape.block_bytes) == payload
+        with mmap.mmap(volume.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as other:
+            assert other[slot.offset : slot.offset + shape.block_bytes] == payload
+        volume.view(slot, 1)[0] ^= 1
+        assert volume.read(emptied([items[1]])) == [Outcome.CORRUPT]
+        assert volume.read(emptied([(slot, record, payload)]), verify=False) == [Outcome.HIT]
+
+    def test_a_view_stays_within_its_slot(self, volume: MappedVolume) -> None:
+        slots = volume.allocate(SHAPES[0], 1) or []
+        with pytest.raises(InvalidArgument):
+            volume.view(slots[0], slots[0].size + 1)
+
+
+class DurableVolumeSuite(VolumeSuite):
+    """What a volume that outlives the process must do beyond. ``open_volume`` opens it recovered; ``open_raw`` does not."""
+
+    @abstractmethod
+    def open_raw(self, folder: Path, capacity_bytes: int) -> DurableVolume:
+        """Opens the volume, not yet recovered."""
+
+    def open_volume(self, folder: Path, capacity_bytes: int) -> DurableVolume:
+        """Opens and recovers."""
+        volume = self.open_raw(folder, capacity_bytes)
+        for _ in volume.recover():
+            pass
+        return volume
+
+    def test_what_was_committed_comes_back(self, tmp_path: Path) -> None:
+        volume = self.open_volume(tmp_path, self.CAPACITY)
+        kept: list[Item] = []
+        for at, shape in enumerate(SHAPES):
+            numbers = range(at * 10, at * 10 + 6)
+            items = items_for(volume.allocate(shape, 6) or [], numbers, shape)
+            assert volume.write(items) == [None] * 6
+            volume.commit([(slot, record) for slot, record, _ in items[:5]], [])  # the sixth is written, but never committed
+            volume.commit([], [items[0][1].key])
+            kept += items[1:5]
+        volume.commit([], [block_key(999_999)])  # unknown keys are no error
+        volume.close()
+
+        again = self.open_raw(tmp_path, self.CAPACITY)
+        with pytest.raises(Internal):
+            again.allocate(SHAPES[0], 1)  # not before recovery
+        found = sorted(again.recover(), key=lambda entry: entry[1].key)
+        assert found == [(slot, record) for slot, record, _ in kept]
+        assert again.usage().blocks == len(kept)
+        for at in range(0, len(kept), 4):
+            assert_reads_back(again, kept[at : at + 4])
+        highest = max(slot.generation for slot, _, _ in kept)
+        fresh = again.allocate(SHAPES[0], 3) or []
+        assert all(slot.generation > highest for slot in fresh)
+        assert not {slot.offset for slot in fresh} & {slot.offset for slot, _, _ in kept}
+        again.close()
+
+    def test_a_commit_moves_a_key(self, tmp_path: Path) -> None:
+        """Removed leaves before stored enters: a block can change its slot within one commit."""
+        shape = SHAPES[0]
+        volume = self.open_volume(tmp_path, self.CAPACITY)
+        old = items_for(volume.allocate(shape, 1) or [], [7], shape)
+        volume.write(old)
+        volume.commit([(old[0][0], old[0][1])], [])
+        fresh = items_for(volume.allocate(shape, 1) or [], [7], shape)
+        volume.write(fresh)
+        volume.commit([(fresh[0][0], fresh[0][1])], [block_key(7)])
+        volume.close()
+        again = self.open_raw(tmp_path, self.CAPACITY)
+        assert list(again.recover()) == [(fresh[0][0], fresh[0][1])]
+        again.close()
+
+    def test_a_slot_that_is_not_held_is_not_committed(self, volume: DurableVolume) -> None:
+        items = items_for(volume.allocate(SHAPES[0], 1) or [], [1], SHAPES[0])
+        volume.write(items)
+        volume.free([items[0][0]])
+        with pytest.raises(Internal):
+            volume.commit([(items[0][0], items[0][1])], [])
+
+    def test_one_process_at_a_time(self, tmp_path: Path) -> None:
+        volume = self.open_volume(tmp_path, self.CAPACITY)
+        with pytest.raises(Exception, match="open"):
+            self.open_raw(tmp_path, self.CAPACITY)
+        volume.close()
+        self.open_raw(tmp_path, self.CAPACITY).close()
+
+    def test_it_says_what_does_the_io(self, volume: DurableVolume) -> None:
+        assert volume.io_engine
