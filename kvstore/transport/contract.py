@@ -153,7 +153,7 @@ class BlockPeer(ABC):
 
     @abstractmethod
     def write(self, request: WriteRequest, source: BlockBuffer, checksums: Checksums) -> list[StoreOutcome]:
-        """Stores blocks from ``source``. One outcome a key; a peer that dies in the middle answers LOST for what it did not confirm.
+        """Stores blocks from ``source``. One outcome a key: LOST for what a peer that died in the middle did not confirm.
 
         Raises:
             InvalidArgument, Unavailable, PermissionDenied, Unauthenticated: as ``read``.

@@ -1,0 +1,120 @@
+"""Where the bytes of some blocks lie in a caller's memory: as few contiguous pieces as there are, found for many blocks at once.
+
+Movers ask for thousands of blocks a call, so the common kinds of buffer are worked out with arrays rather than block by block.
+Two views of the same thing: ``pieces`` are memoryviews, for sockets; ``addresses`` are numbers, for ``memmove``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.buffers import BlockBuffer, DenseBlocks
+from kvstore.core.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+Positions = npt.NDArray[np.int64]
+
+
+class Layout:
+    """The memory of one block buffer.
+
+    Args:
+        buffer: the memory.
+        writable: whether it will be written to.
+
+    Raises:
+        InvalidArgument: read-only memory where it must be writable.
+    """
+
+    def __init__(self, buffer: BlockBuffer, *, writable: bool) -> None:
+        self.buffer = buffer
+        self.shape = buffer.shape
+        self._dense: _Strided | None = None
+        if isinstance(buffer, DenseBlocks):
+            if writable and not buffer.array.flags.writeable:
+                raise InvalidArgument("the buffer is read-only")
+            if buffer.array.size and min(buffer.array.strides) >= 0:
+                self._dense = _Strided(buffer)
+
+    def pieces(self, blocks: Positions, first_layer: int, layer_count: int) -> list[memoryview]:
+        """Layers ``[first_layer, first_layer + layer_count)`` of some blocks, in order; neighbours in memory are joined."""
+        if not len(blocks):
+            return []
+        if self._dense is not None:
+            return self._dense.pieces(blocks, first_layer, layer_count)
+        found: list[memoryview] = []
+        for block in blocks.tolist():
+            found += self.buffer.segments(block, first_layer, layer_count)
+        expected = len(blocks) * layer_count * self.shape.layer_block_bytes
+        if sum(map(len, found)) != expected:
+            raise InvalidArgument("the buffer's segments are not the size of the layers asked for", expected=expected)
+        return found
+
+    def addresses(self, blocks: Positions, first_layer: int, layer_count: int) -> tuple[Positions, Positions]:
+        """Addresses and lengths of those pieces, not joined: none reaches from one block into the next."""
+        if self._dense is not None:
+            return self._dense.addresses(blocks, first_layer, layer_count)
+        found = self.pieces(blocks, first_layer, layer_count)
+        return np.fromiter(map(address_of, found), np.int64, len(found)), np.fromiter(map(len, found), np.int64, len(found))
+
+
+class _Strided:
+    """Offsets within the stretch of memory that a dense array of positive strides lies in."""
+
+    def __init__(self, buffer: DenseBlocks) -> None:
+        array = buffer.array
+        self._block_stride, self._layer_stride, _ = array.strides
+        self._layer_bytes = array.shape[2]
+        self._together = array.shape[1] == 1 or self._layer_stride == self._layer_bytes
+        extent = (
+            sum((size - 1) * stride for size, stride in zip(array.shape[:2], array.strides[:2], strict=True)) + self._layer_bytes
+        )
+        # Bytes between the array's rows belong to the caller too, but are never named by an offset.
+        stretch = np.lib.stride_tricks.as_strided(
+            array.reshape(-1)[:1] if array.flags.c_contiguous else array[0, 0, :1], (extent,), (1,)
+        )
+        self._base = int(stretch.__array_interface__["data"][0])
+        self._memory = memoryview(cast("Buffer", stretch))
+
+    def _offsets(self, blocks: Positions, first_layer: int, layer_count: int) -> tuple[Positions, int]:
+        starts = blocks * self._block_stride + first_layer * self._layer_stride
+        if self._together:
+            return starts, layer_count * self._layer_bytes
+        return (starts[:, None] + np.arange(layer_count) * self._layer_stride).reshape(-1), self._layer_bytes
+
+    def addresses(self, blocks: Positions, first_layer: int, layer_count: int) -> tuple[Positions, Positions]:
+        offsets, size = self._offsets(blocks, first_layer, layer_count)
+        return offsets + self._base, np.full(len(offsets), size, np.int64)
+
+    def pieces(self, blocks: Positions, first_layer: int, layer_count: int) -> list[memoryview]:
+        offsets, size = self._offsets(blocks, first_layer, layer_count)
+        heads = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - size - 1) != size)
+        starts = offsets[heads]
+        ends = offsets[np.append(heads[1:], len(offsets)) - 1] + size
+        memory = self._memory
+        return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def address_of(piece: memoryview) -> int:
+    """Where a piece of memory begins. It stays there only as long as somebody holds the piece."""
+    return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0]) if len(piece) else 0
+
+
+def positions(blocks: Sequence[int] | Positions | None, count: int) -> Positions:
+    """Block positions as an array; None: all.
+
+    Raises:
+        InvalidArgument: a position outside the buffer.
+    """
+    if blocks is None:
+        return np.arange(count, dtype=np.int64)
+    found = np.asarray(blocks, np.int64)
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < count:
+        raise InvalidArgument("no such block in the buffer", count=count)
+    return found

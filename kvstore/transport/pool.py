@@ -1,0 +1,248 @@
+"""A bounded pool of connections to one data-plane address: dials, greets, keeps idle ones, notices broken ones, fails fast.
+
+A connection is taken by one thread for one exchange and given back only if both sides are in step; else it is dropped. After
+``failures`` in a row (dials that fail, connections that break, answers that never begin) the circuit breaker refuses
+for a short time.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
+from kvstore.observe.counters import Counters
+from kvstore.transport import frames
+from kvstore.transport.addresses import parse_address
+from kvstore.transport.breaker import CircuitBreaker
+from kvstore.transport.frames import FrameKind, Head
+from kvstore.transport.wire import PlainWire, TlsWire, Wire, set_options
+
+log = logging.getLogger(__name__)
+
+Ticket = Callable[[], bytes] | bytes
+
+
+class Connection:
+    """A greeted wire, and the ids of the requests on it."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.reused = False
+        """Whether it was idle before: then it may have died meanwhile, and its first failure says nothing of the peer."""
+        self._last_id = 0
+
+    def next_id(self) -> int:
+        """An id for a new request."""
+        self._last_id = (self._last_id + 1) & 0xFFFFFFFF
+        return self._last_id
+
+    def answer(self, request_id: int, kind: FrameKind | None, deadline_s: float) -> tuple[Head, bytes]:
+        """Head and header of the next frame, which answers ``request_id``, with a frame of ``kind`` where one is named.
+
+        Raises:
+            AnsweredError: the peer answered with an ERROR frame.
+            KVStoreError: the wire broke, or this is no such answer.
+        """
+        head = frames.decode_head(self.wire.receive(frames.HEAD_BYTES, deadline_s))
+        header = bytes(self.wire.receive(head.header_bytes, deadline_s))
+        if head.kind is FrameKind.ERROR:
+            raise AnsweredError(frames.decode_error(header), in_step=head.request_id == request_id != 0)
+        if head.request_id != request_id:
+            raise frames.BadFrame("an answer to another request", request=head.request_id, expected=request_id)
+        if kind is not None and head.kind is not kind:
+            raise frames.BadFrame("not the answer expected", kind=head.kind.name, expected=kind.name)
+        return head, header
+
+
+class AnsweredError(Exception):
+    """The peer answered a request with an error. ``in_step``: the connection is still good."""
+
+    def __init__(self, error: KVStoreError, *, in_step: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.in_step = in_step
+
+
+class ConnectionPool:
+    """Connections to one address. Thread-safe.
+
+    Args:
+        address: ``host:port``.
+        ticket: shown in HELLO; a callable is asked for each new connection, so that tickets may expire.
+        tls: client-side context; None: clear text.
+        server_name: the name expected in the server's certificate; None: the host of ``address``.
+        connect_timeout_s: for the dial, TLS and HELLO together.
+        max_connections: in use at once, and idle at once.
+        socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
+        breaker: when to fail fast.
+        counters: where events are counted.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        ticket: Ticket,
+        tls: ssl.SSLContext | None,
+        server_name: str | None,
+        connect_timeout_s: float,
+        max_connections: int,
+        socket_buffer_bytes: int | None,
+        breaker: CircuitBreaker,
+        counters: Counters,
+    ) -> None:
+        self.address = address
+        self._host, self._port = parse_address(address)
+        self._ticket = ticket
+        self._tls = tls
+        self._server_name = server_name if server_name is not None else self._host
+        self._connect_timeout_s = connect_timeout_s
+        self._socket_buffer_bytes = socket_buffer_bytes
+        self._breaker = breaker
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._max_connections = max_connections
+        self._room = threading.Semaphore(max_connections)
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._closed = False
+
+    def take(self, deadline_s: float, *, wait: bool = True, fresh: bool = False) -> Connection | None:
+        """A connection, idle or new. None: ``wait`` is False and all are in use.
+
+        Args:
+            deadline_s: when to give up.
+            wait: whether to wait for one that is in use.
+            fresh: dial, even where an idle one could be had.
+
+        Raises:
+            Unavailable: cannot be reached, fails fast, or the pool is closed.
+            DeadlineExceeded: none came free in time.
+            Unauthenticated: the ticket was refused.
+        """
+        if self._closed:
+            raise Unavailable("the data-plane peer is closed", address=self.address)
+        if not self._room.acquire(blocking=wait, timeout=max(0.0, deadline_s - time.monotonic()) if wait else None):
+            if not wait:
+                return None
+            self._counters.add("transport_peer_pool_timeouts_total")
+            raise DeadlineExceeded("no data connection came free in time", address=self.address)
+        try:
+            connection = None if fresh else self._take_idle()
+            return connection if connection is not None else self._dial(deadline_s)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def give_back(self, connection: Connection) -> None:
+        """Returns a connection that is in step: nothing asked on it is unanswered."""
+        with self._lock:
+            self._busy.remove(connection)
+            keep = not self._closed and len(self._idle) < self._max_connections
+            if keep:
+                connection.reused = True
+                self._idle.append(connection)
+        if not keep:
+            connection.wire.close()
+        self._room.release()
+
+    def drop(self, connection: Connection) -> None:
+        """Ends a connection that is not in step. Idempotent."""
+        with self._lock:
+            if connection not in self._busy:
+                return
+            self._busy.remove(connection)
+        connection.wire.close()
+        self._room.release()
+
+    def went_well(self) -> None:
+        """An exchange was answered: the breaker closes."""
+        self._breaker.succeeded()
+
+    def went_wrong(self) -> None:
+        """The peer broke an exchange, or never began to answer: enough of these open the breaker."""
+        if self._breaker.failed():
+            self._counters.add("transport_peer_breaker_opened_total")
+            log.warning("data-plane peer %s failed repeatedly: calls to it fail at once for a short time", self.address)
+
+    def close(self) -> None:
+        """Closes idle connections, and ends those in use under the threads that use them. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+        for connection in idle:
+            connection.wire.close()
+        for connection in busy:
+            connection.wire.shut()
+
+    def _take_idle(self) -> Connection | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()  # the one used last: its congestion window is still open
+                self._busy.add(connection)
+            if connection.wire.idle_and_open():
+                return connection
+            self._counters.add("transport_peer_idle_broken_total")
+            with self._lock:
+                self._busy.discard(connection)
+            connection.wire.close()
+
+    def _dial(self, deadline_s: float) -> Connection:
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded("no time left to connect", address=self.address)
+        if not self._breaker.allow():
+            self._counters.add("transport_peer_fast_failures_total")
+            raise Unavailable("the data-plane peer failed repeatedly: not tried again yet", address=self.address)
+        until_s = min(deadline_s, time.monotonic() + self._connect_timeout_s)
+        # asked before the dial: the server's patience with silent connections is short, and a failure here is not the peer's
+        ticket = self._ticket if isinstance(self._ticket, bytes) else self._ticket()
+        hello = frames.encode_hello(ticket)
+        try:
+            connection = self._greeted(self._connect(until_s), hello, until_s)
+        except (Unauthenticated, PermissionDenied):
+            self._breaker.succeeded()  # it answers, if not as hoped
+            self._counters.add("transport_peer_unauthenticated_total")
+            raise
+        except (OSError, KVStoreError) as error:
+            self._counters.add("transport_peer_connect_failures_total")
+            self.went_wrong()
+            raise Unavailable("cannot connect to a data-plane peer", address=self.address, error=error) from error
+        self._counters.add("transport_peer_connects_total")
+        with self._lock:
+            self._busy.add(connection)
+            closed = self._closed
+        if closed:
+            connection.wire.shut()
+        return connection
+
+    def _connect(self, until_s: float) -> Wire:
+        sock = socket.create_connection((self._host, self._port), timeout=max(until_s - time.monotonic(), 0.001))
+        try:
+            set_options(sock, self._socket_buffer_bytes)
+            if self._tls is None:
+                return PlainWire(sock)
+            return TlsWire(self._tls.wrap_socket(sock, server_hostname=self._server_name))
+        except BaseException:
+            sock.close()
+            raise
+
+    def _greeted(self, wire: Wire, hello: bytes, until_s: float) -> Connection:
+        connection = Connection(wire)
+        try:
+            wire.send((hello,), until_s)
+            connection.answer(0, FrameKind.WELCOME, until_s)
+        except AnsweredError as answered:
+            wire.close()
+            raise answered.error from None
+        except BaseException:
+            wire.close()
+            raise
+        return connection

@@ -1,0 +1,283 @@
+"""One connection of the data plane's server: greets, then answers one request after the other from a provider.
+
+What the provider gave is given back exactly once, whatever becomes of the connection: each part of a read is released as soon as
+its bytes have been handed to the kernel, each grant of a write is committed or aborted. An error between two frames is told to
+the peer and the connection goes on; an error within a frame leaves the two sides out of step and ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+import numpy as np
+
+from kvstore.core.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    KVStoreError,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+)
+from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
+from kvstore.observe.counters import Counters
+from kvstore.transport import frames
+from kvstore.transport.arrival import receive_blocks
+from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
+from kvstore.transport.frames import FrameKind, ReadFrame, WriteFrame
+from kvstore.transport.tickets import TicketAuthority, TicketScope
+from kvstore.transport.wire import Piece, Wire
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GRACE_S = 1.0
+"""What a provider answers right at the deadline still goes out: the peer may wait a little longer than it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTimes:
+    """How long a peer may take for what, in seconds."""
+
+    handshake_s: float
+    """A new connection, for TLS and HELLO."""
+    idle_s: float
+    """Between two requests."""
+    stall_s: float
+    """In the middle of a request, without taking or giving a byte."""
+    request_s: float
+    """One request, whatever deadline it names."""
+
+
+class ServerConnection:
+    """Serves one wire. All of it runs in one thread.
+
+    Args:
+        wire: the connection.
+        provider: has the blocks.
+        authority: verifies the ticket; None: everybody may reach every namespace.
+        times: the peer's bounds.
+        counters: where events are counted.
+    """
+
+    def __init__(
+        self, wire: Wire, provider: BlockProvider, authority: TicketAuthority | None, times: ServerTimes, counters: Counters
+    ) -> None:
+        self._wire = wire
+        self._provider = provider
+        self._authority = authority
+        self._times = times
+        self._counters = counters
+        self._scope: TicketScope | None = None
+
+    def run(self) -> None:
+        """Serves until the peer leaves, breaks the protocol or is idle for too long.
+
+        Raises:
+            KVStoreError: the wire broke or stalled in the middle of something.
+        """
+        try:
+            if self._greet():
+                while self._serve_one():
+                    pass
+        except frames.BadFrame as error:
+            self._counters.add("transport_bad_frames_total")
+            log.warning("closed a data connection: %s", error)
+            self._answer(frames.encode_error(0, error), self._now_s() + self._times.stall_s)
+
+    def _greet(self) -> bool:
+        """HELLO and WELCOME. False: refused, and told so."""
+        deadline_s = self._now_s() + self._times.handshake_s
+        head = frames.decode_head(self._wire.receive(frames.HEAD_BYTES, deadline_s))
+        if head.kind is not FrameKind.HELLO:
+            raise frames.BadFrame("the first frame is a HELLO", kind=head.kind.name)
+        ticket = frames.decode_hello(bytes(self._wire.receive(head.header_bytes, deadline_s)))
+        if self._authority is not None:
+            try:
+                self._scope = self._authority.verify(ticket)
+            except Unauthenticated as error:
+                self._counters.add("transport_unauthenticated_total")
+                self._answer(frames.encode_error(0, error), deadline_s)
+                return False
+        self._answer(frames.encode_head(FrameKind.WELCOME, 0), deadline_s)
+        return True
+
+    def _serve_one(self) -> bool:
+        """One request and its answers. False: the peer has been idle for too long."""
+        self._wire.stall_s = None
+        try:
+            data = self._wire.receive(frames.HEAD_BYTES, self._now_s() + self._times.idle_s)
+        except DeadlineExceeded:
+            self._counters.add("transport_idle_connections_closed_total")
+            return False
+        head = frames.decode_head(data)
+        self._wire.stall_s = self._times.stall_s
+        header = bytes(self._wire.receive(head.header_bytes, self._now_s() + self._times.request_s))
+        if head.kind is FrameKind.READ:
+            self._serve_read(head.request_id, frames.decode_read(header))
+        elif head.kind is FrameKind.WRITE:
+            self._serve_write(head.request_id, frames.decode_write(header))
+        elif head.kind is FrameKind.PING:
+            self._answer(frames.encode_head(FrameKind.PONG, head.request_id), self._now_s() + self._times.request_s)
+        else:
+            raise frames.BadFrame("not a request", kind=head.kind.name)
+        return True
+
+    # ---------------------------------------------------------------- reads
+
+    def _serve_read(self, request_id: int, frame: ReadFrame) -> None:
+        self._counters.add("transport_reads_total")
+        deadline_s = self._deadline_s(frame.budget_ms)
+        parts: Iterator[ReadPart] | None = None
+        try:
+            if self._known_shape(frame.namespace, frame.shape) is None:
+                self._send_misses(request_id, frame, deadline_s)
+            else:
+                request = ReadRequest(
+                    frame.namespace, frame.keys, frame.first_layer, frame.layer_count, frame.layer_group, deadline_s
+                )  # fmt: skip
+                parts = self._asking(lambda: self._provider.read(request))
+                while (part := self._asking(lambda: next(parts, None))) is not None:
+                    try:
+                        self._send_part(request_id, frame, part, deadline_s + _GRACE_S)
+                    finally:
+                        part.release()
+        except _ToldError as told:
+            self._answer(frames.encode_error(request_id, told.error), self._now_s() + self._times.stall_s)
+            return
+        finally:
+            close = getattr(parts, "close", None)  # generators have it, other iterators need not
+            if close is not None:
+                close()
+        self._answer(frames.encode_head(FrameKind.READ_END, request_id), deadline_s + _GRACE_S)
+
+    def _send_misses(self, request_id: int, frame: ReadFrame, deadline_s: float) -> None:
+        """A namespace that this node has never heard of holds nothing."""
+        outcomes = bytes((Outcome.MISS,)) * len(frame.keys)
+        none = np.empty((0, frame.layer_count), np.uint64)
+        data = frames.DataFrame(0, outcomes, 0, frame.first_layer, frame.layer_count, Tier.DRAM, none)
+        self._answer(frames.encode_data(request_id, data, 0), deadline_s)
+
+    def _send_part(self, request_id: int, frame: ReadFrame, part: ReadPart, deadline_s: float) -> None:
+        """One part of the provider's: a DATA frame, or several for layer groups and for very many checksums."""
+        shape, views = frame.shape, part.views
+        outcomes = bytes(part.outcomes)
+        if (
+            outcomes.count(Outcome.HIT) != len(views)
+            or part.checksums.shape != (len(views), shape.layers)
+            or any(view.nbytes != shape.block_bytes for view in views)
+        ):
+            raise _ToldError(Internal("the provider's part is not what it says", keys=len(outcomes), views=len(views)))
+        group = frame.layer_group or frame.layer_count
+        keys_at_once = max(1, frames.MAX_CHECKSUMS_PER_DATA // group)
+        hits_before = [0, *accumulate(outcome == Outcome.HIT for outcome in outcomes)] if len(outcomes) > keys_at_once else None
+        end = frame.first_layer + frame.layer_count
+        for layer in range(frame.first_layer, end, group):
+            layers = min(group, end - layer)
+            low, high = layer * shape.layer_block_bytes, (layer + layers) * shape.layer_block_bytes
+            for key in range(0, len(outcomes), keys_at_once):
+                keys = outcomes[key : key + keys_at_once]
+                chosen = slice(None) if hits_before is None else slice(hits_before[key], hits_before[key + len(keys)])
+                pieces: list[Piece] = [view[low:high] for view in views[chosen]] if layers < shape.layers else list(views[chosen])
+                checksums = part.checksums[chosen, layer : layer + layers]
+                payload_bytes = len(pieces) * (high - low)
+                data = frames.DataFrame(part.first + key, keys, len(pieces), layer, layers, part.tier, checksums)
+                self._wire.send([frames.encode_data(request_id, data, payload_bytes), *pieces], deadline_s)
+                self._counters.add("transport_bytes_sent_total", payload_bytes)
+
+    # ---------------------------------------------------------------- writes
+
+    def _serve_write(self, request_id: int, frame: WriteFrame) -> None:
+        self._counters.add("transport_writes_total")
+        deadline_s = self._deadline_s(frame.budget_ms)
+        request = WriteRequest(frame.run, frame.shape, frame.durable, deadline_s)
+        grant: WriteGrant | None = None  # until it is committed
+        try:
+            if self._known_shape(frame.run.namespace, frame.shape) is None:
+                unknown = NotFound("this node does not know the namespace: ask it for a ticket first")
+                self._answer(frames.encode_error(request_id, unknown), deadline_s)
+                return
+            grant = self._asking(lambda: self._provider.write(request))
+            self._answer(frames.encode_store_outcomes(FrameKind.GRANT, request_id, grant.outcomes), deadline_s)
+            if not grant.views:
+                return
+            granted = np.array([outcome is StoreOutcome.STORED for outcome in grant.outcomes])
+            checksums = frame.checksums[granted]
+            good = self._receive_payload(request_id, grant, frame.shape, checksums, deadline_s)
+            taken, grant = grant, None
+            outcomes = self._asking(lambda: taken.commit(checksums, good))
+            self._answer(frames.encode_store_outcomes(FrameKind.WRITTEN, request_id, outcomes), deadline_s + _GRACE_S)
+        except _ToldError as told:
+            self._answer(frames.encode_error(request_id, told.error), self._now_s() + self._times.stall_s)
+        finally:
+            if grant is not None:
+                if grant.views:
+                    self._counters.add("transport_writes_aborted_total")
+                grant.abort()
+
+    def _receive_payload(
+        self, request_id: int, grant: WriteGrant, shape: BlockShape, checksums: Checksums, deadline_s: float
+    ) -> list[bool]:
+        """Bytes of the granted blocks, into their slots. Which of them match."""
+        head = frames.decode_head(self._wire.receive(frames.HEAD_BYTES, deadline_s))
+        expected = len(grant.views) * shape.block_bytes
+        if (head.kind, head.request_id, head.payload_bytes) != (FrameKind.PAYLOAD, request_id, expected):
+            raise frames.BadFrame(
+                "a grant is answered by the bytes granted", kind=head.kind.name, payload_bytes=head.payload_bytes
+            )
+        good = receive_blocks(self._wire, grant.views, checksums, shape.layer_block_bytes, deadline_s, verify=True)
+        self._counters.add("transport_bytes_received_total", expected)
+        if corrupt := len(good) - int(good.sum()):
+            self._counters.add("transport_corrupt_blocks_total", corrupt)
+            log.warning("%d of %d blocks written by a peer did not match their checksums", corrupt, len(good))
+        return [bool(matched) for matched in good]
+
+    # ---------------------------------------------------------------- helpers
+
+    def _known_shape(self, namespace: NamespaceId, shape: BlockShape) -> BlockShape | None:
+        """The namespace's shape, which must be what the peer thinks it is; None: unknown here."""
+        if self._authority is not None and self._scope is not None:
+            try:
+                self._authority.check(self._scope, namespace)
+            except PermissionDenied as error:
+                self._counters.add("transport_permission_denied_total")
+                raise _ToldError(error) from error
+            except Unauthenticated as error:
+                self._counters.add("transport_unauthenticated_total")
+                raise _ToldError(error) from error
+        known = self._asking(lambda: self._provider.shape(namespace))
+        if known is not None and known != shape:
+            raise _ToldError(InvalidArgument("the namespace has another block shape", known=known, asked=shape))
+        return known
+
+    def _asking(self, question: Callable[[], T]) -> T:
+        """Calls the provider between two frames: what it raises is told to the peer, and the connection goes on."""
+        try:
+            return question()
+        except KVStoreError as error:
+            raise _ToldError(error) from error
+
+    def _answer(self, frame: bytes, deadline_s: float) -> None:
+        self._wire.send((frame,), deadline_s)
+
+    def _deadline_s(self, budget_ms: int) -> float:
+        return self._now_s() + min(budget_ms / 1000, self._times.request_s)
+
+    @staticmethod
+    def _now_s() -> float:
+        return time.monotonic()
+
+
+class _ToldError(Exception):
+    """An error for the peer, raised while both sides are in step."""
+
+    def __init__(self, error: KVStoreError) -> None:
+        super().__init__(str(error))
+        self.error = error
