@@ -128,11 +128,20 @@ class _Copy:
             stretches = iter([slice(at, at + at_once) for at in range(0, len(self._starts), at_once)])
             _share(lambda: self._copy_and_hash(stretches, checksums), threads)
             return
-        # a lone thread leaves long pieces whole: the longer a copy, the faster it is
-        longest = total if threads == 1 else max(THREAD_BYTES, total // (8 * threads))
-        targets, sources, lengths = self._pieces(slice(None), longest)
-        if total < len(lengths) * _GATHER_BELOW_BYTES and len(lengths) >= _GATHER_FROM and self._gather():
+        self._copy(slice(None), threads)
+
+    def _copy(self, which: slice, threads: int) -> None:
+        """Copies some of the blocks."""
+        ours, theirs, lengths = self._unjoined(which)
+        total = int(lengths.sum())
+        short = total < len(lengths) * _GATHER_BELOW_BYTES and len(lengths) >= _GATHER_FROM
+        if short and self._gather(ours, theirs, lengths):
             return
+        # a lone thread leaves long pieces whole: the longer a copy, the faster it is
+        ours, theirs, lengths = _joined(
+            ours, theirs, lengths, total if threads == 1 else max(THREAD_BYTES, total // (8 * threads))
+        )
+        targets, sources = (ours, theirs) if self._into_buffer else (theirs, ours)
         # one iterator for all threads: whoever is free takes the next piece
         pieces = iter(list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True)))
         _share(lambda: _move(pieces), threads)
@@ -140,17 +149,15 @@ class _Copy:
     def _copy_and_hash(self, stretches: Iterator[slice], checksums: Checksums) -> None:
         size = self._shape.layer_block_bytes
         for stretch in stretches:
-            targets, sources, lengths = self._pieces(stretch, THREAD_BYTES)
-            _move(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
+            self._copy(stretch, 1)
             blocks = self._blocks[stretch]
             hasher = LayerHasher(size, len(blocks) * self._layer_count)
             # the buffer's side: on a load, what has landed is what must be right
             hasher.update(self._layout.pieces(blocks, self._first_layer, self._layer_count))
             checksums[stretch] = hasher.digests().reshape(len(blocks), self._layer_count)
 
-    def _gather(self) -> bool:
+    def _gather(self, ours: Positions, theirs: Positions, lengths: Positions) -> bool:
         """Copies many short pieces in one call. False: they do not lie in step on both sides."""
-        ours, theirs, lengths = self._unjoined(slice(None))
         length = int(lengths[0])
         if (lengths != length).any():
             return False
@@ -168,16 +175,6 @@ class _Copy:
             _rows(targets, length)[into // length] = np.take(_rows(sources, length), rows, axis=0, mode="clip")
         return True
 
-    def _pieces(self, which: slice, longest: int) -> tuple[Positions, Positions, Positions]:
-        """Targets, sources and lengths of copies: neighbours joined, then none longer than about ``longest``."""
-        ours, theirs, lengths = self._unjoined(which)
-        apart = (np.diff(ours) != lengths[:-1]) | (np.diff(theirs) != lengths[:-1])
-        heads = np.concatenate(([0], np.flatnonzero(apart) + 1))
-        ours, theirs, lengths = ours[heads], theirs[heads], np.add.reduceat(lengths, heads)
-        if int(lengths.max()) > longest:
-            ours, theirs, lengths = _cut(ours, theirs, lengths, longest)
-        return (ours, theirs, lengths) if self._into_buffer else (theirs, ours, lengths)
-
     def _unjoined(self, which: slice) -> tuple[Positions, Positions, Positions]:
         """Addresses in the buffer and in the arena, and lengths."""
         starts = self._starts[which]
@@ -187,6 +184,14 @@ class _Copy:
         behind = np.cumsum(lengths) - lengths
         theirs = starts[behind // block_bytes] + behind % block_bytes
         return ours, theirs, lengths
+
+
+def _joined(ours: Positions, theirs: Positions, lengths: Positions, longest: int) -> tuple[Positions, Positions, Positions]:
+    """The same copies with neighbours joined, and then none longer than about ``longest``."""
+    apart = (np.diff(ours) != lengths[:-1]) | (np.diff(theirs) != lengths[:-1])
+    heads = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    ours, theirs, lengths = ours[heads], theirs[heads], np.add.reduceat(lengths, heads)
+    return (ours, theirs, lengths) if int(lengths.max()) <= longest else _cut(ours, theirs, lengths, longest)
 
 
 def _cut(ours: Positions, theirs: Positions, lengths: Positions, longest: int) -> tuple[Positions, Positions, Positions]:
