@@ -45,7 +45,7 @@ class DenseBlocks:
     """
 
     def __init__(self, array: Bytes) -> None:
-        if array.ndim != 3 or array.dtype != np.uint8 or (array.shape[2] > 1 and array.strides[2] != 1):
+        if array.ndim != 3 or array.dtype != np.uint8 or (array.size and array.shape[2] > 1 and array.strides[2] != 1):
             raise InvalidArgument(
                 "blocks take a uint8 array [blocks, layers, layer_block_bytes] whose last axis is contiguous",
                 shape=array.shape,
