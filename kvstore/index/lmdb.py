@@ -31,7 +31,7 @@ from typing import Self, TypeAlias, TypeVar, cast
 import lmdb
 
 from kvstore.core import limits
-from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import IndexStats, Life, LifeInfo, PrefixHit, PrefixIndex
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
@@ -409,7 +409,7 @@ class LmdbIndex(PrefixIndex):
         value = txn.get(namespace, db=self._namespaces)  # not remembered: it may be of this very transaction
         if value is None:
             if txn.stat(self._namespaces)["entries"] >= limits.MAX_NAMESPACES:
-                raise InvalidArgument("too many namespaces", limit=limits.MAX_NAMESPACES)
+                raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
             value = _U32.pack(self._next(txn, b"next_namespace")) + b"\x00"
             txn.put(namespace, value, db=self._namespaces)
         ordinal: int = _U32.unpack_from(value)[0]

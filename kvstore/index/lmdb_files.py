@@ -249,18 +249,15 @@ class IndexFiles:
                 self.env.close()
             else:
                 self._close_writer(self._writers)
-        except OSError as error:  # no clean close, then: the index may be dropped when it is opened again
+        except (OSError, Unavailable, lmdb.Error) as error:  # no clean close: after a restart of the machine it will be dropped
             logger.warning("the index in %s was not closed cleanly: %s", self.path, error)
             self._count("index_unclean_close_total", 1)
         finally:
+            self.env.close()
             self._forget()
 
     def _close_writer(self, writers: int) -> None:
-        try:
-            opening = _lock_file(self.path / "opening.lock")
-        except OSError:  # the directory is gone
-            self.env.close()
-            raise
+        opening = _lock_file(self.path / "opening.lock")
         try:
             _lock_within(opening, OPENING_TIMEOUT_S, self.path)
             alone = _try_lock(writers, fcntl.LOCK_EX)

@@ -344,6 +344,18 @@ def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "state.json").read_text())["clean"]
 
 
+def test_files_deleted_under_a_process_do_not_disturb_it(tmp_path: Path) -> None:
+    events = Events()
+    index = LmdbIndex.open(tmp_path / "index", count=events.add)
+    life = begin(index)
+    shutil.rmtree(tmp_path / "index")
+    index.publish(life, [CHAIN.run(0, 100)], [])
+    assert ask(index, CHAIN, {life}).blocks == 100
+    index.close()
+    assert events["index_unclean_close_total"] == 1
+    assert reopened(tmp_path / "index")[1] == 0
+
+
 # ---- sizes ----
 def test_bytes_a_block(tmp_path: Path) -> None:
     """Random keys, one replica each, in batches as nodes send them."""
