@@ -57,7 +57,7 @@ class DenseBlocks:
         self._whole = array.shape[1] == 1 or array.strides[1] == array.shape[2]
         # one memoryview over everything makes a piece one cheap slice, where memory is plain
         plain = self._whole and array.flags.c_contiguous and array.size > 0
-        self._flat: memoryview | None = memoryview(array.reshape(-1)) if plain else None
+        self._flat: memoryview | None = array.reshape(-1).data if plain else None
 
     @property
     def count(self) -> int:
@@ -79,8 +79,8 @@ class DenseBlocks:
             return (self._flat[at : at + layer_count * size],)
         layers = self.array[block, first_layer : first_layer + layer_count]
         if self._whole:
-            return (memoryview(layers.reshape(-1)),)
-        return [memoryview(layer) for layer in layers]
+            return (layers.reshape(-1).data,)
+        return [layer.data for layer in layers]
 
 
 class ScatteredBlocks:
