@@ -1,0 +1,166 @@
+"""What only the arena does: its backing, prefault, its memory after closing; and faults passed in from outside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.types import BlockShape, Outcome, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyMappedVolume, FaultyVolume, Operation
+from kvstore.testing.volume_suite import DurableVolumeSuite, MappedVolumeSuite, assert_reads_back, block_key, emptied, items_for
+from kvstore.tiers.arena import DramArena
+from kvstore.tiers.contract import DurableVolume, MappedVolume
+from kvstore.tiers.slab import NvmeSlab
+
+SHAPE = BlockShape(2, 5000)
+
+
+class TestFaultyArenaWithoutFaults(MappedVolumeSuite):
+    """The wrapper itself changes nothing."""
+
+    def open_volume(self, folder: Path, capacity_bytes: int) -> MappedVolume:
+        return FaultyMappedVolume(DramArena(VolumeId("arena"), capacity_bytes), FaultPlan())
+
+
+class TestFaultySlabWithoutFaults(DurableVolumeSuite):
+    def open_raw(self, folder: Path, capacity_bytes: int) -> DurableVolume:
+        return FaultyVolume(NvmeSlab.open(folder / "volume", volume_id=VolumeId("v"), capacity_bytes=capacity_bytes), FaultPlan())
+
+
+def test_huge_pages_are_used_or_their_lack_is_told() -> None:
+    counters = Counters()
+    arena = DramArena(VolumeId("a"), 4 << 20, huge_pages=True, counters=counters)
+    assert ("refused" in arena.backing) == bool(counters.snapshot().get("arena_huge_pages_refused_total"))
+    assert arena.mapped_bytes >= 4 << 20
+    arena.close()
+
+
+def test_prefault_touches_everything_and_changes_nothing() -> None:
+    arena = DramArena(VolumeId("a"), 80 << 20, prefault_threads=2)
+    items = items_for(arena.allocate(SHAPE, 4) or [], range(4), SHAPE)
+    arena.write(items)
+    assert arena.wait_prefault(60)
+    assert_reads_back(arena, items)
+    assert os.fstat(arena.fileno()).st_blocks * 512 == 80 << 20
+    arena.close()
+
+
+def test_closing_does_not_wait_for_prefault_to_finish() -> None:
+    DramArena(VolumeId("a"), 1 << 30, prefault_threads=1).close()
+
+
+def test_views_outlive_the_arena() -> None:
+    """A view that someone still holds keeps its memory: it never points at nothing."""
+    counters = Counters()
+    arena = DramArena(VolumeId("a"), 1 << 20, counters=counters)
+    items = items_for(arena.allocate(SHAPE, 1) or [], [1], SHAPE)
+    arena.write(items)
+    view = arena.view(items[0][0], SHAPE.block_bytes)
+    arena.close()
+    assert view == items[0][2]
+    assert counters.snapshot() == {"arena_closed_with_views_total": 1}
+
+
+def test_nothing_is_left_of_a_killed_process() -> None:
+    """A memfd has no name: it goes with the last process that holds it."""
+    program = (
+        "import os, signal; from kvstore.tiers.arena import DramArena\n"
+        "arena = DramArena('leak-check', 8 << 20)\n"
+        "print(os.readlink(f'/proc/self/fd/{arena.fileno()}'), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "memfd:kvstore-leak-check (deleted)" in done.stdout
+
+
+def test_an_arena_takes_at_least_a_page() -> None:
+    with pytest.raises(InvalidArgument):
+        DramArena(VolumeId("a"), 100)
+
+
+@pytest.fixture
+def plan() -> FaultPlan:
+    return FaultPlan(seed=7)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, plan: FaultPlan) -> FaultyVolume:
+    slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=4 << 20)
+    list(slab.recover())
+    return FaultyVolume(slab, plan)
+
+
+def test_faults_come_as_planned(faulty: FaultyVolume, plan: FaultPlan) -> None:
+    items = items_for(faulty.allocate(SHAPE, 6) or [], range(6), SHAPE)
+    plan.add(Fault.NO_SPACE, operation=Operation.WRITE, keys=[block_key(1)])
+    plan.add(Fault.TORN_WRITE, operation=Operation.WRITE, keys=[block_key(2)])
+    plan.add(Fault.BIT_FLIP, operation=Operation.WRITE, keys=[block_key(3)])
+    failures = faulty.write(items)
+    assert [at for at, failure in enumerate(failures) if failure] == [1]
+    assert isinstance(failures[1], OSError)
+    assert failures[1].errno == errno.ENOSPC
+    plan.clear()
+    plan.add(Fault.BIT_FLIP, operation=Operation.READ, keys=[block_key(0)], times=1)
+    plan.add(Fault.SHORT_READ, operation=Operation.READ, keys=[block_key(4)])
+    plan.add(Fault.IO_ERROR, operation=Operation.READ, keys=[block_key(5)], skip=1)
+    good, corrupt, unavailable = Outcome.HIT, Outcome.CORRUPT, Outcome.UNAVAILABLE
+    assert faulty.read(emptied(items)) == [corrupt, corrupt, corrupt, corrupt, unavailable, good]
+    assert faulty.read(emptied(items)) == [good, corrupt, corrupt, corrupt, unavailable, unavailable]
+    plan.clear()
+    plan.add(Fault.IO_ERROR, operation=Operation.COMMIT, times=1)
+    with pytest.raises(OSError, match="Input/output"):
+        faulty.commit([(items[0][0], items[0][1])], [])
+    faulty.commit([(items[0][0], items[0][1])], [])
+    assert plan.happened[Fault.IO_ERROR] == 2
+    assert "with faults" in faulty.io_engine
+    faulty.close()
+
+
+def test_hangs_hold_until_they_are_released(faulty: FaultyVolume, plan: FaultPlan) -> None:
+    items = items_for(faulty.allocate(SHAPE, 1) or [], [1], SHAPE)
+    plan.add(Fault.HANG, operation=Operation.WRITE, times=1)
+    results: list[Exception | None] = []
+    thread = threading.Thread(target=lambda: results.extend(faulty.write(items)))
+    thread.start()
+    assert plan.hanging.acquire(timeout=30)
+    assert not results
+    plan.release_hangs()
+    thread.join(30)
+    assert results == [None]
+    faulty.close()
+
+
+def test_delays_are_the_tests_own(tmp_path: Path) -> None:
+    waited: list[int] = []
+    plan = FaultPlan(delay=lambda: waited.append(1))
+    arena = FaultyMappedVolume(DramArena(VolumeId("a"), 1 << 20), plan)
+    items = items_for(arena.allocate(SHAPE, 2) or [], [1, 2], SHAPE)
+    plan.add(Fault.DELAY, operation=Operation.WRITE)
+    assert arena.write(items) == [None, None]
+    assert len(waited) == 2
+    assert_reads_back(arena, items)
+    arena.close()
+
+
+def test_the_same_seed_brings_the_same_faults(tmp_path: Path) -> None:
+    def outcomes(seed: int) -> list[Outcome]:
+        plan = FaultPlan(seed=seed)
+        arena = FaultyMappedVolume(DramArena(VolumeId("a"), 1 << 20), plan)
+        items = items_for(arena.allocate(SHAPE, 40) or [], range(40), SHAPE)
+        arena.write(items)
+        plan.add(Fault.BIT_FLIP, operation=Operation.READ, probability=0.5)
+        found = arena.read(emptied(items))
+        del items
+        arena.close()
+        return found
+
+    assert outcomes(1) == outcomes(1) != outcomes(2)
+    assert {*outcomes(1)} == {Outcome.HIT, Outcome.CORRUPT}

@@ -1,0 +1,241 @@
+"""Offline check and repair: each kind of damage is found, nothing changes unless told to, and what was repaired serves again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.checksum import layer_checksums
+from kvstore.core.errors import Conflict, CorruptBlock, NotFound
+from kvstore.core.types import BlockShape, VolumeId
+from kvstore.testing.volume_suite import Item, assert_reads_back, block_key, block_payload, block_record, items_for
+from kvstore.tiers.catalog import Catalog
+from kvstore.tiers.check import check_volume
+from kvstore.tiers.header import header_bytes, pack_header
+from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.superblock import DATA_START
+
+CAPACITY = 16 << 20
+SHAPES = (BlockShape(3, 20_000), BlockShape(600, 16), BlockShape(1, 100))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "volume"
+
+
+def open_slab(folder: Path) -> NvmeSlab:
+    return NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=CAPACITY)
+
+
+def make_volume(folder: Path, count: int = 10) -> list[Item]:
+    """A volume with blocks of all shapes, and others that have left it."""
+    slab = open_slab(folder)
+    list(slab.recover())
+    kept: list[Item] = []
+    for at, shape in enumerate(SHAPES):
+        items = items_for(slab.allocate(shape, 2 * count) or [], range(at * 100, at * 100 + 2 * count), shape)
+        slab.write(items)
+        slab.commit([(slot, record) for slot, record, _ in items], [])
+        slab.commit([], [record.key for _, record, _ in items[count:]])
+        slab.free([slot for slot, _, _ in items[count:]])
+        # a few slots are reused by other blocks of the same size
+        fresh = items_for(slab.allocate(shape, 3) or [], range(at * 100 + 50, at * 100 + 53), shape)
+        slab.write(fresh)
+        slab.commit([(slot, record) for slot, record, _ in fresh], [])
+        kept += items[:count] + fresh
+    slab.close()
+    return kept
+
+
+def poke(folder: Path, position: int, data: bytes) -> None:
+    fd = os.open(folder / "slab.kv", os.O_RDWR)
+    try:
+        os.pwrite(fd, data, position)
+    finally:
+        os.close(fd)
+
+
+def assert_serves(folder: Path, kept: list[Item], *, exactly: bool = True) -> None:
+    slab = open_slab(folder)
+    found = {record.key: (slot, record) for slot, record in slab.recover()}
+    expected = {record.key: (slot, record) for slot, record, _ in kept}
+    assert found == expected if exactly else expected.items() <= found.items()
+    for shape in SHAPES:
+        assert_reads_back(slab, [item for item in kept if item[1].shape == shape])
+    slab.close()
+
+
+def test_a_good_volume(folder: Path) -> None:
+    kept = make_volume(folder)
+    before = {path.name: path.read_bytes() for path in folder.rglob("*.kv")}
+    steps: list[tuple[int, int]] = []
+    report = check_volume(folder, progress=lambda done, total: steps.append((done, total)))
+    assert report.ok
+    assert (report.blocks, report.good, report.bad, report.orphans) == (len(kept), len(kept), {}, 0)
+    assert steps[-1] == (len(kept), len(kept))
+    assert before == {path.name: path.read_bytes() for path in folder.rglob("*.kv")}
+    assert_serves(folder, kept)
+
+
+def test_bad_blocks_are_found_and_dropped(folder: Path) -> None:
+    kept = make_volume(folder)
+    poke(folder, DATA_START + kept[1][0].offset + 50, b"X")  # a header
+    poke(folder, DATA_START + kept[2][0].offset + 4096 + 50_000, b"XYZ")  # a payload
+    report = check_volume(folder)
+    assert not report.ok
+    assert report.bad == {"header or payload differs": 2}
+    assert report.dropped == 0
+    report = check_volume(folder, repair=True)
+    assert report.ok
+    assert report.dropped == 2
+    assert check_volume(folder).bad == {}
+    assert_serves(folder, kept[:1] + kept[3:])
+
+
+def test_entries_that_cannot_be(folder: Path) -> None:
+    """Malformed, foreign, misplaced and overlapping entries, each told by name."""
+    kept = make_volume(folder)
+    slab = open_slab(folder)
+    list(slab.recover())
+    slot, record, _ = kept[0]
+    first_chunk, chunks = slab._allocator.span_at(slot.offset)
+    uid = slab._uid
+    shape = SHAPES[0]
+    entries = [
+        (block_key(900), b"malformed"),
+        (block_key(901), pack_header(b"f" * 16, slot, first_chunk, chunks, block_record(901, shape))),
+        (block_key(902), pack_header(uid, slot, first_chunk, chunks, block_record(902, shape))),  # overlaps kept[0]
+        (block_key(903), pack_header(uid, slot._replace(offset=1 << 40), first_chunk, chunks, block_record(903, shape))),
+        (block_key(904), pack_header(uid, slot, first_chunk, chunks, record)),
+    ]
+    slab._catalog.commit(entries, [])
+    slab.close()
+    report = check_volume(folder, repair=True)
+    assert report.bad == {"malformed entry": 1, "foreign entry": 2, "misplaced or overlapping entry": 2}
+    assert report.ok
+    assert_serves(folder, kept)
+
+
+def test_orphans_are_counted_and_kept(folder: Path) -> None:
+    slab = open_slab(folder)
+    list(slab.recover())
+    shape = SHAPES[0]
+    slots = slab.allocate(shape, 3) or []
+    items = [
+        (slot, block_record(number, shape, parent), memoryview(block_payload(number, shape)))
+        for slot, number, parent in zip(slots, (1, 2, 4), (None, 1, 3), strict=True)
+    ]
+    assert slab.write(items) == [None] * 3
+    slab.commit([(slot, record) for slot, record, _ in items], [])
+    slab.close()
+    report = check_volume(folder, repair=True)
+    assert (report.orphans, report.good, report.ok) == (1, 3, True)
+
+
+@pytest.mark.parametrize("loss", ["deleted", "garbage", "empty", "foreign"])
+def test_a_lost_catalog_is_rebuilt(folder: Path, tmp_path: Path, loss: str) -> None:
+    """Every block that was there is there again; evicted ones that were not yet overwritten may be, too, with good content."""
+    kept = make_volume(folder)
+    data = folder / "catalog" / "data.mdb"
+    if loss == "deleted":
+        shutil.rmtree(folder / "catalog")
+    elif loss == "garbage":
+        data.write_bytes(os.urandom(64 << 10))
+    elif loss == "empty":
+        data.write_bytes(b"")
+    else:
+        make_volume(tmp_path / "other")
+        shutil.copy(tmp_path / "other" / "catalog" / "data.mdb", data)
+    before = check_volume(folder)
+    assert not before.ok
+    assert before.damage
+    report = check_volume(folder, repair=True)
+    assert report.ok
+    assert len(report.mended) == 1
+    assert check_volume(folder).ok
+    highest = max(slot.generation for slot, _, _ in kept)
+    assert_serves(folder, kept, exactly=False)
+    slab = open_slab(folder)
+    assert len(list(slab.recover())) > len(kept)  # evicted blocks came back
+    assert (slab.allocate(SHAPES[0], 1) or [])[0].generation > highest
+    slab.close()
+
+
+def test_a_payload_cannot_pose_as_a_block(folder: Path) -> None:
+    """A tenant stores bytes that look like a slot of another namespace; a rebuild from headers must not believe them."""
+    slab = open_slab(folder)
+    list(slab.recover())
+    shape = BlockShape(1, 64 << 10)
+    slots = slab.allocate(shape, 1) or []
+    slot = slots[0]
+    inner = BlockShape(1, 4096)
+    forged = block_record(7, inner)
+    place = slot._replace(offset=slot.offset + 8192, size=8192)
+    payload = bytearray(shape.block_bytes)
+    payload[4096 : 4096 + 176] = pack_header(b"?" * 16, place, *slab._allocator.span_at(slot.offset), forged)
+    payload[4096 + header_bytes(1) : 4096 + header_bytes(1) + 4096] = block_payload(7, inner)
+    items = items_for(slots, [1], shape)
+    items[0][2][:] = payload
+    record = replace(block_record(1, shape), checksums=layer_checksums(items[0][2], shape))
+    assert slab.write([(slot, record, items[0][2])]) == [None]
+    slab.commit([(slot, record)], [])
+    slab.close()
+    shutil.rmtree(folder / "catalog")
+    assert check_volume(folder, repair=True).good == 1
+    again = open_slab(folder)
+    assert list(again.recover()) == [(slot, record)]
+    again.close()
+
+
+def test_damaged_superblocks_come_back_from_the_catalog(folder: Path) -> None:
+    kept = make_volume(folder)
+    poke(folder, 0, bytes(8192))
+    assert not check_volume(folder).ok
+    assert check_volume(folder, repair=True).ok
+    assert_serves(folder, kept)
+
+
+def test_a_slab_that_was_cut_off(folder: Path) -> None:
+    kept = make_volume(folder)
+    last = max(kept, key=lambda item: item[0].offset)
+    os.truncate(folder / "slab.kv", DATA_START + last[0].offset + 100)
+    report = check_volume(folder, repair=True)
+    assert report.ok
+    assert report.dropped == 1
+    assert_serves(folder, [item for item in kept if item is not last])
+
+
+def test_nothing_left_to_tell(folder: Path, tmp_path: Path) -> None:
+    make_volume(folder)
+    poke(folder, 0, bytes(8192))
+    shutil.rmtree(folder / "catalog")
+    with pytest.raises(CorruptBlock, match="neither"):
+        check_volume(folder, repair=True)
+    with pytest.raises(NotFound):
+        check_volume(tmp_path / "nowhere")
+
+
+def test_a_volume_in_use_is_left_alone(folder: Path) -> None:
+    slab = open_slab(folder)
+    with pytest.raises(Conflict):
+        check_volume(folder)
+    slab.close()
+
+
+def test_a_rebuild_that_was_killed_is_begun_again(folder: Path) -> None:
+    """The catalog has entries, but not yet the note that makes it whole."""
+    kept = make_volume(folder)
+    shutil.rmtree(folder / "catalog")
+    (folder / "catalog").mkdir()
+    catalog = Catalog(folder / "catalog", map_bytes=256 << 20)
+    catalog.commit([(kept[0][1].key, b"half")], [])
+    catalog.close()
+    with pytest.raises(CorruptBlock, match="check --repair"):
+        open_slab(folder)
+    assert check_volume(folder, repair=True).ok
+    assert_serves(folder, kept, exactly=False)
