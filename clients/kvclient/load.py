@@ -24,7 +24,7 @@ from kvclient.layers import LayerGate
 from kvclient.local_load import LocalLoad
 from kvclient.operation import Operation
 from kvclient.options import Verify
-from kvclient.results import PATH_LOCAL, PATH_PREFILL, LoadResult, NodeRef, Run
+from kvclient.results import PATH_LOCAL, PATH_PREFILL, LoadResult, NodeRef, Run, outcome_table
 from kvclient.tally import Tally
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import KVStoreError, Unavailable
@@ -35,9 +35,9 @@ Positions = npt.NDArray[np.intp]
 
 _FIRST_TRY_SHARE = 0.6
 """Part of the time that a node may take where another one could be asked after it."""
-_AFTER_LOCAL = (Outcome.UNAVAILABLE, Outcome.NO_ROOM)
+_AFTER_LOCAL = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_ROOM)
 """What is worth asking another node directly after the local one failed; a MISS of its is already everybody's."""
-_AFTER_REMOTE = (Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.MISS, Outcome.CORRUPT)
+_AFTER_REMOTE = outcome_table(Outcome.UNAVAILABLE, Outcome.NO_ROOM, Outcome.MISS, Outcome.CORRUPT)
 
 
 class Load:
@@ -113,7 +113,7 @@ class Load:
         if not self._runs:
             return
         asked = np.full(len(self._keys), -1, np.int16)  # which node each block was asked from last
-        pending = np.isin(tally.outcomes, _AFTER_LOCAL) if self._local_node is not None else np.ones(len(self._keys), bool)
+        pending = _AFTER_LOCAL[tally.outcomes] if self._local_node is not None else np.ones(len(self._keys), bool)
         for attempt in range(2):
             if self._operation.over or not pending.any():
                 break
@@ -127,7 +127,7 @@ class Load:
                 self._core.incidents.counters.add("client_fallback_blocks_total", int(np.count_nonzero(chosen)))
             self._read_round(choice, may_retry=attempt == 0 and alternatives)
             asked = np.where(chosen, choice, asked)
-            pending = chosen & np.isin(tally.outcomes, _AFTER_REMOTE)
+            pending = chosen & _AFTER_REMOTE[tally.outcomes]
         if self._operation.over and pending.any():
             tally.outcomes[pending & (tally.outcomes != Outcome.CORRUPT)] = Outcome.TIMEOUT
             tally.note(self._operation.error())

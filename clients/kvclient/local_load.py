@@ -106,7 +106,7 @@ class LocalLoad:
                     expired, self._expired = self._expired, []
                     if self._gate is not None and self._gate.announced:
                         expired = []
-                    for first, last in expired:
+                    for first, last in _joined(expired):
                         self._load(packed, sources, parent, depth, first, last)
                     if self._over:
                         break
@@ -140,7 +140,7 @@ class LocalLoad:
             if self._layerwise:
                 self._copy_layers()
         finally:
-            self._give_back()
+            self._give_back(urgent=False)
             if not answered.all():
                 fate = Outcome.TIMEOUT if operation.over else Outcome.UNAVAILABLE
                 for first, last in spans(np.flatnonzero(~answered)):
@@ -202,12 +202,12 @@ class LocalLoad:
                 self._copy_blocks(leased)
             self._lease_bytes += count * shape.block_bytes
         if not self._layerwise and self._lease_bytes >= self._release_bytes:
-            self._give_back()
+            self._give_back(urgent=True)
         return not self._over
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, urgent: bool) -> None:
         if self._lease_ids:
-            self._session.leases.give_back(self._lease_ids)
+            self._session.leases.give_back(self._lease_ids, urgent=urgent)
             self._lease_ids, self._lease_bytes = [], 0
 
     def _copy_blocks(self, leased: _Leased) -> None:
@@ -293,6 +293,17 @@ class LocalLoad:
         self._tally.outcomes[start:stop] = fate
         if fate is Outcome.TIMEOUT:
             self._tally.note(self._operation.error())
+
+
+def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches in order, neighbours made one."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(stretches):
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined
 
 
 def _sources(runs: Sequence[Run], start: int, stop: int) -> list[node_pb2.LoadSource]:

@@ -102,6 +102,13 @@ class Lookup:
         )
 
 
+def outcome_table(*outcomes: int) -> npt.NDArray[np.bool_]:
+    """A table that, indexed with outcomes, says which are among some."""
+    table = np.zeros(256, bool)
+    table[list(outcomes)] = True
+    return table
+
+
 def leading(outcomes: Outcomes, good: int) -> int:
     """Length of the leading run of one outcome."""
     differs = outcomes != good
@@ -147,6 +154,10 @@ class LoadResult:
         return Outcome(int(self.outcomes[block]))
 
 
+HELD = outcome_table(StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.IN_PROGRESS)
+"""Outcomes behind which a chain may go on."""
+
+
 @dataclass(slots=True)
 class StoreResult:
     """What a store did.
@@ -169,8 +180,7 @@ class StoreResult:
     @property
     def held_blocks(self) -> int:
         """Leading blocks that the store holds, or is about to, after this call."""
-        held = np.isin(self.outcomes, (StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.IN_PROGRESS))
-        return leading(held.astype(np.uint8), 1)
+        return leading(HELD[self.outcomes].view(np.uint8), 1)
 
     def count(self, outcome: StoreOutcome) -> int:
         """How many blocks met one fate, e.g. ``EXISTS``."""

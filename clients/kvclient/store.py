@@ -14,7 +14,7 @@ import numpy as np
 from kvclient.buffers import pick_blocks
 from kvclient.core import Core
 from kvclient.operation import Operation
-from kvclient.results import NodeRef, Outcomes, StoreResult
+from kvclient.results import HELD, NodeRef, Outcomes, StoreResult
 from kvclient.session import Session, means_lost, new_operation_id
 from kvproto.v1 import common_pb2, node_pb2
 from kvstore.core.buffers import BlockBuffer
@@ -25,8 +25,6 @@ from kvstore.rpc.client import RetryPolicy, call
 from kvstore.rpc.codec import pack_u64, unpack_u64
 from kvstore.transport.contract import WriteRequest
 
-HELD = (StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.IN_PROGRESS)
-"""Outcomes behind which a chain may go on."""
 _KNOWN = frozenset(StoreOutcome)
 RETRY = RetryPolicy(attempts=3)
 """Mutating calls carry an operation id: sending them again is safe."""
@@ -129,7 +127,7 @@ _ABORT_TIMEOUT_S = 2.0
 
 def skip_rest(outcomes: Outcomes) -> None:
     """Behind the first block that is not held everything is SKIPPED: a chain is stored prefix first."""
-    bad = ~np.isin(outcomes, HELD)
+    bad = ~HELD[outcomes]
     if bad.any():
         first = int(bad.argmax())
         outcomes[first + 1 :] = StoreOutcome.SKIPPED
@@ -234,7 +232,7 @@ class Store:
         self._result.bytes_stored += (
             int(np.count_nonzero(grant.outcomes[grant.positions] == StoreOutcome.STORED)) * self._block_bytes
         )
-        return bool(np.isin(grant.outcomes, HELD).all())
+        return bool(HELD[grant.outcomes].all())
 
     def _write(self, session: Session, grant: Grant, start: int) -> bytes | None:
         """Copies granted blocks into their slots, piece by piece; their checksums, or None where time ran out.
@@ -271,7 +269,7 @@ class Store:
             outcomes = np.array(peer.write(request, piece, block_checksums(piece, range(piece.count))), np.uint8)
             self._result.outcomes[start:stop] = outcomes
             self._result.bytes_stored += int(np.count_nonzero(outcomes == StoreOutcome.STORED)) * self._block_bytes
-            return bool(np.isin(outcomes, HELD).all())
+            return bool(HELD[outcomes].all())
 
         self._result.durable = self._in_chunks(self._core.options.copy_chunk_bytes, store) and self._durable
 

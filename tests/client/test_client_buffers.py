@@ -1,0 +1,178 @@
+"""Whatever memory a caller brings, block i and layer l of it are where a plain array of the same bytes says, and nothing is copied."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient.buffers import LayersOf, as_block_buffer, pick_blocks
+from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.types import BlockShape
+
+shapes = st.builds(BlockShape, st.integers(1, 4), st.sampled_from([1, 8, 24, 64]))
+
+
+def content(buffer: BlockBuffer) -> np.ndarray[Any, Any]:
+    """All bytes of a buffer as [blocks, layers, bytes], read through its segments one layer at a time."""
+    shape = buffer.shape
+    rows = [
+        b"".join(buffer.segments(block, layer, 1)) for block in range(buffer.count) for layer in range(shape.layers)
+    ]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(buffer.count, shape.layers, shape.layer_block_bytes)
+
+
+def pattern(count: int, shape: BlockShape) -> np.ndarray[Any, Any]:
+    size = count * shape.block_bytes
+    return (np.arange(size) * 31 % 251).astype(np.uint8).reshape(count, shape.layers, shape.layer_block_bytes)
+
+
+def layer_major(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(data.transpose(1, 0, 2)).transpose(1, 0, 2)
+
+
+def padded(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    room = np.zeros((data.shape[0], data.shape[1] + 2, data.shape[2]), np.uint8)
+    room[:, 1:-1] = data
+    return room[:, 1:-1]
+
+
+def every_other(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    room = np.zeros((max(1, 2 * data.shape[0]), *data.shape[1:]), np.uint8)
+    room[: 2 * data.shape[0] : 2] = data
+    return room[: 2 * data.shape[0] : 2]
+
+
+KINDS = {
+    "bytearray": lambda data: bytearray(data.tobytes()),
+    "memoryview": lambda data: memoryview(bytearray(data.tobytes())),
+    "flat": lambda data: data.reshape(-1).copy(),
+    "blocks": lambda data: data.copy(),
+    "layer-major": layer_major,
+    "padded": padded,
+    "every other": every_other,
+    "list of bytearrays": lambda data: [bytearray(one.tobytes()) for one in data],
+    "tuple of arrays": lambda data: tuple(one.copy() for one in data),
+    "dense": lambda data: DenseBlocks(data.copy()),
+}
+
+
+@given(shape=shapes, count=st.integers(0, 5), kind=st.sampled_from(sorted(KINDS)))
+def test_every_kind_of_memory_reads_alike(shape: BlockShape, count: int, kind: str) -> None:
+    data = pattern(count, shape)
+    buffer = as_block_buffer(KINDS[kind](data), shape, count)
+    assert (buffer.count, buffer.shape) == (count, shape)
+    assert np.array_equal(content(buffer), data)
+
+
+@given(shape=shapes, count=st.integers(1, 5), kind=st.sampled_from(sorted(KINDS)), data=st.data())
+def test_writes_land_in_the_callers_memory(shape: BlockShape, count: int, kind: str, data: st.DataObject) -> None:
+    memory = KINDS[kind](np.zeros((count, shape.layers, shape.layer_block_bytes), np.uint8))
+    block, layer = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, shape.layers - 1))
+    for piece in as_block_buffer(memory, shape, count).segments(block, layer, 1):
+        piece[:] = b"\x07" * piece.nbytes
+    seen = content(as_block_buffer(memory, shape, count))
+    assert (seen[block, layer] == 7).all()
+    assert np.count_nonzero(seen) == shape.layer_block_bytes
+
+
+@given(shape=shapes, count=st.integers(1, 8), kind=st.sampled_from(sorted(KINDS)), data=st.data())
+def test_picked_blocks_and_layers_are_views(shape: BlockShape, count: int, kind: str, data: st.DataObject) -> None:
+    whole = pattern(count, shape)
+    buffer = as_block_buffer(KINDS[kind](whole), shape, count)
+    chosen = sorted(data.draw(st.sets(st.integers(0, count - 1))))
+    picked = pick_blocks(buffer, np.array(chosen, np.intp))
+    assert np.array_equal(content(picked), whole[chosen])
+    first = data.draw(st.integers(0, shape.layers - 1))
+    number = data.draw(st.integers(1, shape.layers - first))
+    assert np.array_equal(content(LayersOf(buffer, first, number)), whole[:, first : first + number])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+def test_arrays_of_any_type_and_trailing_axes(dtype: str) -> None:
+    array = np.arange(2 * 3 * 4 * 8).astype(dtype).reshape(2, 3, 4, 8)
+    shape = BlockShape(3, 32 * array.itemsize)
+    plain = content(as_block_buffer(array, shape, 2))
+    turned = np.ascontiguousarray(array.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+    assert not turned.flags.c_contiguous
+    assert np.array_equal(content(as_block_buffer(turned, shape, 2)), plain)
+    assert plain.tobytes() == array.tobytes()
+
+
+def test_a_memory_map_holds_blocks() -> None:
+    with mmap.mmap(-1, 4096) as memory:
+        buffer = as_block_buffer(memory, BlockShape(2, 1024), 2)
+        buffer.segments(1, 1, 1)[0][:] = b"x" * 1024
+        assert memory[3072:] == b"x" * 1024
+        del buffer
+
+
+def test_torch_tensors_hold_blocks_of_every_type() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        tensor = torch.zeros((2, 3, 16), dtype=torch.float32).to(dtype)
+        shape = BlockShape(3, 16 * tensor.element_size())
+        as_block_buffer(tensor, shape, 2).segments(1, 2, 1)[0][:] = b"\x01" * shape.layer_block_bytes
+        assert (tensor.view(torch.uint8)[1, 2] == 1).all()
+        assert not tensor.view(torch.uint8)[0].any()
+        turned = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        assert np.array_equal(content(as_block_buffer(turned, shape, 2)), content(as_block_buffer(tensor, shape, 2)))
+        pages = [tensor[0], tensor[1]]
+        assert np.array_equal(content(as_block_buffer(pages, shape, 2)), content(as_block_buffer(tensor, shape, 2)))
+    with pytest.raises(InvalidArgument, match="CPU"):
+        as_block_buffer(torch.zeros(96, dtype=torch.uint8, device="meta"), BlockShape(3, 16), 2)
+    with pytest.raises(InvalidArgument, match="contiguous"):
+        as_block_buffer(torch.zeros((32, 3), dtype=torch.uint8).T, BlockShape(3, 16), 2)
+    weights = torch.zeros(96, requires_grad=True)
+    assert as_block_buffer(weights, BlockShape(3, 64), 2).count == 2
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (bytearray(95), "size"),
+        (bytearray(97), "size"),
+        (bytes(96), "read-only"),
+        (np.zeros((16, 3, 2), np.uint8).T, "not contiguous"),
+        (np.zeros((2, 3, 32), np.uint8)[:, :, ::2], "contiguous"),
+        (np.zeros(12, object), "objects"),
+        ([bytearray(48)], "one buffer a block"),
+        ([bytearray(48), bytearray(47)], "size of a block"),
+        ([bytearray(48), bytes(48)], "read-only"),
+        ([bytearray(48), 7], "bytes-like"),
+        (memoryview(bytearray(192))[::2], "not contiguous"),
+        ("text", "bytes-like"),
+        (None, "bytes-like"),
+        (np.lib.stride_tricks.as_strided(np.zeros((1, 3, 16), np.uint8), (2, 3, 16), (0, 16, 1)), "overlap"),
+        (DenseBlocks(np.zeros((2, 3, 15), np.uint8)), "does not fit"),
+        (DenseBlocks(np.zeros((1, 3, 16), np.uint8)), "does not fit"),
+        (ScatteredBlocks([memoryview(bytearray(48)), memoryview(bytes(48))], BlockShape(3, 16)), "read-only"),
+    ],
+)
+def test_unfit_memory_is_refused(memory: object, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        as_block_buffer(memory, BlockShape(3, 16), 2)
+
+
+def test_read_only_memory_may_be_stored_from() -> None:
+    buffer = as_block_buffer(bytes(range(96)), BlockShape(3, 16), 2, writable=False)
+    assert content(buffer).tobytes() == bytes(range(96))
+
+
+def test_importing_the_client_is_light() -> None:
+    """Nothing of an engine, and nothing heavy before the first name is used."""
+    program = (
+        "import sys, kvclient; print([m for m in ('torch', 'pydantic', 'vllm', 'sglang', 'numpy', 'grpc') if m in sys.modules]);"
+        "kvclient.KVClient, kvclient.AsyncKVClient, kvclient.as_block_buffer;"
+        "print([m for m in ('torch', 'pydantic', 'vllm', 'sglang', 'lmdb', 'kvstore.node', 'kvstore.tiers') if m in sys.modules]);"
+        "assert all(getattr(kvclient, name) for name in kvclient.__all__); assert set(kvclient.__all__) <= set(dir(kvclient))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["[]", "[]"]
