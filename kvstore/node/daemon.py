@@ -232,7 +232,6 @@ class NodeDaemon:
                 self.table,
                 self._log,
                 self.counters,
-                self._clock,
                 tls=config.tls,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
             )

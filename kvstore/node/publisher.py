@@ -1,9 +1,9 @@
 """Tells the metadata server what this node holds: registration, heartbeats, the stream of changes, anti-entropy.
 
-Two threads. The *publisher* registers, sends inventories where the server lacks them, then streams the ``ReplicaLog`` in
+Three threads. The *publisher* registers, sends inventories where the server lacks them, then streams the ``ReplicaLog`` in
 numbered batches, a few unacknowledged at a time; after a broken stream it sends again what was not acknowledged, and the server
 ignores what it has seen. The *heart* beats, and notices a server that forgot this node or made its index anew: then everything
-begins again with a registration. Between beats it compares digests, a few ranges at a time, and repairs what differs.
+begins again with a registration. The third is ``antientropy``: it compares digests with the index and repairs what differs.
 
 Nothing here is on the path of a load or store: a server that is away costs remote hits, never a wait.
 """
@@ -20,12 +20,11 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
-from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
-from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
-from kvstore.node.replicas import ReplicaLog, key_range, runs_of
+from kvstore.node.antientropy import AntiEntropy, held_by
+from kvstore.node.replicas import ReplicaLog, runs_of
 from kvstore.node.table import Block, BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, connect
@@ -40,7 +39,6 @@ RPC_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 10.0
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
-RANGES_AT_ONCE = 256
 
 
 class Publisher:
@@ -53,7 +51,6 @@ class Publisher:
         table: BlockTable,
         replica_log: ReplicaLog,
         counters: Counters,
-        clock: Clock,
         *,
         tls: TlsConfig | None,
         anti_entropy_interval_s: float,
@@ -63,10 +60,10 @@ class Publisher:
         self._table = table
         self._log = replica_log
         self._counters = counters
-        self._clock = clock
         self._anti_entropy_interval_s = anti_entropy_interval_s
         self._channel = connect(address, tls=tls)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
+        self._anti_entropy = AntiEntropy(self._stub, node.node_id, table, replica_log, counters)
         self._volumes = [VolumeId(volume.volume_id) for volume in node.volumes]
         self._stopping = threading.Event()
         self._again = threading.Event()
@@ -78,6 +75,7 @@ class Publisher:
         self._threads = [
             threading.Thread(target=self._publish_for_ever, name="kvstore-publish", daemon=True),
             threading.Thread(target=self._beat_for_ever, name="kvstore-heart", daemon=True),
+            threading.Thread(target=self._compare_for_ever, name="kvstore-anti-entropy", daemon=True),
         ]
 
     def start(self) -> None:
@@ -90,7 +88,7 @@ class Publisher:
         return self._registered.wait(timeout_s)
 
     def stop(self, timeout_s: float) -> None:
-        """Ends both threads."""
+        """Ends the threads."""
         self._stopping.set()
         self._again.set()
         self._log.wake()
@@ -115,8 +113,6 @@ class Publisher:
                     self._boot_id = BootId(secrets.token_bytes(16))
                     self._node.boot_id = self._boot_id
                     self._epoch = b""
-            except ValueError:  # the channel was closed by stop()
-                return
             self._stopping.wait(pause_s)
             pause_s = min(RETRY_MOST_S, pause_s * 2)
 
@@ -216,7 +212,7 @@ class Publisher:
 
     def _inventory(self, volume: VolumeId) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
         """Everything a volume holds. What changes meanwhile is in the log, which is sent after it."""
-        held = self._held(volume)
+        held = held_by(self._table, volume)
         held.sort(key=lambda block: block.depth)  # parents before children
         held = _chains(held)
         log.info("sending the inventory of %s: %d blocks", volume, len(held))
@@ -224,12 +220,6 @@ class Publisher:
         for at in range(0, len(held), BATCH_EVENTS):
             yield self._message(volume, runs_of(held[at : at + BATCH_EVENTS])), 0
         yield self._message(volume, [], sync_end=True), 0
-
-    def _held(self, volume: VolumeId) -> list[Block]:
-        blocks = self._table.snapshot()
-        if volume == self._table.dram.volume_id:
-            return [block for block in blocks if block.dram is not None]
-        return [block for block in blocks if block.nvme_home is not None and block.nvme_home.volume.volume_id == volume]
 
     def _message(
         self, volume: VolumeId, stored: Sequence[BlockRun], removed: bytes = b"", *, sync_end: bool = False
@@ -245,20 +235,25 @@ class Publisher:
 
     # ---------------------------------------------------------------- heart
     def _beat_for_ever(self) -> None:
-        compared_s = self._clock.now_s()
         while not self._stopping.wait(self._heartbeat_s):
             if not self._registered.is_set():
                 continue
             try:
                 self._beat()
-                if self._clock.now_s() - compared_s >= self._anti_entropy_interval_s and self._log.idle():
-                    compared_s = self._clock.now_s()
-                    self.compare_now()
             except KVStoreError as error:
                 self._counters.add("heartbeats_failed_total")
                 log.debug("heartbeat failed: %s", error)
-            except ValueError:  # the channel was closed by stop()
-                return
+
+    # ---------------------------------------------------------------- anti-entropy
+    def _compare_for_ever(self) -> None:
+        while not self._stopping.wait(self._anti_entropy_interval_s):
+            if not self._registered.is_set():
+                continue
+            try:
+                self._anti_entropy.compare(self._boot_id)
+            except KVStoreError as error:
+                self._counters.add("anti_entropy_failed_total")
+                log.warning("anti-entropy interrupted: %s", error)
 
     def _beat(self) -> None:
         usages = []
@@ -272,41 +267,6 @@ class Publisher:
             self._counters.add("registered_again_total")
             self._again.set()
             self._log.wake()
-
-    def compare_now(self) -> int:
-        """Compares all digests with the index and repairs what differs. Returns how many ranges were repaired."""
-        repaired = 0
-        for volume in self._volumes:
-            digests, counts = self._log.digests(volume)
-            for first in range(0, DIGEST_RANGES, RANGES_AT_ONCE):
-                request = metadata_pb2.CompareDigestsRequest(
-                    node_id=self._node.node_id,
-                    boot_id=self._boot_id,
-                    volume_id=volume,
-                    first_range=first,
-                    digests=digests[first : first + RANGES_AT_ONCE],
-                    counts=counts[first : first + RANGES_AT_ONCE],
-                )
-                differing = call(self._stub.CompareDigests, request, RPC_TIMEOUT_S).differing_ranges
-                for where in differing:
-                    self._repair(volume, where)
-                repaired += len(differing)
-        if repaired:
-            self._counters.add("index_ranges_repaired_total", repaired)
-            log.warning("the index had drifted: %d ranges repaired", repaired)
-        return repaired
-
-    def _repair(self, volume: VolumeId, where: int) -> None:
-        held = [block for block in self._held(volume) if key_range(block.key) == where]
-        request = metadata_pb2.RepairRangeRequest(
-            operation_id=secrets.token_bytes(16),
-            node_id=self._node.node_id,
-            boot_id=self._boot_id,
-            volume_id=volume,
-            range=where,
-            blocks=[run_to_proto(run) for run in runs_of(held)],
-        )
-        call(self._stub.RepairRange, request, RPC_TIMEOUT_S)
 
 
 def _chains(blocks: Sequence[Block]) -> list[Block]:

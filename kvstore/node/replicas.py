@@ -163,11 +163,6 @@ class ReplicaLog:
             log.acknowledged = min(log.appended, log.acknowledged + events)
             self._acknowledged.notify_all()
 
-    def idle(self) -> bool:
-        """Whether the index shows everything."""
-        with self._lock:
-            return all(log.acknowledged >= log.appended for log in self._volumes.values())
-
     def wait_published(self, volumes: Sequence[VolumeId], deadline_s: float) -> bool:
         """Waits until the index shows everything logged for some volumes so far. False where the deadline came first."""
         if not self._keep:
@@ -180,8 +175,14 @@ class ReplicaLog:
                     return all(log.acknowledged >= mark for log, mark in marks)
             return True
 
+    def settled_digests(self, volume: VolumeId) -> tuple[list[int], list[int]] | None:
+        """Digest and count of every range, or None while the index does not show everything: then nothing can be compared."""
+        with self._lock:
+            log = self._volumes[volume]
+            return None if log.acknowledged < log.appended else (list(log.digests), list(log.counts))
+
     def digests(self, volume: VolumeId) -> tuple[list[int], list[int]]:
-        """Digest and count of every range."""
+        """Digest and count of every range, now."""
         with self._lock:
             log = self._volumes[volume]
             return list(log.digests), list(log.counts)

@@ -65,8 +65,10 @@ def test_batches_applied_removals_first_give_the_same_state_as_the_events(events
         log.acknowledge(VOLUME, count)
         total += count
     assert index == truth
-    assert log.idle()
-    digests, counts = log.digests(VOLUME)
+    settled = log.settled_digests(VOLUME)
+    assert settled is not None
+    assert settled == log.digests(VOLUME)
+    digests, counts = settled
     assert sum(counts) == len(truth)
     expected: Counter[int] = Counter()
     for key in truth:
@@ -90,6 +92,7 @@ def test_waiting_for_the_index_ends_with_the_acknowledgement_or_the_deadline() -
     assert log.wait_published([VOLUME], 0.0)
     log.stored(VOLUME, block_of(1))
     assert not log.wait_published([VOLUME], 0.0)
+    assert log.settled_digests(VOLUME) is None
     log.take(VOLUME, 10)
     log.acknowledge(VOLUME, 1)
     assert log.wait_published([VOLUME], 0.0)
