@@ -40,11 +40,18 @@ def drift() -> list[str]:
     """Names of stubs that differ from what the generator makes now."""
     with tempfile.TemporaryDirectory() as fresh:
         generate(Path(fresh))
-        names = {path.relative_to(root) for root in (Path(fresh), STUBS) for path in root.rglob("*.py*") if path.suffix in {".py", ".pyi"}}
+        names = {
+            path.relative_to(root)
+            for root in (Path(fresh), STUBS)
+            for path in root.rglob("*.py*")
+            if path.suffix in {".py", ".pyi"}
+        }
         return sorted(
             str(name)
             for name in names
-            if not (STUBS / name).exists() or not (Path(fresh) / name).exists() or (STUBS / name).read_bytes() != (Path(fresh) / name).read_bytes()
+            if not (STUBS / name).exists()
+            or not (Path(fresh) / name).exists()
+            or (STUBS / name).read_bytes() != (Path(fresh) / name).read_bytes()
         )
 
 

@@ -1,0 +1,1 @@
+"""The prefix index: which volumes hold which keys, and how long a prefix can be served."""

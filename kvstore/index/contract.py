@@ -148,7 +148,7 @@ class PrefixIndex(ABC):
     @property
     @abstractmethod
     def revision(self) -> int:
-        """Grows with every announced change of lives, namespaces or notes, by whatever process: tells a cache that it is stale."""
+        """Grows with every announced change of lives, namespaces or notes, by any process: tells a cache that it is stale."""
 
     @abstractmethod
     def stats(self) -> IndexStats:

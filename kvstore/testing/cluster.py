@@ -184,9 +184,7 @@ class LocalCluster:
         for setting in (*settings, f"{command}.ready_file={ready_file}"):
             arguments += ["--set", setting]
         with log_path.open("ab") as log:
-            process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
-            )
+            process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent)
         daemon = Daemon(name, process, {}, log_path)
         self._daemons[name] = daemon
         deadline_s = time.monotonic() + START_TIMEOUT_S
