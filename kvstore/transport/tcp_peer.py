@@ -115,8 +115,10 @@ class TcpPeer(BlockPeer):
         error = self._run_streams(state)
         if state.error is not None:
             raise state.error
-        if not state.reached and error is not None and not isinstance(error, DeadlineExceeded):
-            raise error
+        if error is not None and not state.begun([Unit(0, len(request.keys))]):
+            refused = isinstance(error, (Unauthenticated, PermissionDenied))
+            if refused or (not state.reached and not isinstance(error, DeadlineExceeded)):
+                raise error
         state.fail_rest(error if error is not None else Unavailable("the data-plane peer was lost", address=self.address))
         if state.corrupt:
             self._counters.add("transport_peer_corrupt_blocks_total", state.corrupt)

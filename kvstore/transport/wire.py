@@ -74,17 +74,9 @@ class Wire(ABC):
             self.receive_into((memoryview(data),), deadline_s)
         return data
 
+    @abstractmethod
     def idle_and_open(self) -> bool:
         """Whether an idle connection looks usable: nothing to read, and no end of stream."""
-        try:
-            # the raw socket's own method: under TLS, bytes before the record layer are what counts
-            unexpected = socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return True
-        except OSError:
-            return False
-        # a TLS peer may have sent something of its own (a key update); clear text is never sent unasked
-        return bool(unexpected) and isinstance(self._sock, ssl.SSLSocket)
 
     def shut(self) -> None:
         """Ends the stream both ways at once: a thread that waits in it fails with ``PeerGone``. Idempotent."""
@@ -158,6 +150,15 @@ class PlainWire(Wire):
                 if left:
                     batch = _after(batch, received)
 
+    def idle_and_open(self) -> bool:
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # the end of the stream, or bytes that nobody asked for
+
     def _arm(self, option: int, deadline_s: float) -> None:
         armed_for_s, armed_at_s = self._armed[option]
         now_s = time.monotonic()
@@ -214,6 +215,17 @@ class TlsWire(Wire):
                 if not received:
                     raise PeerGone("the other side closed a data connection")
                 view = view[received:]
+
+    def idle_and_open(self) -> bool:
+        try:
+            self._sock.settimeout(0)  # or Python would wait for bytes before it peeks
+            # the raw socket's own method: what counts are bytes before the record layer
+            more = socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return bool(more)  # the record layer may have sent something of its own, e.g. a key update
 
     def _call(self, operation: Callable[[memoryview], int], view: memoryview, deadline_s: float) -> int:
         try:
