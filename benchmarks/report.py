@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness import REPOSITORY, RESULTS, Parameter, Record
 
-ORDER = (
+ORDER = ("dram_hit", "dram_copy", "nvme_load", "nvme_store_durable", "tcp_load", "lookup_p50", "lookup_keys", "lookup_growth", "put", "get")
     "dram_hit",
     "nvme_load",
     "nvme_store_durable",
