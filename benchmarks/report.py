@@ -11,7 +11,17 @@ from pathlib import Path
 
 from harness import REPOSITORY, RESULTS, Parameter, Record
 
-ORDER = ("dram_hit", "dram_copy", "nvme_load", "nvme_store_durable", "tcp_load", "lookup_p50", "lookup_keys", "lookup_growth", "put", "get")
+ORDER = (
+    "dram_hit",
+    "dram_copy",
+    "nvme_load",
+    "nvme_store_durable",
+    "tcp_load",
+    "lookup_p50",
+    "lookup_keys",
+    "lookup_growth",
+    "put",
+    "get",
 )
 """Figures in the order of the table; others follow by name."""
 
