@@ -10,6 +10,10 @@ is one store: heap entries whose block has moved since are put right when they c
   and a ghost list that remembers keys of newcomers that left (Yang et al., SOSP 2023). Resists scans. Two departures, both
   because inner blocks are not queued: a newcomer moves to the main queue at its second use, not when its turn comes; and inner
   blocks age only once they are leaves.
+* ``GapPolicy``: by how long a block is expected to stay unused: the longer of the time since its last use and of the gap
+  before that. A newcomer is taken to be used like its parent, for a chain is used as a whole; one that was here before is known
+  by its ghost. Sessions that come back often thus keep their room while those that come back seldom pass through: what a cache
+  needs that is too small for all of them. With room for most it does as LRU does.
 """
 
 from __future__ import annotations
@@ -120,6 +124,9 @@ class _TreePolicy(ABC):
         self._entries += 1
         node.entry = self._entries
         heapq.heappush(heap, (node.position, self._entries, node))
+        self._trim(heap)
+
+    def _trim(self, heap: list[_Entry]) -> None:
         if len(heap) > 2 * self._count + _SPARE_ENTRIES:  # entries of blocks that left from the warm end
             heap[:] = [entry for entry in heap if entry[2].present and entry[2].entry == entry[1]]
             heapq.heapify(heap)
@@ -290,7 +297,81 @@ class S3FifoPolicy(_TreePolicy):
         return None
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "s3-fifo": S3FifoPolicy}
+class GapPolicy(_TreePolicy):
+    """Longest expected gap first. Time is counted in blocks used; ``uses`` of a node is the gap before its last use.
+
+    Args:
+        ghosts: keys remembered after their block left, for each block that is here (about 150 bytes a key).
+    """
+
+    def __init__(self, ghosts: float = 4.0) -> None:
+        super().__init__()
+        if ghosts < 0:
+            raise InvalidArgument("ghosts are 0 or more", ghosts=ghosts)
+        self._ghosts_a_block = ghosts
+        self._ghosts: OrderedDict[BlockKey, int] = OrderedDict()  # key -> last use
+        self._by_age: list[_Entry] = []
+        self._by_gap: list[_Entry] = []
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        self._ticks += len(keys)
+        now = self._ticks
+        find = self._nodes.get
+        for key in keys:
+            node = find(key)
+            if node is not None:
+                node.uses = now - node.position
+                node.position = now
+
+    def _arrived(self, node: _Node) -> None:
+        node.position = self._ticks
+        last = self._ghosts.pop(node.key, None)
+        if last is not None:
+            node.uses = self._ticks - last
+        elif node.parent is not None and node.parent.present:
+            node.uses = node.parent.uses
+
+    def _left(self, node: _Node) -> None:
+        self._ghosts[node.key] = node.position
+        if len(self._ghosts) > self._ghosts_a_block * max(self._count, 1):
+            self._ghosts.popitem(last=False)
+
+    def _begin(self) -> None:
+        pass
+
+    def _queue(self, node: _Node) -> None:
+        self._push(self._by_age, node)
+        heapq.heappush(self._by_gap, (-node.uses, node.entry, node))
+        self._trim(self._by_gap)
+
+    def _pop(self, waiting: dict[_Node, int]) -> _Node | None:
+        self._top(self._by_age, waiting)  # puts right what moved, in both heaps, before they are compared
+        widest = self._top(self._by_gap, waiting)
+        oldest = self._top(self._by_age, waiting)
+        if widest is None or oldest is None:
+            return None
+        node = oldest if self._ticks - oldest.position >= widest.uses else widest
+        self._entries += 1
+        node.entry = self._entries  # neither heap's entry counts any more
+        return node
+
+    def _top(self, heap: list[_Entry], waiting: dict[_Node, int]) -> _Node | None:
+        """As ``_take``, for a block that stands in both heaps with one number."""
+        while heap:
+            place, number, node = heap[0]
+            if number != node.entry or not node.present or waiting.get(node, node.children):
+                heapq.heappop(heap)
+                if number == node.entry:
+                    node.entry = 0
+            elif place != (node.position if heap is self._by_age else -node.uses):
+                heapq.heappop(heap)
+                self._queue(node)
+            else:
+                return node
+        return None
+
+
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "s3-fifo": S3FifoPolicy, "gap": GapPolicy}
 
 POLICY_NAMES = tuple(_POLICIES)
 

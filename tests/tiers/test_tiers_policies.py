@@ -11,7 +11,7 @@ from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
 from kvstore.testing.policy_suite import PolicyMachine, PolicySuite, policy_key
 from kvstore.tiers.contract import EvictionPolicy
-from kvstore.tiers.policy import POLICY_NAMES, LruPolicy, S3FifoPolicy, make_policy
+from kvstore.tiers.policy import POLICY_NAMES, GapPolicy, LruPolicy, S3FifoPolicy, make_policy
 
 
 class TestLru(PolicySuite):
@@ -24,6 +24,11 @@ class TestS3Fifo(PolicySuite):
         return S3FifoPolicy()
 
 
+class TestGap(PolicySuite):
+    def make_policy(self) -> EvictionPolicy:
+        return GapPolicy()
+
+
 class LruMachine(PolicyMachine):
     make_policy = LruPolicy
 
@@ -32,6 +37,11 @@ class S3FifoMachine(PolicyMachine):
     make_policy = S3FifoPolicy
 
 
+class GapMachine(PolicyMachine):
+    make_policy = GapPolicy
+
+
+TestGapMachine = GapMachine.TestCase
 TestLruMachine = LruMachine.TestCase
 TestS3FifoMachine = S3FifoMachine.TestCase
 

@@ -1,0 +1,162 @@
+"""One NVMe slab by itself: cold loads against fio's reads, writes with their commit against fio's writes and fsync.
+
+The loads are of every second slot, so that nothing merges: fio, too, reads single blocks at random. The store is of a run of
+slots, as a prefix is written, into slots that were written before (as on a volume that is full), and ends with the commit: slab
+synced, catalog synced. Checksums of all layers are verified on every load, and each byte is compared off the clock.
+fio works on a file beside the volume, with as many requests in flight as the volume has threads. Caches below O_DIRECT (a disk's
+own, a hypervisor's) serve both sides alike.
+"""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import harness
+from harness import Figure, Options, Reference, Target
+from kvstore.core.checksum import layer_checksums
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
+from kvstore.tiers.contract import BlockRecord, Slot
+from kvstore.tiers.slab import NvmeSlab
+from peers import PeerMissingError
+from peers.fio import Fio
+
+LAYERS = 32
+IO_THREADS = 4
+NAMESPACE = NamespaceId(b"benchmark-nvme-1")
+
+
+class Slabs:
+    """A volume with ``2 * blocks`` slots, half of which are stored and removed again each round."""
+
+    def __init__(self, folder: Path, block_bytes: int, blocks: int, seed: int) -> None:
+        self.shape = BlockShape(LAYERS, block_bytes // LAYERS)
+        self.blocks = blocks
+        self.nbytes = blocks * block_bytes
+        self.slab = NvmeSlab.open(
+            folder / "volume",
+            volume_id=VolumeId("bench"),
+            capacity_bytes=int(2.3 * blocks * (block_bytes + 4096)) + (8 << 20),
+            io_threads=IO_THREADS,
+        )
+        list(self.slab.recover())
+        source = np.frombuffer(mmap.mmap(-1, self.nbytes), np.uint8).reshape(blocks, block_bytes)
+        source[:] = np.random.default_rng(seed).integers(0, 256, source.shape, np.uint8)
+        self.source = source
+        self.target = np.frombuffer(mmap.mmap(-1, self.nbytes), np.uint8).reshape(blocks, block_bytes)
+        self.records = [
+            BlockRecord(
+                NAMESPACE, BlockKey(at.to_bytes(16, "big")), None, at, self.shape, layer_checksums(memoryview(row), self.shape)
+            )
+            for at, row in enumerate(source)
+        ]
+        # blocks to load lie in every second slot; the slots between them stay empty
+        slots = self._allocate(2 * blocks)
+        self.loaded = list(zip(slots[::2], self.records, map(memoryview, source), strict=True))
+        if any(self.slab.write(self.loaded)):
+            raise SystemExit("the volume could not be filled")
+        self.slab.free(slots[1::2])
+
+    def _allocate(self, count: int) -> list[Slot]:
+        slots = self.slab.allocate(self.shape, count)
+        if slots is None:
+            raise SystemExit("the volume is too small")
+        return slots
+
+    def load(self) -> float:
+        """GB/s of one cold load of all blocks."""
+        self.target.fill(0)
+        items = [(slot, record, memoryview(row)) for (slot, record, _), row in zip(self.loaded, self.target, strict=True)]
+        outcomes: list[Outcome] = []
+        rate = harness.gigabytes_per_second(self.nbytes, lambda: outcomes.extend(self.slab.read(items)))
+        if outcomes != [Outcome.HIT] * self.blocks or not np.array_equal(self.source, self.target):
+            raise SystemExit("a load brought a wrong byte")
+        return rate
+
+
+class Stores:
+    """A volume whose slots have all been written before: each round stores a run of blocks and removes it again."""
+
+    def __init__(self, source: Slabs, folder: Path) -> None:
+        self._source = source
+        self.slab = NvmeSlab.open(
+            folder / "stores",
+            volume_id=VolumeId("bench"),
+            capacity_bytes=int(1.15 * source.blocks * (source.source.shape[1] + 4096)) + (8 << 20),
+            io_threads=IO_THREADS,
+        )
+        list(self.slab.recover())
+
+    def store(self) -> float:
+        """GB/s of one store, durable when it ends."""
+        source = self._source
+        rows = [memoryview(row) for row in source.source]
+
+        def work() -> list[Slot]:
+            slots = self.slab.allocate(source.shape, source.blocks)
+            if slots is None or any(self.slab.write(list(zip(slots, source.records, rows, strict=True)))):
+                raise SystemExit("a store failed")
+            self.slab.commit(list(zip(slots, source.records, strict=True)), [])
+            return slots
+
+        slots: list[Slot] = []
+        rate = harness.gigabytes_per_second(source.nbytes, lambda: slots.extend(work()))
+        self.slab.commit([], [record.key for record in source.records])
+        self.slab.free(slots)
+        return rate
+
+
+def measure(options: Options, folder: Path, block_bytes: int, total: int) -> None:
+    """One block size."""
+    loads = Slabs(folder, block_bytes, total // block_bytes, options.seed)
+    stores = Stores(loads, folder)
+    fio = Fio(folder / "fio", total)
+    contestants = {"load": loads.load, "store": stores.store}
+    missing = ""
+    try:
+        fio.prepare()
+        contestants |= {
+            "fio read": lambda: fio.read(total, block_bytes, IO_THREADS, options.seed),
+            "fio write": lambda: fio.write_durable(total, block_bytes, IO_THREADS),
+        }
+    except PeerMissingError as error:
+        missing = str(error)
+    contestants = {name: contestants[name] for name in ("load", "fio read", "store", "fio write") if name in contestants}
+    rounds = harness.interleave(contestants, options.repetitions)
+    engine = loads.slab.io_engine
+    loads.slab.close()
+    stores.slab.close()
+    parameters = {"block_bytes": block_bytes, "total_bytes": total, "layers": LAYERS, "depth": IO_THREADS}
+    for ours, peer, name, title, bound in (
+        ("load", "fio read", "nvme_volume_load", "NVMe load, cold, the volume alone", 0.9),
+        ("store", "fio write", "nvme_volume_store_durable", "NVMe store made durable, the volume alone", 0.8),
+    ):
+        options.keep(
+            Figure(name, title, parameters, "GB/s"),
+            rounds[ours],
+            peer=None if missing else Reference("fio io_uring", rounds[peer]),
+            target=Target("peer", bound),
+            storage=harness.storage(folder, direct=engine == "posix O_DIRECT", cache="cold in this system"),
+            io_engine=engine,
+            verified=True,
+            notes=missing,
+        )
+
+
+def main() -> None:
+    """Command line."""
+    options = harness.options("nvme", __doc__)
+    for block_bytes in options.pick(full=(1 << 20, 4 << 20), quick=(1 << 20,), smoke=(1 << 20,)):
+        folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
+        try:
+            measure(options, folder, block_bytes, options.pick(full=256 << 20, quick=128 << 20, smoke=8 << 20))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
