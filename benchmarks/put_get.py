@@ -63,9 +63,8 @@ def ours(client: KVClient, control: NodeControl, chains: Chains, total: int, blo
     return put, get
 
 
-def theirs(mooncake: Mooncake, total: int, block_bytes: int) -> Measured:
-    """Mooncake's side; its client compares the bytes."""
-    current: list[str] = []
+def theirs(mooncake: Mooncake, current: list[str], total: int, block_bytes: int) -> Measured:
+    """Mooncake's side; its client compares the bytes. ``current`` names what it holds."""
 
     def put() -> float:
         if current:
@@ -81,6 +80,7 @@ def theirs(mooncake: Mooncake, total: int, block_bytes: int) -> Measured:
 
 def measure(options: Options, mooncake: Mooncake | None, missing: str, block_bytes: int, total: int) -> None:
     """One block size."""
+    held: list[str] = []
     cache = spec(block_bytes, LAYERS)
     blocks = total // block_bytes
     node = NodeSpec("bench", roles=("storage",), dram_bytes=room_for(blocks, block_bytes))
@@ -92,7 +92,7 @@ def measure(options: Options, mooncake: Mooncake | None, missing: str, block_byt
         sides = {"ours": ours(client, control, Chains(cache, blocks, options.seed, BATCH), total, block_bytes)}
         if mooncake is not None:
             mooncake.buffer(total, options.seed)
-            sides["theirs"] = theirs(mooncake, total, block_bytes)
+            sides["theirs"] = theirs(mooncake, held, total, block_bytes)
         rounds: dict[str, list[float]] = {f"{side} {act}": [] for side in sides for act in ("put", "get")}
         order = list(sides)
         for count in range(-1, options.repetitions):
@@ -103,6 +103,8 @@ def measure(options: Options, mooncake: Mooncake | None, missing: str, block_byt
                     for name, value in values.items():
                         rounds[name].append(value)
             order.reverse()
+        if mooncake is not None:
+            mooncake.remove(held)
         control.close()
     for act in ("put", "get"):
         options.keep(
@@ -128,7 +130,7 @@ def main() -> None:
     mooncake, missing = None, ""
     if options.mode != "smoke":
         try:
-            mooncake = Mooncake(2 * total)
+            mooncake = Mooncake(4 * total)  # far from where it would begin to evict
         except PeerMissingError as error:
             missing = str(error).splitlines()[0]
             print(f"WARNING: {error}", flush=True)
