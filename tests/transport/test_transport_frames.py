@@ -1,0 +1,236 @@
+"""The wire format: golden bytes, round trips, and refusal of everything else before memory is taken.
+
+The golden file pins the protocol of version 1: a change that alters it is a new version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core import errors, limits
+from kvstore.core.errors import ErrorKind, KVStoreError
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
+from kvstore.transport import frames
+from kvstore.transport.frames import BadFrame, DataFrame, FrameKind, ReadFrame, WriteFrame
+
+GOLDEN = Path(__file__).parent / "golden" / "frames.json"
+
+NAMESPACE = NamespaceId(bytes(range(16)))
+KEYS = [BlockKey(bytes([at]) * 15 + b"\0") for at in range(3)]
+READ = ReadFrame(NAMESPACE, KEYS, BlockShape(4, 4096), 1, 2, 1, 1500)
+DATA = DataFrame(
+    5, bytes([Outcome.HIT, Outcome.MISS, Outcome.HIT]), 2, 1, 2, Tier.NVME, np.array([[1, 2], [3, 1 << 63]], np.uint64)
+)
+WRITE = WriteFrame(
+    BlockRun(NAMESPACE, BlockKey(b"p" * 16), 9, tuple(KEYS)),
+    BlockShape(2, 100),
+    True,
+    250,
+    np.arange(6, dtype=np.uint64).reshape(3, 2),
+)
+
+SAMPLES = {
+    "hello": frames.encode_hello(b"a ticket"),
+    "welcome": frames.encode_head(FrameKind.WELCOME, 0),
+    "read": frames.encode_read(7, READ),
+    "data": frames.encode_data(7, DATA, 2 * 2 * 4096),
+    "read_end": frames.encode_head(FrameKind.READ_END, 7),
+    "write": frames.encode_write(8, WRITE),
+    "grant": frames.encode_store_outcomes(FrameKind.GRANT, 8, [StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.STORED]),
+    "payload": frames.encode_head(FrameKind.PAYLOAD, 8, 0, 400),
+    "written": frames.encode_store_outcomes(FrameKind.WRITTEN, 8, [StoreOutcome.STORED, StoreOutcome.CORRUPT]),
+    "error": frames.encode_error(9, errors.PermissionDenied("not yours", key="k")),
+    "ping": frames.encode_head(FrameKind.PING, 10),
+    "pong": frames.encode_head(FrameKind.PONG, 10),
+}
+
+
+def split(frame: bytes) -> tuple[frames.Head, bytes]:
+    head = frames.decode_head(frame[: frames.HEAD_BYTES])
+    header = frame[frames.HEAD_BYTES :]
+    assert head.header_bytes == len(header)
+    return head, header
+
+
+def same_run(left: WriteFrame, right: WriteFrame) -> bool:
+    fixed = (left.run, left.shape, left.durable, left.budget_ms) == (right.run, right.shape, right.durable, right.budget_ms)
+    return fixed and np.array_equal(left.checksums, right.checksums)
+
+
+def test_frames_are_what_they_have_always_been() -> None:
+    golden = json.loads(GOLDEN.read_text())
+    assert {name: frame.hex() for name, frame in SAMPLES.items()} == golden
+
+
+def test_golden_frames_are_understood() -> None:
+    golden = {name: bytes.fromhex(frame) for name, frame in json.loads(GOLDEN.read_text()).items()}
+    assert frames.decode_hello(split(golden["hello"])[1]) == b"a ticket"
+    assert frames.decode_read(split(golden["read"])[1]) == READ
+    head, header = split(golden["data"])
+    data = frames.decode_data(header, head.payload_bytes, 4096)
+    assert (data.first, data.outcomes, data.hits, data.first_layer, data.layer_count, data.tier) == (
+        5,
+        DATA.outcomes,
+        2,
+        1,
+        2,
+        Tier.NVME,
+    )
+    assert np.array_equal(data.checksums, DATA.checksums)
+    assert same_run(frames.decode_write(split(golden["write"])[1]), WRITE)
+    assert frames.decode_store_outcomes(split(golden["written"])[1], 2) == [StoreOutcome.STORED, StoreOutcome.CORRUPT]
+    error = frames.decode_error(split(golden["error"])[1])
+    assert isinstance(error, errors.PermissionDenied)
+    assert str(error) == "not yours (key=k)"
+
+
+identities = st.binary(min_size=16, max_size=16)
+shapes = st.builds(BlockShape, st.integers(1, 64), st.integers(1, 1 << 20))
+budgets = st.integers(0, frames.MAX_BUDGET_MS)
+
+
+@given(identities, st.lists(identities, max_size=40), shapes, budgets, st.data())
+def test_reads_round_trip(namespace: bytes, keys: list[bytes], shape: BlockShape, budget: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, shape.layers - 1))
+    count = data.draw(st.integers(1, shape.layers - first))
+    group = data.draw(st.integers(0, shape.layers))
+    frame = ReadFrame(NamespaceId(namespace), [BlockKey(key) for key in keys], shape, first, count, group, budget)
+    head, header = split(frames.encode_read(3, frame))
+    assert (head.kind, head.request_id, head.payload_bytes) == (FrameKind.READ, 3, 0)
+    assert frames.decode_read(header) == frame
+
+
+@given(
+    identities, identities | st.none(), st.lists(identities, min_size=1, max_size=20), shapes, st.booleans(), budgets, st.data()
+)
+def test_writes_round_trip(
+    namespace: bytes, parent: bytes | None, keys: list[bytes], shape: BlockShape, durable: bool, budget: int, data: st.DataObject
+) -> None:
+    depth = data.draw(st.integers(0, limits.MAX_DEPTH - len(keys)))
+    seed = data.draw(st.integers(0, 1 << 32))
+    checksums = np.random.default_rng(seed).integers(0, 1 << 64, (len(keys), shape.layers), np.uint64)
+    run = BlockRun(
+        NamespaceId(namespace), None if parent is None else BlockKey(parent), depth, tuple(BlockKey(key) for key in keys)
+    )
+    frame = WriteFrame(run, shape, durable, budget, checksums)
+    assert same_run(frames.decode_write(split(frames.encode_write(1, frame))[1]), frame)
+
+
+@given(st.lists(st.sampled_from(Outcome), max_size=60), st.integers(1, 8), st.integers(1, 5000), st.sampled_from(Tier))
+def test_data_round_trips(outcomes: list[Outcome], layers: int, layer_bytes: int, tier: Tier) -> None:
+    hits = outcomes.count(Outcome.HIT)
+    checksums = np.arange(hits * layers, dtype=np.uint64).reshape(hits, layers)
+    frame = DataFrame(11, bytes(outcomes), hits, 3, layers, tier, checksums)
+    head, header = split(frames.encode_data(1, frame, hits * layers * layer_bytes))
+    found = frames.decode_data(header, head.payload_bytes, layer_bytes)
+    assert (found.first, found.outcomes, found.hits, found.first_layer, found.tier) == (11, bytes(outcomes), hits, 3, tier)
+    assert np.array_equal(found.checksums, checksums)
+
+
+@pytest.mark.parametrize("kind", list(ErrorKind))
+def test_every_error_kind_travels(kind: ErrorKind) -> None:
+    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, KVStoreError)]
+    error = next(value for value in reversed(found) if value.kind is kind)("what went wrong " * 500)
+    arrived = frames.decode_error(split(frames.encode_error(1, error))[1])
+    assert type(arrived) is type(error)
+    assert arrived.message.startswith("what went wrong")
+    assert len(arrived.message) <= frames.MAX_MESSAGE_BYTES
+
+
+def test_an_error_of_a_later_version_is_internal() -> None:
+    frame = frames.encode_error(1, errors.Conflict("x")).replace(b"conflict", b"novelty!")
+    assert type(frames.decode_error(split(frame)[1])) is errors.Internal
+
+
+DECODERS = {
+    "hello": frames.decode_hello,
+    "read": frames.decode_read,
+    "data": lambda header: frames.decode_data(header, 2 * 2 * 4096, 4096),
+    "write": frames.decode_write,
+    "written": lambda header: frames.decode_store_outcomes(header, 2),
+    "error": frames.decode_error,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(st.binary(max_size=300))
+def test_random_headers_are_refused_clearly(name: str, header: bytes) -> None:
+    with contextlib.suppress(BadFrame):  # anything else would be a bug
+        DECODERS[name](header)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(st.data())
+def test_spoiled_headers_are_refused_or_still_sound(name: str, data: st.DataObject) -> None:
+    """Any cut, growth or flipped byte: either a clear error, or a frame that is within every limit."""
+    header = bytearray(split(SAMPLES[name])[1])
+    for _ in range(data.draw(st.integers(0, 3))):
+        header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(-len(header), 8))
+    spoiled = bytes(header[:cut]) if cut < 0 else bytes(header) + bytes(cut)
+    try:
+        found = DECODERS[name](spoiled)
+    except BadFrame:
+        return
+    if isinstance(found, (ReadFrame, WriteFrame)):
+        frames.check_shape(found.shape.layers, found.shape.layer_block_bytes)
+    if isinstance(found, ReadFrame):
+        assert 0 < found.layer_count <= found.shape.layers - found.first_layer
+
+
+@given(st.binary(min_size=frames.HEAD_BYTES, max_size=frames.HEAD_BYTES))
+def test_random_heads_are_refused(data: bytes) -> None:
+    with pytest.raises(BadFrame):
+        frames.decode_head(data)  # the chance of four right magic bytes is nil
+
+
+@given(st.sampled_from(FrameKind), st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1))
+def test_heads_with_absurd_lengths_are_refused(kind: FrameKind, header_bytes: int, payload_bytes: int) -> None:
+    data = frames.HEAD.pack(frames.MAGIC, kind, frames.VERSION, 0, 1, header_bytes, payload_bytes)
+    try:
+        head = frames.decode_head(data)
+    except BadFrame:
+        return
+    assert head.header_bytes <= frames.HEADER_LIMITS[kind] <= limits.MAX_FRAME_HEADER_BYTES
+    assert head.payload_bytes <= frames.MAX_PAYLOAD_BYTES
+
+
+@pytest.mark.parametrize("data", [b"", b"KVB1", frames.encode_head(FrameKind.PING, 1) + b"\0"])
+def test_a_head_has_one_length(data: bytes) -> None:
+    with pytest.raises(BadFrame):
+        frames.decode_head(data)
+
+
+def test_other_versions_are_refused() -> None:
+    data = bytearray(frames.encode_head(FrameKind.PING, 1))
+    data[5] = frames.VERSION + 1
+    with pytest.raises(BadFrame, match="version"):
+        frames.decode_head(data)
+
+
+def test_nothing_is_allocated_for_counts_that_lie() -> None:
+    """Counts of billions in a short header: refused without memory for what they promise."""
+    lies = [
+        (frames.decode_read, bytearray(split(SAMPLES["read"])[1]), 40),
+        (frames.decode_write, bytearray(split(SAMPLES["write"])[1]), 52),
+        (DECODERS["data"], bytearray(split(SAMPLES["data"])[1]), 4),
+        (DECODERS["data"], bytearray(split(SAMPLES["data"])[1]), 8),
+        (DECODERS["written"], bytearray(split(SAMPLES["written"])[1]), 0),
+    ]
+    tracemalloc.start()
+    try:
+        for decode, header, at in lies:
+            header[at : at + 4] = b"\xff\xff\xff\xff"
+            with pytest.raises(BadFrame):
+                decode(bytes(header))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
