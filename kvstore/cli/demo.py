@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvstore.cli.help import Command
-from kvstore.cli.options import with_config
+from kvstore.cli.options import with_quiet_config
 from kvstore.core.config import Config
 
 
@@ -18,7 +18,7 @@ from kvstore.core.config import Config
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of everything drawn.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where volumes go (default: temporary).")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Writes the result; - is stdout.")
-@with_config
+@with_quiet_config
 def demo(_config: Config, *, sessions: int, turns: int, seed: int, data_dir: Path | None, json_file: Path | None) -> None:
     """Starts a small store, runs an agentic workload on it, and checks every loaded byte.
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from typing import TYPE_CHECKING, TextIO
 
 from kvstore.core.config import LogSection
 
@@ -28,17 +29,36 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+if TYPE_CHECKING:
+    _TextHandler = logging.StreamHandler[TextIO]
+else:
+    _TextHandler = logging.StreamHandler
+
+
+class StderrHandler(_TextHandler):
+    """Writes to what ``sys.stderr`` is at the time, so that a redirection is followed."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        """Standard error."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _stream: TextIO) -> None:
+        raise AttributeError("the stream is always standard error")
+
+
 def set_up_logs(section: LogSection) -> None:
     """Sends all logs of this process to standard error, as the configuration asks. May be called again."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     if section.format == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
-    for old in list(root.handlers):
-        if getattr(old, "set_up_by_kvstore", False):
-            root.removeHandler(old)
-    handler.set_up_by_kvstore = True  # type: ignore[attr-defined]  # how a second call finds it
+    root.handlers[:] = [old for old in root.handlers if not isinstance(old, StderrHandler)]
     root.addHandler(handler)
     root.setLevel(section.level.upper())

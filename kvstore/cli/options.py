@@ -42,6 +42,22 @@ def with_config(command: Callable[Concatenate[Config, _P], _R]) -> Callable[_P, 
     return loaded
 
 
+def with_quiet_config(command: Callable[Concatenate[Config, _P], _R]) -> Callable[_P, _R]:
+    """As ``with_config``, for commands whose output is for people: logs begin at warnings unless ``log.level`` is set."""
+
+    @_config_options
+    @functools.wraps(command)
+    def loaded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        config, provenance = configuration(click.get_current_context())
+        log = config.log
+        if provenance["log.level"].source == "default":
+            log = log.model_copy(update={"level": "warning"})
+        set_up_logs(log)
+        return command(config, *args, **kwargs)
+
+    return loaded
+
+
 def with_provenance(command: Callable[Concatenate[Config, Provenance, _P], _R]) -> Callable[_P, _R]:
     """As ``with_config``, for commands that also tell where values came from."""
 

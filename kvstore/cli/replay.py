@@ -11,7 +11,7 @@ import click
 
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
-from kvstore.cli.options import with_config
+from kvstore.cli.options import with_quiet_config
 from kvstore.core.config import Config
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--policy", metavar="NAME", help="Eviction policy (default: node.policy of the configuration).")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where volumes go (default: temporary).")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Writes the result; - is stdout.")
-@with_config
+@with_quiet_config
 def replay(
     config: Config,
     *,

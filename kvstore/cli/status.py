@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kvstore.cli.help import Command
-from kvstore.cli.options import setting_option, with_config
+from kvstore.cli.options import setting_option, with_quiet_config
 from kvstore.cli.settings import tls
 from kvstore.core.config import Config
 
@@ -16,7 +16,7 @@ from kvstore.core.config import Config
 @click.command(cls=Command)
 @setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
 @click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
-@with_config
+@with_quiet_config
 def status(config: Config, *, as_json: bool) -> None:
     """Shows nodes, volumes and fill, as the metadata server knows them.
 

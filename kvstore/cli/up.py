@@ -12,7 +12,7 @@ import click
 
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
-from kvstore.cli.options import with_config
+from kvstore.cli.options import with_quiet_config
 from kvstore.cli.settings import data_dir as configured_data_dir
 from kvstore.core.config import Config
 from kvstore.core.errors import Internal
@@ -39,7 +39,7 @@ Look at it:  kvstore status --metadata {metadata}
 @click.option("--dram", callback=parameters.size, metavar="SIZE", help="DRAM arena (default: node.dram of the configuration).")
 @click.option("--nvme", callback=parameters.size, default="4GiB", metavar="SIZE", help="Volume on disk (default: 4GiB; 0: none).")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Default: ~/.local/share/kvstore.")
-@with_config
+@with_quiet_config
 def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) -> None:
     """Runs a metadata server and a node with DRAM and a volume on disk, until Ctrl-C.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli.help import Command
-from kvstore.cli.options import with_config
+from kvstore.cli.options import with_quiet_config
 from kvstore.core.config import Config
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def volume() -> None:
 @click.option("--repair", is_flag=True, help="Drops what is bad and mends what keeps the volume from opening.")
 @click.option("--buffered", is_flag=True, help="Reads without O_DIRECT.")
 @click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
-@with_config
+@with_quiet_config
 def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json: bool) -> None:
     """Reads every block of the volume at PATH and compares headers and checksums.
 

@@ -14,6 +14,7 @@ from kvstore.tiers.header import slot_bytes
 
 _SLACK = 1.15
 """Room is cut into spans of slots, of which a sixteenth may be lost at each end."""
+_MIB = 1 << 20
 _LEAST_BYTES = 64 << 20
 _DRAM_SHARE = 4
 """All of the workload goes to DRAM where it takes no more than a quarter of what is available."""
@@ -106,4 +107,5 @@ def _free_disk_bytes(folder: Path) -> int:
 
 
 def _with_slack(size: int) -> int:
-    return round_up(max(_LEAST_BYTES, int(size * _SLACK) + (16 << 20)))
+    whole = max(_LEAST_BYTES, int(size * _SLACK) + (16 << 20))
+    return -(-whole // _MIB) * _MIB

@@ -1,0 +1,170 @@
+"""Commands: help that teaches, errors in one line, and the daemons as real processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvstore.cli.app import root
+from kvstore.cli.bench import benchmark_folder, benchmarks
+from kvstore.cli.logs import JsonFormatter, StderrHandler, set_up_logs
+from kvstore.core.config import LogSection
+
+COMMANDS = ["up", "metadata", "node", "demo", "replay", "status", "volume", "bench", "config"]
+LEAVES = [["up"], ["metadata"], ["node"], ["demo"], ["replay"], ["status"], ["volume", "check"], ["bench"], ["config", "show"]]
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_as_before() -> Iterator[None]:
+    """Commands set up logs of the whole process."""
+    logger = logging.getLogger()
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def run(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_the_root_names_every_command() -> None:
+    shown = CliRunner().invoke(root, ["--help"])
+    assert shown.exit_code == 0
+    for name in COMMANDS:
+        assert f"\n  {name} " in shown.stdout
+
+
+@pytest.mark.parametrize("command", LEAVES, ids=" ".join)
+def test_every_command_teaches_by_example(command: list[str]) -> None:
+    shown = CliRunner().invoke(root, [*command, "--help"])
+    assert shown.exit_code == 0
+    assert f"  Examples:\n    kvstore {' '.join(command)}" in shown.stdout
+
+
+def test_naming_commands_imports_none_of_them() -> None:
+    code = "import sys, kvstore.cli.app; print([m for m in ('grpc', 'rich', 'pydantic', 'numpy', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nonsense"], 2, "No such command"),
+        (["node", "--set", "node.dramm=1"], 2, "did you mean 'node.dram'"),
+        (["node", "--set", "dram"], 2, "looks like"),
+        (["node", "--dram", "lots"], 2, "a size looks like"),
+        (["config", "show", "--config", "/none.toml"], 2, "No such file"),
+        (["replay"], 2, "Missing argument"),
+        (["replay", "/none.jsonl"], 1, "No such file"),
+        (["replay", "x", "--capacity", "hbm=1GiB"], 2, "a capacity looks like"),
+        (["replay", "x", "--capacity", "nvme=1GiB"], 2, "needs some DRAM"),
+        (["replay", "x", "--block-bytes", "many"], 2, "a size looks like"),
+        (["volume", "check", "/nowhere"], 1, "/nowhere"),
+        (["bench", "no-such-benchmark"], 2, "no benchmark"),
+        (["status", "--metadata", "no address"], 1, "an address is"),
+        (["status", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"], 1, "Error: "),
+    ],
+)
+def test_errors_take_one_line_and_tell_use_from_failure(arguments: list[str], code: int, words: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+
+
+def test_a_file_that_is_no_trace_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "letters.jsonl"
+    path.write_text("dear sir\n")
+    shown = CliRunner().invoke(root, ["replay", str(path)])
+    assert shown.exit_code == 1
+    assert "not a trace" in shown.stderr
+    assert "line=1" in shown.stderr
+
+
+def test_benchmarks_are_those_of_the_checkout() -> None:
+    known = benchmarks(benchmark_folder())
+    shown = CliRunner().invoke(root, ["bench", "--list"])
+    assert shown.exit_code == 0
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == list(known)
+
+
+def test_logs_are_set_up_once(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logs(LogSection(level="info"))
+    set_up_logs(LogSection(level="warning", format="json"))
+    assert sum(isinstance(handler, StderrHandler) for handler in logging.getLogger().handlers) == 1
+    logging.getLogger("kvstore.x").info("quiet")
+    logging.getLogger("kvstore.x").warning("two\nlines: %d", 7)
+    entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(entry["level"], entry["message"], entry["logger"]) for entry in entries] == [
+        ("warning", "two\nlines: 7", "kvstore.x")
+    ]
+
+
+def test_json_logs_carry_errors() -> None:
+    try:
+        int("broken")
+    except ValueError:
+        record = logging.LogRecord("a", logging.ERROR, "f", 1, "it %s", ("failed",), sys.exc_info())
+    entry = json.loads(JsonFormatter().format(record))
+    assert entry["message"] == "it failed"
+    assert "ValueError: invalid literal" in entry["error"]
+
+
+def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore.cli", "up", "--data-dir", str(tmp_path), "--dram", "64MiB", "--nvme", "64MiB"]
+    settings = ["--set", "metadata.listen=127.0.0.1:0", "--set", "node.node_id=here"]
+    process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert "metadata 127.0.0.1:" in first, process.stderr.read() if process.stderr else ""
+        address = first.split("metadata ", 1)[1].split()[0]
+        status = run("status", "--metadata", address, "--json")
+        assert status.returncode == 0, status.stderr
+        found = json.loads(status.stdout)
+        assert [(node["id"], node["alive"], node["roles"]) for node in found["nodes"]] == [
+            ("here", True, ["prefill", "decode", "storage"])
+        ]
+        assert {volume["tier"] for volume in found["nodes"][0]["volumes"]} == {"dram", "nvme"}
+        table = run("status", "--metadata", address)
+        assert table.returncode == 0
+        assert "here" in table.stdout
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "stopping" in out
+    assert "Traceback" not in err
+
+    checked = run("volume", "check", str(tmp_path / "here-nvme"), "--json")
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads(checked.stdout)["ok"] is True
+    assert "0 blocks" in run("volume", "check", str(tmp_path / "here-nvme")).stdout
+
+
+def test_a_daemon_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
+    done = run("metadata", "--listen", "0.0.0.0:0", "--index", str(tmp_path / "index"))
+    assert done.returncode == 1
+    assert "without TLS" in done.stderr
+    assert "Traceback" not in done.stderr

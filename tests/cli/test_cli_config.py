@@ -1,0 +1,209 @@
+"""The configuration: precedence, provenance, and errors that say what to mend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from kvstore.cli import settings
+from kvstore.cli.app import root
+from kvstore.core.config import Config, NodeSection
+from kvstore.core.config_sources import Provenance, leaves, load_config, parse_assignment
+from kvstore.core.config_values import format_duration_ms, format_size, parse_duration_ms, parse_size
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.tls import TlsConfig
+
+
+def load(
+    file: str | None = None, environment: dict[str, str] | None = None, flags: tuple[str, ...] = (), *, folder: Path | None = None
+) -> tuple[Config, Provenance]:
+    path = None
+    if file is not None:
+        assert folder is not None
+        path = folder / "kvstore.toml"
+        path.write_text(file)
+    return load_config(path, environment, [parse_assignment(flag) for flag in flags], default_files=())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64MiB", 64 << 20), ("4GB", 4 * 10**9), (" 1.5 KiB ", 1536), ("0", 0), (17, 17), ("1tib", 1 << 40), ("12b", 12)],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", -1, "1.5", "4 QiB", "1e3", True, None, 1.5, "9" * 40])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(("text", "ms"), [("500ms", 500), ("2.5s", 2500), ("1m", 60_000), ("2h", 7_200_000), ("0ms", 0)])
+def test_durations(text: str, ms: int) -> None:
+    assert parse_duration_ms(text) == ms
+
+
+@pytest.mark.parametrize("text", ["", "5", 5, "5 days", "-1s", "0.5ms", None])
+def test_what_is_no_duration(text: object) -> None:
+    with pytest.raises(ValueError, match="a duration"):
+        parse_duration_ms(text)
+
+
+@given(st.integers(0, 1 << 50))
+def test_what_is_shown_reads_back(number: int) -> None:
+    assert parse_size(format_size(number)) == number
+    assert parse_duration_ms(format_duration_ms(number)) == number
+
+
+def test_later_sources_win_and_every_leaf_knows_its_own(tmp_path: Path) -> None:
+    text = '[node]\ndram = "2GiB"\npolicy = "lru"\nlease = "7s"\n[node.tls]\nca = "/ca.pem"\n'
+    config, provenance = load(
+        text,
+        {"KVSTORE_NODE__DRAM": "3GiB", "KVSTORE_NODE__LEASE": "8s", "KVSTORE_LOG__LEVEL": "debug", "HOME": "/"},
+        ("node.dram=4GiB", "node.dram=5GiB"),
+        folder=tmp_path,
+    )
+    assert (config.node.dram, config.node.lease, config.node.policy, config.log.level) == (5 << 30, 8000, "lru", "debug")
+    assert config.node.tls.ca == Path("/ca.pem")
+    assert str(provenance["node.dram"]) == "flag --set node.dram"
+    assert str(provenance["node.lease"]) == "environment KVSTORE_NODE__LEASE"
+    assert str(provenance["node.policy"]) == f"file {tmp_path / 'kvstore.toml'}"
+    assert str(provenance["node.listen"]) == "default"
+    assert {leaf.key for leaf in leaves(config, provenance)} == set(provenance)
+
+
+def test_all_three_ways_to_name_volumes(tmp_path: Path) -> None:
+    one, _ = load('[node]\nnvme = ["/a:1GiB", {path = "/b", capacity = "2GB", direct = false}]', folder=tmp_path)
+    assert [(str(v.path), v.capacity, v.direct) for v in one.node.nvme] == [("/a", 1 << 30, True), ("/b", 2 * 10**9, False)]
+    two, _ = load(environment={"KVSTORE_NODE__NVME": "/a:1GiB, /with:colon:5"})
+    assert [(str(v.path), v.capacity) for v in two.node.nvme] == [("/a", 1 << 30), ("/with:colon", 5)]
+    three, _ = load(flags=("node.nvme=", "node.roles=storage,decode"))
+    assert three.node.nvme == ()
+    assert three.node.roles == ("storage", "decode")
+
+
+def test_variables_that_others_make_are_left_alone() -> None:
+    config, _ = load(environment={"KVSTORE_PORT": "tcp://10.0.0.1:7400", "KVSTORE_SERVICE_HOST": "x", "KVSTOREX__A": "1"})
+    assert config == Config()
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("node.dramm=1", "did you mean 'node.dram'"),
+        ("dram=1", "did you mean 'node.dram'"),
+        ("metdata.listen=x", "did you mean 'metadata.listen'"),
+        ("node.tls.caa=x", "did you mean 'node.tls.ca'"),
+        ("qqqq.zzzz=1", "unknown setting 'qqqq.zzzz'"),
+        ("node=1", "unknown setting 'node'"),
+        ("node.dram=x", "a size looks like"),
+        ("node.lease=5", "takes a unit"),
+        ("node.roles=cook", "'prefill', 'decode' or 'storage'"),
+        ("node.nvme=/a", "a volume looks like"),
+        ("node.nvme=/a:x", "a size looks like"),
+        ("metadata.workers=0", "greater than or equal to 1"),
+        ("node.dram=0", "greater than 0"),
+        ("nonsense", "looks like node.dram=4GiB"),
+    ],
+)
+def test_wrong_settings_say_what_to_mend(flag: str, hint: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        load(flags=(flag,))
+    assert hint in str(caught.value)
+
+
+def test_errors_name_their_source(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="environment KVSTORE_NODE__DRAM"):
+        load(environment={"KVSTORE_NODE__DRAM": "lots"})
+    with pytest.raises(InvalidArgument, match=r"kvstore\.toml"):
+        load("[node]\ndrum = 1", folder=tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[node", b"\xff\xfe", b"x = " + b"[" * 100_000, b"#" * (2 << 20)])
+def test_files_that_are_no_configuration(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "kvstore.toml"
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=r"kvstore\.toml"):
+        load_config(path, {})
+
+
+def test_a_named_file_must_exist_and_default_ones_need_not(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="No such file"):
+        load_config(tmp_path / "none.toml", {})
+    second = tmp_path / "b.toml"
+    second.write_text('log.level = "error"')
+    config, _ = load_config(None, {}, default_files=(tmp_path / "a.toml", second))
+    assert config.log.level == "error"
+
+
+def test_the_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        NodeSection().dram = 5
+
+
+def test_secrets_are_masked() -> None:
+    class WithSecret(BaseModel):
+        token: SecretStr = SecretStr("hush")
+        empty: SecretStr = SecretStr("")
+
+    shown = list(leaves(WithSecret(), {}))
+    assert [leaf.text for leaf in shown] == ["********", ""]
+    assert "hush" not in str(shown)
+
+
+def test_the_configuration_becomes_the_servers_settings(tmp_path: Path) -> None:
+    config, _ = load(
+        flags=(
+            "node.node_id=n1",
+            "node.nvme=/v:1GiB",
+            "node.tls.cert=/c",
+            "node.tls.key=/k",
+            f"data_dir={tmp_path}",
+            "metadata.node_ttl=9s",
+            "node.prepare_ttl=4s",
+        )
+    )
+    node = settings.node_config(config)
+    assert (node.node_id, node.nvme[0].capacity_bytes, node.prepare_ttl_ms) == ("n1", 1 << 30, 4000)
+    assert node.tls == TlsConfig(cert=Path("/c"), key=Path("/k"))
+    metadata = settings.metadata_config(config)
+    assert (metadata.index_path, metadata.node_ttl_ms, metadata.tls) == (tmp_path / "index", 9000, None)
+
+
+def test_socket_folders_are_short_and_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    folders = {settings.run_dir(name).name for name in ("a", "a/b", "a_b", "x" * 300, "x" * 301, "../../etc")}
+    assert len(folders) == 6
+    assert all(len(name) <= 32 and "/" not in name and ".." not in name for name in folders)
+
+
+def test_config_show_prints_values_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvstore.toml").write_text('node.policy = "lru"')
+    monkeypatch.setenv("KVSTORE_NODE__LEASE", "3s")
+    runner = CliRunner()
+    text = runner.invoke(root, ["config", "show", "--set", "node.dram=4GiB"])
+    assert text.exit_code == 0
+    lines = {line.split()[0]: line.split()[1:] for line in text.stdout.splitlines()}
+    assert lines["node.dram"] == ["4GiB", "flag", "--set", "node.dram"]
+    assert lines["node.policy"] == ["lru", "file", "kvstore.toml"]
+    assert lines["node.lease"] == ["3s", "environment", "KVSTORE_NODE__LEASE"]
+    assert lines["node.listen"] == ["127.0.0.1:0", "default"]
+    shown = json.loads(runner.invoke(root, ["config", "show", "--json"]).stdout)
+    assert shown["node.lease"] == {"value": 3000, "source": "environment", "detail": "KVSTORE_NODE__LEASE"}
+
+
+def test_config_show_reads_the_file_named(tmp_path: Path) -> None:
+    path = tmp_path / "other.toml"
+    path.write_text('[client]\nmetadata = "10.0.0.1:1"')
+    shown = json.loads(CliRunner().invoke(root, ["config", "show", "--json", "--config", str(path)]).stdout)
+    assert shown["client.metadata"]["value"] == "10.0.0.1:1"
+    by_variable = CliRunner().invoke(root, ["config", "show", "--json"], env={"KVSTORE_CONFIG": str(path)})
+    assert json.loads(by_variable.stdout)["client.metadata"]["source"] == "file"

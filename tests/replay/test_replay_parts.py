@@ -1,0 +1,146 @@
+"""The parts of a replay that need no store: plans, capacities, reports, progress."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kvstore.core.errors import CapacityExceeded, InvalidArgument
+from kvstore.core.types import BlockShape
+from kvstore.replay import capacity
+from kvstore.replay.capacity import Capacity, parse_capacity, room_for
+from kvstore.replay.demo import DemoPlan, read_turns
+from kvstore.replay.engine import Tally
+from kvstore.replay.plan import read_workload
+from kvstore.replay.progress import progress
+from kvstore.replay.report import milliseconds, show_bytes, tally_json, tally_rows
+from kvstore.replay.run import ReplayResult
+from kvstore.replay.summary import replay_rows, verdict
+from kvstore.workload.generator import PROFILES, AgentWorkload
+from kvstore.workload.requests import TraceInfo, TraceRequest
+
+SHAPE = BlockShape(layers=2, layer_block_bytes=2500)
+
+
+@pytest.mark.parametrize(
+    ("text", "dram", "nvme"), [("dram=1GiB", 1 << 30, 0), ("nvme=2GiB, dram=64MiB", 64 << 20, 2 << 30), ("DRAM=5", 5, 0)]
+)
+def test_capacities(text: str, dram: int, nvme: int) -> None:
+    assert parse_capacity(text) == Capacity(dram, nvme, limited=True)
+    assert parse_capacity(str(parse_capacity(text))) == parse_capacity(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "dram", "dram=", "dram=x", "hbm=1GiB", "nvme=1GiB", "dram=1,dram=2", "dram=0", "dram=1GiB,"]
+)
+def test_what_is_no_capacity(text: str) -> None:
+    with pytest.raises(InvalidArgument):
+        parse_capacity(text)
+
+
+def test_a_capacity_counts_whole_slots() -> None:
+    assert Capacity(3 * 8192 - 1).blocks(SHAPE) == 2
+    assert Capacity(8192, 5 * 12_288).blocks(SHAPE) == 1 + 5
+
+
+def test_room_goes_to_memory_then_to_disk_then_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = BlockShape(1, 1 << 20)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 8 << 30)
+    assert room_for(1000, block, tmp_path).nvme_bytes == 0
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 1 << 30)
+    on_disk = room_for(1000, block, tmp_path)
+    assert on_disk.nvme_bytes > 1000 << 20
+    assert on_disk.dram_bytes == 128 << 20
+    assert on_disk.blocks(block) >= 1000
+    with pytest.raises(CapacityExceeded, match="--capacity"):
+        room_for(1 << 40, block, tmp_path)
+
+
+def test_available_memory_is_known_here() -> None:
+    assert capacity.available_memory_bytes() > 0
+
+
+def requests(*ids: list[int]) -> list[TraceRequest]:
+    return [TraceRequest("s", turn, turn, 0, 0, np.array(blocks, dtype=np.int64)) for turn, blocks in enumerate(ids)]
+
+
+INFO = TraceInfo("tiny", 64, "generated")
+
+
+def test_a_plan_knows_what_the_workload_needs() -> None:
+    workload = read_workload(INFO, requests([1, 2, 3], [1, 2, 4, 5], [9], []), 4096, 2, None)
+    assert (workload.unique_blocks, workload.largest_request, workload.unbounded.hit_blocks) == (6, 4, 2)
+    keys = list(workload.requests())
+    assert [len(request) for request in keys] == [3, 4, 1, 0]
+    assert keys[0][:2] == keys[1][:2]
+    assert len(list(read_workload(INFO, requests([1], [2]), 4096, 1, 1).requests())) == 1
+
+
+def test_a_plan_refuses_what_makes_no_blocks() -> None:
+    with pytest.raises(InvalidArgument, match="divide"):
+        read_workload(INFO, requests([1]), 1000, 3, None)
+    with pytest.raises(InvalidArgument, match="no requests"):
+        read_workload(INFO, [], 4096, 1, None)
+
+
+def test_answers_count_as_stored_in_the_demo() -> None:
+    plan = DemoPlan(sessions=2, max_turns=5)
+    turns, possible = read_turns(plan)
+    prompts_only = read_workload(
+        INFO, AgentWorkload(PROFILES[plan.profile], 2, max_turns=5, shared_prefix_tokens=2048), 64, 1, None
+    )
+    assert len(turns) == 10
+    assert possible > prompts_only.unbounded.hit_blocks
+    assert possible < sum(turn.prompt_blocks for turn in turns)
+
+
+def result(tally: Tally, *, limited: bool = False) -> ReplayResult:
+    workload = read_workload(INFO, requests([1, 2], [1, 2]), 4096, 1, None)
+    return ReplayResult(workload, Capacity(1 << 20, limited=limited), "lru", tally, 1.0, None)
+
+
+def test_verdicts() -> None:
+    good = Tally(requests=2, blocks_total=4, blocks_hit=2)
+    assert verdict(result(good)) is None
+    assert "wrong bytes" in (verdict(result(replace(good, wrong_bytes=1, wrong_blocks=1))) or "")
+    assert "only 2 are possible" in (verdict(result(replace(good, blocks_hit=3))) or "")
+    assert "1 hits are missing" in (verdict(result(replace(good, blocks_hit=1))) or "")
+    assert verdict(result(replace(good, blocks_hit=1), limited=True)) is None
+
+
+def test_reports_of_nothing_and_of_trouble() -> None:
+    empty = Tally()
+    assert tally_json(empty, 0.0)["load_ms"] == {"p50": None, "p90": None, "p99": None, "max": None}
+    assert tally_json(empty, 0.0)["hit_ratio"] == 0.0
+    trouble = Tally(short_loads=2, blocks_not_delivered=9)
+    trouble.store_outcomes["skipped"] = 5
+    trouble.errors["Unavailable"] = 3
+    rows = tally_rows(trouble, 1.0)
+    assert rows["stores skipped"].startswith("5 blocks")
+    assert rows["short loads"].startswith("2 (9 blocks")
+    assert rows["failures met"] == "Unavailable: 3"
+    assert "hits, best possible" not in replay_rows(result(Tally()))
+
+
+def test_times_and_sizes() -> None:
+    times = milliseconds([0.001 * number for number in range(1, 101)])
+    assert times == {"p50": 50.5, "p90": 90.1, "p99": 99.01, "max": 100.0}
+    assert [show_bytes(size) for size in (0, 1023, 1536, 5 << 30, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3.00 TiB"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_on_a_terminal_and_elsewhere(terminal: bool) -> None:
+    out = io.StringIO()
+    with progress("work", 3, Console(file=out, force_terminal=terminal, width=120)) as report:
+        for done in (1, 2, 3):
+            report(done, "50.0% hits")
+    shown = out.getvalue()
+    assert "work" in shown
+    assert "50.0% hits" in shown
+    if not terminal:
+        assert shown == "work: 3 of 3 requests, 50.0% hits\n"

@@ -1,0 +1,165 @@
+"""Replays and the demo against real processes: exact hits, checked bytes, and what a failing store does to them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from kvclient import KVClient
+from kvstore.cli.app import root
+from kvstore.replay.capacity import Capacity, room_for
+from kvstore.replay.demo import DemoPlan, run_demo
+from kvstore.replay.engine import RequestRunner, Tally
+from kvstore.replay.plan import Workload, read_workload
+from kvstore.replay.run import NODE_ID, replay
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.workload.generator import PROFILES, AgentWorkload
+from kvstore.workload.requests import TraceInfo, TraceRequest
+from kvstore.workload.traces import open_trace
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_as_before() -> Iterator[None]:
+    """Commands set up logs of the whole process."""
+    logger = logging.getLogger()
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def small_workload(sessions: int = 4, block_bytes: int = 4096, layers: int = 2) -> Workload:
+    source = AgentWorkload(PROFILES["agentic-32k"], sessions, max_turns=10, shared_prefix_tokens=512)
+    return read_workload(source.info, source, block_bytes, layers, None)
+
+
+def test_with_room_for_everything_hits_are_exact(tmp_path: Path) -> None:
+    workload = small_workload()
+    done: list[int] = []
+    shown = replay(
+        workload,
+        room_for(workload.unique_blocks, workload.spec.shape, tmp_path),
+        "s3-fifo",
+        tmp_path,
+        report=lambda count, _note, _total=None: done.append(count),
+    )
+    assert shown.exact
+    assert shown.tally.wrong_bytes == 0
+    assert shown.tally.bytes_loaded == workload.unbounded.hit_blocks * 4096
+    assert shown.tally.bytes_stored == workload.unique_blocks * 4096
+    assert done == list(range(1, len(workload.chains) + 1))
+    as_json = shown.to_json()
+    assert as_json["by_tier"] == {"dram": shown.tally.bytes_loaded}
+    assert as_json["by_node"] == {NODE_ID: shown.tally.bytes_loaded}
+    assert as_json["belady_hit_ratio"] is None
+    json.dumps(as_json)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
+def test_with_less_room_it_says_how_far_from_the_best(tmp_path: Path, policy: str) -> None:
+    workload = small_workload(sessions=12, block_bytes=32 << 10)
+    shown = replay(workload, Capacity(24 << 20, limited=True), policy, tmp_path)
+    assert shown.best is not None
+    assert 0 < shown.tally.blocks_hit <= shown.best.hit_blocks <= workload.unbounded.hit_blocks
+    assert shown.tally.wrong_bytes == 0
+
+
+@pytest.mark.slow
+def test_blocks_come_back_from_nvme(tmp_path: Path) -> None:
+    workload = small_workload(sessions=8, block_bytes=32 << 10)
+    shown = replay(workload, Capacity(24 << 20, 512 << 20, limited=True), "lru", tmp_path)
+    assert shown.exact
+    assert shown.tally.wrong_bytes == 0
+    assert shown.tally.bytes_by_tier["nvme"] > 0
+
+
+def test_a_store_that_fails_costs_hits_and_nothing_else(tmp_path: Path) -> None:
+    """The node is killed in the middle: the engine goes on, and not one wrong byte passes."""
+    workload = small_workload(sessions=2)
+    tally = Tally()
+    with (
+        LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path) as cluster,
+        KVClient.connect(cluster.metadata_address, workload.spec, node=cluster.node("n").local_socket) as client,
+    ):
+        runner = RequestRunner(client, tally, workload.largest_request)
+        requests = list(workload.requests())
+        for keys in requests[:8]:
+            runner.serve(keys)
+        hits = tally.blocks_hit
+        cluster.kill("n")
+        for keys in requests[8:12]:
+            runner.serve(keys)
+    assert hits > 0
+    assert tally.requests == 12
+    assert tally.wrong_bytes == 0
+    assert tally.errors
+
+
+def test_wrong_bytes_are_seen(tmp_path: Path) -> None:
+    """Blocks stored under keys whose payload they are not: the store serves what it was given, the check sees it."""
+    info = TraceInfo("tiny", 64, "generated")
+    workload = read_workload(info, [TraceRequest("s", 0, 0, 0, 0, np.arange(5, dtype=np.int64))], 4096, 1, None)
+    keys = next(workload.requests())
+    tally = Tally()
+    with (
+        LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path) as cluster,
+        KVClient.connect(cluster.metadata_address, workload.spec, node=cluster.node("n").local_socket) as client,
+    ):
+        client.store(keys, np.ones((5, 4096), dtype=np.uint8), wait_visible=True)
+        RequestRunner(client, tally, 5).serve(keys)
+    assert tally.wrong_blocks == tally.blocks_hit == 5
+    assert tally.wrong_bytes > 5 * 4000
+
+
+def test_a_demo_in_small(tmp_path: Path) -> None:
+    shown = run_demo(DemoPlan(sessions=2, max_turns=6), tmp_path)
+    assert shown.problem is None
+    assert shown.tally.blocks_hit == shown.possible_hits
+    assert set(shown.tally.bytes_by_node) >= {"prefill-1"}
+    assert shown.tally.wrong_bytes == 0
+
+
+def test_the_commands_print_and_write_what_was_seen(tmp_path: Path) -> None:
+    runner = CliRunner()
+    trace = tmp_path / "chat.jsonl"
+    row = {"timestamp": 0, "input_length": 1500, "output_length": 1, "hash_ids": [0, 1, 2]}
+    trace.write_text("".join(json.dumps({**row, "hash_ids": [0, 1, tail]}) + "\n" for tail in (2, 2, 3)))
+    written = tmp_path / "result.json"
+    shown = runner.invoke(root, ["replay", str(trace), "--json", str(written), "--data-dir", str(tmp_path / "d")])
+    assert shown.exit_code == 0, shown.output
+    assert "wrong bytes" in shown.stdout
+    result = json.loads(written.read_text())
+    expected = {"requests": 3, "blocks_total": 9, "blocks_hit": 5, "wrong_bytes": 0, "bytes_loaded": 5 * 4096}
+    assert {name: result[name] for name in expected} == expected
+    assert set(result["load_ms"]) == {"p50", "p90", "p99", "max"}
+    assert {"hit_ratio", "bytes_stored", "seconds", "by_tier", "commit", "policy"} <= set(result)
+
+    demo = runner.invoke(root, ["demo", "--sessions", "1", "--turns", "3", "--json", "-"])
+    assert demo.exit_code == 0, demo.output
+    assert json.loads(demo.stdout)["wrong_bytes"] == 0
+
+
+@pytest.mark.trace
+def test_a_part_of_each_public_trace_replays_exactly(traces: Path, tmp_path: Path) -> None:
+    for name in ("mooncake_conversation.jsonl.zst", "weka_smoke_20s.rle.jsonl.zst"):
+        source = open_trace(traces / name)
+        workload = read_workload(source.info, source, 4096, 1, 150)
+        shown = replay(workload, room_for(workload.unique_blocks, workload.spec.shape, tmp_path), "s3-fifo")
+        assert shown.exact, name
+        assert shown.tally.wrong_bytes == 0
+
+
+@pytest.mark.trace
+@pytest.mark.slow
+def test_a_whole_public_trace_replays_exactly(traces: Path, tmp_path: Path) -> None:
+    source = open_trace(traces / "weka_smoke_20s.rle.jsonl.zst")
+    workload = read_workload(source.info, source, 4096, 1, None)
+    shown = replay(workload, room_for(workload.unique_blocks, workload.spec.shape, tmp_path), "s3-fifo")
+    assert (shown.tally.blocks_hit, shown.tally.wrong_bytes) == (408_206, 0)
