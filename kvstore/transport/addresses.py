@@ -15,7 +15,15 @@ def parse_address(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    if not colon or not host or (":" in host) != bracketed or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+    if (
+        not colon
+        or not host
+        or set("[]") & set(host)
+        or (":" in host) != bracketed
+        or not port.isascii()
+        or not port.isdigit()
+        or int(port) > 65_535
+    ):
         raise InvalidArgument("an address is host:port or [ipv6]:port", address=address)
     return host, int(port)
 

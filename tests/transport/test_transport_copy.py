@@ -1,0 +1,147 @@
+"""Copies between an arena and a caller's memory: against a byte-by-byte model, over every path that the code can take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.checksum import block_checksums
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.types import BlockShape
+from kvstore.testing.transport_suite import BUFFERS, SENTINEL, content, dense
+from kvstore.transport import copy
+from kvstore.transport.copy import copy_from_arena, copy_to_arena
+
+Make = Callable[[int, BlockShape], BlockBuffer]
+
+
+def random_arena(size: int, seed: int = 0) -> bytearray:
+    return bytearray(np.random.default_rng(seed).bytes(size))
+
+
+def offsets_in(size: int, count: int, shape: BlockShape, step: int, seed: int) -> list[int]:
+    """Places for blocks that do not overlap, at multiples of ``step``, in random order."""
+    room = -(-shape.block_bytes // step) * step
+    places = np.random.default_rng(seed).permutation((size - shape.block_bytes) // room + 1)[:count]
+    return [int(place) * room for place in places]
+
+
+@pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
+@given(
+    shape=st.builds(BlockShape, st.integers(1, 5), st.sampled_from([1, 7, 64, 512, 3000])),
+    count=st.integers(0, 40),
+    step=st.sampled_from([1, 64, 4096]),
+    seed=st.integers(0, 1000),
+    hashed=st.booleans(),
+    data=st.data(),
+)
+def test_layers_go_where_they_belong(
+    make: Make, shape: BlockShape, count: int, step: int, seed: int, hashed: bool, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, shape.layers - 1))
+    layers = data.draw(st.integers(1, shape.layers - first))
+    size = (count + 3) * (shape.block_bytes + step)
+    offsets = offsets_in(size, count, shape, step, seed)
+    blocks = [int(block) for block in np.random.default_rng(seed + 1).permutation(count + 2)[:count]]
+    low, high = first * shape.layer_block_bytes, (first + layers) * shape.layer_block_bytes
+    arena = random_arena(size, seed)
+    before = bytes(arena)
+    sums = np.zeros((count, layers), np.uint64) if hashed else None
+
+    buffer = make(count + 2, shape)
+    copy_from_arena(
+        memoryview(arena), offsets, buffer, blocks, first_layer=first, layer_count=layers, threads=2, checksums=sums
+    )  # fmt: skip
+    assert arena == before
+    model = {block: bytearray([SENTINEL]) * shape.block_bytes for block in range(count + 2)}
+    for offset, block in zip(offsets, blocks, strict=True):
+        model[block][low:high] = before[offset + low : offset + high]
+    assert {block: content(buffer, block) for block in model} == model
+    if sums is not None:
+        assert np.array_equal(sums, block_checksums(buffer, blocks)[:, first : first + layers])
+
+    target = bytearray(size)
+    copy_to_arena(
+        buffer, memoryview(target), offsets, blocks, first_layer=first, layer_count=layers, threads=2, checksums=sums
+    )  # fmt: skip
+    expected = bytearray(size)
+    for offset in offsets:
+        expected[offset + low : offset + high] = before[offset + low : offset + high]
+    assert target == expected
+
+
+@pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("scattered_offsets", [True, False])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_large_copies_are_shared_by_threads(make: Make, scattered_offsets: bool, threads: int) -> None:
+    shape, count = BlockShape(2, 600_000), 16
+    offsets = np.arange(count) * shape.block_bytes
+    if scattered_offsets:
+        offsets = offsets[::-1]
+    arena = random_arena(count * shape.block_bytes)
+    buffer = make(count, shape)
+    sums = np.zeros((count, 2), np.uint64)
+    copy_from_arena(memoryview(arena), offsets, buffer, threads=threads, checksums=sums if threads == 2 else None)
+    for block, offset in enumerate(offsets):
+        assert content(buffer, block) == arena[offset : offset + shape.block_bytes]
+    if threads == 2:
+        assert np.array_equal(sums, block_checksums(buffer, range(count)))
+    back = bytearray(len(arena))
+    copy_to_arena(buffer, memoryview(back), offsets, threads=threads)
+    assert back == arena
+
+
+@pytest.mark.parametrize("size", [256, 4096, 16_384])
+def test_very_many_small_blocks(size: int) -> None:
+    """More than enough for the gathering path, on and beyond its limits."""
+    shape, count = BlockShape(1, size), 2_000
+    arena = random_arena(count * size)
+    offsets = np.random.default_rng(1).permutation(count) * size
+    buffer = dense(count, shape)
+    copy_from_arena(memoryview(arena), offsets, buffer)
+    assert np.array_equal(buffer.array[:, 0], np.frombuffer(arena, np.uint8).reshape(count, size)[offsets // size])
+    back = bytearray(len(arena))
+    copy_to_arena(buffer, memoryview(back), offsets)
+    assert back == arena
+
+
+def test_nothing_outside_the_arena_is_touched() -> None:
+    shape = BlockShape(2, 50)
+    arena = memoryview(bytearray(1000))
+    for offsets in ([-1], [901], [0, 1 << 62], [[0]]):
+        with pytest.raises(InvalidArgument):
+            copy_from_arena(arena, offsets, dense(4, shape))
+        with pytest.raises(InvalidArgument):
+            copy_to_arena(dense(4, shape), arena, offsets)
+    assert not any(arena)
+
+
+def test_wrong_calls_are_told() -> None:
+    shape = BlockShape(2, 50)
+    arena = memoryview(bytearray(1000))
+    with pytest.raises(InvalidArgument):
+        copy_from_arena(arena, [0, 100], dense(1, shape))
+    with pytest.raises(InvalidArgument):
+        copy_from_arena(arena, [0], dense(4, shape), [4])
+    with pytest.raises(InvalidArgument):
+        copy_from_arena(arena, [0], dense(4, shape), first_layer=1, layer_count=2)
+    with pytest.raises(InvalidArgument):
+        copy_from_arena(arena, [0], dense(4, shape), checksums=np.zeros((1, 1), np.uint64))
+    with pytest.raises(InvalidArgument):
+        copy_to_arena(dense(4, shape), memoryview(bytes(1000)), [0])
+
+
+def test_the_paths_meant_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short blocks in step cost no call each; neighbours on both sides cost one call together."""
+    moves: list[int] = []
+    monkeypatch.setattr(copy, "_memmove", lambda target, source, length: moves.append(length))
+    arena = memoryview(random_arena(1 << 20))
+    copy_from_arena(arena, np.arange(1000)[::-1] * 512, dense(1000, BlockShape(1, 512)))
+    assert moves == []
+    copy_from_arena(arena, np.arange(10) * 65_536, dense(10, BlockShape(2, 32_768)), threads=1)
+    assert moves == [10 * 65_536]

@@ -1,0 +1,178 @@
+"""The arena's door: one descriptor a session, to its owner alone, and word of every end exactly once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.errors import Conflict, InvalidArgument, PermissionDenied, Unavailable
+from kvstore.core.types import SessionId
+from kvstore.observe.counters import Counters
+from kvstore.transport.shm import ArenaDoor, open_arena
+
+SIZE = 1 << 20
+PATIENCE_S = 20.0
+FIRST, SECOND = SessionId(b"1" * 16), SessionId(b"2" * 16)
+
+
+class Node:
+    """The other half: an arena, the sessions that may have it, and what the door said of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.fd = os.memfd_create("arena")
+        os.truncate(self.fd, SIZE)
+        self.expected = {FIRST, SECOND}
+        self.closed: queue.SimpleQueue[SessionId] = queue.SimpleQueue()
+        self.counters = Counters()
+        self.door = ArenaDoor(
+            folder / "run" / "arena.sock",
+            lambda session: (self.fd, SIZE) if session in self.expected else None,
+            self.closed.put,
+            max_connections=4,
+            handshake_timeout_s=0.3,
+            counters=self.counters,
+        )
+        self.door.start()
+
+    @property
+    def path(self) -> Path:
+        return self.door.path
+
+    def next_closed(self) -> SessionId:
+        return self.closed.get(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.door.stop()
+    os.close(node.fd)
+
+
+def test_both_sides_see_one_memory(node: Node) -> None:
+    arena = open_arena(node.path, FIRST, PATIENCE_S)
+    assert arena.size == len(arena.view) == SIZE
+    assert not arena.view.readonly
+    arena.view[100:105] = b"hello"
+    assert os.pread(node.fd, 5, 100) == b"hello"
+    os.pwrite(node.fd, b"reply", SIZE - 5)
+    assert bytes(arena.view[-5:]) == b"reply"
+    assert arena.alive
+    arena.close()
+    arena.close()
+    assert not arena.alive
+    assert node.next_closed() == FIRST
+    assert node.closed.empty()
+
+
+def test_only_this_user_may_connect(node: Node) -> None:
+    assert stat.S_IMODE(node.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(node.path.parent.stat().st_mode) == 0o700
+
+
+def test_strangers_and_second_comers_are_refused(node: Node) -> None:
+    arena = open_arena(node.path, FIRST, PATIENCE_S)
+    for session in (SessionId(b"?" * 16), FIRST):
+        with pytest.raises(PermissionDenied):
+            open_arena(node.path, session, PATIENCE_S)
+    with pytest.raises(InvalidArgument):
+        open_arena(node.path, SessionId(b"short"), PATIENCE_S)
+    assert arena.alive
+    arena.close()
+    assert node.next_closed() == FIRST
+    again = open_arena(node.path, FIRST, PATIENCE_S)
+    again.close()
+    assert node.next_closed() == FIRST
+    assert node.counters.snapshot()["arena_connections_refused_total"] == 2
+
+
+def test_silence_and_rubbish_end_the_connection(node: Node) -> None:
+    for said in (b"", b"1" * 5, b"1" * 40):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(PATIENCE_S)
+            sock.connect(str(node.path))
+            sock.sendall(said)
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(100):
+                    pass
+    arena = open_arena(node.path, SECOND, PATIENCE_S)
+    arena.close()
+    assert node.next_closed() == SECOND
+
+
+def test_connections_are_bounded(node: Node) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(node.path))
+        with pytest.raises(Unavailable):
+            open_arena(node.path, FIRST, PATIENCE_S)
+
+
+ENGINE = """
+import sys
+from kvstore.transport.shm import open_arena
+arena = open_arena(sys.argv[1], b"1" * 16, 20.0)
+arena.view[0:3] = b"me!"
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_engine_is_noticed_at_once(node: Node) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(node.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"mapped\n"
+        assert node.closed.empty()
+        engine.send_signal(signal.SIGKILL)
+        assert node.next_closed() == FIRST
+    assert os.pread(node.fd, 3, 0) == b"me!"
+    assert node.closed.empty()
+
+
+def test_views_in_use_keep_the_session_alive(node: Node) -> None:
+    arena = open_arena(node.path, FIRST, PATIENCE_S)
+    held = arena.view[10:20]
+    with pytest.raises(Conflict):
+        arena.close()
+    assert arena.alive
+    assert node.closed.empty()
+    held[:] = bytes(10)
+    held.release()
+    arena.close()
+    assert node.next_closed() == FIRST
+
+
+def test_stopping_ends_every_session_once(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    arenas = [open_arena(node.path, session, PATIENCE_S) for session in (FIRST, SECOND)]
+    node.door.stop()
+    node.door.stop()
+    assert {node.next_closed(), node.next_closed()} == {FIRST, SECOND}
+    assert node.closed.empty()
+    for arena in arenas:
+        assert not arena.alive
+        arena.close()
+    assert not node.path.exists()
+    with pytest.raises(Unavailable):
+        open_arena(node.path, FIRST, PATIENCE_S)
+    os.close(node.fd)
+
+
+def test_paths_that_no_socket_can_have_are_told(tmp_path: Path) -> None:
+    door = ArenaDoor(tmp_path / ("x" * 120), lambda _: None, lambda _: None)
+    with pytest.raises(InvalidArgument):
+        door.start()
+    door.stop()
