@@ -49,14 +49,12 @@ class Slabs:
         self.source = source
         self.target = np.frombuffer(mmap.mmap(-1, self.nbytes), np.uint8).reshape(blocks, block_bytes)
         self.records = [
-            BlockRecord(
-                NAMESPACE, BlockKey(at.to_bytes(16, "big")), None, at, self.shape, layer_checksums(memoryview(row), self.shape)
-            )
+            BlockRecord(NAMESPACE, BlockKey(at.to_bytes(16, "big")), None, at, self.shape, layer_checksums(row.data, self.shape))
             for at, row in enumerate(source)
         ]
         # blocks to load lie in every second slot; the slots between them stay empty
         slots = self._allocate(2 * blocks)
-        self.loaded = list(zip(slots[::2], self.records, map(memoryview, source), strict=True))
+        self.loaded = list(zip(slots[::2], self.records, (row.data for row in source), strict=True))
         if any(self.slab.write(self.loaded)):
             raise SystemExit("the volume could not be filled")
         self.slab.free(slots[1::2])
@@ -70,7 +68,7 @@ class Slabs:
     def load(self) -> float:
         """GB/s of one cold load of all blocks."""
         self.target.fill(0)
-        items = [(slot, record, memoryview(row)) for (slot, record, _), row in zip(self.loaded, self.target, strict=True)]
+        items = [(slot, record, row.data) for (slot, record, _), row in zip(self.loaded, self.target, strict=True)]
         outcomes: list[Outcome] = []
         rate = harness.gigabytes_per_second(self.nbytes, lambda: outcomes.extend(self.slab.read(items)))
         if outcomes != [Outcome.HIT] * self.blocks or not np.array_equal(self.source, self.target):
@@ -94,7 +92,7 @@ class Stores:
     def store(self) -> float:
         """GB/s of one store, durable when it ends."""
         source = self._source
-        rows = [memoryview(row) for row in source.source]
+        rows = [row.data for row in source.source]
 
         def work() -> list[Slot]:
             slots = self.slab.allocate(source.shape, source.blocks)

@@ -34,7 +34,7 @@ class BlockBuffer(Protocol):
         """The size of each."""
 
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
-        """Memory of layers ``[first_layer, first_layer + layer_count)`` of a block: contiguous pieces in order, as few as can be."""
+        """Memory of layers ``[first_layer, first_layer + layer_count)`` of a block: contiguous pieces in order, few as can be."""
 
 
 class DenseBlocks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kvstore.tiers.policy import make_policy
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import ManualClock
@@ -17,6 +16,7 @@ from kvstore.node.sessions import MAX_STORES_PER_SESSION, UNCONNECTED_TTL_S, Ses
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
+from kvstore.tiers.policy import make_policy
 
 SHAPE = BlockShape(2, 2048)
 DRAM = VolumeId("n/dram")

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
-from kvstore.tiers.policy import make_policy
 
 from kvstore.core.checksum import layer_checksums, verify
 from kvstore.core.clock import ManualClock
@@ -26,6 +25,7 @@ from kvstore.node.replicas import ReplicaLog
 from kvstore.node.table import Block, BlockTable, Home, Prepared
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
+from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
 
 SHAPES = (BlockShape(2, 2048), BlockShape(3, 4096))
