@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 
 import report
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-NOT_A_BENCHMARK = {"harness", "report", "run_all"}
-SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.stem not in NOT_A_BENCHMARK)
+import run_all
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_runs_tiny_and_keeps_records(script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", run_all.SCRIPTS)
+def test_runs_tiny_and_keeps_records(script: str, tmp_path: Path) -> None:
     results = tmp_path / "results"
-    command = [sys.executable, str(script), "--smoke", "--results", str(results), "--scratch", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(run_all.HERE / f"{script}.py"),
+        "--smoke",
+        "--results",
+        str(results),
+        "--scratch",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     records = report.read_records(results)
