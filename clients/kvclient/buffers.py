@@ -30,8 +30,8 @@ def as_block_buffer(obj: object, shape: BlockShape, count: int, *, writable: boo
 
             * bytes-like (bytearray, memoryview, mmap, …): ``count * block_bytes`` contiguous bytes;
             * numpy array or torch CPU tensor of any dtype: C-contiguous with that many bytes, or with the leading axes
-              ``[blocks, layers]`` of any stride and everything behind them contiguous (a layer-major cache is the transposed
-              view ``cache.transpose(0, 1)``);
+              ``[blocks]`` or ``[blocks, layers]`` of any stride and everything behind them contiguous (a layer-major cache
+              is the transposed view ``cache.transpose(0, 1)``);
             * list or tuple of ``count`` contiguous buffers of ``block_bytes`` each;
             * a ``BlockBuffer``.
         shape: the size of each block.
@@ -76,11 +76,13 @@ def _from_array(array: npt.NDArray[Any], shape: BlockShape, count: int, writable
 
 
 def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """A uint8 view ``[blocks, layers, layer_block_bytes]`` of an array whose two leading axes have any stride."""
+    """A uint8 view ``[blocks, layers, layer_block_bytes]`` of an array whose one or two leading axes have any stride."""
     blocks, layers, layer_bytes = wanted
+    if array.shape[0] == blocks and array[0].flags.c_contiguous and array.strides[0]:
+        return np.lib.stride_tricks.as_strided(_as_bytes(array), wanted, (array.strides[0], layer_bytes, 1))
     if array.ndim < 3 or array.shape[:2] != (blocks, layers) or not array[0, 0].flags.c_contiguous:
         raise InvalidArgument(
-            "a buffer that is not contiguous needs the axes [blocks, layers, …] with each Layer Block contiguous",
+            "a buffer that is not contiguous needs axes [blocks, …] or [blocks, layers, …] with all behind them contiguous",
             shape=array.shape,
             strides=array.strides,
             blocks=blocks,
@@ -89,9 +91,13 @@ def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArr
     outer = array.strides[:2]
     if any(stride == 0 and length > 1 for stride, length in zip(outer, (blocks, layers), strict=True)):
         raise InvalidArgument("blocks of the buffer overlap", strides=array.strides)
-    elements = layer_bytes // array.itemsize
-    flat = np.lib.stride_tricks.as_strided(array, (blocks, layers, elements), (*outer, array.itemsize))
-    return flat.view(np.uint8)
+    return np.lib.stride_tricks.as_strided(_as_bytes(array), wanted, (*outer, 1))
+
+
+def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """An array of bytes that begins where ``array`` does: something to lay strides over."""
+    first: npt.NDArray[np.uint8] = np.lib.stride_tricks.as_strided(array, (1,), (array.itemsize,)).view(np.uint8)
+    return first
 
 
 def _from_list(pieces: Sequence[object], shape: BlockShape, count: int, writable: bool) -> ScatteredBlocks:

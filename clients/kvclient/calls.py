@@ -11,11 +11,15 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
 
 from kvclient.incidents import Incidents
 from kvclient.operation import Operation
 from kvstore.core.errors import CapacityExceeded, Internal, KVStoreError, Unavailable
+from kvstore.rpc.client import NO_RETRY, RetryPolicy
+from kvstore.rpc.client import call as call_rpc
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +30,16 @@ class Result(Protocol):
     @property
     def error(self) -> KVStoreError | None:
         """The first failure of ours, if any."""
+
+
+class CancellableMethod(Protocol):
+    """A unary method of a synchronous stub."""
+
+    def __call__(self, request: Any, timeout: float | None = None) -> Any:  # noqa: ANN401
+        """Calls it and waits."""
+
+    def future(self, request: Any, timeout: float | None = None) -> Any:  # noqa: ANN401
+        """Calls it."""
 
 
 R = TypeVar("R", bound=Result)
@@ -79,6 +93,7 @@ class Caller:
 
     def later(self, call: Call[R]) -> Future[R]:
         """Runs a call in a thread of the client's. The future never fails, but for ``strict``."""
+        call.operation.cancellable = True
         if not self._room.acquire(blocking=False):
             self._incidents.report("client_calls_refused_total", "too many calls in the background")
             return _done(lambda: self._checked(call.refused(CapacityExceeded("too many calls in the background"))))
@@ -112,6 +127,34 @@ class Caller:
         if self._strict and result.error is not None:
             raise result.error
         return result
+
+
+def call_within(  # gRPC's stubs are untyped here
+    operation: Operation,
+    method: CancellableMethod,
+    request: Any,  # noqa: ANN401
+    timeout_s: float,
+    retry: RetryPolicy = NO_RETRY,
+) -> Any:  # noqa: ANN401
+    """As ``kvstore.rpc.client.call``, but where the operation can be cancelled, that ends the call.
+
+    Raises:
+        KVStoreError: as ``call``; ``DeadlineExceeded`` where it was cancelled.
+    """
+    if not operation.cancellable:
+        return call_rpc(method, request, timeout_s, retry)
+
+    def waiting(request: object, timeout: float | None = None) -> object:
+        future = method.future(request, timeout=timeout)
+        with operation.on_cancel(future.cancel):
+            try:
+                return future.result()
+            except (grpc.FutureCancelledError, grpc.RpcError) as error:
+                if operation.cancelled:
+                    raise operation.error() from error
+                raise
+
+    return call_rpc(waiting, request, timeout_s, retry)
 
 
 def _done(make: Callable[[], R]) -> Future[R]:

@@ -207,7 +207,7 @@ class LocalLoad:
 
     def _give_back(self, *, urgent: bool) -> None:
         if self._lease_ids:
-            self._session.leases.give_back(self._lease_ids, urgent=urgent)
+            self._session.returner.release(self._lease_ids, urgent=urgent)
             self._lease_ids, self._lease_bytes = [], 0
 
     def _copy_blocks(self, leased: _Leased) -> None:

@@ -23,6 +23,8 @@ class Operation:
         self.deadline_s = self.started_s + timeout_s
         self._lock = threading.Lock()
         self._cancelled = False
+        self.cancellable = False
+        """Whether somebody may cancel it while it waits for a server: such waits cost a little more."""
         self._wake: set[Callable[[], object]] = set()
 
     def left_s(self) -> float:

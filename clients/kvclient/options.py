@@ -33,6 +33,7 @@ class ClientOptions:
         local_roles: with ``node="auto"``: preferred roles where several nodes run on this host, best first.
         store_node: without a local node: the node id that stores go to; None: the first living one by ``store_roles``.
         store_roles: preferred roles of that node, best first.
+        room_wait_s: a store waits at most so long for room in the local node, each chunk; then it is skipped.
         store_chunk_bytes: a store asks for slots for about so many bytes at a time.
         load_chunk_bytes: a load asks the local node for about so many bytes at a time: they must be copied within one lease.
         release_bytes: a load gives leases back after about so many bytes, while later blocks still arrive.
@@ -59,6 +60,7 @@ class ClientOptions:
     local_roles: tuple[str, ...] = ("prefill", "decode", "storage")
     store_node: str | None = None
     store_roles: tuple[str, ...] = ("storage", "prefill", "decode")
+    room_wait_s: float = 2.0
     store_chunk_bytes: int = 256 << 20
     load_chunk_bytes: int = 1 << 30
     release_bytes: int = 64 << 20
@@ -95,7 +97,7 @@ class ClientOptions:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise InvalidArgument("the option must be above 0", option=name, value=getattr(self, name))
-        for name in ("lease_margin_s", "log_interval_s"):
+        for name in ("room_wait_s", "lease_margin_s", "log_interval_s"):
             if not getattr(self, name) >= 0:
                 raise InvalidArgument("the option must not be below 0", option=name, value=getattr(self, name))
         if self.verify not in VERIFY_CHOICES:

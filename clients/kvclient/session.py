@@ -25,47 +25,56 @@ from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, Una
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import NodeId, SessionId
-from kvstore.rpc.client import call, connect
+from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.breaker import CircuitBreaker
 
 _log = logging.getLogger(__name__)
 
-MAX_PENDING_RELEASES = 4_096
-"""Leases waiting to be given back; more are left to run out by themselves."""
-_RELEASE_TIMEOUT_S = 2.0
-_RELEASE_DELAY_S = 0.005
+MAX_PENDING_RETURNS = 4_096
+"""Leases and stores waiting to be given back; more are left to the session's end."""
+_RETURN_TIMEOUT_S = 2.0
+_RETURN_DELAY_S = 0.005
+_WHILE_CONNECTING = RetryPolicy(attempts=100)
+"""A node just restarted may be refused for a moment, by a connection in back-off: tried again, within the deadline."""
 
 
-class LeaseReturner:
-    """Gives leases back off the critical path, in a thread of its own: those of many loads in one call where nothing presses."""
+class Returner:
+    """Gives leases and unwritten slots back, off the critical path, in a thread of its own.
+
+    Leases of many loads go in one call where nothing presses. (Not with ``stub.Release.future``: starting a call that way costs
+    the loading thread a good part of a millisecond, and gRPC cancels it when the future is dropped.)
+    """
 
     def __init__(self, stub: node_pb2_grpc.NodeStub, session_id: bytes, incidents: Incidents) -> None:
         self._stub = stub
         self._session_id = session_id
         self._incidents = incidents
         self._changed = threading.Condition()
-        self._pending: list[int] = []
+        self._leases: list[int] = []
+        self._aborts: list[bytes] = []
         self._urgent = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def give_back(self, lease_ids: list[int], *, urgent: bool) -> None:
-        """Returns at once. ``urgent``: a load waits for the room; otherwise the call may wait a moment for company."""
+    def release(self, lease_ids: list[int], *, urgent: bool) -> None:
+        """Ends leases. ``urgent``: a load waits for the room; otherwise the call may wait a moment for company."""
         with self._changed:
-            if self._closed:
-                return  # the session's end gives everything back
-            if len(self._pending) + len(lease_ids) > MAX_PENDING_RELEASES:
-                self._incidents.counters.add("client_releases_dropped_total", len(lease_ids))
+            if self._dropped(len(lease_ids)):
                 return
-            first = not self._pending
-            self._pending += lease_ids
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvclient-release", daemon=True)
-                self._thread.start()
-            elif first or (urgent and not self._urgent):
-                self._changed.notify()
-            self._urgent = self._urgent or urgent
+            wake = not self._leases or urgent
+            self._leases += lease_ids
+            self._urgent |= urgent
+            self._wake(wake)
+
+    def abort(self, operation_id: bytes) -> None:
+        """Gives the slots of a ``Prepare`` back. Nobody may touch them any more."""
+        with self._changed:
+            if self._dropped(1):
+                return
+            self._aborts.append(operation_id)
+            self._urgent = True
+            self._wake(True)
 
     def close(self) -> None:
         """Ends the thread; what is pending is given back by the session's end."""
@@ -73,20 +82,42 @@ class LeaseReturner:
             self._closed = True
             self._changed.notify()
 
+    def _dropped(self, more: int) -> bool:
+        """Whether nothing more is taken. Leases end by time; slots rest until the session ends."""
+        if not self._closed and len(self._leases) + len(self._aborts) + more > MAX_PENDING_RETURNS:
+            self._incidents.counters.add("client_returns_dropped_total", more)
+            return True
+        return self._closed
+
+    def _wake(self, wake: bool) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvclient-return", daemon=True)
+            self._thread.start()
+        elif wake:
+            self._changed.notify()
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closed)
-                self._changed.wait_for(lambda: self._urgent or self._closed, _RELEASE_DELAY_S)
+                self._changed.wait_for(lambda: self._leases or self._aborts or self._closed)
+                self._changed.wait_for(lambda: self._urgent or self._closed, _RETURN_DELAY_S)
                 if self._closed:
                     return
-                batch, self._pending, self._urgent = self._pending, [], False
+                leases, self._leases = self._leases, []
+                aborts, self._aborts = self._aborts, []
+                self._urgent = False
             try:
-                call(
-                    self._stub.Release, node_pb2.ReleaseRequest(session_id=self._session_id, lease_ids=batch), _RELEASE_TIMEOUT_S
-                )
-            except KVStoreError:  # leases end by time as well, and a lost session is found by the next load
-                self._incidents.counters.add("client_releases_failed_total")
+                self._send(leases, aborts)
+            except KVStoreError:  # a lost session is found by the next load or store, and its end gives everything back
+                self._incidents.counters.add("client_returns_failed_total")
+
+    def _send(self, leases: list[int], aborts: list[bytes]) -> None:
+        for operation_id in aborts:
+            abort = node_pb2.AbortRequest(session_id=self._session_id, operation_id=operation_id)
+            call(self._stub.Abort, abort, _RETURN_TIMEOUT_S)
+        if leases:
+            release = node_pb2.ReleaseRequest(session_id=self._session_id, lease_ids=leases)
+            call(self._stub.Release, release, _RETURN_TIMEOUT_S)
 
 
 class Session:
@@ -100,7 +131,7 @@ class Session:
         self.node_id = NodeId(opened.node.node_id)
         self.lease_s = opened.lease_ms / 1000
         self.arena = arena
-        self.leases = LeaseReturner(stub, opened.session_id, incidents)
+        self.returner = Returner(stub, opened.session_id, incidents)
         self._lock = threading.Lock()
         self._users = 0
         self._retired = False
@@ -142,7 +173,7 @@ class Session:
             self._let_go()
 
     def _let_go(self) -> None:
-        self.leases.close()
+        self.returner.close()
         self.arena.close()
 
     @property
@@ -241,7 +272,7 @@ class LocalNode:
         timeout_s = self._options.connect_deadline_s
         stub = node_pb2_grpc.NodeStub(self._channel_to(address))
         request = node_pb2.OpenSessionRequest(client_name=self._options.client_name, spec=spec_to_proto(self._spec))
-        opened = call(stub.OpenSession, request, timeout_s)
+        opened = call(stub.OpenSession, request, timeout_s, _WHILE_CONNECTING)
         if len(opened.session_id) != 16 or opened.arena_bytes == 0 or opened.lease_ms == 0:
             raise Internal(
                 "the node opened a session that makes no sense", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvclient.buffers import pick_blocks
+from kvclient.calls import call_within
 from kvclient.core import Core
 from kvclient.operation import Operation
 from kvclient.results import HELD, NodeRef, Outcomes, StoreResult
@@ -21,7 +22,7 @@ from kvstore.core.buffers import BlockBuffer
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import Internal, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, StoreOutcome
-from kvstore.rpc.client import RetryPolicy, call
+from kvstore.rpc.client import RetryPolicy
 from kvstore.rpc.codec import pack_u64, unpack_u64
 from kvstore.transport.contract import WriteRequest
 
@@ -50,6 +51,7 @@ class Grant:
         self._core = core
         self._session = session
         self._packed = packed
+        self._operation = operation
         self._operation_id = new_operation_id()
         self._open = False
         count = len(packed) // KEY_BYTES
@@ -58,10 +60,14 @@ class Grant:
             session_id=session.session_id,
             operation_id=self._operation_id,
             blocks=common_pb2.BlockRun(namespace_id=core.namespace, parent=parent or b"", depth=depth, keys=packed),
-            wait_ms=int(left_s * _WAIT_SHARE * 1000),
+            wait_ms=int(min(core.options.room_wait_s, left_s * _WAIT_SHARE) * 1000),
         )
-        answer = call(session.stub.Prepare, request, left_s, RETRY)
         self._open = True
+        try:
+            answer = call_within(operation, session.stub.Prepare, request, left_s, RETRY)
+        except KVStoreError:
+            self.abort()  # the answer may be lost, and slots granted
+            raise
         self.outcomes: Outcomes = np.frombuffer(answer.outcomes, np.uint8).copy()
         granted = np.flatnonzero(self.outcomes == StoreOutcome.STORED)
         try:
@@ -101,7 +107,7 @@ class Grant:
                 checksums=checksums,
                 wait_visible_ms=int(timeout_s * _WAIT_SHARE * 1000) if wait_visible else 0,
             )
-            answer = call(self._session.stub.Complete, request, timeout_s, RETRY)
+            answer = call_within(self._operation, self._session.stub.Complete, request, timeout_s, RETRY)
             if len(answer.outcomes) != len(self.positions) or not _KNOWN.issuperset(answer.outcomes):
                 raise Internal("the node does not answer one outcome a key", keys=len(self.positions))
             self.outcomes[self.positions] = np.frombuffer(answer.outcomes, np.uint8)
@@ -115,14 +121,7 @@ class Grant:
         if not self._open:
             return
         self._open = False
-        request = node_pb2.AbortRequest(session_id=self._session.session_id, operation_id=self._operation_id)
-        try:  # where it does not arrive, the slots rest until the session ends
-            self._session.stub.Abort.future(request, timeout=_ABORT_TIMEOUT_S)
-        except ValueError:  # the channel is closed, so the session ends anyway
-            self._core.incidents.counters.add("client_aborts_dropped_total")
-
-
-_ABORT_TIMEOUT_S = 2.0
+        self._session.returner.abort(self._operation_id)
 
 
 def skip_rest(outcomes: Outcomes) -> None:
@@ -253,7 +252,8 @@ class Store:
 
     def _flush(self, session: Session) -> None:
         timeout_s = self._operation.left_s()
-        answer = call(session.stub.Flush, node_pb2.FlushRequest(timeout_ms=int(timeout_s * 1000 * _WAIT_SHARE)), timeout_s)
+        request = node_pb2.FlushRequest(timeout_ms=int(timeout_s * 1000 * _WAIT_SHARE))
+        answer = call_within(self._operation, session.stub.Flush, request, timeout_s)
         self._result.durable = answer.complete
 
     # ---- straight to a node ----

@@ -111,9 +111,11 @@ class FakeGrant(WriteGrant):
 
 
 class FakeNode(node_pb2_grpc.NodeServicer):
-    """One node. ``load_script`` and ``prepare_script`` replace what it answers; ``fail`` makes a method raise one of our errors."""
+    """One node. Scripts replace what it answers; ``fail`` makes a method raise one of our errors."""
 
-    def __init__(self, folder: Path, spec: CacheSpec, node_id: str = "near", *, arena_bytes: int = 8 << 20, lease_ms: int = 5_000) -> None:
+    def __init__(
+        self, folder: Path, spec: CacheSpec, node_id: str = "near", *, arena_bytes: int = 8 << 20, lease_ms: int = 5_000
+    ) -> None:
         self.spec, self.node_id, self.lease_ms = spec, node_id, lease_ms
         self.blocks = Blocks(spec.shape)
         self.socket = folder / f"{node_id}.sock"
@@ -146,6 +148,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self._authority = authority
         self.data = TcpServer(self.provider, authority=authority)
         self.data.start()
+        self.data_address = self.data.address
         self._server = grpc.server(ThreadPoolExecutor(16))
         node_pb2_grpc.add_NodeServicer_to_server(self, self._server)
         self.socket.unlink(missing_ok=True)
@@ -176,7 +179,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
             boot_id=self.boot_id,
             roles=["prefill"],
             control_address=f"127.0.0.1:{self.port}",
-            data_address=self.data.address,
+            data_address=self.data_address,
             local_socket=self.address,
             volumes=[common_pb2.VolumeInfo(volume_id=f"{self.node_id}/dram", tier=common_pb2.TIER_DRAM, capacity_bytes=1 << 20)],
         )
@@ -237,7 +240,13 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         return offset
 
     def progress(
-        self, keys: Sequence[BlockKey], start: int = 0, *, checksums: bool = False, source: str | None = None, tier: int = Tier.DRAM
+        self,
+        keys: Sequence[BlockKey],
+        start: int = 0,
+        *,
+        checksums: bool = False,
+        source: str | None = None,
+        tier: int = Tier.DRAM,
     ) -> node_pb2.LoadProgress:
         """A message that answers these keys, at positions from ``start`` on: hits where held, else misses."""
         runs = []

@@ -35,7 +35,9 @@ def fresh(spec: CacheSpec, blocks: int) -> np.ndarray[tuple[int, int], np.dtype[
 
 # ---------------------------------------------------------------- with a local node
 @pytest.mark.parametrize("verify", ["auto", "always", "never"])
-def test_hits_come_from_the_arena(spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient, verify: str) -> None:
+def test_hits_come_from_the_arena(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient, verify: str
+) -> None:
     keys = chain(spec, 20)
     near.blocks.hold(keys[:15])
     metadata.runs = [(0, 15, near)]
@@ -47,7 +49,11 @@ def test_hits_come_from_the_arena(spec: CacheSpec, near: FakeNode, metadata: Fak
     assert (result.hit_blocks, result.error) == (15, None)
     assert np.array_equal(out, payloads(keys[:15], spec.shape))
     size = 15 * spec.block_bytes
-    assert (result.bytes_by_path, result.bytes_by_node, result.bytes_by_tier) == ({PATH_LOCAL: size}, {"near": size}, {Tier.DRAM: size})
+    assert (result.bytes_by_path, result.bytes_by_node, result.bytes_by_tier) == (
+        {PATH_LOCAL: size},
+        {"near": size},
+        {Tier.DRAM: size},
+    )
     near.wait_called("Release")
 
 
@@ -62,7 +68,9 @@ def test_raw_keys_bring_what_the_index_does_not_know_yet(spec: CacheSpec, near: 
     assert not out[4:6].any()
 
 
-def test_the_middle_of_a_chain(spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient) -> None:
+def test_the_middle_of_a_chain(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
+) -> None:
     far = make_node("far")
     keys = chain(spec, 10)
     near.blocks.hold(keys)
@@ -145,12 +153,16 @@ def test_leases_that_are_always_too_short_give_no_hit(spec: CacheSpec, make_node
         node_pb2.LoadedRun(start=0, count=0, outcome=common_pb2.OUTCOME_MISS),
         node_pb2.LoadedRun(start=0, count=1, outcome=common_pb2.OUTCOME_UNSPECIFIED),
         node_pb2.LoadedRun(start=0, count=1, outcome=common_pb2.OUTCOME_HIT, tier=common_pb2.TIER_DRAM, offsets=b"\xff" * 8),
-        node_pb2.LoadedRun(start=0, count=1, outcome=common_pb2.OUTCOME_HIT, tier=common_pb2.TIER_DRAM, offsets=(8 << 20).to_bytes(8, "little")),
+        node_pb2.LoadedRun(
+            start=0, count=1, outcome=common_pb2.OUTCOME_HIT, tier=common_pb2.TIER_DRAM, offsets=(8 << 20).to_bytes(8, "little")
+        ),
         node_pb2.LoadedRun(start=0, count=2, outcome=common_pb2.OUTCOME_HIT, tier=common_pb2.TIER_DRAM, offsets=bytes(8)),
         node_pb2.LoadedRun(start=0, count=1, outcome=common_pb2.OUTCOME_HIT, tier=common_pb2.TIER_UNSPECIFIED, offsets=bytes(8)),
     ],
 )
-def test_answers_that_make_no_sense_are_misses(spec: CacheSpec, near: FakeNode, make_client: MakeClient, run: node_pb2.LoadedRun) -> None:
+def test_answers_that_make_no_sense_are_misses(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, run: node_pb2.LoadedRun
+) -> None:
     near.load_script = lambda request, context: iter([node_pb2.LoadProgress(runs=[run], lease_id=1)])
     out = fresh(spec, 4)
     result = make_client(near).load(chain(spec, 4), out)
@@ -240,7 +252,9 @@ def test_programming_errors_raise(spec: CacheSpec, near: FakeNode, make_client: 
 
 
 # ---------------------------------------------------------------- layer by layer
-def test_layers_are_handed_over_in_order(spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient) -> None:
+def test_layers_are_handed_over_in_order(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
     keys = chain(spec, 30)
     near.blocks.hold(keys)
     metadata.runs = [(0, 30, near)]
@@ -258,7 +272,9 @@ def test_layers_are_handed_over_in_order(spec: CacheSpec, near: FakeNode, metada
             handle.wait_layer(spec.layers)
 
 
-def test_the_first_layer_comes_before_the_last_is_copied(spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_layer_comes_before_the_last_is_copied(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = chain(spec, 8)
     near.blocks.hold(keys)
     client = make_client(near)
@@ -281,7 +297,9 @@ def test_the_first_layer_comes_before_the_last_is_copied(spec: CacheSpec, near: 
     assert handle.result().hit_blocks == 8
 
 
-def test_a_layerwise_load_that_breaks_promises_no_more_than_it_holds(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+def test_a_layerwise_load_that_breaks_promises_no_more_than_it_holds(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient
+) -> None:
     keys = chain(spec, 8)
     near.blocks.hold(keys[:5])
     client = make_client(near)
@@ -291,7 +309,9 @@ def test_a_layerwise_load_that_breaks_promises_no_more_than_it_holds(spec: Cache
     assert handle.result().hit_blocks == 5
 
 
-def test_a_layerwise_load_too_large_for_the_arena_flows_through_it(spec: CacheSpec, make_node: MakeNode, make_client: MakeClient) -> None:
+def test_a_layerwise_load_too_large_for_the_arena_flows_through_it(
+    spec: CacheSpec, make_node: MakeNode, make_client: MakeClient
+) -> None:
     node = make_node("small", arena_bytes=128 << 10)
     keys = chain(spec, 60)
     node.blocks.hold(keys)
@@ -314,7 +334,9 @@ def test_a_layerwise_load_too_large_for_the_arena_flows_through_it(spec: CacheSp
 
 
 # ---------------------------------------------------------------- other nodes
-def test_without_a_local_node_bytes_come_over_tcp(spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient) -> None:
+def test_without_a_local_node_bytes_come_over_tcp(
+    spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
+) -> None:
     one, two = make_node("one"), make_node("two")
     keys = chain(spec, 12)
     one.blocks.hold(keys[:7])
@@ -333,7 +355,9 @@ def test_without_a_local_node_bytes_come_over_tcp(spec: CacheSpec, metadata: Fak
     assert "OpenSession" not in one.names()
 
 
-def test_a_dead_source_is_replaced_by_another_replica(spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient) -> None:
+def test_a_dead_source_is_replaced_by_another_replica(
+    spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
+) -> None:
     dead, stale, good = make_node("dead"), make_node("stale"), make_node("good")
     keys = chain(spec, 10)
     good.blocks.hold(keys)
@@ -350,12 +374,14 @@ def test_a_dead_source_is_replaced_by_another_replica(spec: CacheSpec, metadata:
     assert client.stats()["client_fallback_blocks_total"] == 10
 
 
-def test_a_slow_source_leaves_time_for_another(spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient) -> None:
+def test_a_slow_source_leaves_time_for_another(
+    spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
+) -> None:
     slow, good = make_node("slow"), make_node("good")
     keys = chain(spec, 4)
     good.blocks.hold(keys)
     over = threading.Event()
-    slow.provider.before_read = lambda _: None if over.wait(10) else None
+    slow.provider.before_read = lambda _: (over.wait(10), None)[1]
     metadata.runs = [(0, 4, slow), (0, 4, good)]
     client = make_client(None)
     out = fresh(spec, 4)
@@ -368,7 +394,9 @@ def test_a_slow_source_leaves_time_for_another(spec: CacheSpec, metadata: FakeMe
     assert np.array_equal(out, payloads(keys, spec.shape))
 
 
-def test_all_sources_gone_is_a_miss_in_bounded_time(spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient) -> None:
+def test_all_sources_gone_is_a_miss_in_bounded_time(
+    spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
+) -> None:
     node = make_node("dead")
     metadata.runs = [(0, 4, node)]
     client = make_client(None)
@@ -402,7 +430,9 @@ def test_what_the_local_node_cannot_bring_comes_straight_from_its_holder(
         assert result.bytes_by_path == {PATH_LOCAL: 3 * spec.block_bytes, PATH_PREFILL: 6 * spec.block_bytes}
 
 
-def test_bytes_that_another_node_changes_on_the_way_are_no_hit(spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient) -> None:
+def test_bytes_that_another_node_changes_on_the_way_are_no_hit(
+    spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
+) -> None:
     node = make_node("liar")
     keys = chain(spec, 3)
     node.blocks.hold(keys)
@@ -418,7 +448,11 @@ def test_bytes_that_another_node_changes_on_the_way_are_no_hit(spec: CacheSpec, 
     node.provider.read = lying  # type: ignore[assignment,method-assign]
     client = make_client(None)
     lookup = client.lookup(keys)
-    assert [client.load(lookup, fresh(spec, 3)).outcome(block) for block in range(3)] == [Outcome.HIT, Outcome.CORRUPT, Outcome.HIT]
+    assert [client.load(lookup, fresh(spec, 3)).outcome(block) for block in range(3)] == [
+        Outcome.HIT,
+        Outcome.CORRUPT,
+        Outcome.HIT,
+    ]
     assert client.load(lookup, fresh(spec, 3), verify="never").hit_blocks == 3
 
 

@@ -1,0 +1,303 @@
+"""Connecting, losing and finding again: the engine goes on, whoever dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from client_fakes import FakeMetadata, FakeNode, payloads
+
+from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Outcome, StoreOutcome
+from kvclient.calls import Call, Caller
+from kvclient.incidents import Incidents
+from kvclient.operation import Operation
+from kvclient.results import LoadResult
+from kvstore.core.clock import ManualClock
+from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
+from kvstore.core.keys import KeyChain
+from kvstore.core.types import BlockKey
+
+MakeClient = Callable[..., KVClient]
+MakeNode = Callable[..., FakeNode]
+
+
+def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
+    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
+
+
+def eventually(what: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Polls until something that happens in the background has happened."""
+    until_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < until_s
+        threading.Event().wait(0.01)
+
+
+# ---------------------------------------------------------------- connect
+def test_auto_finds_the_node_of_this_host(
+    spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, folder: Path, make_client: MakeClient
+) -> None:
+    away = make_node("away")
+    away.stop()  # its socket is gone: as if on another host
+    away.socket.unlink(missing_ok=True)
+    here = make_node("here")
+    client = make_client("auto")
+    assert client.local_node == "here"
+    assert here.names().count("OpenSession") == 1
+    assert client.keys(np.arange(8, dtype=np.uint32)) == chain(spec, 2)
+
+
+def test_auto_without_a_node_goes_over_tcp(make_client: MakeClient) -> None:
+    client = make_client("auto")
+    assert client.local_node is None
+    assert client.stats()["client_session_open"] == 0
+
+
+def test_connect_says_when_nobody_answers(spec: CacheSpec, folder: Path, metadata: FakeMetadata, near: FakeNode) -> None:
+    quick = ClientOptions(connect_deadline_s=1.0)
+    nobody = f"unix:{folder}/nobody"
+    with pytest.raises(KVStoreError):
+        KVClient.connect(metadata.address, spec, node=nobody, options=quick)
+    with pytest.raises(KVStoreError):
+        KVClient.connect("127.0.0.1:1", spec, node=None, options=quick)
+    with pytest.raises(InvalidArgument):
+        KVClient.connect("no address", spec)
+    with pytest.raises(InvalidArgument):
+        KVClient.connect(None, spec)
+    with pytest.raises(InvalidArgument):
+        ClientOptions(workers=0)
+    patient = ClientOptions(connect_deadline_s=1.0, require_store=False)
+    with KVClient.connect("127.0.0.1:1", spec, node=nobody, options=patient) as client:
+        assert client.load(chain(spec, 2), bytearray(2 * spec.block_bytes)).hit_blocks == 0
+        assert client.store(chain(spec, 2), bytes(2 * spec.block_bytes)).outcomes.tolist() == [StoreOutcome.SKIPPED] * 2
+        assert client.lookup(chain(spec, 2)).error is not None
+
+
+def test_a_node_is_enough(spec: CacheSpec, near: FakeNode) -> None:
+    keys = chain(spec, 3)
+    with KVClient.connect(None, spec, node=near.address) as client:
+        data = payloads(keys, spec.shape)
+        assert client.store(keys, data).held_blocks == 3
+        assert client.lookup(keys) == Lookup(keys)
+        assert client.load(keys, np.zeros_like(data)).hit_blocks == 3
+
+
+# ---------------------------------------------------------------- the metadata server goes and comes
+def test_without_the_metadata_server_lookups_miss_fast_and_local_hits_go_on(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
+) -> None:
+    keys = chain(spec, 3)
+    near.blocks.hold(keys)
+    metadata.runs = [(0, 3, near)]
+    client = make_client(near, breaker_pause_s=0.2)
+    metadata.stop()
+    for _ in range(4):
+        lookup = client.lookup(keys)
+        assert (lookup.hit_blocks, lookup.runs) == (0, ())
+        assert isinstance(lookup.error, KVStoreError)
+    assert "not asked again" in str(client.lookup(keys).error)
+    result = client.load(keys, out := np.zeros((3, spec.block_bytes), np.uint8))
+    assert result.hit_blocks == 3
+    assert isinstance(result.error, Unavailable)
+    assert np.array_equal(out, payloads(keys, spec.shape))
+    metadata.start()
+    eventually(lambda: client.lookup(keys).hit_blocks == 3)
+
+
+def test_a_silent_metadata_server_costs_the_deadline(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
+) -> None:
+    over = threading.Event()
+    metadata.Lookup = lambda request, context: over.wait(10)  # type: ignore[method-assign,assignment]
+    metadata.stop()
+    metadata.start()
+    client = make_client(near)
+    lookup = client.lookup(chain(spec, 2), deadline_s=0.2)
+    over.set()
+    assert isinstance(lookup.error, DeadlineExceeded)
+    assert lookup.seconds < 5
+
+
+def test_a_forgotten_namespace_is_registered_again(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
+) -> None:
+    client = make_client(near)
+    answer, forgot = metadata.Lookup, [True]
+
+    def lookup(request: object, context: object) -> object:
+        if forgot:
+            forgot.clear()
+            metadata.fail = NotFound("no such namespace")
+            try:
+                return answer(request, context)  # type: ignore[arg-type]
+            finally:
+                metadata.fail = None
+        return answer(request, context)  # type: ignore[arg-type]
+
+    metadata.Lookup = lookup  # type: ignore[method-assign,assignment]
+    metadata.stop()
+    metadata.start()
+    metadata.runs = [(0, 2, near)]
+    eventually(lambda: client.lookup(chain(spec, 2)).hit_blocks == 2)
+    assert metadata.calls.count("RegisterNamespace") == 2
+
+
+# ---------------------------------------------------------------- the node goes and comes
+def test_a_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 4)
+    data = payloads(keys, spec.shape)
+    client = make_client(near)
+    assert client.store(keys, data).held_blocks == 4
+    near.stop()
+    for _ in range(3):
+        result = client.load(keys, np.zeros_like(data))
+        assert (result.hit_blocks, client.store(keys, data).held_blocks) == (0, 0)
+        assert isinstance(result.error, KVStoreError)
+    near.start()
+    eventually(lambda: client.store(keys, data).held_blocks == 4)
+    out = np.zeros_like(data)
+    assert client.load(keys, out).hit_blocks == 4
+    assert np.array_equal(out, data)
+    stats = client.stats()
+    assert (stats["client_session_lost_total"], stats["client_session_opened_total"], stats["client_session_open"]) == (1, 1, 1)
+
+
+def test_strict_raises_what_would_be_a_miss(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    client = make_client(near, strict=True)
+    near.fail["Load"] = Unavailable("going away")
+    keys = chain(spec, 1)
+    with pytest.raises(Unavailable):
+        client.load(keys, bytearray(spec.block_bytes))
+    with pytest.raises(KVStoreError):
+        client.start_load(keys, bytearray(spec.block_bytes)).result()
+
+
+def test_closing_waits_for_nobody_and_later_calls_miss(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    client = make_client(near)
+    keys = chain(spec, 2)
+    near.blocks.hold(keys)
+    client.close()
+    client.close()
+    assert client.load(keys, bytearray(2 * spec.block_bytes)).count(Outcome.UNAVAILABLE) == 2
+    assert client.store(keys, bytes(2 * spec.block_bytes)).held_blocks == 0
+    assert client.start_load(keys, bytearray(2 * spec.block_bytes)).result().hit_blocks == 0
+    assert client.lookup(keys).hit_blocks == 0
+    assert not client.flush(0.1)
+    with near.called:
+        assert near.called.wait_for(lambda: near.left, 5)
+
+
+def test_closing_ends_loads_under_way(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    over = threading.Event()
+    near.load_script = lambda request, context: iter([near.progress([])] if over.wait(10) else [])
+    client = make_client(near)
+    handle = client.start_load(chain(spec, 2), bytearray(2 * spec.block_bytes))
+    near.wait_called("Load")
+    client.close()
+    assert handle.done
+    assert handle.result().hit_blocks == 0
+    over.set()
+
+
+def test_many_threads_share_a_client(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 40)
+    data = payloads(keys, spec.shape)
+    client = make_client(near)
+    client.store(keys, data)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            out = np.zeros_like(data)
+            result = client.load(keys[: 10 + number], out[: 10 + number], verify="always")
+            if result.hit_blocks != 10 + number or not np.array_equal(out[: 10 + number], data[: 10 + number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_is_told(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(near)
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    with pytest.raises(InvalidArgument, match="fork"):
+        client.lookup(chain(spec, 1))
+    client.close()  # no effect: the connections are the parent's
+    monkeypatch.undo()
+    assert client.lookup(chain(spec, 1)).error is None
+
+
+# ---------------------------------------------------------------- small parts
+def test_incidents_are_all_counted_and_seldom_logged(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    incidents = Incidents(clock, 10.0)
+    with caplog.at_level(logging.WARNING, "kvclient"):
+        for _ in range(5):
+            incidents.report("things_total", "a thing", Unavailable("x"), amount=2)
+        clock.advance(10.0)
+        incidents.report("things_total", "a thing")
+        incidents.report("others_total", "another")
+    assert incidents.snapshot() == {"things_total": 11, "others_total": 1}
+    assert [record.message for record in caplog.records] == [
+        "a thing: x [things_total; 0 such lines held back]",
+        "a thing [things_total; 4 such lines held back]",
+        "another [others_total; 0 such lines held back]",
+    ]
+
+
+def test_an_operation_ends_by_time_or_by_cancellation() -> None:
+    clock = ManualClock()
+    operation = Operation(clock, 2.0)
+    woken: list[str] = []
+    with operation.on_cancel(lambda: woken.append("in time")):
+        clock.advance(1.5)
+        assert (operation.over, operation.left_s(), operation.elapsed_s()) == (False, 0.5, 1.5)
+        operation.cancel()
+    assert (operation.over, operation.left_s(), operation.cancelled) == (True, 0.0, True)
+    with operation.on_cancel(lambda: woken.append("late")):
+        assert woken == ["in time", "late"]
+    late = Operation(clock, 1.0)
+    clock.advance(1.0)
+    assert late.over
+    assert isinstance(late.error(), DeadlineExceeded)
+
+
+def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
+    clock = ManualClock()
+    incidents = Incidents(clock, 0.0)
+    caller = Caller(incidents, workers=1, max_pending=1, strict=False)
+
+    def refused(error: KVStoreError) -> LoadResult:
+        return LoadResult(np.full(1, Outcome.UNAVAILABLE, np.uint8), error=error)
+
+    def bug() -> LoadResult:
+        raise ZeroDivisionError
+
+    assert isinstance(caller.now(Call(Operation(clock, 1.0), bug, refused)).error, Internal)
+    assert incidents.snapshot()["client_bugs_total"] == 1
+    go_on = threading.Event()
+
+    def waits() -> LoadResult:
+        go_on.wait(10)
+        return LoadResult(np.full(1, Outcome.HIT, np.uint8))
+
+    first = caller.later(Call(Operation(clock, 1.0), waits, refused))
+    assert isinstance(caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).error, CapacityExceeded)
+    go_on.set()
+    assert first.result(5).hit_blocks == 1
+    eventually(lambda: caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).hit_blocks == 1)
+    caller.close()
+    assert isinstance(caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).error, Unavailable)

@@ -1,0 +1,261 @@
+"""Stores against scripted nodes: prefix first, once, whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from client_fakes import FakeMetadata, FakeNode, payloads
+
+from kvclient import CacheSpec, KVClient, StoreOutcome
+from kvproto.v1 import node_pb2
+from kvstore.core.errors import InvalidArgument, LeaseLost, Unavailable
+from kvstore.core.keys import KeyChain
+from kvstore.core.types import BlockKey, unpack_keys
+
+MakeClient = Callable[..., KVClient]
+MakeNode = Callable[..., FakeNode]
+
+STORED, EXISTS, IN_PROGRESS = StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.IN_PROGRESS
+SKIPPED, CORRUPT, LOST = StoreOutcome.SKIPPED, StoreOutcome.CORRUPT, StoreOutcome.LOST
+
+
+def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
+    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
+
+
+def prepared(node: FakeNode) -> list[list[BlockKey]]:
+    return [unpack_keys(request.blocks.keys) for name, request in node.calls if name == "Prepare"]
+
+
+def completed(node: FakeNode) -> list[list[BlockKey]]:
+    return [unpack_keys(request.keys) for name, request in node.calls if name == "Complete"]
+
+
+def test_blocks_are_written_once_and_come_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 9)
+    data = payloads(keys, spec.shape)
+    client = make_client(near)
+    first = client.store(keys[:5], data[:5])
+    assert (first.outcomes.tolist(), first.bytes_stored, first.error) == ([STORED] * 5, 5 * spec.block_bytes, None)
+    second = client.store(keys, data)
+    assert second.outcomes.tolist() == [EXISTS] * 5 + [STORED] * 4
+    assert second.held_blocks == 9
+    out = np.zeros_like(data)
+    assert client.load(keys, out).hit_blocks == 9
+    assert np.array_equal(out, data)
+    assert completed(near) == [keys[:5], keys[5:]]
+
+
+def test_a_large_store_goes_in_chunks_each_behind_its_parent(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 10)
+    client = make_client(near, store_chunk_bytes=4 * spec.block_bytes)
+    assert client.store(keys[1:], payloads(keys[1:], spec.shape), parent=keys[0], depth=1).held_blocks == 9
+    runs = [request.blocks for name, request in near.calls if name == "Prepare"]
+    assert [(run.parent, run.depth, unpack_keys(run.keys)) for run in runs] == [
+        (keys[0], 1, keys[1:5]),
+        (keys[4], 5, keys[5:9]),
+        (keys[8], 9, keys[9:]),
+    ]
+    assert {run.namespace_id for run in runs} == {spec.namespace}
+
+
+@pytest.mark.parametrize(
+    ("answer", "written", "expected"),
+    [
+        ([STORED, EXISTS, IN_PROGRESS, STORED], [0, 3], [STORED, EXISTS, IN_PROGRESS, STORED]),
+        ([STORED, STORED, SKIPPED, SKIPPED], [0, 1], [STORED, STORED, SKIPPED, SKIPPED]),
+        ([STORED, SKIPPED, STORED, STORED], [0], [STORED, SKIPPED, SKIPPED, SKIPPED]),  # a node that forgot the rule
+        ([SKIPPED, SKIPPED, SKIPPED, SKIPPED], None, [SKIPPED] * 4),
+    ],
+)
+def test_nothing_is_stored_behind_a_gap(
+    spec: CacheSpec,
+    near: FakeNode,
+    make_client: MakeClient,
+    answer: list[StoreOutcome],
+    written: list[int] | None,
+    expected: list[StoreOutcome],
+) -> None:
+    keys = chain(spec, 8)
+
+    def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
+        slots = {keys[at]: near.place(bytes(spec.block_bytes)) for at, one in enumerate(answer) if one is STORED}
+        near._prepared[request.operation_id] = slots
+        return node_pb2.PrepareResponse(
+            outcomes=bytes(answer), offsets=b"".join(at.to_bytes(8, "little") for at in slots.values())
+        )
+
+    near.prepare_script = script
+    client = make_client(near, store_chunk_bytes=4 * spec.block_bytes)
+    result = client.store(
+        keys[:4] if all(one in (STORED, EXISTS, IN_PROGRESS) for one in answer) else keys,
+        payloads(keys, spec.shape)[: 4 if all(one in (STORED, EXISTS, IN_PROGRESS) for one in answer) else 8],
+    )
+    assert result.outcomes.tolist()[:4] == expected
+    assert set(result.outcomes.tolist()[4:]) <= {SKIPPED}
+    assert len(prepared(near)) == 1  # no second chunk behind a gap
+    assert completed(near) == ([] if written is None else [[keys[at] for at in written]])
+    if answer.count(STORED) > len(written or []):
+        near.wait_called("Abort")  # what was granted behind the gap is given back
+
+
+def test_a_block_that_the_node_finds_corrupt_ends_the_chain(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 4)
+    near.complete_script = lambda request: node_pb2.CompleteResponse(outcomes=bytes([STORED, CORRUPT, STORED, STORED]))
+    result = make_client(near).store(keys, payloads(keys, spec.shape))
+    assert result.outcomes.tolist() == [STORED, CORRUPT, SKIPPED, SKIPPED]
+    assert (result.held_blocks, result.bytes_stored) == (1, spec.block_bytes)
+
+
+@pytest.mark.parametrize("response", [b"", bytes([1]), bytes([0, 0]), bytes([9, 9])])
+def test_answers_that_make_no_sense_store_nothing(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, response: bytes
+) -> None:
+    keys = chain(spec, 2)
+    client = make_client(near)
+    near.prepare_script = lambda request: node_pb2.PrepareResponse(outcomes=response)
+    result = client.store(keys, payloads(keys, spec.shape))
+    assert result.outcomes.tolist() == [SKIPPED] * 2
+    assert result.error is not None
+    near.prepare_script = lambda request: node_pb2.PrepareResponse(outcomes=bytes([1, 1]), offsets=b"\xff" * 16)
+    assert client.store(keys, payloads(keys, spec.shape)).error is not None
+    near.prepare_script = lambda request: None
+    near.complete_script = lambda request: node_pb2.CompleteResponse(outcomes=response)
+    result = client.store(keys, payloads(keys, spec.shape))
+    assert result.outcomes.tolist() == [LOST, SKIPPED]  # nobody knows
+    near.wait_called("Abort", 3)
+
+
+def test_a_lost_session_skips_the_store_and_gives_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 3)
+    client = make_client(near)
+    near.fail["Prepare"] = LeaseLost("this session has ended")
+    result = client.store(keys, payloads(keys, spec.shape))
+    assert result.outcomes.tolist() == [SKIPPED] * 3
+    assert isinstance(result.error, LeaseLost)
+    with near.called:
+        assert near.called.wait_for(lambda: near.left, 5)
+
+
+def test_a_store_that_runs_out_of_time_aborts(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 4)
+    over = threading.Event()
+
+    def script(request: node_pb2.PrepareRequest) -> None:
+        assert 0 < request.wait_ms <= 300
+        over.wait(10)
+
+    near.prepare_script = script
+    result = make_client(near).store(keys, payloads(keys, spec.shape), deadline_s=0.3)
+    over.set()
+    assert result.outcomes.tolist() == [SKIPPED] * 4
+    assert result.seconds < 5
+    assert completed(near) == []
+
+
+def test_visible_and_durable_are_asked_for(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 2)
+    result = make_client(near).store(keys, payloads(keys, spec.shape), wait_visible=True, durable=True)
+    assert result.durable
+    assert next(request for name, request in near.calls if name == "Complete").wait_visible_ms > 0
+    assert "Flush" in near.names()
+
+
+def test_without_a_local_node_blocks_go_to_the_preferred_one(
+    spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient
+) -> None:
+    one, two = make_node("one"), make_node("two")
+    keys = chain(spec, 6)
+    data = payloads(keys, spec.shape)
+    client = make_client(None, store_node="two", copy_chunk_bytes=4 * spec.block_bytes)
+    result = client.store(keys, data)
+    assert (result.outcomes.tolist(), result.error) == ([STORED] * 6, None)
+    assert (len(two.blocks.held), len(one.blocks.held)) == (6, 0)
+    assert client.store(keys, data).outcomes.tolist() == [EXISTS] * 6
+    metadata.runs = [(0, 6, two)]
+    out = np.zeros_like(data)
+    assert client.load(client.lookup(keys), out).hit_blocks == 6
+    assert np.array_equal(out, data)
+    assert isinstance(make_client(None, store_node="three").store(keys, data).error, Unavailable)
+
+
+# ---------------------------------------------------------------- layer by layer
+@pytest.mark.parametrize("local", [True, False])
+def test_layers_may_come_in_any_order(
+    spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient, local: bool
+) -> None:
+    node = make_node("near")
+    keys = chain(spec, 5)
+    data = payloads(keys, spec.shape)
+    layers = data.reshape(5, spec.layers, -1)
+    client = make_client(node if local else None)
+    client.store(keys[:2], data[:2])
+    with client.begin_store(keys) as handle:
+        if local:
+            assert handle.blocks_wanted.tolist() == [2, 3, 4]
+        for layer in (2, 0, 1):
+            handle.put_layer(layer, layers[:, layer] if layer else [bytes(one) for one in layers[:, layer]])
+        result = handle.commit()
+    assert result.outcomes.tolist() == [EXISTS] * 2 + [STORED] * 3
+    assert result.bytes_stored == 3 * spec.block_bytes
+    metadata.runs = [(0, 5, node)]
+    out = np.zeros_like(data)
+    assert client.load(client.lookup(keys), out, verify="always").hit_blocks == 5
+    assert np.array_equal(out, data)
+
+
+def test_a_store_left_without_commit_stores_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 3)
+    layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
+    client = make_client(near)
+    with client.begin_store(keys) as handle:
+        handle.put_layer(0, layers[:, 0])
+    near.wait_called("Abort")
+    assert near.blocks.held == {}
+    with pytest.raises(InvalidArgument):
+        handle.put_layer(1, layers[:, 1])
+    with pytest.raises(InvalidArgument):
+        handle.commit()
+
+
+def test_wrong_use_of_a_layer_store_raises(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 3)
+    layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
+    with make_client(near).begin_store(keys) as handle:
+        for wrong in (
+            lambda: handle.put_layer(spec.layers, layers[:, 0]),
+            lambda: handle.put_layer(0, layers[:2, 0]),
+            lambda: handle.commit(),
+        ):
+            with pytest.raises(InvalidArgument):
+                wrong()
+        handle.put_layer(0, layers[:, 0])
+        with pytest.raises(InvalidArgument, match="before"):
+            handle.put_layer(0, layers[:, 0])
+
+
+def test_a_layer_store_without_a_node_is_a_store_of_nothing(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 3)
+    layers = payloads(keys, spec.shape).reshape(3, spec.layers, -1)
+    client = make_client(near)
+    near.fail["Prepare"] = Unavailable("going away")
+    with client.begin_store(keys) as handle:
+        for layer in range(spec.layers):
+            handle.put_layer(layer, layers[:, layer])
+        result = handle.commit()
+    assert result.outcomes.tolist() == [SKIPPED] * 3
+    assert isinstance(result.error, Unavailable)
+
+
+def test_closing_the_client_aborts_open_stores(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 3)
+    client = make_client(near)
+    handle = client.begin_store(keys)
+    client.close()
+    with near.called:
+        assert near.called.wait_for(lambda: near.left, 5)  # the arena was let go
+    with pytest.raises(InvalidArgument):
+        handle.commit()
