@@ -24,7 +24,7 @@ SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, help="these scripts alone")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
     chosen, handed_on = parser.parse_known_args()
     if shutil.which("fio") is None:
         print("WARNING: fio is not installed (sudo apt install fio): disk figures will stand without their peer", flush=True)
