@@ -40,7 +40,7 @@ PENDING_SHARE = 0.75
 class Block:
     """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0."""
 
-    __slots__ = ("checksums", "depth", "domain", "dram", "key", "leaving", "nvme", "nvme_home", "parent", "pending", "pins")
+    __slots__ = ("checksums", "depth", "domain", "dram", "durable", "key", "leaving", "nvme", "nvme_home", "parent", "pending", "pins")
 
     def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.domain = domain
@@ -52,6 +52,8 @@ class Block:
         self.nvme: Slot | None = None
         self.nvme_home: Home | None = None
         self.pins = 0
+        self.durable = False
+        """Outlives this process: on NVMe here, or on the storage node."""
         self.pending = False
         """Waits for write-behind, or is being written."""
         self.leaving = False
@@ -87,7 +89,7 @@ class Prepared:
     depths: dict[BlockKey, int] = field(default_factory=dict)
     parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
     guarded: Block | None = None
-    """The parent of the run, pinned so that making room for the children does not push it out."""
+    """The parent of the run, where it lies in DRAM only: pinned, so that making room for the children does not push it out."""
 
 
 class BlockTable:
@@ -140,9 +142,10 @@ class BlockTable:
 
     # ---------------------------------------------------------------- storing
     def prepare(self, domain: Domain, run: BlockRun, deadline_s: float) -> Prepared:
-        """Grants slots for the blocks of a run that are neither held nor being written, waiting for room until the deadline.
+        """Grants slots for the blocks of a run that are neither held nor being written.
 
-        Grants are prefix-first: from the first block without room on, everything is SKIPPED.
+        Grants are prefix-first: from the first block without room on, everything is SKIPPED. Where there is room for none,
+        waits for some until the deadline; a caller that got a part completes it, and asks again for the rest.
         """
         prepared = Prepared(domain, run, [])
         with self._lock:
@@ -164,7 +167,7 @@ class BlockTable:
                 return prepared
             self._touch(known)
             guarded = self._blocks.get(run.keys[wanted[0] - 1]) if wanted[0] else self._blocks.get(run.parent or BlockKey(b""))
-            if guarded is not None:
+            if guarded is not None and not guarded.pending and not guarded.durable:
                 guarded.pins += 1
                 prepared.guarded = guarded
             self._grant(prepared, wanted, deadline_s)
@@ -182,7 +185,8 @@ class BlockTable:
                 piece = max(1, count // 2)
                 continue
             if slots is None:
-                if not self._wait(self._changed, deadline_s):
+                # never waits for more while holding some: two large stores would wait for each other
+                if granted or not self._wait(self._changed, deadline_s):
                     break
                 piece = PIECE_BLOCKS
                 continue
@@ -356,6 +360,7 @@ class BlockTable:
             home.policy.remove(block.key)
             self._log.removed(home.volume.volume_id, block.key)
             block.nvme = block.nvme_home = None
+            block.durable = False
             self._drop_if_nowhere(block)
 
     # ---------------------------------------------------------------- write-behind
@@ -381,6 +386,7 @@ class BlockTable:
     def persisted(self, block: Block, home: Home | None, slot: Slot | None) -> None:
         """A block is durable: in a slot of ``home``, or (None) on another node."""
         with self._lock:
+            block.durable = True
             if home is not None and slot is not None:
                 self._set_nvme(block, home, slot)
             self._written(block)
@@ -421,6 +427,7 @@ class BlockTable:
                 home.policy.remove(block.key)
                 self._log.removed(home.volume.volume_id, block.key)
                 block.nvme = block.nvme_home = None
+                block.durable = False
                 self._drop_if_nowhere(block)
             self._counters.add("evicted_nvme_blocks_total", len(victims))
 
@@ -444,7 +451,7 @@ class BlockTable:
         """Drops from DRAM whatever is not pinned, and durable (or was never meant to be). Returns how many blocks."""
         with self._lock:
             victims = list(
-                self._coldest(self._dram_policy, None, lambda block: block.nvme is not None or not self._writes_behind)
+                self._coldest(self._dram_policy, None, lambda block: block.durable or not self._writes_behind)
             )
             for key, _ in victims:
                 self._evict_dram(self._blocks[key])
@@ -545,7 +552,7 @@ class BlockTable:
         self._log.stored(self.dram.volume_id, block)
 
     def _set_nvme(self, block: Block, home: Home, slot: Slot) -> None:
-        block.nvme, block.nvme_home = slot, home
+        block.nvme, block.nvme_home, block.durable = slot, home, True
         home.policy.insert(block.key, block.parent)
         self._log.stored(home.volume.volume_id, block)
 

@@ -1,0 +1,118 @@
+"""What end-to-end tests share: a store of real processes, and an engine whose blocks prove themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from kvclient import CacheSpec, ClientOptions, KVClient, LoadResult, StoreResult
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.core.types import BlockKey
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.workload.payload import Payloads
+
+WAIT_S = 30.0
+
+
+class Engine:
+    """A client with the means to make blocks and to check them byte for byte."""
+
+    def __init__(
+        self, cluster: LocalCluster, node: str | None, *, layers: int = 4, layer_bytes: int = 4096, **spec: object
+    ) -> None:
+        fields = {"model": "test", "block_tokens": 16, "layers": layers, "layer_block_bytes": layer_bytes, **spec}
+        self.spec = CacheSpec(**fields)  # type: ignore[arg-type]
+        local = cluster.node(node).local_socket if node is not None else None
+        self.client = KVClient.connect(cluster.metadata_address, self.spec, node=local, options=ClientOptions(client_name="e2e"))
+        self.payloads = Payloads(self.spec.block_bytes)
+
+    def keys(self, chain: str, blocks: int) -> list[BlockKey]:
+        seed = int.from_bytes(hashlib.sha256(chain.encode()).digest()[:4], "little")
+        tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * self.spec.block_tokens, dtype=np.uint32)
+        return self.client.keys(tokens)
+
+    def room(self, blocks: int) -> np.ndarray:  # type: ignore[type-arg]
+        return np.zeros((blocks, self.spec.block_bytes), np.uint8)
+
+    def store(self, chain: str, blocks: int, **how: bool) -> StoreResult:
+        keys = self.keys(chain, blocks)
+        data = self.room(blocks)
+        self.payloads.fill(keys, data)
+        return self.client.store(keys, data, **how)
+
+    def load(self, chain: str, blocks: int, **how: object) -> LoadResult:
+        """Loads and asserts that every block counted as a hit has its own bytes."""
+        return self.load_keys(self.keys(chain, blocks), **how)
+
+    def load_keys(self, keys: list[BlockKey], **how: object) -> LoadResult:
+        data = self.room(len(keys))
+        result = self.client.load(keys, data, **how)  # type: ignore[arg-type]
+        hits = np.flatnonzero(result.outcomes == 1)
+        wrong = self.payloads.wrong_blocks([keys[position] for position in hits], data[hits])
+        assert list(wrong) == [], "WRONG BYTES"
+        return result
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class Store:
+    """A cluster with its engines, closed together."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self._engines: list[Engine] = []
+
+    def engine(self, node: str | None, **spec: object) -> Engine:
+        made = Engine(self.cluster, node, **spec)  # type: ignore[arg-type]
+        self._engines.append(made)
+        return made
+
+    def node_stats(self, node: str) -> node_pb2.GetNodeStatsResponse:
+        with grpc.insecure_channel(self.cluster.node(node).address) as channel:
+            return node_pb2_grpc.NodeStub(channel).GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5)
+
+    def evict(self, node: str, tier: int = 2) -> int:
+        with grpc.insecure_channel(self.cluster.node(node).address) as channel:
+            request = node_pb2.EvictRequest(operation_id=bytes(16), tier=tier)  # type: ignore[arg-type]
+            return node_pb2_grpc.NodeStub(channel).Evict(request, timeout=10).evicted_blocks
+
+    def flush(self, node: str) -> bool:
+        with grpc.insecure_channel(self.cluster.node(node).address) as channel:
+            return node_pb2_grpc.NodeStub(channel).Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12).complete
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+        self.cluster.close()
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
+    """Starts stores; all are stopped at the end, and their logs are shown where the test failed."""
+    made: list[Store] = []
+
+    def make(*nodes: NodeSpec) -> Store:
+        store = Store(LocalCluster(nodes, tmp_path / str(len(made))).__enter__())
+        made.append(store)
+        return store
+
+    yield make
+    for store in made:
+        store.close()
+        for log in store.cluster.base_dir.glob("*.log"):
+            print(f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-30:]))
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Polls until a condition holds; fails after a generous bound."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.02)

@@ -1,0 +1,248 @@
+"""Faults with real processes: kill -9, damaged files, hostile input. A miss is fine; a wrong byte, a hang or a loss is not."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from conftest import Engine, Store, until
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvstore.core.types import Outcome, StoreOutcome
+from kvstore.testing.cluster import NodeSpec
+
+MIB = 1 << 20
+MakeStore = Callable[..., Store]
+
+WRITER = """
+import sys, numpy as np
+sys.path.insert(0, sys.argv[4])
+from conftest import Engine
+class At:
+    def __init__(self, metadata, socket): self.metadata_address, self.local_socket = metadata, socket
+    def node(self, name): return self
+engine = Engine(At(sys.argv[1], sys.argv[2]), "a", layers=4, layer_bytes=16384)
+print("ready", flush=True)
+for number in range(100000):
+    engine.store(f"{sys.argv[3]}-{number}", 8)
+    print(number, flush=True)
+"""
+
+
+def start_writer(store: Store, name: str) -> subprocess.Popen[bytes]:
+    daemon = store.cluster.node("a")
+    arguments = [
+        sys.executable,
+        "-c",
+        WRITER,
+        store.cluster.metadata_address,
+        daemon.local_socket,
+        name,
+        str(Path(__file__).parent),
+    ]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_writers_killed_at_random_leave_nothing_half_written(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a", dram_bytes=32 * MIB, nvme_bytes=64 * MIB))
+    reader = store.engine("a", layers=4, layer_bytes=16384)
+    dice = random.Random(7)
+    for seed in range(12):
+        writer = start_writer(store, f"w{seed}")
+        assert writer.stdout is not None
+        for _ in range(dice.randrange(1, 6)):
+            last = int(writer.stdout.readline())
+        time.sleep(dice.random() * 0.004)  # somewhere inside the next store
+        writer.kill()
+        writer.wait(10)
+        writer.stdout.close()
+        for number in range(last + 1):
+            assert reader.load(f"w{seed}-{number}", 8).hit_blocks == 8, "completed stores stay"
+        reader.load(f"w{seed}-{last + 1}", 8)  # whatever of it is visible is right
+    until(lambda: store.node_stats("a").counters["sessions"] == 1, "the writers' sessions ended")
+    stats = store.node_stats("a")
+    assert stats.tiers[0].used_bytes == stats.tiers[0].blocks * 65536
+    assert store.flush("a")
+    store.evict("a")
+    assert store.node_stats("a").tiers[0].blocks == 0, "nothing stays prepared or pinned"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_node_killed_under_load_serves_again_and_never_wrongly(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a", dram_bytes=32 * MIB, nvme_bytes=128 * MIB))
+    engine = store.engine("a", layers=4, layer_bytes=16384)
+    durable = [f"d{number}" for number in range(8)]
+    for chain in durable:
+        assert engine.store(chain, 16, durable=True).durable
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        dice = random.Random(number)
+        count = 0
+        try:
+            while not stop.is_set():
+                engine.load(dice.choice(durable), 16)
+                count += 1
+                engine.store(f"x{number}-{count}", 4)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        time.sleep(0.5)
+        store.cluster.kill("a")
+        time.sleep(0.1)
+        store.cluster.start_node("a")
+        until(lambda: all(engine.load(chain, 16).hit_blocks == 16 for chain in durable), "all durable blocks are served again")
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "an engine thread hangs"
+    assert failures == []
+
+
+def test_without_the_metadata_server_local_blocks_are_served(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a"))
+    engine = store.engine("a")
+    engine.store("c", 20, wait_visible=True)
+    store.cluster.kill("metadata")
+    assert engine.client.lookup(engine.keys("c", 20)).hit_blocks == 0
+    assert engine.load("c", 20).hit_blocks == 20, "the local node is asked whatever the index says"
+    assert set(engine.store("d", 5).outcomes) == {StoreOutcome.STORED}
+    store.cluster.start_metadata()
+    until(lambda: engine.client.lookup(engine.keys("c", 20)).hit_blocks == 20, "the restarted server knows the old blocks")
+    until(lambda: engine.client.lookup(engine.keys("d", 5)).hit_blocks == 5, "and what was stored without it")
+
+
+def test_a_deleted_index_is_rebuilt_by_itself(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a", nvme_bytes=64 * MIB), NodeSpec("b"))
+    a, b = store.engine("a"), store.engine("b")
+    a.store("c", 20, durable=True)
+    b.store("d", 20, wait_visible=True)
+    store.cluster.kill("metadata")
+    shutil.rmtree(store.cluster.index_path)
+    store.cluster.start_metadata()
+    until(lambda: a.client.lookup(a.keys("d", 20)).hit_blocks == 20, "b's inventory")
+    until(lambda: b.client.lookup(b.keys("c", 20)).hit_blocks == 20, "a's inventory")
+    assert b.load("c", 20).hit_blocks == 20
+
+
+def test_flipped_bits_on_disk_are_misses_and_the_rest_is_served(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a", nvme_bytes=64 * MIB))
+    engine = store.engine("a")
+    engine.store("c", 32, durable=True)
+    keys = engine.keys("c", 32)
+    pattern = engine.room(32)
+    engine.payloads.fill(keys, pattern)
+    slab = max(store.cluster.volume_path("a").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = slab.read_bytes()
+    flipped = [3, 17]
+    with slab.open("r+b") as file:
+        for block in flipped:
+            at = content.index(pattern[block].tobytes()) + 5000
+            file.seek(at)
+            file.write(bytes([content[at] ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())
+    store.evict("a")
+    result = engine.load("c", 32)
+    assert [position for position in range(32) if result.outcome(position) is not Outcome.HIT] == flipped
+    assert result.count(Outcome.CORRUPT) == 2
+    assert store.node_stats("a").counters["quarantined_blocks_total"] == 2
+    assert engine.store("c", 32).outcomes[3] == StoreOutcome.STORED, "the bad block can be stored anew"
+    assert engine.load("c", 32).hit_blocks == 32
+
+
+def test_a_peer_killed_in_the_middle_of_a_load_costs_a_bounded_wait(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a", dram_bytes=128 * MIB), NodeSpec("b", dram_bytes=128 * MIB))
+    a, b = store.engine("a", layer_bytes=65536), store.engine("b", layer_bytes=65536)
+    a.store("c", 300, wait_visible=True)
+    killer = threading.Timer(0.01, lambda: store.cluster.node("a").process.send_signal(signal.SIGKILL))
+    begun_s = time.monotonic()
+    killer.start()
+    result = b.load("c", 300, deadline_s=5.0)
+    killer.join()
+    assert time.monotonic() - begun_s < 20.0
+    assert result.hit_blocks + np.count_nonzero(result.outcomes != Outcome.HIT) <= 300 + result.hit_blocks
+    assert set(b.store("mine", 5).outcomes) == {StoreOutcome.STORED}
+
+
+def test_a_client_stopped_for_longer_than_its_lease_does_not_trust_its_copy(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a", settings=(("lease", "100ms"),)))
+    engine: Engine = store.engine("a")
+    engine.store("c", 16, wait_visible=True)
+    for _ in range(20):
+        assert engine.load("c", 16).hit_blocks in range(17)
+
+
+def test_hostile_frames_on_the_data_port(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a"))
+    engine = store.engine("a")
+    engine.store("c", 8, wait_visible=True)
+    host, _, port = store.cluster.node("a").ready["data_address"].rpartition(":")
+    dice = random.Random(3)
+    for _ in range(60):
+        with socket.create_connection((host, int(port)), timeout=5) as raw:
+            raw.settimeout(0.05)
+            try:
+                raw.sendall(dice.randbytes(dice.choice([1, 7, 40, 4000, 70_000])))
+                raw.recv(4096)
+            except OSError:
+                pass  # refused, reset or silent: all fine
+    remote = store.engine(None)
+    assert remote.load("c", 8).hit_blocks == 8
+
+
+def test_absurd_rpcs_get_clear_errors(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a"))
+    engine = store.engine("a")
+    spec = common_pb2.CacheSpec(
+        model="m", dtype="f", layout="l", block_tokens=1, layers=1, layer_block_bytes=1 << 40, shard_count=1
+    )
+    with grpc.insecure_channel(store.cluster.node("a").address) as channel:
+        node = node_pb2_grpc.NodeStub(channel)
+        calls: list[Callable[[], object]] = [
+            lambda: node.IssueTicket(node_pb2.IssueTicketRequest(spec=spec), timeout=5),
+            lambda: node.IssueTicket(node_pb2.IssueTicketRequest(), timeout=5),
+            lambda: node.Prepare(node_pb2.PrepareRequest(session_id=bytes(16), operation_id=b"x"), timeout=5),
+            lambda: node.Prepare(node_pb2.PrepareRequest(session_id=b"short"), timeout=5),
+            lambda: list(node.Load(node_pb2.LoadRequest(session_id=bytes(16), keys=b"x" * 17), timeout=5)),
+            lambda: node.Evict(node_pb2.EvictRequest(operation_id=bytes(16)), timeout=5),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as refused:
+                call()
+            assert refused.value.code() in {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ABORTED,
+                                            grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED}  # fmt: skip
+    with grpc.insecure_channel(store.cluster.metadata_address) as channel:
+        metadata = metadata_pb2_grpc.MetadataStub(channel)
+        for request in (
+            metadata_pb2.LookupRequest(namespace_id=b"x", keys=bytes(16)),
+            metadata_pb2.LookupRequest(namespace_id=bytes(16), keys=bytes(17)),
+            metadata_pb2.LookupRequest(namespace_id=bytes(16), keys=bytes(16 * 70_000)),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                metadata.Lookup(request, timeout=5)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert set(engine.store("still", 3).outcomes) == {StoreOutcome.STORED}
