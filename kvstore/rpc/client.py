@@ -4,9 +4,9 @@
 asked for explicitly, stay inside the deadline, and send the very same request: mutating requests carry an operation id, which
 makes the second arrival of a request whose answer was lost harmless.
 
-What helps latency here and what does not was measured on loopback (sequential unary calls with 25.6 KB requests). A
-synchronous channel beats an asyncio one, one channel should be kept and shared, and the channel options that promise less
-threading (``grpc.experimental.single_threaded_unary_stream``) touch server streams only, not unary calls.
+Measured on loopback with 25.6 KB requests, one after the other: this wrapper, synchronous or asyncio channels, and the options
+set below are all within noise of a bare call; nearly all the time is gRPC's own. Channel options that promise less threading
+(``grpc.experimental.single_threaded_unary_stream``) touch server streams only. So: one channel, kept and shared.
 """
 
 from __future__ import annotations
