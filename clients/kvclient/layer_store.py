@@ -7,6 +7,7 @@ memory of the client (bounded by ``store_chunk_bytes``: blocks beyond it are ski
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -60,6 +61,7 @@ class StoreHandle:
         self._session: Session | None = None
         self._checksums = np.empty((0, 0), np.uint64)
         self._staging: npt.NDArray[np.uint8] | None = None
+        self._give_back: weakref.finalize[..., StoreHandle] | None = None
         try:
             if keys:
                 self._begin()
@@ -77,7 +79,11 @@ class StoreHandle:
             raise Unavailable("no session with the local node at the moment")
         session.acquire()
         self._session = session
+        grants: list[Grant] = []
+        self._give_back = weakref.finalize(self, _give_back, session, grants)  # also where the engine forgets the handle
+        self._give_back.atexit = False  # the process's end gives everything back by itself
         self._grant = Grant(core, session, self._packed, self._parent, self._depth, self._operation)
+        grants.append(self._grant)
         self._checksums = np.empty((len(self._grant.positions), shape.layers), np.uint64)
 
     @property
@@ -191,13 +197,9 @@ class StoreHandle:
 
     def _let_go(self) -> None:
         """Gives back slots, session and memory. Nobody touches the slots any more: all copies happen under the lock."""
-        grant, self._grant = self._grant, None
-        session, self._session = self._session, None
-        self._staging = None
-        if grant is not None:
-            grant.abort()  # no effect once completed
-        if session is not None:
-            session.release()
+        self._grant = self._session = self._staging = None
+        if self._give_back is not None:
+            self._give_back()  # once
 
     def __enter__(self) -> Self:
         return self
@@ -205,6 +207,12 @@ class StoreHandle:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self._finished:
             self.abort()
+
+
+def _give_back(session: Session, grants: Sequence[Grant]) -> None:
+    for grant in grants:
+        grant.abort()  # no effect once completed
+    session.release()
 
 
 def _gather(rows: BlockBuffer, destination: npt.NDArray[np.uint8]) -> None:

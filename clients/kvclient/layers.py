@@ -9,6 +9,7 @@ from typing import Self
 
 from kvclient.operation import Operation
 from kvclient.results import LoadResult
+from kvstore.core.errors import InvalidArgument
 
 
 class LayerGate:
@@ -82,9 +83,12 @@ class LoadHandle:
         Returns:
             True: the first ``promised_blocks`` blocks may be used up to this layer; what fails later is told by ``result``.
             False: not in time. The load goes on; ``cancel`` before the buffer is used for anything else.
+
+        Raises:
+            InvalidArgument: there is no such layer.
         """
         if not 0 <= layer < self._layers:
-            raise IndexError(f"layer {layer} of {self._layers}")
+            raise InvalidArgument("no such layer", layer=layer, layers=self._layers)
         left_s = self._operation.left_s() + _GRACE_S
         return self._gate.wait(layer, left_s if timeout_s is None else min(timeout_s, left_s))
 

@@ -70,7 +70,7 @@ class ClientOptions:
     workers: int = 4
     max_pending: int = 64
     read_streams: int = 8
-    tcp_streams: int = 2
+    tcp_streams: int = 4
     breaker_failures: int = 3
     breaker_pause_s: float = 1.0
     reopen_pause_s: float = 0.25

@@ -268,7 +268,7 @@ def test_layers_are_handed_over_in_order(
             assert handle.promised_blocks == 30
             assert np.array_equal(out[layer], expected[:, layer])
         assert handle.result().hit_blocks == 30
-        with pytest.raises(IndexError):
+        with pytest.raises(InvalidArgument):
             handle.wait_layer(spec.layers)
 
 

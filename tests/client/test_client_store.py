@@ -250,6 +250,13 @@ def test_a_layer_store_without_a_node_is_a_store_of_nothing(spec: CacheSpec, nea
     assert isinstance(result.error, Unavailable)
 
 
+def test_a_forgotten_handle_gives_its_slots_back(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    handle = make_client(near).begin_store(chain(spec, 3))
+    assert len(handle.blocks_wanted) == 3
+    del handle
+    near.wait_called("Abort")
+
+
 def test_closing_the_client_aborts_open_stores(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
     keys = chain(spec, 3)
     client = make_client(near)
