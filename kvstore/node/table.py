@@ -40,7 +40,20 @@ PENDING_SHARE = 0.75
 class Block:
     """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0."""
 
-    __slots__ = ("checksums", "depth", "domain", "dram", "durable", "key", "leaving", "nvme", "nvme_home", "parent", "pending", "pins")
+    __slots__ = (
+        "checksums",
+        "depth",
+        "domain",
+        "dram",
+        "durable",
+        "key",
+        "leaving",
+        "nvme",
+        "nvme_home",
+        "parent",
+        "pending",
+        "pins",
+    )
 
     def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.domain = domain
@@ -450,9 +463,7 @@ class BlockTable:
     def evict_dram(self) -> int:
         """Drops from DRAM whatever is not pinned, and durable (or was never meant to be). Returns how many blocks."""
         with self._lock:
-            victims = list(
-                self._coldest(self._dram_policy, None, lambda block: block.durable or not self._writes_behind)
-            )
+            victims = list(self._coldest(self._dram_policy, None, lambda block: block.durable or not self._writes_behind))
             for key, _ in victims:
                 self._evict_dram(self._blocks[key])
             self._changed.notify_all()
