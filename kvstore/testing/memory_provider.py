@@ -150,16 +150,16 @@ class _MemoryGrant(WriteGrant):
         return StoreOutcome.SKIPPED if key in self._provider.refuse else StoreOutcome.STORED
 
     def commit(self, checksums: Checksums, good: Sequence[bool]) -> Sequence[StoreOutcome]:
-        self._give_back()
         self._provider.commits += 1
         for key, view, row, matched in zip(self._keys, self.views, checksums, good, strict=True):
             if matched:
                 self._provider._blocks[self._request.run.namespace, key] = (view, row)
+        self._give_back()
         return [StoreOutcome.STORED if matched else StoreOutcome.CORRUPT for matched in good]
 
     def abort(self) -> None:
-        self._give_back()
         self._provider.aborts += 1
+        self._give_back()
 
 
 class Gate:

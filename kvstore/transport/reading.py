@@ -251,12 +251,12 @@ class ReadState:
         """What the caller gets; nothing may be running any more."""
         unanswered = Outcome.TIMEOUT if self._late else Outcome.UNAVAILABLE
         self._outcomes[self._outcomes == _UNANSWERED] = unanswered
-        checksums = np.where((self._outcomes == Outcome.HIT)[:, None], self._checksums, np.uint64(0))
+        self._checksums[self._outcomes != Outcome.HIT] = 0
         return ReadResult(
             [_OUTCOMES[code] for code in self._outcomes.tolist()],
             [_TIERS[code] for code in self._tiers.tolist()],
             self._bytes,
-            checksums,
+            self._checksums,
         )
 
     def _layers_answered(self, layer: int, layers: int, blocks: int) -> None:

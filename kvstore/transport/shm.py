@@ -4,7 +4,7 @@ The client connects, sends the 16 bytes of its session id (the secret that ``Ope
 descriptor (``SCM_RIGHTS``) and size. It keeps the connection for as long as it may touch the arena. When the connection ends (the
 kernel sees to that even where the client is killed), the node may use the session's slots again.
 
-Only this user may connect: the socket's folder has mode 0700 and the socket 0600.
+Only this user may connect: the socket has mode 0600, and its folder, where it is made here, 0700.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class ArenaDoor:
             raise InvalidArgument("too long for the path of a unix socket", path=self.path, limit=_MAX_PATH_BYTES)
         listener = socket.socket(socket.AF_UNIX)
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.parent.chmod(0o700)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # one that is there is not ours to close
             self.path.unlink(missing_ok=True)
             listener.bind(str(self.path))
             self.path.chmod(0o600)  # nobody can connect before: it does not listen yet
@@ -174,7 +173,12 @@ class ArenaDoor:
             self._let_in(caller, SessionId(caller.said), selector)
 
     def _let_in(self, caller: _Caller, session: SessionId, selector: selectors.BaseSelector) -> None:
-        arena = self._on_connect(session) if session not in self._open else None
+        try:
+            arena = self._on_connect(session) if session not in self._open else None
+        except Exception:  # the edge of this thread: the door must outlive a bug behind it
+            self._counters.add("arena_internal_errors_total")
+            log.exception("cannot say whether a session may have the arena")
+            arena = None
         if arena is None:
             self._refuse(caller, selector, "named no session that waits for its arena")
             return
@@ -207,7 +211,11 @@ class ArenaDoor:
         caller.sock.close()
         if caller.session is not None:
             self._open.discard(caller.session)
-            self._on_close(caller.session)
+            try:
+                self._on_close(caller.session)
+            except Exception:  # as above
+                self._counters.add("arena_internal_errors_total")
+                log.exception("the end of a session was not taken in")
 
 
 class ArenaMapping:

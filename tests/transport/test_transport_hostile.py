@@ -236,6 +236,8 @@ def test_a_killed_writer_leaves_nothing(provider: MemoryProvider, server: TcpSer
         + frames.encode_head(FrameKind.PAYLOAD, 1, 0, 4 * SHAPE.block_bytes)
         + bytes(sent)
     )
+    granted = threading.Event()
+    provider.on_grant = granted.set
     port = str(parse_address(server.address)[1])
     with subprocess.Popen([sys.executable, "-c", WRITER, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdin is not None
@@ -243,6 +245,7 @@ def test_a_killed_writer_leaves_nothing(provider: MemoryProvider, server: TcpSer
         writer.stdin.write(said)
         writer.stdin.close()
         assert writer.stdout.readline() == b"sent\n"
+        assert granted.wait(PATIENCE_S)
         writer.send_signal(signal.SIGKILL)
     provider.settle()
     assert (provider.commits, provider.aborts) == (0, 1)
