@@ -7,6 +7,7 @@ is reported, not an error: it may be the machine's.
 from __future__ import annotations
 
 import argparse
+import ast
 import shutil
 import subprocess
 import sys
@@ -21,11 +22,21 @@ SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT
 """Each runs alone, so that none disturbs another."""
 
 
+def _summary(script: Path) -> str:
+    """The first line of its docstring, read without running it."""
+    return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split("\n", 1)[0]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME", help=f"of {', '.join(SCRIPTS)}")
+    parser.add_argument("--list", action="store_true", help="names the scripts, with what each says of itself, and runs none")
     chosen, handed_on = parser.parse_known_args()
+    if chosen.list:
+        for name in SCRIPTS:
+            print(f"{name}\t{_summary(HERE / f'{name}.py')}")
+        return
     if shutil.which("fio") is None:
         print("WARNING: fio is not installed (sudo apt install fio): disk figures will stand without their peer", flush=True)
     failed = []

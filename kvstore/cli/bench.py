@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ import click
 
 import kvstore
 from kvstore.cli.help import Command
+
+_LIST_S = 60.0
 
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True})
@@ -58,15 +59,7 @@ def benchmark_folder() -> Path:
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
-    """The scripts that ``run_all.py`` knows and that are there, with the first line of what each says of itself."""
-    tree = ast.parse((folder / "run_all.py").read_text(encoding="utf-8"))
-    names: tuple[str, ...] = ()
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "SCRIPTS":
-            names = ast.literal_eval(statement.value)
-    found = {}
-    for path in (folder / f"{name}.py" for name in names):
-        if path.is_file():
-            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            found[path.stem] = doc.split("\n", 1)[0]
-    return found
+    """Names of the scripts, with the first line of what each says of itself, as ``run_all.py`` lists them."""
+    command = [sys.executable, str(folder / "run_all.py"), "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIST_S)
+    return dict(line.split("\t", 1) for line in listed.stdout.splitlines())
