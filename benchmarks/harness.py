@@ -234,6 +234,13 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def _command() -> str:
+    """How to run it again, from the root of the repository."""
+    program = Path(sys.argv[0]).resolve()
+    shown = program.relative_to(REPOSITORY) if program.is_relative_to(REPOSITORY) else program.name
+    return " ".join(["python", str(shown), *sys.argv[1:]])
+
+
 def _dirty() -> bool:
     """Does the working tree differ from the commit? What the benchmarks write themselves does not count."""
     written = [":!benchmarks/results", ":!benchmarks/RESULTS.md", ":!README.md"]
@@ -305,7 +312,7 @@ class Options:
             notes=notes,
             commit=_git("rev-parse", "HEAD"),
             dirty=_dirty(),
-            command=" ".join(["python", *sys.argv]),
+            command=_command(),
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             host=host(),
             versions={name: metadata.version(name) for name in _LIBRARIES},

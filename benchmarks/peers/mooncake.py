@@ -85,7 +85,7 @@ class Mooncake:
         self._python = python or ENVIRONMENT / "bin" / "python"
         master = self._python.with_name("mooncake_master")
         if not master.exists():
-            raise PeerMissingError(f"Mooncake Store is not installed in {self._python.parent.parent}: `make bench` installs it")
+            raise PeerMissingError("Mooncake Store is not installed beside this checkout: `make bench` installs it")
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by close)
         self._processes: list[subprocess.Popen[str]] = []
         rpc, http, metrics = free_port(), free_port(), free_port()
