@@ -198,20 +198,28 @@ class Store:
                 local.lost(session, error)
             raise
 
-    def _in_chunks(self, size: int, store: Callable[[int, int], bool]) -> bool:
-        """Stores chunk after chunk, until one does not go through. True: all did."""
+    def _in_chunks(self, size: int, store: Callable[[int, int], Outcomes]) -> bool:
+        """Stores chunk after chunk, until one makes no progress. True: all is held.
+
+        A node with little room grants a part of a chunk, prefix first; the rest is asked for again, once the part is there.
+        """
         count = len(self._keys)
         step = max(1, size // self._core.shape.block_bytes)
-        for start in range(0, count, step):
+        start = 0
+        while start < count:
             if self._operation.over:
                 self._note(self._operation.error())
                 return False
-            if not store(start, min(count, start + step)):
+            outcomes = store(start, min(count, start + step))
+            held = HELD[outcomes]
+            through = len(held) if held.all() else int(held.argmin())
+            if through == 0 or (through < len(held) and outcomes[through] != StoreOutcome.SKIPPED):
                 return False
+            start += through
         return True
 
-    def _store_chunk(self, session: Session, start: int, stop: int) -> bool:
-        """Prepare, copy, complete. True: the chain may go on behind it."""
+    def _store_chunk(self, session: Session, start: int, stop: int) -> Outcomes:
+        """Prepare, copy, complete. One outcome a block; from the first that is not held on, none is."""
         outcomes = self._result.outcomes
         parent = self._keys[start - 1] if start else self._parent
         grant = Grant(
@@ -222,7 +230,7 @@ class Store:
             if checksums is None:
                 outcomes[start:stop] = grant.outcomes
                 outcomes[start + grant.positions] = StoreOutcome.SKIPPED
-                return False
+                return outcomes[start:stop]
             outcomes[start + grant.positions] = StoreOutcome.LOST  # until the answer is here
             grant.complete(checksums, max(self._operation.left_s(), _LAST_CALL_S), wait_visible=self._wait_visible)
         finally:
@@ -231,7 +239,7 @@ class Store:
         self._result.bytes_stored += (
             int(np.count_nonzero(grant.outcomes[grant.positions] == StoreOutcome.STORED)) * self._block_bytes
         )
-        return bool(HELD[grant.outcomes].all())
+        return grant.outcomes
 
     def _write(self, session: Session, grant: Grant, start: int) -> bytes | None:
         """Copies granted blocks into their slots, piece by piece; their checksums, or None where time ran out.
@@ -261,7 +269,7 @@ class Store:
         node = self._find_node(self._operation.left_s())
         peer = self._core.peers.peer(node)
 
-        def store(start: int, stop: int) -> bool:
+        def store(start: int, stop: int) -> Outcomes:
             parent = self._keys[start - 1] if start else self._parent
             run = BlockRun(self._core.namespace, parent, self._depth + start, tuple(self._keys[start:stop]))
             request = WriteRequest(run, self._core.shape, self._durable, self._operation.deadline_s)
@@ -269,7 +277,7 @@ class Store:
             outcomes = np.array(peer.write(request, piece, block_checksums(piece, range(piece.count))), np.uint8)
             self._result.outcomes[start:stop] = outcomes
             self._result.bytes_stored += int(np.count_nonzero(outcomes == StoreOutcome.STORED)) * self._block_bytes
-            return bool(HELD[outcomes].all())
+            return outcomes
 
         self._result.durable = self._in_chunks(self._core.options.copy_chunk_bytes, store) and self._durable
 

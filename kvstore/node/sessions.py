@@ -55,6 +55,8 @@ class Session:
         self.opened_s = now_s
         self.stores: OrderedDict[OperationId, _Store] = OrderedDict()
         self.leases: dict[int, _Lease] = {}
+        self.aborted: OrderedDict[OperationId, None] = OrderedDict()
+        """Stores given up, perhaps before their Prepare has ended: its slots are then given back at once."""
 
 
 class Sessions:
@@ -132,7 +134,7 @@ class Sessions:
         answer = (bytes(prepared.outcomes), offsets)
         store = _Store(prepared, self._clock.now_s() + self._prepare_ttl_s, answer)
         with self._lock:
-            ended = self._sessions.get(session.session_id) is not session
+            ended = self._sessions.get(session.session_id) is not session or operation in session.aborted
             raced = None if ended else session.stores.get(operation)
             if not ended and raced is None:
                 session.stores[operation] = store
@@ -140,7 +142,7 @@ class Sessions:
         self._table.abandon(prepared)
         if raced is not None and raced.answer is not None:
             return raced.answer
-        raise LeaseLost("this session has ended: open another")
+        raise LeaseLost("this session has ended, or the store was given up")
 
     def complete(
         self, session: Session, operation: OperationId, keys: Sequence[BlockKey], checksums: Sequence[bytes]
@@ -163,6 +165,10 @@ class Sessions:
             store = session.stores.pop(operation, None)
             if store is not None:
                 self._table.abandon(store.prepared)
+                return
+            session.aborted[operation] = None
+            if len(session.aborted) > MAX_STORES_PER_SESSION:
+                session.aborted.popitem(last=False)
 
     @staticmethod
     def _forget_finished(session: Session) -> None:

@@ -8,7 +8,8 @@ published is in the order in which it happened.
 Invariants (``check`` asserts them; every test calls it):
 
 * a block is in the table exactly while it has a replica; a slot belongs to one block, one prepared store or one mover;
-* nothing with ``pins`` > 0 leaves any tier; a block that waits for write-behind does not leave DRAM (cascade before drop);
+* nothing with ``pins`` > 0 leaves any tier; a block that is nowhere else leaves DRAM only after it was written behind, or that
+  was given up (cascade before drop);
 * within a volume, a parent leaves only after its children there (the eviction policies see to it);
 * a slot given to a writer is reused only after ``complete`` or ``abandon``: never because time has passed.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.clock import Clock
@@ -33,6 +34,8 @@ PIECE_BLOCKS = 64
 """Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""
 PLAN_LIMIT = 65_536
 """Blocks that one search for room may look at."""
+CASCADE_AT_ONCE = 256
+"""Blocks that one search for room sends to write-behind at most."""
 PENDING_SHARE = 0.75
 """Share of the arena that blocks waiting for write-behind may take before stores are skipped."""
 
@@ -41,18 +44,8 @@ class Block:
     """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0."""
 
     __slots__ = (
-        "checksums",
-        "depth",
-        "domain",
-        "dram",
-        "durable",
-        "key",
-        "leaving",
-        "nvme",
-        "nvme_home",
-        "parent",
-        "pending",
-        "pins",
+        *("checksums", "depth", "domain", "dram", "elsewhere", "expendable", "key"),
+        *("leaving", "nvme", "nvme_home", "parent", "pending", "pins"),
     )
 
     def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
@@ -65,8 +58,10 @@ class Block:
         self.nvme: Slot | None = None
         self.nvme_home: Home | None = None
         self.pins = 0
-        self.durable = False
-        """Outlives this process: on NVMe here, or on the storage node."""
+        self.expendable = False
+        """May leave DRAM as it is: it lies elsewhere, could not be written, or is only a copy of a peer's block."""
+        self.elsewhere = False
+        """Durable on the storage node."""
         self.pending = False
         """Waits for write-behind, or is being written."""
         self.leaving = False
@@ -180,7 +175,7 @@ class BlockTable:
                 return prepared
             self._touch(known)
             guarded = self._blocks.get(run.keys[wanted[0] - 1]) if wanted[0] else self._blocks.get(run.parent or BlockKey(b""))
-            if guarded is not None and not guarded.pending and not guarded.durable:
+            if guarded is not None and guarded.expendable and guarded.nvme is None and not guarded.elsewhere:
                 guarded.pins += 1
                 prepared.guarded = guarded
             self._grant(prepared, wanted, deadline_s)
@@ -232,6 +227,8 @@ class BlockTable:
                 self._set_dram(block, slot)
                 if self._writes_behind:
                     self._enqueue(block)
+                else:
+                    block.expendable = True
                 outcomes.append(StoreOutcome.STORED)
             self._settle(prepared)
             self._changed.notify_all()
@@ -351,6 +348,7 @@ class BlockTable:
         with self._lock:
             self._blocks[block.key] = block
             block.pins += 1
+            block.expendable = True
             self._set_dram(block, slot)
             self._loading.discard(block.key)
             self._changed.notify_all()
@@ -373,7 +371,6 @@ class BlockTable:
             home.policy.remove(block.key)
             self._log.removed(home.volume.volume_id, block.key)
             block.nvme = block.nvme_home = None
-            block.durable = False
             self._drop_if_nowhere(block)
 
     # ---------------------------------------------------------------- write-behind
@@ -399,9 +396,10 @@ class BlockTable:
     def persisted(self, block: Block, home: Home | None, slot: Slot | None) -> None:
         """A block is durable: in a slot of ``home``, or (None) on another node."""
         with self._lock:
-            block.durable = True
             if home is not None and slot is not None:
                 self._set_nvme(block, home, slot)
+            else:
+                block.elsewhere = True
             self._written(block)
 
     def not_persisted(self, block: Block, *, corrupt: bool = False) -> None:
@@ -440,7 +438,7 @@ class BlockTable:
                 home.policy.remove(block.key)
                 self._log.removed(home.volume.volume_id, block.key)
                 block.nvme = block.nvme_home = None
-                block.durable = False
+                block.expendable = False  # should it leave DRAM too, it is written again first (cascade)
                 self._drop_if_nowhere(block)
             self._counters.add("evicted_nvme_blocks_total", len(victims))
 
@@ -461,9 +459,9 @@ class BlockTable:
 
     # ---------------------------------------------------------------- eviction on demand
     def evict_dram(self) -> int:
-        """Drops from DRAM whatever is not pinned, and durable (or was never meant to be). Returns how many blocks."""
+        """Drops from DRAM whatever is not pinned and may leave as it is. Returns how many blocks."""
         with self._lock:
-            victims = list(self._coldest(self._dram_policy, None, lambda block: block.durable or not self._writes_behind))
+            victims = list(self._coldest(self._dram_policy, None))
             for key, _ in victims:
                 self._evict_dram(self._blocks[key])
             self._changed.notify_all()
@@ -533,7 +531,9 @@ class BlockTable:
     def _allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
         slots = self.dram.allocate(shape, count)
         if slots is None:
-            plan = self.dram.room_plan(shape, count, self._coldest(self._dram_policy, None), PLAN_LIMIT)
+            cold: list[Block] = []
+            plan = self.dram.room_plan(shape, count, self._coldest(self._dram_policy, None, cold), PLAN_LIMIT)
+            self._cascade(cold)
             if plan is None:
                 return None
             for key in plan:
@@ -542,15 +542,35 @@ class BlockTable:
             slots = self.dram.allocate(shape, count)
         return slots
 
+    def _cascade(self, cold: Sequence[Block]) -> None:
+        """Sends cold blocks that lie in DRAM only to write-behind, so that they may leave."""
+        for block in cold:
+            self._enqueue(block)
+        if cold:
+            self._counters.add("cascaded_blocks_total", len(cold))
+
+    @staticmethod
+    def _idle(block: Block) -> bool:
+        return block.pins == 0 and not block.pending and not block.leaving
+
     def _coldest(
-        self, policy: EvictionPolicy, home: Home | None, also: Callable[[Block], bool] | None = None
+        self, policy: EvictionPolicy, home: Home | None, passed: list[Block] | None = None
     ) -> Iterator[tuple[BlockKey, Slot]]:
-        """Evictable blocks of the arena (``home`` None) or a durable volume, with their slots there."""
-        blocks = self._blocks
+        """Evictable blocks of the arena (``home`` None) or a durable volume, with their slots there.
+
+        Into ``passed`` go those colder ones that would have to be written behind first, ``CASCADE_AT_ONCE`` of them at most.
+        """
+        blocks, idle = self._blocks, self._idle
 
         def evictable(key: BlockKey) -> bool:
             block = blocks[key]
-            return block.pins == 0 and not block.pending and not block.leaving and (also is None or also(block))
+            if not idle(block):
+                return False
+            if home is not None or block.expendable:
+                return True
+            if passed is not None and len(passed) < CASCADE_AT_ONCE:
+                passed.append(block)
+            return False
 
         for key in policy.coldest(evictable):
             slot = blocks[key].dram if home is None else blocks[key].nvme
@@ -563,7 +583,7 @@ class BlockTable:
         self._log.stored(self.dram.volume_id, block)
 
     def _set_nvme(self, block: Block, home: Home, slot: Slot) -> None:
-        block.nvme, block.nvme_home, block.durable = slot, home, True
+        block.nvme, block.nvme_home, block.expendable = slot, home, True
         home.policy.insert(block.key, block.parent)
         self._log.stored(home.volume.volume_id, block)
 
@@ -588,6 +608,7 @@ class BlockTable:
 
     def _written(self, block: Block) -> None:
         block.pending = False
+        block.expendable = True  # also where it could not be written: it must not clog the arena
         self._pending_bytes -= block.domain.shape.block_bytes
         self._in_write -= 1
         self._finished += 1

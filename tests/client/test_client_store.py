@@ -82,6 +82,8 @@ def test_nothing_is_stored_behind_a_gap(
     keys = chain(spec, 8)
 
     def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
+        if near._prepared:  # asked for the rest: there is no more room
+            return node_pb2.PrepareResponse(outcomes=bytes([SKIPPED] * (len(request.blocks.keys) // 16)))
         slots = {keys[at]: near.place(bytes(spec.block_bytes)) for at, one in enumerate(answer) if one is STORED}
         near._prepared[request.operation_id] = slots
         return node_pb2.PrepareResponse(
@@ -96,10 +98,30 @@ def test_nothing_is_stored_behind_a_gap(
     )
     assert result.outcomes.tolist()[:4] == expected
     assert set(result.outcomes.tolist()[4:]) <= {SKIPPED}
-    assert len(prepared(near)) == 1  # no second chunk behind a gap
+    gap = expected.index(SKIPPED) if SKIPPED in expected else 4
+    asked = [keys.index(asked_keys[0]) for asked_keys in prepared(near)]
+    assert asked == ([0, gap] if 0 < gap < 4 else [0])  # the rest is asked for once more, from the gap on
     assert completed(near) == ([] if written is None else [[keys[at] for at in written]])
     if answer.count(STORED) > len(written or []):
         near.wait_called("Abort")  # what was granted behind the gap is given back
+
+
+def test_a_node_with_little_room_is_asked_again_for_the_rest(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 5)
+
+    def script(request: node_pb2.PrepareRequest) -> node_pb2.PrepareResponse:
+        asked = [request.blocks.keys[at : at + 16] for at in range(0, len(request.blocks.keys), 16)]
+        slots = {key: near.place(bytes(spec.block_bytes)) for key in asked[:2]}
+        near._prepared[request.operation_id] = slots
+        outcomes = [STORED] * len(slots) + [SKIPPED] * (len(asked) - len(slots))
+        return node_pb2.PrepareResponse(
+            outcomes=bytes(outcomes), offsets=b"".join(at.to_bytes(8, "little") for at in slots.values())
+        )
+
+    near.prepare_script = script
+    result = make_client(near).store(keys, payloads(keys, spec.shape))
+    assert result.outcomes.tolist() == [STORED] * 5
+    assert completed(near) == [keys[:2], keys[2:4], keys[4:]]
 
 
 def test_a_block_that_the_node_finds_corrupt_ends_the_chain(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:

@@ -161,3 +161,11 @@ def test_stores_under_way_are_bounded_and_finished_ones_make_room(node: Node) ->
         node.prepare(session, 10_000, 1, operation=10_000)
     node.complete(session, 0, 1, operation=0)
     node.prepare(session, 10_000, 1, operation=10_000)
+
+
+def test_a_store_given_up_before_it_was_granted_gets_nothing(node: Node) -> None:
+    session = node.open()
+    node.sessions.abort(session, op(1))
+    with pytest.raises(LeaseLost):
+        node.prepare(session, 0, 4)
+    assert node.used == 0

@@ -106,11 +106,11 @@ class Harness:
         self.arena.close()
 
 
-def make_harness(path: Path, policy: str = "lru") -> Harness:
+def make_harness(path: Path, policy: str = "lru", slab_bytes: int = SLAB_BYTES) -> Harness:
     counters, clock = Counters(), ManualClock()
     log = ReplicaLog([DRAM, NVME], counters, clock)
     arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
-    slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=SLAB_BYTES, io_threads=1)
+    slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=slab_bytes, io_threads=1)
     assert list(slab.recover()) == []
     table = BlockTable(arena, make_policy(policy), [Home(slab, make_policy(policy))], log, counters, clock, writes_behind=True)
     domains = Domains()
@@ -214,6 +214,25 @@ def test_events_are_logged_in_order_and_join_to_runs(node: Harness) -> None:
     assert len(removed) == 5
     assert removed.index(key_of(2, 4)) < removed.index(key_of(2, 0)), "leaves leave first"
     assert sum(len(run.keys) for run in node.log.take(NVME, 1000)[0]) == 5
+
+
+def test_a_block_that_lost_its_nvme_replica_is_written_again_before_it_leaves_dram(tmp_path: Path) -> None:
+    node = make_harness(tmp_path / "slab", slab_bytes=8 * SLAB_BYTES)
+    node.store(1, 0, 8)
+    while node.write_behind():
+        pass
+    home = node.table.homes[0]
+    victims = node.table.nvme_victims(home)
+    home.volume.commit([], [block.key for block in victims])
+    node.table.evicted_nvme(home, victims)
+    assert node.table.evict_dram() == 0, "nowhere else: must not be dropped"
+    for chain in range(2, 40):
+        node.store(chain, 0, 8)
+        while node.write_behind():
+            pass
+    assert node.counters.snapshot()["cascaded_blocks_total"] >= 8
+    assert all(node.table.are_durable([key_of(2, depth) for depth in range(8)]))
+    node.close()
 
 
 class TableMachine(RuleBasedStateMachine):
