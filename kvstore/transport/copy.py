@@ -29,6 +29,8 @@ _GATHER_BELOW_BYTES = 8_192
 """Pieces shorter than this are gathered straight into rows that follow each other ..."""
 _SCATTER_BELOW_BYTES = 2_048
 """... and, by way of a second copy, into rows that do not."""
+_SHARED_FROM_BYTES = 32 << 10
+"""Shorter blocks are copied by one thread: two would spend their time passing the interpreter lock between calls."""
 _GATHER_FROM = 16
 _HASH_STRETCH_BYTES = 512 << 10
 """Copied and then hashed at once, while it is in the cache."""
@@ -122,7 +124,7 @@ class _Copy:
             raise InvalidArgument("one checksum a Layer Block", shape=checksums.shape, blocks=len(self._starts))
         if not total:
             return
-        threads = max(1, min(threads, total // THREAD_BYTES))
+        threads = max(1, min(threads, total // THREAD_BYTES if block_bytes >= _SHARED_FROM_BYTES else 1))
         if checksums is not None:
             at_once = max(1, _HASH_STRETCH_BYTES // block_bytes)
             stretches = iter([slice(at, at + at_once) for at in range(0, len(self._starts), at_once)])
