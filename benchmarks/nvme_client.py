@@ -23,7 +23,7 @@ from peers.fio import Fio
 from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, room_for, spec, stored
 
 LAYERS = 32
-IO_THREADS = 4
+IO_THREADS = 8
 
 
 def measure(options: Options, folder: Path, block_bytes: int, total: int) -> None:
@@ -48,8 +48,8 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
         current: list[Chain] = []
 
         def store_durable() -> float:
+            control.evict(Tier.DRAM)  # in this order: what left NVMe first would be kept in DRAM, to be written again
             control.evict(Tier.NVME)
-            control.evict(Tier.DRAM)
             chain = chains.next()
             current[:] = [chain]
 

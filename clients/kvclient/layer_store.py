@@ -22,7 +22,6 @@ from kvclient.results import StoreResult
 from kvclient.session import Session, means_lost
 from kvclient.store import FindStoreNode, Grant, Store, count_store
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
-from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockShape, StoreOutcome
 from kvstore.rpc.codec import pack_u64
@@ -116,8 +115,7 @@ class StoreHandle:
             if self._grant is not None and self._session is not None and len(self._grant.positions):
                 rows = pick_blocks(rows, self._grant.positions)
                 at = np.uint64(layer * self._layer_shape.layer_block_bytes)
-                self._session.arena.copy_in(rows, self._grant.offsets + at)
-                self._checksums[:, layer] = block_checksums(rows, range(rows.count))[:, 0]
+                self._checksums[:, layer] = self._session.arena.copy_in(rows, self._grant.offsets + at)[:, 0]
             elif self._staging is not None:
                 _gather(rows, self._staging[:, layer])
 

@@ -277,7 +277,9 @@ class LocalNode:
             raise Internal(
                 "the node opened a session that makes no sense", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms
             )
-        arena = ClientArena.open(opened.arena_socket, SessionId(opened.session_id), opened.arena_bytes, timeout_s)
+        arena = ClientArena.open(
+            opened.arena_socket, SessionId(opened.session_id), opened.arena_bytes, timeout_s, map_ahead=opened.prefaulted
+        )
         _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
         return Session(stub, opened, arena, self._incidents)
 

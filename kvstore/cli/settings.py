@@ -80,6 +80,7 @@ def node_config(config: Config) -> NodeConfig:
         metadata=section.metadata,
         dram_bytes=section.dram,
         huge_pages=section.huge_pages,
+        prefault=section.prefault,
         nvme=tuple(NvmeConfig(volume.path, volume.capacity, direct=volume.direct) for volume in section.nvme),
         write_behind_to=section.write_behind_to,
         policy=section.policy,

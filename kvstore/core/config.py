@@ -77,18 +77,19 @@ class NodeSection(Section):
     metadata: str | None = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
     dram: Size = Field(default=1 << 30, gt=0, description="DRAM arena")
     huge_pages: bool = Field(default=False, description="back the arena with huge pages where there are any")
+    prefault: bool = Field(default=True, description="take the arena's memory at start, in the background")
     nvme: Annotated[tuple[_Volume, ...], BeforeValidator(parse_list)] = Field(
         default=(), description="NVMe volumes: PATH:SIZE, several with commas"
     )
     write_behind_to: str | None = Field(
         default=None, description="node id of a storage node that completed blocks are written to"
     )
-    policy: str = Field(default="s3-fifo", description="eviction: s3-fifo or lru")
+    policy: str = Field(default="gap", description="eviction: gap (expected time of next use), s3-fifo or lru")
     lease: DurationMs = Field(default=10_000, description="how long loaded blocks stay put")
     prepare_ttl: DurationMs = Field(default=30_000, description="how long a store may take")
     load_window: Size = Field(default=32 << 20, gt=0, description="read ahead at once for each load")
     load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")
-    io_threads: int = Field(default=4, ge=1, le=256, description="threads of each NVMe volume")
+    io_threads: int = Field(default=8, ge=1, le=256, description="I/O requests in flight on each NVMe volume")
     peer_streams: int = Field(default=4, ge=1, le=64, description="connections of a fetch from a peer")
     anti_entropy_interval: DurationMs = Field(default=30_000, description="how often it compares notes with the index")
     tls: TlsSection = TlsSection()

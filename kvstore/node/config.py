@@ -37,10 +37,12 @@ class NodeConfig:
     """Address of the metadata server; None: the node serves those who know it, and publishes nothing."""
     dram_bytes: int = 1 << 30
     huge_pages: bool = False
+    prefault: bool = True
+    """Take the arena's memory at start, in the background, rather than page by page at the first use."""
     nvme: tuple[NvmeConfig, ...] = ()
     write_behind_to: str | None = None
     """Node id of a storage node that completed blocks are written to; None: own NVMe volumes, if any."""
-    policy: str = "s3-fifo"
+    policy: str = "gap"
     lease_ms: int = 10_000
     """How long blocks answered by Load stay put for the engine to copy."""
     prepare_ttl_ms: int = 30_000
@@ -48,8 +50,8 @@ class NodeConfig:
     load_window_bytes: int = 32 << 20
     """Blocks read ahead at once, for each load, from NVMe or a peer."""
     load_threads: int = 8
-    io_threads: int = 4
-    """Threads of each NVMe volume."""
+    io_threads: int = 8
+    """I/O requests in flight on each NVMe volume."""
     peer_streams: int = 4
     """Connections of a peer fetch."""
     anti_entropy_interval_ms: int = 30_000

@@ -79,7 +79,11 @@ class NodeDaemon:
     def _open_volumes(self) -> None:
         config = self.config
         self._arena = DramArena(
-            volume_id=VolumeId(f"{config.node_id}/dram"), capacity_bytes=config.dram_bytes, huge_pages=config.huge_pages
+            volume_id=VolumeId(f"{config.node_id}/dram"),
+            capacity_bytes=config.dram_bytes,
+            huge_pages=config.huge_pages,
+            prefault_threads=int(config.prefault),
+            counters=self.counters,
         )
         self._slabs: list[NvmeSlab] = []
         for number, nvme in enumerate(config.nvme):
@@ -90,6 +94,7 @@ class NodeDaemon:
                     capacity_bytes=nvme.capacity_bytes,
                     io_threads=config.io_threads,
                     direct=nvme.direct,
+                    counters=self.counters,
                 )
             )
 
@@ -156,8 +161,16 @@ class NodeDaemon:
             response: node_pb2.IssueTicketResponse = call(stub.IssueTicket, request, RPC_TIMEOUT_S)
             return response.ticket
 
-        tls = ssl_context(self.config.tls, server_side=False) if self.config.tls is not None else None
-        return TcpPeer(address.data_address, ticket=ticket, streams=self.config.peer_streams, tls=tls, counters=self.counters)
+        config = self.config.tls
+        tls, name = (None, None) if config is None else (ssl_context(config, server_side=False), config.server_name)
+        return TcpPeer(
+            address.data_address,
+            ticket=ticket,
+            streams=self.config.peer_streams,
+            tls=tls,
+            server_name=name,
+            counters=self.counters,
+        )
 
     def _find_storage_node(self) -> PeerAddress:
         wanted = self.config.write_behind_to
@@ -209,6 +222,7 @@ class NodeDaemon:
             arena_socket=str(self._arena_socket),
             arena_bytes=self._arena.mapped_bytes,
             lease_ms=config.lease_ms,
+            prefaulted=config.prefault,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,
         )
@@ -268,11 +282,11 @@ class NodeDaemon:
     def _stop_parts(self) -> None:
         if self._publisher is not None:
             self._publisher.stop(2.0)
+        self._write_behind.stop(STOP_FLUSH_S)
         self.table.close()
         self._door.stop()
         self._data.stop()
         self._servicer.close()
-        self._write_behind.stop(STOP_FLUSH_S)
         self._loader.close()
         self._peers.close()
         self._janitor.join(2.0)

@@ -53,6 +53,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         arena_socket: str,
         arena_bytes: int,
         lease_ms: int,
+        prefaulted: bool,
         io_engines: Callable[[], Sequence[str]],
         threads: int,
     ) -> None:
@@ -68,6 +69,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._arena_socket = arena_socket
         self._arena_bytes = arena_bytes
         self._lease_ms = lease_ms
+        self._prefaulted = prefaulted
         self._io_engines = io_engines
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
 
@@ -112,6 +114,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             arena_bytes=self._arena_bytes,
             lease_ms=self._lease_ms,
             node=self._info,
+            prefaulted=self._prefaulted,
         )
 
     # ---------------------------------------------------------------- store

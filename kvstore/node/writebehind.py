@@ -1,4 +1,4 @@
-"""Write-behind: takes completed blocks from DRAM to where they are durable, in batches, one thread.
+"""Write-behind: takes completed blocks from DRAM to where they are durable, in batches, in the order of their completion.
 
 Order is what makes it safe. Per batch: verify the bytes in DRAM against the producer's checksums, write header and data, commit
 (sync data, then the catalog's transaction), and only then does the table call the blocks durable. Where room is needed, victims
@@ -12,6 +12,7 @@ go on.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -34,7 +35,7 @@ from kvstore.transport.contract import WriteRequest
 log = logging.getLogger(__name__)
 
 BATCH_BLOCKS = 1024
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 32 << 20
 REST_S = 2.0
 IDLE_WAIT_S = 0.5
 REMOTE_DEADLINE_S = 30.0
@@ -186,36 +187,45 @@ class FindNode(Protocol):
 
 
 class WriteBehind:
-    """The thread that carries blocks to the target."""
+    """The two threads that carry blocks to the target: one checks their bytes while the other writes those before."""
 
     def __init__(self, table: BlockTable, target: Target, counters: Counters) -> None:
         self._table = table
         self._target = target
         self._counters = counters
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvstore-write-behind", daemon=True)
+        self._checked: queue.Queue[list[Block] | None] = queue.Queue(maxsize=1)
+        self._threads = [
+            threading.Thread(target=self._check_for_ever, name="kvstore-write-behind-check", daemon=True),
+            threading.Thread(target=self._persist_for_ever, name="kvstore-write-behind", daemon=True),
+        ]
 
     def start(self) -> None:
         """Begins."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Finishes the batch under way and ends; what still waits stays in DRAM."""
+        """Finishes the batches under way and ends; what still waits stays in DRAM."""
         self._stopping.set()
-        self._thread.join(timeout_s)
+        for thread in self._threads:
+            thread.join(timeout_s)
 
-    def _run(self) -> None:
+    def _check_for_ever(self) -> None:
         while not self._stopping.is_set():
             blocks = self._table.take_pending(BATCH_BLOCKS, BATCH_BYTES, IDLE_WAIT_S)
-            sound = [block for block in blocks if self._sound(block)]
-            if not sound:
-                continue
+            if sound := [block for block in blocks if self._sound(block)]:
+                self._checked.put(sound)
+        self._checked.put(None)
+
+    def _persist_for_ever(self) -> None:
+        while (blocks := self._checked.get()) is not None:
             try:
-                self._target.persist(sound)
+                self._target.persist(blocks)
             except Exception:  # process edge: a bug here must not end write-behind for good, nor leave blocks pending
                 self._counters.add("write_behind_bugs_total")
-                log.exception("write-behind of %d blocks failed", len(sound))
-                for block in sound:
+                log.exception("write-behind of %d blocks failed", len(blocks))
+                for block in blocks:
                     if block.pending:
                         self._table.not_persisted(block)
 

@@ -38,7 +38,7 @@ class NodeSpec:
     nvme_bytes: int = 0
     """0: no NVMe volume."""
     write_behind_to: str | None = None
-    policy: str = "s3-fifo"
+    policy: str = "gap"
     settings: tuple[tuple[str, str], ...] = ()
     """Further ``--set node.<name>=<value>``."""
 
