@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.core.digests import key_range
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BootId, VolumeId
-from kvstore.node.replicas import ReplicaLog, key_range, runs_of
-from kvstore.node.table import Block, BlockTable
+from kvstore.node.block import Block
+from kvstore.node.replicas import ReplicaLog, runs_of
+from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call
 from kvstore.rpc.codec import run_to_proto

@@ -16,6 +16,7 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, no
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
+from kvstore.node.block import Home
 from kvstore.node.config import NodeConfig
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.loader import Loader
@@ -25,7 +26,7 @@ from kvstore.node.publisher import Publisher
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.service import NodeServicer
 from kvstore.node.sessions import Sessions
-from kvstore.node.table import BlockTable, Home
+from kvstore.node.table import BlockTable
 from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.rpc.address import is_unix, stays_on_host

@@ -20,9 +20,10 @@ from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
+from kvstore.node.block import Block, Claim, Home
 from kvstore.node.domain import Domain
 from kvstore.node.peers import PeerAddress, Peers
-from kvstore.node.table import Block, BlockTable, Claim, Home
+from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import ReadRequest

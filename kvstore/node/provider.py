@@ -8,9 +8,10 @@ import numpy as np
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome
+from kvstore.node.block import Block, Prepared
 from kvstore.node.domain import Domains
 from kvstore.node.loader import Loader, Part
-from kvstore.node.table import Block, BlockTable, Prepared
+from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
 WRITE_ROOM_WAIT_S = 2.0

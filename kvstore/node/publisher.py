@@ -24,8 +24,9 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.antientropy import AntiEntropy, held_by
+from kvstore.node.block import Block
 from kvstore.node.replicas import ReplicaLog, runs_of
-from kvstore.node.table import Block, BlockTable
+from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import run_to_proto

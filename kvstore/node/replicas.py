@@ -15,6 +15,7 @@ from typing import Protocol
 import xxhash
 
 from kvstore.core.clock import Clock
+from kvstore.core.digests import key_range
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, VolumeId
 from kvstore.observe.counters import Counters
@@ -33,11 +34,6 @@ class Described(Protocol):
     @property
     def namespace(self) -> NamespaceId:
         """Whose it is."""
-
-
-def key_range(key: BlockKey) -> int:
-    """Which of the 4,096 ranges of key space a key lies in: its first 12 bits."""
-    return key[0] << 4 | key[1] >> 4
 
 
 def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:

@@ -18,8 +18,9 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, LeaseLost
 from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
+from kvstore.node.block import Block, Prepared
 from kvstore.node.domain import Domain
-from kvstore.node.table import Block, BlockTable, Prepared
+from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
 MAX_STORES_PER_SESSION = 256

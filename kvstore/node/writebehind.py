@@ -24,10 +24,11 @@ from kvstore.core.checksum import verify
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import StoreOutcome
+from kvstore.node.block import Block, Home
 from kvstore.node.domain import Domain
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.replicas import runs_of
-from kvstore.node.table import Block, BlockTable, Home
+from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import WriteRequest

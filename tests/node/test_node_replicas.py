@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.clock import ManualClock
+from kvstore.core.digests import key_range
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
-from kvstore.node.replicas import ReplicaLog, key_range, runs_of
+from kvstore.node.replicas import ReplicaLog, runs_of
 from kvstore.observe.counters import Counters
 
 VOLUME = VolumeId("n/dram")

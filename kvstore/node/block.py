@@ -1,0 +1,85 @@
+"""A block as its node knows it, and the records that pass between the table and those who act for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
+from kvstore.node.domain import Domain
+from kvstore.tiers.contract import BlockRecord, DurableVolume, EvictionPolicy, Slot
+
+
+class Block:
+    """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0."""
+
+    __slots__ = (
+        *("checksums", "depth", "domain", "dram", "elsewhere", "expendable", "key"),
+        *("leaving", "nvme", "nvme_home", "parent", "pending", "pins"),
+    )
+
+    def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
+        self.domain = domain
+        self.key = key
+        self.parent = parent
+        self.depth = depth
+        self.checksums = checksums
+        self.dram: Slot | None = None
+        self.nvme: Slot | None = None
+        self.nvme_home: Home | None = None
+        self.pins = 0
+        self.expendable = False
+        """May leave DRAM as it is: it lies elsewhere, could not be written, or is only a copy of a peer's block."""
+        self.elsewhere = False
+        """Durable on the storage node."""
+        self.pending = False
+        """Waits for write-behind, or is being written."""
+        self.leaving = False
+        """Its NVMe replica is about to leave: nobody may begin to read it."""
+
+    @property
+    def namespace(self) -> NamespaceId:
+        """Whose it is."""
+        return self.domain.namespace
+
+    def record(self) -> BlockRecord:
+        """What a slot header says of it."""
+        return BlockRecord(self.domain.namespace, self.key, self.parent, self.depth, self.domain.shape, self.checksums)
+
+
+@dataclass(slots=True)
+class Home:
+    """A durable volume with its eviction policy."""
+
+    volume: DurableVolume
+    policy: EvictionPolicy
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Slots granted to one store, until it is completed or abandoned."""
+
+    domain: Domain
+    run: BlockRun
+    outcomes: list[StoreOutcome]
+    slots: dict[BlockKey, Slot] = field(default_factory=dict)
+    """Granted and not yet completed, in order of the run."""
+    depths: dict[BlockKey, int] = field(default_factory=dict)
+    parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
+    guarded: Block | None = None
+    """The parent of the run, where it lies in DRAM only: pinned, so that making room for the children does not push it out."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """What a load may do about each key (positions among those asked for)."""
+
+    resident: dict[int, Block] = field(default_factory=dict)
+    """In DRAM already; pinned."""
+    durable: dict[int, Block] = field(default_factory=dict)
+    """On NVMe; pinned and claimed: to be read by the caller."""
+    absent: list[int] = field(default_factory=list)
+    """Not here."""
+    claimed_absent: list[int] = field(default_factory=list)
+    """Those of ``absent`` that the caller may fetch from elsewhere."""
+    busy: list[int] = field(default_factory=list)
+    """Another load or store brings it in now."""
