@@ -305,4 +305,8 @@ class NodeDaemon:
 
     def _sweep_for_ever(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):
-            self.sessions.expire()
+            try:
+                self.sessions.expire()
+            except Exception:  # process edge: without the janitor nothing would be given back any more
+                self.counters.add("janitor_bugs_total")
+                log.exception("the janitor failed, trying again")

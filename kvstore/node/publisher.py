@@ -114,6 +114,9 @@ class Publisher:
                     self._boot_id = BootId(secrets.token_bytes(16))
                     self._node.boot_id = self._boot_id
                     self._epoch = b""
+            except Exception:  # process edge: a bug must not end publishing for good
+                self._counters.add("publish_bugs_total")
+                log.exception("publishing failed, trying again")
             self._stopping.wait(pause_s)
             pause_s = min(RETRY_MOST_S, pause_s * 2)
 
@@ -244,6 +247,9 @@ class Publisher:
             except KVStoreError as error:
                 self._counters.add("heartbeats_failed_total")
                 log.debug("heartbeat failed: %s", error)
+            except Exception:  # process edge: a node whose heart stops is hidden from lookups
+                self._counters.add("heartbeat_bugs_total")
+                log.exception("heartbeat failed, trying again")
 
     # ---------------------------------------------------------------- anti-entropy
     def _compare_for_ever(self) -> None:
@@ -255,6 +261,9 @@ class Publisher:
             except KVStoreError as error:
                 self._counters.add("anti_entropy_failed_total")
                 log.warning("anti-entropy interrupted: %s", error)
+            except Exception:  # process edge, as above
+                self._counters.add("anti_entropy_bugs_total")
+                log.exception("anti-entropy failed, trying again")
 
     def _beat(self) -> None:
         usages = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
@@ -185,7 +186,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 taken = None
                 yield progress
         finally:
-            self._pool.submit(stop)  # after `following`, should that still run: it is bounded by the deadline
+            with suppress(RuntimeError):  # the pool is closed: so is the table
+                self._pool.submit(stop)  # after `following`, should that still run: it is bounded by the deadline
 
     def _sources(self, sources: Sequence[node_pb2.LoadSource]) -> list[Source]:
         if len(sources) > MAX_SOURCES:
