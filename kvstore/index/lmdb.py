@@ -188,7 +188,8 @@ class LmdbIndex(PrefixIndex):
             ordinal = self._ordinal(txn, namespace)
             if ordinal is None:
                 return NO_HIT
-            get, blocks, opened = txn.get, self._blocks, self._lives_now(txn).by_number.keys()
+            get, blocks = txn.get, self._blocks
+            lives = {life for life in self._lives_now(txn).by_number if life in visible}
 
             def probe(position: int) -> Replicas:
                 value = get(keys[position * KEY_BYTES : (position + 1) * KEY_BYTES], None, blocks)
@@ -197,8 +198,7 @@ class LmdbIndex(PrefixIndex):
                 record = decode(value)
                 if record[0] != ordinal or record[1] != position:
                     return {}
-                replicas = replicas_of(record, visible)
-                return replicas if opened >= replicas.keys() else {life: replicas[life] for life in replicas if life in opened}
+                return replicas_of(record, lives)
 
             return longest_prefix(len(keys) // KEY_BYTES, probe)
 
