@@ -24,7 +24,7 @@ from kvclient.incidents import Incidents
 from kvclient.layer_store import StoreHandle
 from kvclient.layers import LayerGate, LoadHandle
 from kvclient.load import Load
-from kvclient.operation import Operation
+from kvclient.operation import Operation, check_seconds
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.remote import PeerPool
 from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
@@ -347,7 +347,10 @@ class KVClient:
         return handle
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Waits until everything stored through the local node so far is durable, or given up. False: not in time, or no node."""
+        """Waits until everything that was stored on the local node so far is durable.
+
+        False: not in time, some of it was given up (a full or failing disk), the node keeps nothing durable, or there is no node.
+        """
         self._check_usable()
         session = self._core.local.session() if self._core.local is not None else None
         if session is None:
@@ -412,10 +415,8 @@ class KVClient:
         return self._caller
 
     def _operation(self, deadline_s: float | None, default_s: float) -> Operation:
-        deadline_s = default_s if deadline_s is None else deadline_s
-        if not deadline_s > 0:
-            raise InvalidArgument("a deadline is in seconds from now, above 0", deadline_s=deadline_s)
-        return Operation(self._core.clock, deadline_s)
+        seconds = default_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
+        return Operation(self._core.clock, seconds)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

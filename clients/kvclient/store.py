@@ -165,7 +165,9 @@ class Store:
         """Does it. Errors of ours end in outcomes and ``error``."""
         result = self._result
         try:
-            if self._keys:
+            if not self._keys:
+                result.durable = self._durable
+            else:
                 self._through_local() if self._core.local is not None else self._through_peer()
         except KVStoreError as error:
             self._note(error)
@@ -259,7 +261,8 @@ class Store:
 
     def _flush(self, session: Session) -> None:
         timeout_s = self._operation.left_s()
-        request = node_pb2.FlushRequest(timeout_ms=int(timeout_s * 1000 * _WAIT_SHARE))
+        wait_ms = int(timeout_s * 1000 * _WAIT_SHARE)
+        request = node_pb2.FlushRequest(timeout_ms=wait_ms, session_id=session.session_id, keys=self._packed)
         answer = call_within(self._operation, session.stub.Flush, request, timeout_s)
         self._result.durable = answer.complete
 

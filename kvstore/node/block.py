@@ -14,7 +14,7 @@ class Block:
 
     __slots__ = (
         *("checksums", "depth", "domain", "dram", "elsewhere", "expendable", "key"),
-        *("leaving", "nvme", "nvme_home", "parent", "pending", "pins"),
+        *("leaving", "nvme", "nvme_home", "ours", "parent", "pending", "pins"),
     )
 
     def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
@@ -31,6 +31,8 @@ class Block:
         """May leave DRAM as it is: it lies elsewhere, could not be written, or is only a copy of a peer's block."""
         self.elsewhere = False
         """Durable on the storage node."""
+        self.ours = True
+        """Stored here by an engine or a peer; False: only a copy of a peer's block, whose durability is the peer's affair."""
         self.pending = False
         """Waits for write-behind, or is being written."""
         self.leaving = False
@@ -40,6 +42,11 @@ class Block:
     def namespace(self) -> NamespaceId:
         """Whose it is."""
         return self.domain.namespace
+
+    @property
+    def durable(self) -> bool:
+        """Outlives this process."""
+        return self.nvme is not None or self.elsewhere
 
     def record(self) -> BlockRecord:
         """What a slot header says of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.core.node_id import check_node_id
 from kvstore.core.tls import TlsConfig
 
 
@@ -21,7 +22,11 @@ class NvmeConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """One node daemon."""
+    """One node daemon.
+
+    Raises:
+        InvalidArgument: ``node_id`` cannot name a node.
+    """
 
     node_id: str
     roles: tuple[str, ...] = ("prefill",)
@@ -60,3 +65,6 @@ class NodeConfig:
     """Listen on other than loopback without TLS."""
     ready_file: Path | None = None
     """Written, atomically, with the bound addresses as JSON once the node serves."""
+
+    def __post_init__(self) -> None:
+        check_node_id(self.node_id)

@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome
 from kvstore.node.block import Block, Prepared
-from kvstore.node.domain import Domains
+from kvstore.node.domain import Domain, Domains
 from kvstore.node.loader import Loader, Part
 from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
@@ -53,7 +53,21 @@ class NodeProvider(BlockProvider):
         domain = self._domains.of_shape(request.run.namespace, request.shape)
         now_s = self._clock.now_s()
         prepared = self._table.prepare(domain, request.run, min(request.deadline_s, now_s + WRITE_ROOM_WAIT_S))
+        if request.durable:
+            self._hold_to_durability(domain, prepared, request)
         return _Grant(self._table, prepared, request)
+
+    def _hold_to_durability(self, domain: Domain, prepared: Prepared, request: WriteRequest) -> None:
+        """A block that is held, but not durable, does not count as existing for a durable write."""
+        held = [at for at, outcome in enumerate(prepared.outcomes) if outcome is StoreOutcome.EXISTS]
+        keys = [request.run.keys[at] for at in held]
+        if all(self._table.are_durable(keys)):
+            return
+        self._table.write_again(domain, keys)
+        self._table.wait_written(request.deadline_s)
+        for at, durable in zip(held, self._table.are_durable(keys), strict=True):
+            if not durable:
+                prepared.outcomes[at] = StoreOutcome.SKIPPED
 
 
 class _Grant(WriteGrant):

@@ -224,12 +224,22 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     # ---------------------------------------------------------------- care
     async def Flush(self, request: node_pb2.FlushRequest, context: Context) -> node_pb2.FlushResponse:  # noqa: N802
         deadline_s = min(self._deadline_s(context), self._clock.now_s() + request.timeout_ms / 1000)
-        complete = await self._apart(lambda: self._table.wait_written(deadline_s))
+        keys = keys_from_packed(request.keys)
+        session = self._session(request.session_id) if keys else None
+
+        def flush() -> tuple[bool, int]:
+            if session is None:
+                return self._table.wait_written(deadline_s), self._table.not_durable()
+            self._table.write_again(session.domain, keys)
+            return self._table.wait_written(deadline_s), self._table.are_durable(keys).count(False)
+
+        in_time, missing = await self._apart(flush)
         counters = self._counters.snapshot()
         return node_pb2.FlushResponse(
             durable_blocks=counters.get("write_behind_blocks_total", 0),
             dropped_blocks=counters.get("write_behind_dropped_blocks_total", 0),
-            complete=complete,
+            complete=in_time and not missing,
+            not_durable_blocks=missing,
         )
 
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002

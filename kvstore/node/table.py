@@ -115,10 +115,11 @@ class BlockTable:
                 return prepared
             self._touch(known)
             guarded = self._blocks.get(run.keys[wanted[0] - 1]) if wanted[0] else self._blocks.get(run.parent or BlockKey(b""))
-            if guarded is not None and guarded.expendable and guarded.nvme is None and not guarded.elsewhere:
+            if guarded is not None and guarded.expendable and not guarded.durable:
                 guarded.pins += 1
                 prepared.guarded = guarded
             self._grant(prepared, wanted, deadline_s)
+            self._settle(prepared)  # nothing granted: nobody will complete or abandon it
         return prepared
 
     def _grant(self, prepared: Prepared, wanted: list[int], deadline_s: float) -> None:
@@ -133,8 +134,8 @@ class BlockTable:
                 piece = max(1, count // 2)
                 continue
             if slots is None:
-                # never waits for more while holding some: two large stores would wait for each other
-                if granted or not self._wait(self._changed, deadline_s):
+                # never waits for more while holding some (two large stores would wait for each other), nor for nothing
+                if granted or not self._may_come(prepared) or not self._wait(self._changed, deadline_s):
                     break
                 piece = PIECE_BLOCKS
                 continue
@@ -150,6 +151,14 @@ class BlockTable:
             prepared.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
             self._counters.add("store_skipped_no_room_blocks_total", len(wanted) - granted)
+
+    def _may_come(self, waiting: Prepared) -> bool:
+        """Whether room may come without anybody's doing: something is being written, read, stored or held by others."""
+        if self._pending or self._in_write or self._loading:
+            return True
+        if any(other is not waiting for other in self._preparing.values()):
+            return True
+        return any(block.pins > (block is waiting.guarded) or block.leaving for block in self._blocks.values())
 
     def complete(self, prepared: Prepared, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Makes written blocks visible, in the order given."""
@@ -288,7 +297,7 @@ class BlockTable:
         with self._lock:
             self._blocks[block.key] = block
             block.pins += 1
-            block.expendable = True
+            block.expendable, block.ours = True, False
             self._set_dram(block, slot)
             self._loading.discard(block.key)
             self._changed.notify_all()
@@ -392,10 +401,30 @@ class BlockTable:
             return True
 
     def are_durable(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which blocks have an NVMe replica here."""
+        """Which blocks are held here and outlive this process."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
-            return [block is not None and block.nvme is not None for block in found]
+            return [block is not None and block.durable for block in found]
+
+    def not_durable(self) -> int:
+        """How many blocks that were stored here would not outlive this process."""
+        return sum(block.ours and not block.durable for block in self.snapshot())
+
+    def write_again(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
+        """Sends those of the keys to write-behind that lie in DRAM only: given up before, or not meant to be kept."""
+        if not self._writes_behind:
+            return
+        with self._lock:
+            for key in keys:
+                block = self._blocks.get(key)
+                if (
+                    block is not None
+                    and block.domain is domain
+                    and block.dram is not None
+                    and not block.durable
+                    and not block.pending
+                ):
+                    self._enqueue(block)
 
     # ---------------------------------------------------------------- eviction on demand
     def evict_dram(self) -> int:

@@ -193,7 +193,7 @@ def test_a_peer_killed_in_the_middle_of_a_load_costs_a_bounded_wait(make_store: 
 
 
 def test_a_client_stopped_for_longer_than_its_lease_does_not_trust_its_copy(make_store: MakeStore) -> None:
-    store = make_store(NodeSpec("a", settings=(("lease", "100ms"),)))
+    store = make_store(NodeSpec("a", settings=(("lease", "250ms"),)))
     engine: Engine = store.engine("a")
     engine.store("c", 16, wait_visible=True)
     for _ in range(20):
@@ -250,3 +250,35 @@ def test_absurd_rpcs_get_clear_errors(make_store: MakeStore) -> None:
                 metadata.Lookup(request, timeout=5)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert set(engine.store("still", 3).outcomes) == {StoreOutcome.STORED}
+
+
+def test_nothing_is_called_durable_that_is_not(make_store: MakeStore) -> None:
+    store = make_store(
+        NodeSpec("plain"), NodeSpec("s", roles=("storage",), nvme_bytes=64 * MIB), NodeSpec("far", write_behind_to="s")
+    )
+    plain, far = store.engine("plain"), store.engine("far")
+    assert not plain.store("c", 10, durable=True).durable, "there is no disk"
+    assert not plain.client.flush()
+    assert far.store("c", 10, durable=True).durable
+    assert far.client.flush()
+    store.cluster.kill("s")
+    alone = far.store("d", 10, durable=True)
+    assert set(alone.outcomes) == {StoreOutcome.STORED}
+    assert not alone.durable, "the storage node is dead"
+    assert not far.client.flush()
+    store.cluster.start_node("s")
+    until(lambda: far.store("d", 10, durable=True).durable, "what was given up is written when it is asked for again")
+    store.cluster.kill("far")
+    reader = store.engine(None)
+    for chain in ("c", "d"):
+        until(lambda chain=chain: reader.load(chain, 10).hit_blocks == 10, "durable blocks survive their writer's node")  # type: ignore[misc]
+
+
+def test_a_store_that_can_never_fit_does_not_wait(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a", dram_bytes=MIB))
+    engine = store.engine("a")
+    engine.store("c", 80)
+    begun_s = time.monotonic()
+    for _ in range(5):
+        assert StoreOutcome.SKIPPED in set(engine.store("c", 80).outcomes)
+    assert time.monotonic() - begun_s < 5.0

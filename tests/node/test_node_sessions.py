@@ -169,3 +169,16 @@ def test_a_store_given_up_before_it_was_granted_gets_nothing(node: Node) -> None
     with pytest.raises(LeaseLost):
         node.prepare(session, 0, 4)
     assert node.used == 0
+
+
+def test_a_prepare_that_grants_nothing_pins_nothing(node: Node) -> None:
+    session = node.open()
+    outcomes, _ = node.prepare(session, 0, 300)
+    granted = outcomes.index(StoreOutcome.SKIPPED)
+    node.complete(session, 0, granted)
+    parent = node.table.pin_resident(node.domain, [key_of(granted - 1)])[0]
+    assert parent is not None
+    node.table.unpin([parent])
+    more = BlockRun(node.domain.namespace, key_of(granted - 1), granted, (key_of(granted),))
+    assert node.sessions.prepare(session, op(2), more, node.clock.now_s())[0] == bytes([StoreOutcome.SKIPPED])
+    assert parent.pins == 0, "the parent is guarded only while children are being written"

@@ -174,20 +174,26 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FlushRequest(_message.Message):
-    __slots__ = ("timeout_ms",)
+    __slots__ = ("timeout_ms", "session_id", "keys")
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     timeout_ms: int
-    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+    session_id: bytes
+    keys: bytes
+    def __init__(self, timeout_ms: _Optional[int] = ..., session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class FlushResponse(_message.Message):
-    __slots__ = ("durable_blocks", "dropped_blocks", "complete")
+    __slots__ = ("durable_blocks", "dropped_blocks", "complete", "not_durable_blocks")
     DURABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    NOT_DURABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     durable_blocks: int
     dropped_blocks: int
     complete: bool
-    def __init__(self, durable_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
+    not_durable_blocks: int
+    def __init__(self, durable_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., complete: _Optional[bool] = ..., not_durable_blocks: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("operation_id", "tier")

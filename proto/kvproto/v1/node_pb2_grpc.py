@@ -155,7 +155,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Waits until everything completed before the call is durable, or given up (see the counts).
+        """Waits until everything completed before the call was written behind, and says whether it is durable now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
