@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import aiofiles
+import aiofiles.os
+
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
@@ -254,11 +257,11 @@ class NodeDaemon:
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
                 log.warning("the metadata server at %s does not answer yet; serving without it", config.metadata)
         if config.ready_file is not None:
-            self._write_ready(config.ready_file)
+            await self._write_ready(config.ready_file)
         log.info("node %s serves: control %s, data %s", config.node_id, self.info.control_address, self.info.data_address)
         return self.info
 
-    def _write_ready(self, path: Path) -> None:
+    async def _write_ready(self, path: Path) -> None:
         ready = {
             "node_id": self.config.node_id,
             "pid": os.getpid(),
@@ -267,8 +270,9 @@ class NodeDaemon:
             "local_socket": self.info.local_socket,
         }
         partial_file = path.with_suffix(".partial")
-        partial_file.write_text(json.dumps(ready))
-        partial_file.replace(path)
+        async with aiofiles.open(partial_file, "w") as file:
+            await file.write(json.dumps(ready))
+        await aiofiles.os.replace(partial_file, path)
 
     async def stop(self) -> None:
         """Takes no new work, writes behind what waits (bounded), and closes volumes."""
