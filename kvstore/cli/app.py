@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -78,11 +79,14 @@ def root() -> None:
       kvstore replay TRACE          how a recorded workload would do, with real bytes
       kvstore config show           every setting, its value, and where that came from
 
-    Settings come from kvstore.toml, KVSTORE_SECTION__NAME variables, and flags, the later before the former.
+    Settings come from flags, KVSTORE_SECTION__NAME variables and kvstore.toml: flags win over variables, variables over
+    the file.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 0 well, 1 failed, 2 used wrongly."""
+    # its core prints C++ file names and line numbers beside the errors that we report anyway
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     root.main(args=None if arguments is None else list(arguments), prog_name="kvstore")
     raise SystemExit(0)

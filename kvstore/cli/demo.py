@@ -7,8 +7,10 @@ from pathlib import Path
 
 import click
 
+from kvstore.cli import parameters
 from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
+from kvstore.cli.signals import orderly_exit
 from kvstore.core.config import Config
 
 
@@ -17,7 +19,13 @@ from kvstore.core.config import Config
 @click.option("--turns", type=click.IntRange(1, 10_000), default=60, show_default=True, help="Longest session, in turns.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of everything drawn.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where volumes go (default: temporary).")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Writes the result; - is stdout.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=parameters.result_file,
+    help="Writes the result; - is stdout.",
+)
 @with_quiet_config
 def demo(_config: Config, *, sessions: int, turns: int, seed: int, data_dir: Path | None, json_file: Path | None) -> None:
     """Starts a small store, runs an agentic workload on it, and checks every loaded byte.
@@ -42,7 +50,7 @@ def demo(_config: Config, *, sessions: int, turns: int, seed: int, data_dir: Pat
     to_stdout = json_file == Path("-")
     console = Console(stderr=to_stdout)
     console.print("starting a metadata server, a prefill host, a decode host and a storage host …", highlight=False)
-    with progress("demo", len(read_turns(plan)[0])) as report:
+    with orderly_exit(), progress("demo", len(read_turns(plan)[0])) as report:
         result = run_demo(plan, data_dir, report)
     rows = tally_rows(result.tally, result.seconds)
     rows["hits, unlimited store"] = f"{result.possible_hits:,}"

@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from kvstore.core.config import LogSection
@@ -62,3 +64,35 @@ def set_up_logs(section: LogSection) -> None:
     root.handlers[:] = [old for old in root.handlers if not isinstance(old, StderrHandler)]
     root.addHandler(handler)
     root.setLevel(section.level.upper())
+
+
+class _FirstLines(logging.Filter):
+    """Lets so many records pass, and counts the others."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._left = most
+        self.held_back = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
+        if self._left > 0:
+            self._left -= 1
+            return True
+        self.held_back += 1
+        return False
+
+
+@contextmanager
+def first_lines(most: int) -> Iterator[None]:
+    """While it lasts, no more than ``most`` lines are logged; at its end one more says how many were not shown."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, StderrHandler)]
+    limit = _FirstLines(most)
+    for handler in handlers:
+        handler.addFilter(limit)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(limit)
+        if limit.held_back:
+            logging.getLogger(__name__).warning("%d further lines of the log are not shown", limit.held_back)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -21,6 +23,25 @@ def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int |
         return parse_size(value)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
+
+
+def some_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """As ``size``, but not 0."""
+    found = size(ctx, param, value)
+    if found == 0:
+        raise click.BadParameter("takes more than 0 bytes", ctx, param)
+    return found
+
+
+def result_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """A file to be written at the end, ``-`` for standard output: refused at once where it could not be."""
+    if value is None or value == Path("-"):
+        return value
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {value.parent}", ctx, param)
+    if not os.access(value if value.exists() else value.parent, os.W_OK):
+        raise click.BadParameter(f"{value} cannot be written", ctx, param)
+    return value
 
 
 def capacity(ctx: click.Context, param: click.Parameter, value: str | None) -> Capacity | None:

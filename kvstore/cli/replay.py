@@ -12,7 +12,9 @@ import click
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
+from kvstore.cli.signals import orderly_exit
 from kvstore.core.config import Config
+from kvstore.tiers.policy import POLICY_NAMES
 
 if TYPE_CHECKING:
     from kvstore.replay.capacity import Capacity
@@ -28,9 +30,15 @@ if TYPE_CHECKING:
 @click.option(
     "--capacity", callback=parameters.capacity, metavar="dram=SIZE[,nvme=SIZE]", help="Room (default: enough for every block)."
 )
-@click.option("--policy", metavar="NAME", help="Eviction policy (default: node.policy of the configuration).")
+@click.option("--policy", type=click.Choice(POLICY_NAMES), help="Eviction policy (default: node.policy of the configuration).")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Where volumes go (default: temporary).")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Writes the result; - is stdout.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=parameters.result_file,
+    help="Writes the result; - is stdout.",
+)
 @with_quiet_config
 def replay(
     config: Config,
@@ -71,7 +79,8 @@ def replay(
     source = open_trace(trace)
     workload = read_workload(source.info, source, block_bytes, layers, limit)
     room = capacity or room_for(workload.unique_blocks, workload.spec.shape, data_dir or Path(tempfile.gettempdir()))
-    with progress(f"replay {source.info.name}", len(workload.chains)) as report:
+    room.check(workload.spec.shape)
+    with orderly_exit(), progress(f"replay {source.info.name}", len(workload.chains)) as report:
         result = run(workload, room, policy or config.node.policy, data_dir, report)
     to_stdout = json_file == Path("-")
     print_summary(f"replay of {source.info.name}", replay_rows(result), Console(stderr=to_stdout))

@@ -11,6 +11,7 @@ from kvstore.cli.help import Command
 from kvstore.cli.options import setting_option, with_quiet_config
 from kvstore.cli.settings import tls
 from kvstore.core.config import Config
+from kvstore.core.errors import DeadlineExceeded, Unavailable
 
 
 @click.command(cls=Command)
@@ -26,7 +27,13 @@ def status(config: Config, *, as_json: bool) -> None:
 
     Exits with 1 where no metadata server answers.
     """
-    found = fetch_status(config)
+    try:
+        found = fetch_status(config)
+    except (Unavailable, DeadlineExceeded) as error:
+        raise click.ClickException(
+            f"no metadata server answers at {config.client.metadata} ({error.kind}): kvstore up starts a store on this machine, "
+            "--metadata HOST:PORT names another"
+        ) from error
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -94,39 +101,19 @@ def _usage(usages: Any, volume_id: str) -> dict[str, int]:  # noqa: ANN401  # a 
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    """Lines that wrap rather than a table that cuts: addresses are there to be copied, on narrow terminals too."""
     from kvstore.replay.report import show_bytes
 
-    console = Console()
-    index = show_bytes(found["index_bytes"])
-    console.print(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {index}", highlight=False)
+    click.echo(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {show_bytes(found['index_bytes'])}")
     for namespace in found["namespaces"]:
         size = show_bytes(namespace["block_bytes"])
-        console.print(
-            f"namespace {namespace['id']}: {namespace['model']}, {namespace['block_tokens']} tokens a block, {size}",
-            highlight=False,
-            markup=False,
-        )
-    table = Table()
-    for title in ("node", "state", "roles", "address", "volume", "tier", "used", "of", "blocks"):
-        table.add_column(title, justify="right" if title in {"used", "of", "blocks"} else "left")
+        click.echo(f"namespace {namespace['id']}\n  {namespace['model']}: {namespace['block_tokens']} tokens and {size} a block")
     for node in found["nodes"]:
-        state = "alive" if node["alive"] else f"silent {node['heartbeat_age_ms'] / 1000:.1f} s"
-        first = [node["id"], state, ", ".join(node["roles"]), node["control_address"]]
-        for volume in node["volumes"] or [None]:
-            fill = (
-                ["-"] * 5
-                if volume is None
-                else [
-                    volume["id"],
-                    volume["tier"],
-                    show_bytes(volume["used_bytes"]),
-                    show_bytes(volume["capacity_bytes"]),
-                    f"{volume['blocks']:,}",
-                ]
-            )
-            table.add_row(*first, *fill)
-            first = [""] * 4
-    console.print(table)
+        state = "alive" if node["alive"] else f"silent for {node['heartbeat_age_ms'] / 1000:.1f} s"
+        click.echo(f"node {node['id']}: {state}, at {node['control_address']}, {', '.join(node['roles'])}")
+        width = max((len(volume["id"]) for volume in node["volumes"]), default=0)
+        for volume in node["volumes"]:
+            fill = f"{show_bytes(volume['used_bytes']):>10} of {show_bytes(volume['capacity_bytes']):>10}"
+            click.echo(f"  {volume['id']:<{width}}  {volume['tier']:<4}  {fill}  {volume['blocks']:>11,} blocks")
+    if not found["nodes"]:
+        click.echo("no nodes yet; kvstore node starts one")

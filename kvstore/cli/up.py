@@ -25,18 +25,19 @@ Data lies in {data}. Stop with Ctrl-C.
 
 From Python:
 
-  from kvclient import KVClient
-  from kvstore.core.spec import CacheSpec
+  from kvclient import CacheSpec, KVClient
 
   spec = CacheSpec(model="my-model", block_tokens=64, layers=32, layer_block_bytes=4096)
-  client = KVClient.connect("{metadata}", spec=spec, node="{socket}")
+  client = KVClient.connect("{metadata}", spec, node="{socket}")
 
 Look at it:  kvstore status --metadata {metadata}
 """
 
 
 @click.command(cls=Command)
-@click.option("--dram", callback=parameters.size, metavar="SIZE", help="DRAM arena (default: node.dram of the configuration).")
+@click.option(
+    "--dram", callback=parameters.some_size, metavar="SIZE", help="DRAM arena (default: node.dram of the configuration)."
+)
 @click.option("--nvme", callback=parameters.size, default="4GiB", metavar="SIZE", help="Volume on disk (default: 4GiB; 0: none).")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Default: ~/.local/share/kvstore.")
 @with_quiet_config
@@ -56,7 +57,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
     node = NodeSpec(
         node_id,
         roles=("prefill", "decode", "storage"),
-        dram_bytes=dram or config.node.dram,
+        dram_bytes=config.node.dram if dram is None else dram,
         nvme_bytes=nvme,
         policy=config.node.policy,
         settings=(("listen", config.node.listen), ("data_listen", config.node.data_listen)),
@@ -75,5 +76,5 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
             for daemon in daemons:
                 code = daemon.process.poll()
                 if code is not None and not stop.is_set():
-                    raise Internal(f"{daemon.name} ended with code {code}; the end of its log:\n{daemon.log_tail()}")
+                    raise Internal(f"{daemon.name} ended with code {code}: {daemon.why()}")
         click.echo("stopping …")

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvstore.cli.help import Command
+from kvstore.cli.logs import first_lines
 from kvstore.cli.options import with_quiet_config
 from kvstore.core.config import Config
 
 if TYPE_CHECKING:
     from kvstore.tiers.check import CheckReport
+
+
+_LOG_LINES = 10
+"""A damaged volume has a line for every bad slot; the summary counts them."""
 
 
 @click.group()
@@ -44,7 +49,8 @@ def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json:
     from kvstore.replay.progress import progress
     from kvstore.tiers.check import check_volume
 
-    with progress("checking", 1, Console(file=sys.stderr), unit="done") as report:
+    _suggest_volumes(path)
+    with first_lines(_LOG_LINES), progress("checking", 1, Console(file=sys.stderr), unit="done") as report:
         found = check_volume(path, repair=repair, direct=not buffered, progress=lambda done, total: report(done, "", total))
     if as_json:
         click.echo(json.dumps(report_json(found), indent=2))
@@ -53,6 +59,17 @@ def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json:
     if not found.ok:
         hint = "" if repair else "; kvstore volume check --repair mends it"
         raise click.ClickException(f"the volume is damaged{hint}")
+
+
+def _suggest_volumes(path: Path) -> None:
+    """Refuses a data folder of ``kvstore up``, which is no volume, and names the volumes in it."""
+    from kvstore.tiers.slab import SLAB_FILE
+
+    if (path / SLAB_FILE).exists():
+        return
+    inside = sorted(str(folder) for folder in path.glob("*-nvme") if (folder / SLAB_FILE).exists())
+    if inside:
+        raise click.ClickException(f"{path} is no volume but holds some: kvstore volume check {' or '.join(inside)}")
 
 
 def report_json(found: CheckReport) -> dict[str, Any]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvstore.core.config_values import DurationMs, Size, format_size, parse_list, parse_volume
+from kvstore.core.node_id import check_node_id
 
 DEFAULT_METADATA_ADDRESS = "127.0.0.1:7400"
+MIN_LEASE_MS = 250
+"""Clients stop trusting a lease some time before it ends: of a shorter one nothing would be left, and every load a miss."""
 
 
 class Section(BaseModel):
@@ -63,10 +66,18 @@ class VolumeSection(Section):
 _Volume = Annotated[VolumeSection, BeforeValidator(parse_volume)]
 
 
+def _check_lease(lease_ms: int) -> int:
+    if lease_ms < MIN_LEASE_MS:
+        raise ValueError(f"a lease takes {MIN_LEASE_MS}ms or more, or it ends before an engine has copied its blocks")
+    return lease_ms
+
+
 class NodeSection(Section):
     """The node daemon."""
 
-    node_id: str | None = Field(default=None, description="stable name of the node; unset: the host's name")
+    node_id: Annotated[str, AfterValidator(check_node_id)] | None = Field(
+        default=None, description="stable name of the node; unset: the host's name"
+    )
     roles: Annotated[tuple[Literal["prefill", "decode", "storage"], ...], BeforeValidator(parse_list)] = Field(
         default=("prefill",), description="what the host does: prefill, decode, storage"
     )
@@ -81,11 +92,15 @@ class NodeSection(Section):
     nvme: Annotated[tuple[_Volume, ...], BeforeValidator(parse_list)] = Field(
         default=(), description="NVMe volumes: PATH:SIZE, several with commas"
     )
-    write_behind_to: str | None = Field(
+    write_behind_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
         default=None, description="node id of a storage node that completed blocks are written to"
     )
-    policy: str = Field(default="gap", description="eviction: gap (expected time of next use), s3-fifo or lru")
-    lease: DurationMs = Field(default=10_000, description="how long loaded blocks stay put")
+    policy: Literal["gap", "s3-fifo", "lru"] = Field(
+        default="gap", description="eviction: gap (expected time of next use), s3-fifo or lru"
+    )
+    lease: Annotated[DurationMs, AfterValidator(_check_lease)] = Field(
+        default=10_000, description="how long loaded blocks stay put"
+    )
     prepare_ttl: DurationMs = Field(default=30_000, description="how long a store may take")
     load_window: Size = Field(default=32 << 20, gt=0, description="read ahead at once for each load")
     load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")

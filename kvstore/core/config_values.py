@@ -100,7 +100,7 @@ def parse_volume(value: object) -> object:
         return value
     path, _, size = value.rpartition(":")
     if not path or not size:
-        raise ValueError(f'a volume looks like "/path:100GiB", not {value!r}')
+        raise ValueError(f'a volume looks like "/path:100GiB", with no comma in the path, not {value!r}')
     return {"path": path, "capacity": size}
 
 

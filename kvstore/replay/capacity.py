@@ -35,6 +35,22 @@ class Capacity:
         """Blocks that both tiers hold together at most, each block in one of them."""
         return self.dram_bytes // dram_slot_bytes(shape) + self.nvme_bytes // slot_bytes(shape)
 
+    def check(self, shape: BlockShape) -> None:
+        """Refuses room that not one block of ``shape`` fits into.
+
+        Raises:
+            InvalidArgument: names what was given, and the least that works.
+        """
+        for tier, given, least in (
+            ("dram", self.dram_bytes, dram_slot_bytes(shape)),
+            ("nvme", self.nvme_bytes or None, slot_bytes(shape)),
+        ):
+            if given is not None and given < least:
+                raise InvalidArgument(
+                    f"{tier}={format_size(given)} does not hold one block of {format_size(shape.block_bytes)}: "
+                    f"the least that works is {tier}={format_size(least)}"
+                )
+
     def __str__(self) -> str:
         parts = [f"dram={format_size(self.dram_bytes)}"]
         if self.nvme_bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,16 +22,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvstore.core.errors import DeadlineExceeded, Internal, NotFound
+from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
+from kvstore.core.node_id import check_node_id
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
 _PR_SET_PDEATHSIG = 1
+_GRPC_LINE = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl::")
+"""What gRPC's core prints past our logs: file names and line numbers of C++."""
+_ERROR_MARK = "Error: "
+_SHOWN_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """One node of a local cluster."""
+    """One node of a local cluster.
+
+    Raises:
+        InvalidArgument: ``node_id`` cannot name a node.
+    """
 
     node_id: str
     roles: tuple[str, ...] = ("prefill",)
@@ -42,6 +52,9 @@ class NodeSpec:
     settings: tuple[tuple[str, str], ...] = ()
     """Further ``--set node.<name>=<value>``."""
 
+    def __post_init__(self) -> None:
+        check_node_id(self.node_id)
+
 
 @dataclass(slots=True)
 class Daemon:
@@ -51,6 +64,8 @@ class Daemon:
     process: subprocess.Popen[bytes]
     ready: dict[str, str]
     log_path: Path
+    log_start: int = 0
+    """Bytes of the log that earlier runs wrote."""
 
     @property
     def address(self) -> str:
@@ -63,8 +78,23 @@ class Daemon:
         return self.ready["local_socket"]
 
     def log_tail(self, lines: int = 30) -> str:
-        """The end of what it logged."""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        """The end of what this run of it logged."""
+        return "\n".join(self._log_lines()[-lines:])
+
+    def why(self) -> str:
+        """Why it ended, as far as its log says: the reason it gave last, then the end of the log."""
+        lines = self._log_lines()
+        reasons = [line.removeprefix(_ERROR_MARK) for line in lines if line.startswith(_ERROR_MARK)]
+        if not reasons:
+            return "\n".join([f"the end of {self.log_path}:", *lines[-_SHOWN_LINES:]]) if lines else "it logged nothing"
+        rest = [line for line in lines if not line.startswith(_ERROR_MARK)]
+        return "\n".join([reasons[-1], *rest[-_SHOWN_LINES:]])
+
+    def _log_lines(self) -> list[str]:
+        with self.log_path.open("rb") as log:
+            log.seek(self.log_start)
+            text = log.read().decode(errors="replace")
+        return [line for line in text.splitlines() if not _GRPC_LINE.match(line)]
 
 
 class LocalCluster:
@@ -74,11 +104,16 @@ class LocalCluster:
         nodes: the nodes to start.
         base_dir: folder for volumes, index, sockets and logs; None: a temporary one, removed at the end.
         metadata_settings: further ``--set metadata.<name>=<value>``.
+
+    Raises:
+        InvalidArgument: there are volumes, and the path of ``base_dir`` has a comma.
     """
 
     def __init__(
         self, nodes: Sequence[NodeSpec], base_dir: Path | None = None, metadata_settings: Sequence[tuple[str, str]] = ()
     ) -> None:
+        if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
+            raise InvalidArgument("a folder of volumes has no comma in its path: commas separate volumes", folder=base_dir)
         self._specs = {spec.node_id: spec for spec in nodes}
         self._temporary = base_dir is None
         self.base_dir = base_dir or Path(tempfile.mkdtemp(prefix="kvstore-"))
@@ -184,15 +219,16 @@ class LocalCluster:
         for setting in (*settings, f"{command}.ready_file={ready_file}"):
             arguments += ["--set", setting]
         with log_path.open("ab") as log:
+            log_start = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent)
-        daemon = Daemon(name, process, {}, log_path)
+        daemon = Daemon(name, process, {}, log_path, log_start)
         self._daemons[name] = daemon
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not ready_file.exists():
             if process.poll() is not None:
-                raise Internal(f"{name} ended at start with code {process.returncode}:\n{daemon.log_tail()}")
+                raise Internal(f"{name} ended at start with code {process.returncode}: {daemon.why()}")
             if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"{name} was not ready after {START_TIMEOUT_S:.0f} s:\n{daemon.log_tail()}")
+                raise DeadlineExceeded(f"{name} was not ready after {START_TIMEOUT_S:.0f} s: {daemon.why()}")
             time.sleep(0.01)
         daemon.ready = json.loads(ready_file.read_text())
         return daemon

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.app import root
 from kvstore.cli.bench import benchmark_folder, benchmarks
-from kvstore.cli.logs import JsonFormatter, StderrHandler, set_up_logs
+from kvstore.cli.logs import JsonFormatter, StderrHandler, first_lines, set_up_logs
 from kvstore.core.config import LogSection
 
 COMMANDS = ["up", "metadata", "node", "demo", "replay", "status", "volume", "bench", "config"]
@@ -78,9 +81,17 @@ def test_naming_commands_imports_none_of_them() -> None:
         (["replay", "x", "--capacity", "nvme=1GiB"], 2, "needs some DRAM"),
         (["replay", "x", "--block-bytes", "many"], 2, "a size looks like"),
         (["volume", "check", "/nowhere"], 1, "/nowhere"),
+        (["replay", "x", "--policy", "foo"], 2, "'s3-fifo'"),
+        (["replay", "x", "--json", "/nonexistent/x.json"], 2, "no folder /nonexistent"),
+        (["demo", "--json", "/nonexistent/x.json"], 2, "no folder /nonexistent"),
+        (["node", "--policy", "foo"], 2, "'s3-fifo'"),
+        (["node", "--id", "../../evil"], 2, "a node id takes"),
+        (["node", "--set", "node.lease=20ms"], 2, "250ms or more"),
+        (["up", "--dram", "0"], 2, "more than 0"),
+        (["up", "--data-dir", "a,b"], 1, "no comma"),
         (["bench", "no-such-benchmark"], 2, "no benchmark"),
         (["status", "--metadata", "no address"], 1, "an address is"),
-        (["status", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"], 1, "Error: "),
+        (["status", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"], 1, "kvstore up"),
     ],
 )
 def test_errors_take_one_line_and_tell_use_from_failure(arguments: list[str], code: int, words: str) -> None:
@@ -120,6 +131,19 @@ def test_logs_are_set_up_once(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_many_lines_of_a_log_become_few_and_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logs(LogSection(level="warning"))
+    logger = logging.getLogger("kvstore.x")
+    with first_lines(3):
+        for number in range(50):
+            logger.warning("slot %d", number)
+    logger.warning("after")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5
+    assert "47 further lines" in lines[3]
+    assert lines[4].endswith("after")
+
+
 def test_json_logs_carry_errors() -> None:
     try:
         int("broken")
@@ -148,7 +172,8 @@ def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
         assert {volume["tier"] for volume in found["nodes"][0]["volumes"]} == {"dram", "nvme"}
         table = run("status", "--metadata", address)
         assert table.returncode == 0
-        assert "here" in table.stdout
+        assert "node here: alive, at 127.0.0.1:" in table.stdout
+        assert max(map(len, table.stdout.splitlines())) <= 80
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=40)
     finally:
@@ -161,6 +186,9 @@ def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
     assert json.loads(checked.stdout)["ok"] is True
     assert "0 blocks" in run("volume", "check", str(tmp_path / "here-nvme")).stdout
+    parent = run("volume", "check", str(tmp_path))
+    assert parent.returncode == 1
+    assert f"kvstore volume check {tmp_path / 'here-nvme'}" in parent.stderr
 
 
 def test_a_daemon_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
@@ -168,3 +196,48 @@ def test_a_daemon_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None
     assert done.returncode == 1
     assert "without TLS" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_up_on_a_taken_address_names_it_and_quotes_no_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "metadata.log").write_text("Error: of an earlier run\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run("up", "--data-dir", str(tmp_path), "--nvme", "0", "--set", f"metadata.listen={address}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: metadata ended at start with code 1: ")
+    assert address in done.stderr.splitlines()[0]
+    assert "earlier run" not in done.stderr
+    assert ".cc:" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.cli", "demo", "--sessions", "100"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        sockets = socket_folder_of_children(process.pid)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    assert not sockets.exists()
+
+
+def socket_folder_of_children(pid: int) -> Path:
+    """Where the first daemon that ``pid`` starts is told to write its ready file."""
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found = re.search(rb"ready_file=([^\0]+)/", Path(f"/proc/{child}/cmdline").read_bytes())
+            if found:
+                return Path(os.fsdecode(found[1]))
+        time.sleep(0.01)
+    raise AssertionError("it started no daemon")

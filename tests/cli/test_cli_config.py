@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,9 @@ from kvstore.core.config_sources import Provenance, leaves, load_config, parse_a
 from kvstore.core.config_values import format_duration_ms, format_size, parse_duration_ms, parse_size
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
+from kvstore.node.config import NodeConfig
+from kvstore.testing.cluster import NodeSpec
+from kvstore.tiers.policy import POLICY_NAMES
 
 
 def load(
@@ -111,12 +115,37 @@ def test_variables_that_others_make_are_left_alone() -> None:
         ("metadata.workers=0", "greater than or equal to 1"),
         ("node.dram=0", "greater than 0"),
         ("nonsense", "looks like node.dram=4GiB"),
+        ("node.lease=249ms", "250ms or more"),
+        ("node.policy=foo", "'gap', 's3-fifo' or 'lru'"),
+        ("node.nvme=/a,b:1GiB", "no comma in the path"),
+        ("node.node_id=../../evil", "a node id takes"),
+        ("node.write_behind_to=a/b", "a node id takes"),
     ],
 )
 def test_wrong_settings_say_what_to_mend(flag: str, hint: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load(flags=(flag,))
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("node_id", ["", ".", "..", ".a", "../../evil", "a b", "ü", "a/b", "a\n", "a" * 65, "metadata"])
+def test_what_names_no_node(node_id: str) -> None:
+    with pytest.raises(ValidationError):
+        Config.model_validate({"node": {"node_id": node_id}})
+    with pytest.raises(InvalidArgument):
+        NodeConfig(node_id)
+    with pytest.raises(InvalidArgument):
+        NodeSpec(node_id)
+
+
+@pytest.mark.parametrize("node_id", ["a", "host-1.rack_2", "0", "-", "A" * 64, "metadata-1"])
+def test_what_names_a_node(node_id: str) -> None:
+    config, _ = load(flags=(f"node.node_id={node_id}",))
+    assert settings.node_config(config).node_id == NodeConfig(node_id).node_id == NodeSpec(node_id).node_id == node_id
+
+
+def test_the_configuration_knows_all_policies() -> None:
+    assert set(get_args(NodeSection.model_fields["policy"].annotation)) == set(POLICY_NAMES)
 
 
 def test_errors_name_their_source(tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ def test_a_capacity_counts_whole_slots() -> None:
     assert Capacity(8192, 5 * 12_288).blocks(SHAPE) == 1 + 5
 
 
+@pytest.mark.parametrize(
+    ("text", "given", "least"), [("dram=1", "dram=1 ", "dram=8KiB"), ("dram=8KiB,nvme=8KiB", "nvme=8KiB", "nvme=12KiB")]
+)
+def test_room_for_no_block_is_refused_with_the_least_that_works(text: str, given: str, least: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^{given}.*{least}$"):
+        parse_capacity(text).check(SHAPE)
+    parse_capacity("dram=8KiB,nvme=12KiB").check(SHAPE)
+    parse_capacity("dram=8KiB").check(SHAPE)
+
+
 def test_room_goes_to_memory_then_to_disk_then_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = BlockShape(1, 1 << 20)
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 8 << 30)
