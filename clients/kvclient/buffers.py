@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
+from kvstore.transport.layout import address_of
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -39,8 +40,8 @@ def as_block_buffer(obj: object, shape: BlockShape, count: int, *, writable: boo
         writable: whether bytes will be written into it.
 
     Raises:
-        InvalidArgument: the memory has another size, is not contiguous where it must be, is read-only although it is to be
-            written, or is of a kind that is not understood.
+        InvalidArgument: the memory has another size, is not contiguous where it must be, is read-only or overlaps itself although
+            it is to be written, or is of a kind that is not understood.
     """
     if isinstance(obj, np.ndarray):
         return _from_array(obj, shape, count, writable)
@@ -55,6 +56,7 @@ def as_block_buffer(obj: object, shape: BlockShape, count: int, *, writable: boo
 
 def _from_array(array: npt.NDArray[Any], shape: BlockShape, count: int, writable: bool) -> DenseBlocks:
     """A dense buffer over an array: by its bytes where it is contiguous, else by its two leading axes."""
+    array = np.asarray(array)  # subclasses have reshapes and views of their own
     if array.dtype.hasobject:
         raise InvalidArgument("an array of Python objects holds no blocks", dtype=array.dtype)
     if writable and not array.flags.writeable:
@@ -72,13 +74,16 @@ def _from_array(array: npt.NDArray[Any], shape: BlockShape, count: int, writable
         return DenseBlocks(np.empty(wanted, np.uint8))
     if array.flags.c_contiguous:
         return DenseBlocks(array.reshape(-1).view(np.uint8).reshape(wanted))
-    return DenseBlocks(_strided(array, wanted))
+    strided = _strided(array, wanted)
+    if writable:
+        _check_apart(strided)
+    return DenseBlocks(strided)
 
 
 def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
     """A uint8 view ``[blocks, layers, layer_block_bytes]`` of an array whose one or two leading axes have any stride."""
     blocks, layers, layer_bytes = wanted
-    if array.shape[0] == blocks and array[0].flags.c_contiguous and array.strides[0]:
+    if array.shape[0] == blocks and array[0].flags.c_contiguous:
         return np.lib.stride_tricks.as_strided(_as_bytes(array), wanted, (array.strides[0], layer_bytes, 1))
     if array.ndim < 3 or array.shape[:2] != (blocks, layers) or not array[0, 0].flags.c_contiguous:
         raise InvalidArgument(
@@ -88,10 +93,38 @@ def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArr
             blocks=blocks,
             layers=layers,
         )
-    outer = array.strides[:2]
-    if any(stride == 0 and length > 1 for stride, length in zip(outer, (blocks, layers), strict=True)):
-        raise InvalidArgument("blocks of the buffer overlap", strides=array.strides)
-    return np.lib.stride_tricks.as_strided(_as_bytes(array), wanted, (*outer, 1))
+    return np.lib.stride_tricks.as_strided(_as_bytes(array), wanted, (*array.strides[:2], 1))
+
+
+def _check_apart(array: npt.NDArray[np.uint8]) -> None:
+    """No byte of an array ``[blocks, layers, layer_block_bytes]`` is reached in two ways: two blocks would share it.
+
+    Raises:
+        InvalidArgument: one is.
+    """
+    extent = 1
+    axes = [(abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True) if length > 1]
+    for stride, length in sorted(axes):
+        if stride < extent:
+            break
+        extent += stride * (length - 1)
+    else:
+        return  # nested, as memory nearly always is
+    blocks, layers, size = array.shape
+    starts = np.add.outer(np.arange(blocks) * array.strides[0], np.arange(layers) * array.strides[1]).reshape(-1)
+    _check_pieces_apart(starts, np.full(len(starts), size))
+
+
+def _check_pieces_apart(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
+    """No two pieces of memory share a byte.
+
+    Raises:
+        InvalidArgument: two do.
+    """
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    if (starts[1:] < starts[:-1] + sizes[order][:-1]).any():
+        raise InvalidArgument("blocks of the buffer overlap in memory, and different bytes are to be written into them")
 
 
 def _as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -115,7 +148,15 @@ def _from_list(pieces: Sequence[object], shape: BlockShape, count: int, writable
         if writable and view.readonly:
             raise InvalidArgument("a block's buffer is read-only, and blocks are to be written into it", position=position)
         views.append(view)
+    if writable:
+        _check_views_apart(views)
     return ScatteredBlocks(views, shape)
+
+
+def _check_views_apart(views: Sequence[memoryview]) -> None:
+    """As ``_check_pieces_apart``, for pieces as views."""
+    starts = np.fromiter(map(address_of, views), np.int64, len(views))
+    _check_pieces_apart(starts, np.fromiter((view.nbytes for view in views), np.int64, len(views)))
 
 
 def _flat_view(piece: object) -> memoryview:
@@ -155,12 +196,17 @@ def _checked(buffer: BlockBuffer, shape: BlockShape, count: int, writable: bool)
             buffer_blocks=buffer.count,
             expected_blocks=count,
         )
-    if writable:
-        for block in range(count):
-            if any(piece.readonly for piece in buffer.segments(block, 0, shape.layers)):
-                raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it", position=block)
-            if isinstance(buffer, DenseBlocks):
-                break  # one array: one answer
+    if not writable:
+        return buffer
+    if isinstance(buffer, DenseBlocks):  # one array: one answer
+        if count and not buffer.array.flags.writeable:
+            raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
+        _check_apart(buffer.array)
+        return buffer
+    pieces = [piece for block in range(count) for piece in buffer.segments(block, 0, shape.layers)]
+    if any(piece.readonly for piece in pieces):
+        raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
+    _check_views_apart(pieces)
     return buffer
 
 
@@ -175,12 +221,19 @@ def _tensor_bytes(tensor: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401  # torc
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise InvalidArgument("only dense CPU tensors hold blocks here", device=tensor.device, layout=tensor.layout)
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        raise InvalidArgument(
+            "the bytes of the tensor are not its values: resolve the view, or dequantize it", dtype=tensor.dtype
+        )
     tensor = tensor.detach()
     if tensor.is_contiguous():
         tensor = tensor.reshape(-1)
     elif tensor.stride(-1) != 1:
         raise InvalidArgument("the last axis of the tensor is not contiguous", shape=tuple(tensor.shape), strides=tensor.stride())
-    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    try:
+        array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    except (RuntimeError, TypeError) as error:  # how torch says that there is no such view of this tensor
+        raise InvalidArgument("the tensor cannot be viewed as bytes", shape=tuple(tensor.shape), dtype=tensor.dtype) from error
     return array
 
 

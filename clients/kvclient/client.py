@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -86,10 +86,11 @@ class KVClient:
             options: bounds and choices.
 
         Raises:
-            InvalidArgument: a malformed address, or neither metadata server nor node.
+            InvalidArgument: a malformed address or another type, or neither metadata server nor node.
             KVStoreError: the metadata server or the named node does not answer (unless ``options.require_store`` is False).
         """
         options = options or ClientOptions()
+        _check_types(metadata, spec, node, tls, options)
         clock = MonotonicClock()
         incidents = Incidents(clock, options.log_interval_s)
         if metadata is None and (node is None or node == "auto"):
@@ -125,6 +126,7 @@ class KVClient:
         self, tokens: Tokens, extras: Mapping[int, bytes] | None = None, parent: BlockKey | None = None, first_block: int = 0
     ) -> list[BlockKey]:
         """Keys of all full blocks of some tokens; see ``kvstore.core.keys.KeyChain.keys``."""
+        check_place(parent, first_block)
         return self._chain.keys(tokens, extras=extras, parent=parent, first_block=first_block)
 
     def lookup(self, keys: Keys, *, deadline_s: float | None = None) -> Lookup:
@@ -350,8 +352,12 @@ class KVClient:
         """Waits until everything that was stored on the local node so far is durable.
 
         False: not in time, some of it was given up (a full or failing disk), the node keeps nothing durable, or there is no node.
+
+        Raises:
+            InvalidArgument: ``timeout_s`` is no number of seconds.
         """
         self._check_usable()
+        timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
         session = self._core.local.session() if self._core.local is not None else None
         if session is None:
             return False
@@ -455,6 +461,20 @@ def _attempt(options: ClientOptions, incidents: Incidents, work: partial[None] |
             raise
         incidents.report("client_connect_failed_total", "connecting without a part of the store", error)
         return None
+
+
+def _check_types(metadata: object, spec: object, node: object, tls: object, options: object) -> None:
+    """What ``connect`` was given, before anything fails deep inside on it."""
+    wanted: tuple[tuple[str, object, Any], ...] = (
+        ("metadata", metadata, str | None),
+        ("spec", spec, CacheSpec),
+        ("node", node, str | None),
+        ("tls", tls, TlsConfig | None),
+        ("options", options, ClientOptions),
+    )
+    for name, value, kind in wanted:
+        if not isinstance(value, kind):
+            raise InvalidArgument("an argument of another type", argument=name, got=type(value).__name__)
 
 
 _FLUSH_GRACE_S = 0.5

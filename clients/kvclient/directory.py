@@ -25,6 +25,10 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 _ONCE_MORE = RetryPolicy(attempts=2, first_backoff_s=0.01)
+_LEAST_CALL_S = 0.001
+"""With less time than this not even a healthy server answers."""
+_TELLING_S = 0.05
+"""A server that does not answer within less is not taken to be gone: it was the caller who had no time."""
 
 
 class Directory:
@@ -92,11 +96,17 @@ class Directory:
         self._channel.close()
 
     def _call(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
+        if timeout_s < _LEAST_CALL_S:  # says nothing about the server, so it is kept from the breaker
+            raise DeadlineExceeded("no time left to ask the metadata server", seconds=timeout_s)
         if not self._breaker.allow():
             raise Unavailable("the metadata server does not answer; not asked again for a moment", address=self.address)
         try:
             answer = call(method, request, timeout_s, _ONCE_MORE)
-        except (Unavailable, DeadlineExceeded):
+        except DeadlineExceeded:
+            if timeout_s >= _TELLING_S:
+                self._breaker.failed()
+            raise
+        except Unavailable:
             self._breaker.failed()
             raise
         except KVStoreError:

@@ -103,7 +103,7 @@ class StoreHandle:
         Raises:
             InvalidArgument: wrong size or layer, a layer put twice, or a handle that is finished.
         """
-        if not 0 <= layer < self._core.shape.layers:
+        if not isinstance(layer, int) or not 0 <= layer < self._core.shape.layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._core.shape.layers)
         rows = as_block_buffer(data, self._layer_shape, len(self._keys), writable=False)
         with self._lock:

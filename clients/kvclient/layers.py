@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Self
 
-from kvclient.operation import Operation
+from kvclient.operation import Operation, check_seconds
 from kvclient.results import LoadResult
 from kvstore.core.errors import InvalidArgument
 
@@ -85,12 +85,14 @@ class LoadHandle:
             False: not in time. The load goes on; ``cancel`` before the buffer is used for anything else.
 
         Raises:
-            InvalidArgument: there is no such layer.
+            InvalidArgument: there is no such layer, or ``timeout_s`` is no number of seconds.
         """
-        if not 0 <= layer < self._layers:
+        if not isinstance(layer, int) or not 0 <= layer < self._layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._layers)
         left_s = self._operation.left_s() + _GRACE_S
-        return self._gate.wait(layer, left_s if timeout_s is None else min(timeout_s, left_s))
+        return self._gate.wait(
+            layer, left_s if timeout_s is None else min(check_seconds("timeout_s", timeout_s, zero=True), left_s)
+        )
 
     def result(self, timeout_s: float | None = None) -> LoadResult:
         """The result. Where it is not there in time the load is cancelled: what has not arrived by then is a miss.
@@ -98,6 +100,8 @@ class LoadHandle:
         Args:
             timeout_s: how long to wait; None: as long as the load may take.
         """
+        if timeout_s is not None:
+            timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
         if not wait((self._future,), timeout_s).done:
             return self.cancel()
         return self._future.result()

@@ -5,9 +5,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Real
+from typing import cast
 
 from kvstore.core.clock import Clock
-from kvstore.core.errors import DeadlineExceeded
+from kvstore.core.errors import DeadlineExceeded, InvalidArgument
+
+MOST_SECONDS = 86_400.0
+"""What is longer, infinity included, is taken as a day: timers below us and milliseconds on the wire know no infinity."""
+
+
+def check_seconds(name: str, seconds: object, *, zero: bool = False) -> float:
+    """A span of time that a caller chose, at most a day.
+
+    Args:
+        name: what it is, for the error.
+        seconds: the span.
+        zero: whether it may be 0.
+
+    Raises:
+        InvalidArgument: no number, NaN, or below 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise InvalidArgument("seconds take a number", argument=name, got=type(seconds).__name__)
+    value = cast("float", seconds)  # integers and numpy's numbers compare alike
+    if not (value > 0 or (zero and value == 0)):
+        raise InvalidArgument("seconds from now are above 0", argument=name, seconds=seconds)
+    return MOST_SECONDS if value > MOST_SECONDS else float(value)
 
 
 class Operation:

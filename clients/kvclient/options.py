@@ -1,10 +1,11 @@
-"""What a caller may choose about a client. Every wait and every queue has its bound here."""
+"""What a caller may choose about a client. Every wait and every queue has its bound here; no time is longer than a day."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
 
 Verify = Literal["auto", "always", "never"]
@@ -78,9 +79,6 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         positive = (
-            "default_deadline_s",
-            "lookup_deadline_s",
-            "connect_deadline_s",
             "store_chunk_bytes",
             "release_bytes",
             "copy_chunk_bytes",
@@ -91,14 +89,13 @@ class ClientOptions:
             "tcp_streams",
             "load_chunk_bytes",
             "breaker_failures",
-            "breaker_pause_s",
-            "reopen_pause_s",
         )
         for name in positive:
-            if not getattr(self, name) > 0:
-                raise InvalidArgument("the option must be above 0", option=name, value=getattr(self, name))
+            if not isinstance(getattr(self, name), int) or getattr(self, name) <= 0:
+                raise InvalidArgument("the option takes an integer above 0", option=name, value=getattr(self, name))
+        for name in ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s"):
+            object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         for name in ("room_wait_s", "lease_margin_s", "log_interval_s"):
-            if not getattr(self, name) >= 0:
-                raise InvalidArgument("the option must not be below 0", option=name, value=getattr(self, name))
+            object.__setattr__(self, name, check_seconds(name, getattr(self, name), zero=True))
         if self.verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", option="verify", value=self.verify, choices=VERIFY_CHOICES)

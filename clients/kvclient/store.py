@@ -246,8 +246,9 @@ class Store:
     def _write(self, session: Session, grant: Grant, start: int) -> bytes | None:
         """Copies granted blocks into their slots, piece by piece; their checksums, or None where time ran out.
 
-        Checksums are of the *source*: should the copy go wrong or the caller write into the buffer meanwhile, whoever reads
-        the block finds that it does not match.
+        Checksums are of the *source*. Should the copy go wrong or the caller write into the buffer meanwhile, bytes and checksum
+        differ. That is found by every reader over a wire, by write-behind before the block becomes durable, and by a load with
+        ``verify="always"``; a load out of the local node's arena does not sum bytes again by default, and does not find it.
         """
         step = max(1, self._core.options.copy_chunk_bytes // self._block_bytes)
         packed = []

@@ -166,6 +166,91 @@ def test_unfit_memory_is_refused(memory: object, message: str) -> None:
         as_block_buffer(memory, BlockShape(3, 16), 2)
 
 
+strided = np.lib.stride_tricks.as_strided
+SAME = bytearray(96)
+
+
+def entangled(layer_stride: int) -> np.ndarray[Any, Any]:
+    """Five blocks of four layers, whose blocks lie between each other's layers."""
+    return strided(np.zeros(1000, np.uint8), (5, 4, 10), (30, layer_stride, 1))
+
+
+@pytest.mark.parametrize(
+    ("memory", "shape", "count"),
+    [
+        (lambda: strided(np.zeros(40_000, np.uint8), (10, 4_000), (1_000, 1)), BlockShape(4, 1_000), 10),
+        (lambda: strided(np.zeros(100, np.uint8), (2, 3, 16), (16, 16, 1)), BlockShape(3, 16), 2),
+        (lambda: strided(np.zeros(100, np.uint8), (2, 3, 16), (48, 8, 1)), BlockShape(3, 16), 2),
+        (lambda: strided(np.zeros(100, np.uint8), (2, 3, 16), (48, 0, 1)), BlockShape(3, 16), 2),
+        (lambda: strided(np.zeros(100, np.uint8), (2, 3, 16), (0, 16, 1)), BlockShape(3, 16), 2),
+        (lambda: strided(np.zeros(100, np.uint8)[50:], (2, 3, 16), (-16, 16, 1)), BlockShape(3, 16), 2),
+        (lambda: entangled(95), BlockShape(4, 10), 5),
+        (lambda: [SAME] * 2, BlockShape(3, 32), 2),
+        (lambda: [memoryview(SAME)[:48], memoryview(SAME)[47:95]], BlockShape(3, 16), 2),
+        (lambda: [memoryview(SAME)[47:95], bytearray(48), memoryview(SAME)[:48]], BlockShape(3, 16), 3),
+        (lambda: ScatteredBlocks([memoryview(SAME)] * 2, BlockShape(3, 32)), BlockShape(3, 32), 2),
+        (lambda: DenseBlocks(strided(np.zeros(100, np.uint8), (2, 3, 16), (16, 16, 1))), BlockShape(3, 16), 2),
+        (lambda: pick_blocks(ScatteredBlocks([memoryview(SAME)] * 3, BlockShape(3, 32)), np.array([0, 2])), BlockShape(3, 32), 2),
+    ],
+)
+def test_memory_that_overlaps_itself_may_be_read_but_not_written(memory: Any, shape: BlockShape, count: int) -> None:
+    with pytest.raises(InvalidArgument, match="overlap"):
+        as_block_buffer(memory(), shape, count)
+    assert content(as_block_buffer(memory(), shape, count, writable=False)).shape == (
+        count,
+        shape.layers,
+        shape.layer_block_bytes,
+    )
+
+
+def test_memory_that_is_entangled_but_apart_may_be_written() -> None:
+    for memory, shape, count in (
+        (entangled(100), BlockShape(4, 10), 5),
+        (strided(np.zeros(1000, np.uint8), (5, 2, 10), (30, 105, 1)), BlockShape(2, 10), 5),
+        (np.zeros((2, 3, 16), np.uint8)[::-1], BlockShape(3, 16), 2),
+        ([memoryview(SAME)[48:], memoryview(SAME)[:48]], BlockShape(3, 16), 2),
+        (np.ma.zeros((2, 48), np.uint8), BlockShape(3, 16), 2),
+    ):
+        assert as_block_buffer(memory, shape, count).count == count
+
+
+@given(
+    strides=st.tuples(st.integers(-40, 40), st.integers(-40, 40)),
+    lengths=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9)),
+)
+def test_overlap_is_found_exactly(strides: tuple[int, int], lengths: tuple[int, int, int]) -> None:
+    array = strided(np.zeros(600, np.uint8)[300:], lengths, (*strides, 1))
+    reached = [
+        block * strides[0] + layer * strides[1] + at
+        for block in range(lengths[0])
+        for layer in range(lengths[1])
+        for at in range(lengths[2])
+    ]
+    try:
+        as_block_buffer(DenseBlocks(array), BlockShape(*lengths[1:]), lengths[0])
+    except InvalidArgument:
+        assert len(set(reached)) < len(reached)
+    else:
+        assert len(set(reached)) == len(reached)
+
+
+def test_tensors_without_a_view_of_bytes_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    tensors = {
+        "conjugated": torch.zeros(12, dtype=torch.complex64).conj(),
+        "negative": torch.zeros(12, dtype=torch.complex128).conj().imag,
+        "sparse": torch.zeros(96, dtype=torch.uint8).to_sparse(),
+        "meta": torch.zeros(96, dtype=torch.uint8, device="meta"),
+        "expanded": torch.zeros(1, dtype=torch.uint8).expand(96),
+    }
+    for tensor in tensors.values():
+        for memory in (tensor, [tensor, tensor]):
+            with pytest.raises(InvalidArgument):
+                as_block_buffer(memory, BlockShape(3, 16), 2)
+    with pytest.raises(InvalidArgument, match="overlap"):
+        as_block_buffer(torch.zeros((1, 48), dtype=torch.uint8).expand(2, 48), BlockShape(3, 16), 2)
+
+
 def test_read_only_memory_may_be_stored_from() -> None:
     buffer = as_block_buffer(bytes(range(96)), BlockShape(3, 16), 2, writable=False)
     assert content(buffer).tobytes() == bytes(range(96))
