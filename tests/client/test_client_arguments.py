@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -200,3 +201,21 @@ def test_connect_takes_what_it_says(spec: CacheSpec, metadata: FakeMetadata) -> 
     ):
         with pytest.raises(InvalidArgument):
             KVClient.connect(*arguments, **named)  # type: ignore[arg-type]
+
+
+def test_impatient_callers_do_not_open_the_breaker(spec: CacheSpec, metadata: FakeMetadata, make_client: MakeClient) -> None:
+    answering = threading.Event()
+    asked = metadata.Lookup
+
+    def held_up(request: Any, context: Any) -> Any:
+        answering.wait(10)
+        return asked(request, context)
+
+    metadata.Lookup = held_up  # type: ignore[method-assign]
+    metadata.stop()
+    metadata.start()
+    client = make_client(None, breaker_pause_s=60.0, breaker_failures=2)
+    for _ in range(4):
+        assert isinstance(client.lookup(chain(spec, 1), deadline_s=0.02).error, DeadlineExceeded)
+    answering.set()
+    assert client.lookup(chain(spec, 1), deadline_s=10).error is None
