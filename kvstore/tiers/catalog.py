@@ -19,6 +19,7 @@ from pathlib import Path
 
 import lmdb
 
+from kvstore.core import lmdb_meta
 from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey
 from kvstore.tiers.superblock import Superblock, pack_superblock, parse_superblock
@@ -28,6 +29,22 @@ _META = b"meta"
 _SUPERBLOCK = b"superblock"
 _PAGE_ENTRIES = 4096
 _MIN_MAP_BYTES = 256 << 20
+CATALOG_FILE = "data.mdb"
+
+_DAMAGE = (
+    lmdb.InvalidError,
+    lmdb.VersionMismatchError,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.IncompatibleError,
+    lmdb.BadTxnError,
+    lmdb.BadValsizeError,
+    lmdb.CursorFullError,
+    lmdb.PageFullError,
+    lmdb.MapResizedError,  # nobody else has it open: a map size that is not ours was never written by us
+)
+"""What LMDB says of a file that is not as it left it."""
 
 
 def map_bytes_for(capacity_bytes: int) -> int:
@@ -45,6 +62,8 @@ class Catalog:
     """
 
     def __init__(self, path: Path, *, map_bytes: int, readonly: bool = False) -> None:
+        self._path = path
+        _check_whole(path / CATALOG_FILE)
         try:
             self._env = lmdb.open(
                 str(path),
@@ -74,7 +93,7 @@ class Catalog:
             with self._env.begin(self._meta) as txn:
                 page = txn.get(_SUPERBLOCK)
         except lmdb.Error as error:
-            raise _translated(error) from error
+            raise self._translated(error) from error
         return None if page is None else parse_superblock(page)
 
     def put_superblock(self, superblock: Superblock, *, anew: bool = False) -> None:
@@ -90,7 +109,7 @@ class Catalog:
             with self._env.begin(self._meta, write=True) as txn:
                 txn.put(_SUPERBLOCK, pack_superblock(superblock))
         except lmdb.Error as error:
-            raise _translated(error) from error
+            raise self._translated(error) from error
 
     def commit(self, stored: Sequence[tuple[BlockKey, bytes]], removed: Sequence[BlockKey]) -> None:
         """Applies one batch, atomically and synced: first ``removed`` (unknown keys are no error), then ``stored``.
@@ -107,7 +126,7 @@ class Catalog:
                     with txn.cursor() as cursor:
                         cursor.putmulti(sorted(stored))  # in order of keys: neighbours share pages
         except lmdb.Error as error:
-            raise _translated(error) from error
+            raise self._translated(error) from error
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """All (key, header), in order of keys. Read in pages: no transaction stays open while the caller works."""
@@ -125,24 +144,51 @@ class Catalog:
                             if len(page) == _PAGE_ENTRIES:
                                 break
             except lmdb.Error as error:
-                raise _translated(error) from error
+                raise self._translated(error) from error
             yield from page
             if len(page) < _PAGE_ENTRIES:
                 return
             after = page[-1][0]
 
     def __len__(self) -> int:
-        with self._env.begin(self._blocks) as txn:
-            return int(txn.stat(self._blocks)["entries"])
+        try:
+            with self._env.begin(self._blocks) as txn:
+                return int(txn.stat(self._blocks)["entries"])
+        except lmdb.Error as error:
+            raise self._translated(error) from error
 
     def close(self) -> None:
         """Closes the file."""
         self._env.close()
 
+    def _translated(self, error: lmdb.Error) -> KVStoreError:
+        """LMDB's errors as ours. A full disk shows as ENOSPC within a general error."""
+        text = str(error)
+        if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or os.strerror(errno.ENOSPC) in text:
+            return CapacityExceeded("no room for the catalog", reason=text)
+        if isinstance(error, _DAMAGE):
+            return CorruptBlock(f"the catalog is damaged; {mend_hint(self._path.parent)}", reason=text)
+        return Unavailable("the catalog cannot be used", reason=text)
 
-def _translated(error: lmdb.Error) -> KVStoreError:
-    """LMDB's errors as ours. A full disk shows as ENOSPC within a general error."""
-    text = str(error)
-    if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or os.strerror(errno.ENOSPC) in text:
-        return CapacityExceeded("no room for the catalog", reason=text)
-    return Unavailable("the catalog cannot be used", reason=text)
+
+def mend_hint(path: Path) -> str:
+    """What to tell a person whose volume is damaged."""
+    return f"mend it with: kvstore volume check --repair {path}"
+
+
+def _check_whole(path: Path) -> None:
+    """Raises ``CorruptBlock`` where LMDB would run into a part of the file that is not there. None, or an empty one, is new."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CorruptBlock("the catalog cannot be opened", path=path, reason=error) from error
+    try:
+        size = os.fstat(fd).st_size
+        if size and not lmdb_meta.is_whole(size, lambda offset, length: os.pread(fd, length, offset)):
+            raise CorruptBlock("the catalog is damaged or was cut off", path=path, bytes=size)
+    except OSError as error:
+        raise CorruptBlock("the catalog cannot be read", path=path, reason=error) from error
+    finally:
+        os.close(fd)

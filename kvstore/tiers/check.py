@@ -31,9 +31,9 @@ from kvstore.core.errors import CorruptBlock, NotFound
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.catalog import Catalog, map_bytes_for
+from kvstore.tiers.catalog import CATALOG_FILE, Catalog, map_bytes_for
 from kvstore.tiers.header import MAGIC, SlotHeader, header_bytes, pack_header, parse_header
-from kvstore.tiers.slab import CATALOG_FILE, CATALOG_FOLDER, SLAB_FILE, VolumeLock, reserve
+from kvstore.tiers.slab import CATALOG_FOLDER, SLAB_FILE, VolumeLock, reserve
 from kvstore.tiers.slab_io import SlabFile, SlotIO
 from kvstore.tiers.superblock import DATA_START, GENERATION_BITS, SUPERBLOCK_BYTES, Superblock, newest_superblock, pack_superblock
 
@@ -136,15 +136,27 @@ class _Check:
                 if noted is None or noted.uid != superblock.uid:
                     catalog.close()
                     catalog, catalog_damage = None, "the catalog belongs to another volume"
+            if catalog is not None:
+                try:
+                    self._check_catalog(catalog)
+                except CorruptBlock as error:  # a page deep within: the slab knows better than what is left
+                    catalog.close()
+                    catalog, catalog_damage = None, str(error)
+                    self._begin_again()
             if catalog is None:
                 self._rebuild(catalog_damage)
-            else:
-                self._check_catalog(catalog)
         finally:
             if catalog is not None:
                 catalog.close()
         report.bad = dict(self._bad)
         return report
+
+    def _begin_again(self) -> None:
+        """Forgets what was learnt of blocks."""
+        self._bad.clear()
+        self._report.blocks = self._report.good = self._report.orphans = self._report.dropped = 0
+        superblock = self._superblock_in_force
+        self._allocator = SlotAllocator(superblock.capacity_bytes, chunk_bytes=superblock.chunk_bytes)
 
     def _mend(self, damage: str, remedy: str, action: Callable[[], None]) -> None:
         self._report.damage.append(damage)

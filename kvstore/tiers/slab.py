@@ -32,7 +32,7 @@ from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, Intern
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator, chunk_bytes_for
-from kvstore.tiers.catalog import Catalog, map_bytes_for
+from kvstore.tiers.catalog import CATALOG_FILE, Catalog, map_bytes_for, mend_hint
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, VolumeUsage
 from kvstore.tiers.header import check_shape, header_bytes, pack_header, parse_header, slot_bytes
 from kvstore.tiers.slab_io import SlabFile, SlotIO
@@ -42,14 +42,8 @@ _log = logging.getLogger(__name__)
 
 SLAB_FILE = "slab.kv"
 CATALOG_FOLDER = "catalog"
-CATALOG_FILE = "data.mdb"
 LOCK_FILE = "lock"
 _RECOVERY_BATCH = 1024
-
-
-def mend_hint(path: Path) -> str:
-    """What to tell a person whose volume is damaged."""
-    return f"mend it with: kvstore volume check --repair {path}"
 
 
 class VolumeLock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.errors import Conflict, CorruptBlock, NotFound
-from kvstore.core.types import BlockShape, VolumeId
+from kvstore.core.types import BlockKey, BlockShape, VolumeId
 from kvstore.testing.volume_suite import Item, assert_reads_back, block_key, block_payload, block_record, items_for
 from kvstore.tiers.catalog import Catalog
 from kvstore.tiers.check import check_volume
@@ -164,6 +165,66 @@ def test_a_lost_catalog_is_rebuilt(folder: Path, tmp_path: Path, loss: str) -> N
     assert len(list(slab.recover())) > len(kept)  # evicted blocks came back
     assert (slab.allocate(SHAPES[0], 1) or [])[0].generation > highest
     slab.close()
+
+
+def leaves_with(content: bytes, key: bytes) -> list[int]:
+    """Pages of a catalog that are leaves (flag 2) and name a key."""
+    pages = range(len(content) // 4096)
+    return [page for page in pages if content[page * 4096 + 10] == 2 and key in content[page * 4096 : (page + 1) * 4096]]
+
+
+def recover(folder: Path) -> None:
+    slab = open_slab(folder)
+    try:
+        list(slab.recover())
+    finally:
+        slab.close()
+
+
+@pytest.mark.parametrize("damage", ["cut-12288", "cut-8192", "pages", "leaf", "metas"])
+def test_a_damaged_catalog_is_told_and_rebuilt(folder: Path, damage: str) -> None:
+    """In the process that looks, which a mapped read beyond the end of the file would kill."""
+    kept = make_volume(folder, count=40)
+    data = folder / "catalog" / "data.mdb"
+    size = data.stat().st_size
+    if damage.startswith("cut"):
+        os.truncate(data, int(damage.removeprefix("cut-")))
+    else:
+        content = data.read_bytes()
+        pages = {"pages": range(2, size // 4096), "metas": range(2), "leaf": leaves_with(content, kept[-1][1].key)}[damage]
+        with data.open("r+b") as file:
+            for page in pages:
+                file.seek(page * 4096)
+                file.write(random.Random(page).randbytes(4096))
+    with pytest.raises(CorruptBlock, match="check --repair"):
+        recover(folder)
+    before = check_volume(folder)
+    assert (before.ok, len(before.damage)) == (False, 1)
+    assert check_volume(folder, repair=True).ok
+    assert check_volume(folder).ok
+    assert_serves(folder, kept, exactly=False)
+
+
+def test_a_good_catalog_may_end_before_its_last_page(tmp_path: Path) -> None:
+    """Pages that a transaction takes at the end and gives back are never written: that is no damage."""
+    catalog = Catalog(tmp_path, map_bytes=256 << 20)
+    rng, known, short = random.Random(3), [], 0
+    for _ in range(40):
+        fresh = [(BlockKey(rng.randbytes(16)), rng.randbytes(rng.choice((100, 1500, 5000)))) for _ in range(200)]
+        with catalog._env.begin(catalog._blocks, write=True) as txn:
+            for entry in fresh:
+                txn.put(*entry)
+            known += [key for key, _ in fresh]
+            rng.shuffle(known)
+            while len(known) > 60:
+                txn.delete(known.pop())
+        needed = (catalog._env.info()["last_pgno"] + 1) * catalog._env.stat()["psize"]
+        short += (tmp_path / "data.mdb").stat().st_size < needed
+        catalog.close()
+        catalog = Catalog(tmp_path, map_bytes=256 << 20)
+        assert {key for key, _ in catalog.entries()} == set(known)
+    catalog.close()
+    assert short
 
 
 def test_a_payload_cannot_pose_as_a_block(folder: Path) -> None:
