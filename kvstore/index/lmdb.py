@@ -58,6 +58,10 @@ def _count_nothing(_name: str, _amount: int) -> None:
     pass
 
 
+def _tell_nobody() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class _Lives:
     """Open lives, as of one revision."""
@@ -70,10 +74,12 @@ class _Lives:
 class LmdbIndex(PrefixIndex):
     """See the module. Made with ``open``."""
 
-    def __init__(self, files: IndexFiles, count: Count) -> None:
+    def __init__(self, files: IndexFiles, count: Count, on_damage: Callable[[], None] = _tell_nobody) -> None:
         self._files = files
         self._env = files.env
         self._count = count
+        self._on_damage = on_damage
+        self._damaged = False
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._closed: str | None = None
@@ -95,6 +101,7 @@ class LmdbIndex(PrefixIndex):
         map_bytes: int = DEFAULT_MAP_BYTES,
         read_only: bool = False,
         count: Count = _count_nothing,
+        on_damage: Callable[[], None] = _tell_nobody,
     ) -> Self:
         """Opens the index in a directory, or makes one. One that cannot be trusted is dropped and made anew (another ``epoch``).
 
@@ -103,6 +110,8 @@ class LmdbIndex(PrefixIndex):
             map_bytes: address space to begin with.
             read_only: another process writes it; every change here is refused.
             count: where events are counted, e.g. ``Counters().add``.
+            on_damage: called once, in the thread that met it, when LMDB reports damage: from then on nothing here can be
+                relied upon; close the index and open it anew.
 
         Raises:
             Conflict: this process has it open already.
@@ -112,7 +121,7 @@ class LmdbIndex(PrefixIndex):
         if map_bytes < MIN_MAP_BYTES:
             raise InvalidArgument("the map is too small", map_bytes=map_bytes, least=MIN_MAP_BYTES)
         check = _is_index if read_only else _is_index_or_made_one
-        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, check=check), count)
+        return cls(IndexFiles(path, map_bytes=map_bytes, read_only=read_only, count=count, check=check), count, on_damage)
 
     @property
     def epoch(self) -> bytes:
@@ -371,8 +380,11 @@ class LmdbIndex(PrefixIndex):
 
     def _failed(self, error: lmdb.Error) -> KVStoreError:
         if isinstance(error, DAMAGE):
-            logger.error("the index in %s is damaged and is dropped when it is opened again: %s", self._files.path, error)
-            self._files.mark_damaged()
+            if not self._damaged:  # told once: every lookup meets it
+                self._damaged = True
+                logger.error("the index in %s is damaged and is dropped when it is opened again: %s", self._files.path, error)
+                self._files.mark_damaged()
+                self._on_damage()
         else:
             self._count("index_errors_total", 1)
         if isinstance(error, lmdb.ReadersFullError):

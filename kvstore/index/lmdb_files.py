@@ -12,7 +12,8 @@ crash of the machine the file may be torn, and LMDB, which maps it and has no ch
 another machine boot without a clean close, with a content that is not what was closed, too short, or unreadable, the file is
 dropped (logged and counted): the index is a hint and nodes fill it again. A ``data.mdb`` that no index wrote is moved to
 ``data.mdb.foreign`` instead, in case the path was a mistake. Damage done by others *while* a process of ours has the file
-open is noticed only when LMDB reports it; then the index is marked, and dropped at the next opening.
+open is noticed only when LMDB reports it; then the index is marked, its owner is told, and it is dropped at the next opening.
+A file cut off while it is open is a SIGBUS, which no process survives: the next one finds it too short.
 
 Not ``writemap``: a full disk would then be a SIGBUS instead of an error. Deleting the files under a running process does not
 disturb it (it keeps the deleted files until it closes); processes started later would see a new, other index.
@@ -33,6 +34,7 @@ from pathlib import Path
 import lmdb
 import xxhash
 
+from kvstore.core import lmdb_meta
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, KVStoreError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ DAMAGE = (
     lmdb.CorruptedError,
     lmdb.PageNotFoundError,
     lmdb.PanicError,
+    lmdb.BadTxnError,
     lmdb.IncompatibleError,
     lmdb.BadValsizeError,
     lmdb.CursorFullError,
@@ -101,7 +104,7 @@ class IndexFiles:
             env = self._environment()
         except lmdb.Error as error:
             raise Unavailable("the index cannot be read", path=self.path, reason=error) from error
-        if self._whole(env) and self._check(env):
+        if self._whole() and self._check(env):
             return env
         env.close()
         raise Unavailable("the index is damaged or not one of ours; open it for writing to make it anew", path=self.path)
@@ -131,7 +134,7 @@ class IndexFiles:
             try:
                 env = self._environment()
                 try:
-                    if self._whole(env) and self._check(env):
+                    if self._whole() and self._check(env):
                         env.reader_check()  # slots of readers that were killed
                         return env
                 except BaseException:
@@ -162,10 +165,13 @@ class IndexFiles:
             max_spare_txns=4,
         )
 
-    def _whole(self, env: lmdb.Environment) -> bool:
+    def _whole(self) -> bool:
         """Whether all pages that LMDB may touch are in the file: beyond its end, a mapped read is a SIGBUS."""
-        pages = env.info()["last_pgno"] + 1
-        return (self.path / "data.mdb").stat().st_size >= pages * env.stat()["psize"]
+        fd = os.open(self.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return lmdb_meta.is_whole(os.fstat(fd).st_size, lambda offset, size: os.pread(fd, size, offset))
+        finally:
+            os.close(fd)
 
     # ---- trust ----
     def _drop_untrusted(self) -> None:
@@ -238,8 +244,15 @@ class IndexFiles:
         self.env.set_mapsize(size)
 
     def adopt_size(self) -> None:
-        """Takes over the map size that another process has set. No transaction of this process may be open."""
-        self.env.set_mapsize(0)
+        """Takes over the map size that another process has set. No transaction of this process may be open.
+
+        Raises:
+            lmdb.PanicError: a size that cannot be had, which only a damaged file names; LMDB has closed the environment.
+        """
+        try:
+            self.env.set_mapsize(0)
+        except lmdb.Error as error:
+            raise lmdb.PanicError(f"the map's size cannot be taken over: {error}") from error
 
     # ---- closing ----
     def close(self) -> None:

@@ -24,6 +24,7 @@ from typing import Final
 from kvstore.core.errors import Unavailable
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
+from kvstore.observe.counters import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ _START_TIMEOUT_S: Final = 30.0
 _STOP_TIMEOUT_S: Final = 10.0
 _MAX_RESTARTS: Final = 5
 _RESTART_WINDOW_S: Final = 60.0
+_DAMAGED_EXIT: Final = 75
+"""Exit code of a worker that found the index damaged."""
 _SWITCH_INTERVAL_S: Final = 0.0005
 """How long the index thread may hold the interpreter while a lookup waits; Python's own 5 ms would be seen in every p99."""
 
@@ -80,7 +83,13 @@ def write_ready_file(path: Path, address: str) -> None:
 
 
 async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, parent: int | None) -> None:
-    """One server process, until a signal comes or, for a worker, its supervisor is gone."""
+    """One server process, until a signal comes or, for a worker, its supervisor is gone.
+
+    A damaged index is made anew under way, at the same address: nodes notice its new epoch and send their inventories.
+
+    Raises:
+        _IndexDamaged: in a worker, which shares the index: all of them must let go of it first.
+    """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -88,16 +97,37 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
         loop.add_signal_handler(number, leave.set)
     if parent is not None:
         loop.add_reader(parent, leave.set)
-    server = MetadataServer(config, worker=worker)
-    address = await server.start()
-    # what lives now lives for ever: the collector need not look at it again in the middle of a lookup
-    gc.collect()
-    gc.freeze()
-    announcer.ready(address)
-    await leave.wait()
+    counters = Counters()
+    while True:
+        server = MetadataServer(config, worker=worker, counters=counters)
+        address = await server.start()
+        # what lives now lives for ever: the collector need not look at it again in the middle of a lookup
+        gc.collect()
+        gc.freeze()
+        announcer.ready(address)
+        await _first_of(leave, server.damaged)
+        await server.stop(_GRACE_S)
+        if leave.is_set():
+            break
+        logger.critical("the index is damaged: it is dropped and made anew")
+        if parent is not None:
+            raise _IndexDamaged
+        counters.add("metadata_index_restarts_total")
+        config = replace(config, listen=address)
     if parent is not None:
         loop.remove_reader(parent)
-    await server.stop(_GRACE_S)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Waits until one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+class _IndexDamaged(Exception):  # never leaves this file: how a worker says why it ends
+    """The index that workers share must be made anew."""
 
 
 def _work(config: MetadataConfig, worker: int, connection: Connection, level: int) -> None:
@@ -105,7 +135,10 @@ def _work(config: MetadataConfig, worker: int, connection: Connection, level: in
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s metadata[{worker}] %(name)s: %(message)s")
     parent = multiprocessing.parent_process()
     assert parent is not None
-    asyncio.run(_serve(config, worker, _Pipe(connection), int(parent.sentinel)))
+    try:
+        asyncio.run(_serve(config, worker, _Pipe(connection), int(parent.sentinel)))
+    except _IndexDamaged:
+        sys.exit(_DAMAGED_EXIT)
 
 
 class _Supervisor:
@@ -143,8 +176,14 @@ class _Supervisor:
                 return
             for worker in (sentinels[item] for item in ready if isinstance(item, int)):
                 self._workers[worker].join()
-                logger.error("worker %d ended with code %s: starting it again", worker, self._workers[worker].exitcode)
                 self._allow_restart()
+                if self._workers[worker].exitcode == _DAMAGED_EXIT:
+                    logger.critical("worker %d found the index damaged: all start again, with a new one", worker)
+                    self._stop_all()  # the index is dropped by whoever opens it alone
+                    for each in range(config.workers):
+                        self._start(config, each)
+                    break
+                logger.error("worker %d ended with code %s: starting it again", worker, self._workers[worker].exitcode)
                 self._start(config, worker)
 
     def _allow_restart(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 
@@ -36,6 +37,8 @@ class MetadataServer:
         self._worker = worker
         self._clock = clock if clock is not None else MonotonicClock()
         self.counters = counters if counters is not None else Counters()
+        self.damaged = asyncio.Event()
+        """Set when the index turns out to be damaged: stop this server, and start another, which makes the index anew."""
         self._index: LmdbIndex | None = None
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
@@ -53,8 +56,14 @@ class MetadataServer:
             InvalidArgument: TLS files that cannot be read.
         """
         config = self._config
+        loop = asyncio.get_running_loop()
         try:
-            index = self._index = LmdbIndex.open(config.index_path, map_bytes=config.map_bytes, count=self.counters.add)
+            index = self._index = LmdbIndex.open(
+                config.index_path,
+                map_bytes=config.map_bytes,
+                count=self.counters.add,
+                on_damage=functools.partial(_set_soon, loop, self.damaged),
+            )
             writes = self._writes = IndexThread("metadata-writes")
             reads = self._reads = IndexThread("metadata-reads")
             ttl_s = config.node_ttl_ms / 1000
@@ -91,3 +100,8 @@ class MetadataServer:
         if self._index is not None:
             self._index.close()
         self._bound = self._upkeep = self._writes = self._reads = self._index = None
+
+
+def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """Sets an event of a loop from any thread."""
+    loop.call_soon_threadsafe(event.set)

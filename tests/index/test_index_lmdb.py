@@ -197,6 +197,36 @@ def test_damage_that_lmdb_finds_at_work_drops_the_index_at_the_next_opening(tmp_
     assert events["index_dropped_total"] == 1
 
 
+def test_damage_is_told_once(tmp_path: Path) -> None:
+    told: list[int] = []
+    index = LmdbIndex.open(tmp_path, on_damage=lambda: told.append(1))
+    fill(index)
+    overwrite(0, bytes(8192))(tmp_path / "data.mdb")
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            index.stats()
+    index.close()
+    assert told == [1]
+    assert reopened(tmp_path)[2]["index_dropped_total"] == 1
+
+
+def test_files_that_end_before_their_last_page_are_no_damage(tmp_path: Path) -> None:
+    """Pages that a transaction takes at the end and gives back are never written."""
+    index = LmdbIndex.open(tmp_path)
+    fill(index)
+    epoch = index.epoch
+    with index._env.begin(index._notes, write=True) as txn:
+        for number in range(200):
+            txn.put(b"%d" % number, bytes(5_000))
+        for number in range(200):
+            txn.delete(b"%d" % number)
+    short = (tmp_path / "data.mdb").stat().st_size < index.stats().bytes
+    index.close()
+    assert short
+    again, _, events = reopened(tmp_path)
+    assert (again, events) == (epoch, Events())
+
+
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,45 @@ async def test_a_deleted_index_is_rebuilt_by_what_nodes_tell(tmp_path: Path) -> 
             assert (await again.register())[again.nvme]
             await again.publish(again.nvme, run_of(KEYS), sync_end=True)
             assert await again.hit(KEYS) == 50
+
+
+@pytest.mark.parametrize(("workers", "damage"), [(1, "metas"), (1, "pages"), (1, "noise"), (2, "metas")])
+async def test_an_index_damaged_under_a_running_server_is_made_anew(tmp_path: Path, workers: int, damage: str) -> None:
+    with server_process(tmp_path, workers=workers) as server:
+        assert server.process is not None
+        async with connect_aio(server.address) as channel:
+            peer = Peer(channel)
+            await peer.register()
+            for start in range(0, 2_000, 500):
+                await peer.publish(peer.nvme, run_of(chain("long", 2_000), start, start + 500), sync_end=True)
+            epoch = (await peer.beat()).index_epoch
+            data = tmp_path / "index" / "data.mdb"
+            pages = range(2, data.stat().st_size // 4096) if damage == "pages" else range(2)
+            with data.open("r+b") as file:
+                for page in pages:
+                    file.seek(page * 4096)
+                    file.write(bytes(4096) if damage == "metas" else random.Random(page).randbytes(4096))
+
+            async def made_anew() -> bool:
+                with suppress(Unavailable):
+                    await peer.hit(KEYS)
+                    return (await peer.beat()).index_epoch != epoch
+                return False
+
+            await until(made_anew)
+            peer.sequence = 0
+            assert (await peer.beat()).register_again
+            assert (await peer.register())[peer.nvme]
+            await peer.publish(peer.nvme, run_of(KEYS), sync_end=True)
+
+            async def all_see() -> bool:
+                return await peer.hit(KEYS) == 50
+
+            await until(all_see)
+            if workers == 1:
+                assert (await peer.counters())["metadata_index_restarts_total"] == 1
+        assert server.stop() == 0
+        assert "damaged" in server.log()
 
 
 async def test_a_node_that_stays_away_is_hidden_after_the_grace(tmp_path: Path) -> None:
