@@ -67,7 +67,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     with LocalCluster([node], folder, metadata_settings=(("listen", config.metadata.listen),)) as cluster:
         daemons = [cluster.node("metadata"), cluster.node(node_id)]

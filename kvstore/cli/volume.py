@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ def _suggest_volumes(path: Path) -> None:
 
     if (path / SLAB_FILE).exists():
         return
-    inside = sorted(str(folder) for folder in path.glob("*-nvme") if (folder / SLAB_FILE).exists())
+    inside = sorted(shlex.quote(str(folder)) for folder in path.glob("*-nvme") if (folder / SLAB_FILE).exists())
     if inside:
         raise click.ClickException(f"{path} is no volume but holds some: kvstore volume check {' or '.join(inside)}")
 

@@ -84,11 +84,11 @@ class Daemon:
     def why(self) -> str:
         """Why it ended, as far as its log says: the reason it gave last, then the end of the log."""
         lines = self._log_lines()
-        reasons = [line.removeprefix(_ERROR_MARK) for line in lines if line.startswith(_ERROR_MARK)]
-        if not reasons:
-            return "\n".join([f"the end of {self.log_path}:", *lines[-_SHOWN_LINES:]]) if lines else "it logged nothing"
-        rest = [line for line in lines if not line.startswith(_ERROR_MARK)]
-        return "\n".join([reasons[-1], *rest[-_SHOWN_LINES:]])
+        if not lines:
+            return "it logged nothing"
+        reason = next((line for line in reversed(lines) if line.startswith(_ERROR_MARK)), lines[-1])
+        rest = [line for line in lines if line is not reason]
+        return "\n".join([reason.removeprefix(_ERROR_MARK), *rest[-_SHOWN_LINES:]])
 
     def _log_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
