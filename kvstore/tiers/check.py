@@ -223,9 +223,11 @@ class _Check:
                     bad.append(header.record.key)
             self._progress(self._report.blocks, total)
         self._count(good)
-        if bad and self._repair:
-            catalog.commit((), bad)
-            self._report.dropped = len(bad)
+        if self._repair:
+            catalog.put_superblock(self._superblock_in_force)  # damage to the list of free pages shows only when one writes
+            if bad:
+                catalog.commit((), bad)
+                self._report.dropped = len(bad)
 
     def _placed(self, catalog: Catalog, bad: list[BlockKey]) -> Iterator[SlotHeader]:
         """Entries that can be; the others are counted and named in ``bad``."""
