@@ -241,8 +241,8 @@ def set_options(sock: socket.socket, buffer_bytes: int | None) -> None:
     """Options of every data socket: no delay for small frames, and (where given) socket buffers of a fixed size."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Loads come in bursts. BBR, a common default, paces each burst at what it believed before the pause: 16 MiB took 15-30 % longer.
-    with suppress(OSError):  # a kernel without cubic: its default is used
+    # loads come in bursts; BBR, a common default, paces each at what it believed before the pause: 16 MiB took 15-30 % longer
+    with contextlib.suppress(OSError):  # a kernel without cubic: its default is used
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     if buffer_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
