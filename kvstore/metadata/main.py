@@ -100,7 +100,16 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
     counters = Counters()
     while True:
         server = MetadataServer(config, worker=worker, counters=counters)
-        address = await server.start()
+        try:
+            address = await server.start()
+        except Unavailable:
+            await asyncio.sleep(0)  # word of damage comes through the loop
+            if parent is not None or not server.damaged.is_set():
+                raise
+            # the damage lay where opening does not look: the index is marked now. A new server drops it, or fails for good
+            logger.critical("the index is damaged: it is dropped and made anew", exc_info=True)
+            server = MetadataServer(config, worker=worker, counters=counters)
+            address = await server.start()
         # what lives now lives for ever: the collector need not look at it again in the middle of a lookup
         gc.collect()
         gc.freeze()

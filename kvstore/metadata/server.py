@@ -68,6 +68,7 @@ class MetadataServer:
             reads = self._reads = IndexThread("metadata-reads")
             ttl_s = config.node_ttl_ms / 1000
             nodes = NodeTable(index, self._clock, ttl_s, self.counters)
+            nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
             parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms)
             self._bound = await build_aio_server(
                 [functools.partial(add_MetadataServicer_to_server, MetadataService(parts))],
@@ -77,7 +78,6 @@ class MetadataServer:
                 tls=config.tls,
                 reuse_port=config.workers > 1,
             )
-            nodes.view()
             self._upkeep = Upkeep(index, nodes, writes, self.counters, ttl_s=ttl_s, sweeps=self._worker == 0)
             self._upkeep.start()
             await self._bound.start()

@@ -107,6 +107,31 @@ async def test_an_index_damaged_under_a_running_server_is_made_anew(tmp_path: Pa
         assert "damaged" in server.log()
 
 
+async def test_an_index_damaged_while_no_server_ran_is_made_anew_at_the_start(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server:
+        async with connect_aio(server.address) as channel:
+            peer = Peer(channel)
+            await peer.register()
+            await peer.publish(peer.nvme, run_of(KEYS), sync_end=True)
+        server.stop(signal.SIGKILL)
+        data = tmp_path / "index" / "data.mdb"
+        content = data.read_bytes()
+        with data.open("r+b") as file:
+            for page in range(2, len(content) // 4096):
+                # opening looks at the list of databases and at ``meta`` alone; the node table reads the lives
+                if not any(name in content[page * 4096 : (page + 1) * 4096] for name in (b"namespaces", b"kvstore-index/")):
+                    file.seek(page * 4096)
+                    file.write(random.Random(page).randbytes(4096))
+        server.start()
+        async with connect_aio(server.address) as channel:
+            again = Peer(channel)
+            assert (await again.register())[again.nvme]
+            await again.publish(again.nvme, run_of(KEYS), sync_end=True)
+            assert await again.hit(KEYS) == 50
+        assert server.stop() == 0
+        assert "CRITICAL" in server.log()
+
+
 async def test_a_node_that_stays_away_is_hidden_after_the_grace(tmp_path: Path) -> None:
     with server_process(tmp_path, ttl_ms=300) as server:
         async with connect_aio(server.address) as channel:
