@@ -340,6 +340,7 @@ class TransportSuite(ABC):
         provider.put(NAMESPACE, [1, 2])
         assert store(peer, filled(dense, [1, 2], shape), [1, 2]) == [StoreOutcome.EXISTS] * 2
         assert store(peer, dense(0, shape), []) == []
+        provider.settle()  # the grant is given up after the answer
         assert (provider.commits, provider.aborts) == (0, 1)
 
     # ---------------------------------------------------------------- trouble
