@@ -140,14 +140,16 @@ def circumstances(records: list[Record]) -> str:
 
 
 def write() -> list[Record]:
-    """Writes both tables; answers the records shown."""
+    """Writes both tables, the README's with only those figures that something is asked of; answers the records shown."""
     records = [record for record in newest(read_records(RESULTS)) if record.mode != "smoke"]
     text = table(records) + "\n" + circumstances(records)
+    asked = [record for record in records if record.target is not None]
+    short = table(asked) + "\n" + circumstances(asked)
     (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(HEAD + text, encoding="utf-8")
     readme = REPOSITORY / "README.md"
     before, found, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     if found:
-        readme.write_text(before + BEGIN + "\n" + text + END + rest.partition(END)[2], encoding="utf-8")
+        readme.write_text(before + BEGIN + "\n" + short + END + rest.partition(END)[2], encoding="utf-8")
     return records
 
 
