@@ -48,7 +48,8 @@ def measure(options: Options, shape: BlockShape, count: int) -> None:
         if name == "memcpy":
             continue
         target = Target("peer", 0.85) if name == "load, 2 threads" and shape.block_bytes >= 1 << 20 else None
-        parameters = {"block_bytes": shape.block_bytes, "layers": shape.layers, "blocks": count, "what": name}
+        parameters: dict[str, str | int | float | bool] = {"block_bytes": shape.block_bytes, "layers": shape.layers}
+        parameters |= {"blocks": count, "what": name}
         options.keep(
             Figure("dram_copy", "Copies between arena and buffer", parameters, "GB/s"),
             samples[name],
