@@ -76,6 +76,8 @@ class ServerConnection:
         self._times = times
         self._counters = counters
         self._scope: TicketScope | None = None
+        self.idle_since_s: float | None = None
+        """Since when it waits for a request; None: it is busy. Other threads may look."""
 
     def run(self) -> None:
         """Serves until the peer leaves, breaks the protocol or is idle for too long.
@@ -112,11 +114,13 @@ class ServerConnection:
     def _serve_one(self) -> bool:
         """One request and its answers. False: the peer has been idle for too long."""
         self._wire.stall_s = None
+        self.idle_since_s = self._now_s()
         try:
-            data = self._wire.receive(frames.HEAD_BYTES, self._now_s() + self._times.idle_s)
+            data = self._wire.receive(frames.HEAD_BYTES, self.idle_since_s + self._times.idle_s)
         except DeadlineExceeded:
             self._counters.add("transport_idle_connections_closed_total")
             return False
+        self.idle_since_s = None
         head = frames.decode_head(data)
         self._wire.stall_s = self._times.stall_s
         header = bytes(self._wire.receive(head.header_bytes, self._now_s() + self._times.request_s))

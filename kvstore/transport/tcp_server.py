@@ -6,7 +6,8 @@ request's deadline (at most ``max_request_s``), or than ``stall_timeout_s`` with
 committed or aborted exactly once, however the connection ends.
 
 Hostile input: every length is checked before memory is taken (``frames``), a connection must say a good HELLO within
-``handshake_timeout_s``, and those beyond ``max_connections`` are refused with an error that says so.
+``handshake_timeout_s``. At ``max_connections`` the connection that has been idle longest gives way to a new one, so that a client
+that leaks connections locks nobody out; where none is idle, the new one is refused with an error that says so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from kvstore.transport.wire import PeerGone, PeerStalled, PlainWire, TlsWire, Wi
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_GIVE_WAY_S = 0.5
+"""A connection told to give way ends at once, unless a request had just come."""
 
 
 class TcpServer:
@@ -43,7 +46,7 @@ class TcpServer:
         authority: verifies tickets. None: anybody may reach every namespace.
         tls: server-side context. None: clear text.
         counters: where events are counted.
-        max_connections: those beyond are refused.
+        max_connections: one more takes the place of the one idle longest, or is refused where none is idle.
         handshake_timeout_s: how long a new connection may take for TLS and HELLO.
         idle_timeout_s: how long a connection may wait between requests.
         stall_timeout_s: how long a peer may neither take nor give a byte in the middle of a request.
@@ -79,6 +82,7 @@ class TcpServer:
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._sockets: dict[threading.Thread, socket.socket] = {}
+        self._connections: dict[threading.Thread, ServerConnection] = {}
 
     @property
     def address(self) -> str:
@@ -137,6 +141,7 @@ class TcpServer:
                 log.warning("cannot accept a data connection: %s", error)
                 time.sleep(0.05)
                 continue
+            self._make_room()
             with self._lock:
                 refused = self._stopping or len(self._sockets) >= self._max_connections
                 if not refused:
@@ -149,6 +154,25 @@ class TcpServer:
                 self._refuse(sock)
             else:
                 self._counters.add("transport_connections_total")
+
+    def _make_room(self) -> None:
+        """Where the bound is reached, ends the connection that has waited longest for a request.
+
+        Only its receiving side is shut: a request that came in this very moment is still answered, and a client that finds
+        an idle connection ended opens another.
+        """
+        with self._lock:
+            if len(self._sockets) < self._max_connections:
+                return
+            idle = [(since, thread) for thread, one in self._connections.items() if (since := one.idle_since_s) is not None]
+            if not idle:
+                return
+            thread = min(idle, key=lambda entry: entry[0])[1]
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._sockets[thread], socket.SHUT_RD)
+        self._counters.add("transport_idle_connections_dropped_total")
+        log.warning("%d data connections are open: %s, idle longest, gives way", self._max_connections, thread.name)
+        thread.join(_GIVE_WAY_S)
 
     def _refuse(self, sock: socket.socket) -> None:
         self._counters.add("transport_connections_refused_total")
@@ -163,7 +187,10 @@ class TcpServer:
         """The life of one connection; the thread's edge."""
         try:
             with self._secured(sock) as wire:
-                ServerConnection(wire, self._provider, self._authority, self._times, self._counters).run()
+                connection = ServerConnection(wire, self._provider, self._authority, self._times, self._counters)
+                with self._lock:
+                    self._connections[threading.current_thread()] = connection
+                connection.run()
         except PeerGone as gone:
             log.debug("a data connection ended: %s", gone)
         except PeerStalled as stalled:
@@ -178,6 +205,7 @@ class TcpServer:
         finally:
             sock.close()
             with self._lock:
+                self._connections.pop(threading.current_thread(), None)
                 self._sockets.pop(threading.current_thread(), None)
 
     @contextlib.contextmanager

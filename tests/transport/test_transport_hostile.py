@@ -171,17 +171,38 @@ def test_headers_that_never_come_are_not_waited_for(server: TcpServer, counters:
     assert counters.snapshot()["transport_stalled_peers_total"] >= 1
 
 
-def test_connections_are_bounded(server: TcpServer, counters: Counters) -> None:
+def test_connections_are_bounded(provider: MemoryProvider, counters: Counters) -> None:
+    server = TcpServer(provider, counters=counters, handshake_timeout_s=PATIENCE_S, max_connections=8)
+    server.start()
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(raw(server)) for _ in range(8)]
+        stack.callback(server.stop)
+        for _ in range(8):  # none of them is idle: they have not said who they are
+            stack.enter_context(raw(server, greet=False))
         beyond = stack.enter_context(raw(server, greet=False))
         assert isinstance(refusal(beyond), CapacityExceeded)
         peer = TcpPeer(server.address)
         with pytest.raises(Unavailable):
             peer.read(ask([1], 2), dense(1, SHAPE))
         peer.close()
-        assert len(held) == 8
     assert counters.snapshot()["transport_connections_refused_total"] >= 2
+
+
+def test_a_client_that_leaks_idle_connections_locks_nobody_out(server: TcpServer, counters: Counters) -> None:
+    with contextlib.ExitStack() as stack:
+        decent = TcpPeer(server.address)
+        stack.callback(decent.close)
+        first = stack.enter_context(raw(server))
+        leaked = [stack.enter_context(raw(server)) for _ in range(40)]
+        assert ended(first), "the one idle longest gave way"
+        assert serves(server)
+        assert decent.read(ask(range(COUNT), 2), dense(COUNT, SHAPE)).outcomes == [Outcome.HIT] * COUNT
+        leaked[-1].sendall(frames.encode_head(FrameKind.PING, 1))
+        assert answer(leaked[-1])[0].kind is FrameKind.PONG, "those used last stay"
+        again = decent.read(ask(range(COUNT), 2), dense(COUNT, SHAPE))
+        assert again.outcomes == [Outcome.HIT] * COUNT
+    counted = counters.snapshot()
+    assert counted["transport_idle_connections_dropped_total"] >= 33
+    assert "transport_connections_refused_total" not in counted
 
 
 def test_a_peer_that_does_not_take_its_bytes_lets_go_of_the_pins(
