@@ -24,6 +24,7 @@ LEAVES = {"core", "observe"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "observe": set(),
+    "dualpath": {"core"},
     "index": LEAVES,
     "tiers": LEAVES,
     "transport": LEAVES,

@@ -1,0 +1,213 @@
+"""What the planner is asked and what it answers.
+
+A *request* names the blocks of one prefix that must come from storage, numbered 0 … ``blocks`` - 1 in prefix order. A *policy*
+says which node reads how many of them (``Share``); the planner lays the shares over the blocks that have not arrived and makes a
+``LoadPlan`` of ``Part`` s. Parts keep their index and their generation for as long as the plan lives.
+
+Units: bytes, tokens, seconds of a monotonic clock, bytes per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol, TypeAlias
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.limits import MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS, MAX_KEYS_PER_CALL, MAX_NAME_BYTES
+
+MAX_RELAYS = 64
+"""Candidates for relaying in one request; more would only make the decision slow."""
+
+
+class ReadSide(StrEnum):
+    """What the node that reads is to the request."""
+
+    PREFILL = "prefill"
+    """The prefill engine's own node: nothing is forwarded."""
+    DECODE = "decode"
+    """The decode engine's node: forwards Layer Blocks to the prefill engine over CNICs, and keeps what it read."""
+    RELAY = "relay"
+    """A third node: forwards as the decode side does, and keeps nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Blocks of one prompt that must come from storage.
+
+    Attributes:
+        request_id: names the request to people; need not be unique.
+        blocks: how many blocks to read; zero is allowed and gives an empty plan.
+        block_bytes: bytes of a Full Block.
+        block_tokens: tokens of a block.
+        prefill_node: node of the engine that computes the prompt.
+        decode_node: node of the engine that will decode; None while it is not known (or there is none).
+        relays: third nodes that may be used; nodes named twice count once.
+    """
+
+    request_id: str
+    blocks: int
+    block_bytes: int
+    block_tokens: int
+    prefill_node: str
+    decode_node: str | None = None
+    relays: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.blocks <= MAX_KEYS_PER_CALL:
+            raise InvalidArgument("blocks out of bounds", blocks=self.blocks, most=MAX_KEYS_PER_CALL)
+        if not 0 < self.block_bytes <= MAX_BLOCK_BYTES:
+            raise InvalidArgument("block_bytes out of bounds", block_bytes=self.block_bytes, most=MAX_BLOCK_BYTES)
+        if not 0 < self.block_tokens <= MAX_BLOCK_TOKENS:
+            raise InvalidArgument("block_tokens out of bounds", block_tokens=self.block_tokens, most=MAX_BLOCK_TOKENS)
+        if len(self.relays) > MAX_RELAYS:
+            raise InvalidArgument("too many relays", relays=len(self.relays), most=MAX_RELAYS)
+        if max(map(len, (self.request_id, self.prefill_node, self.decode_node or "", *self.relays))) > MAX_NAME_BYTES:
+            raise InvalidArgument("a name is too long", most=MAX_NAME_BYTES)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all blocks."""
+        return self.blocks * self.block_bytes
+
+    def candidates(self) -> list[tuple[str, ReadSide]]:
+        """Every node that may read, once, under its best side: prefill, then decode, then the relays in their order."""
+        sides = {self.prefill_node: ReadSide.PREFILL}
+        if self.decode_node is not None:
+            sides.setdefault(self.decode_node, ReadSide.DECODE)
+        for relay in self.relays:
+            sides.setdefault(relay, ReadSide.RELAY)
+        return list(sides.items())
+
+
+Span: TypeAlias = tuple[int, int]
+"""(start, count): blocks ``start`` … ``start + count`` - 1 of a request."""
+
+
+def spans_of(arrived: Sequence[bool] | bytes, start: int = 0) -> Iterator[Span]:
+    """Spans of the flags that are true.
+
+    Args:
+        arrived: a flag (or a byte: zero is false) a block.
+        start: the block that the first flag speaks of.
+    """
+    begin: int | None = None
+    for position, flag in enumerate(arrived):
+        if flag and begin is None:
+            begin = position
+        elif not flag and begin is not None:
+            yield start + begin, position - begin
+            begin = None
+    if begin is not None:
+        yield start + begin, len(arrived) - begin
+
+
+class Share(NamedTuple):
+    """A policy's answer, one a node: ``blocks`` (at least one) of the request through ``node``.
+
+    Shares are laid over the blocks in their order: the first share gets the leading blocks.
+    """
+
+    node: str
+    side: ReadSide
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of blocks that one node reads. ``index`` is unique in its plan over all attempts."""
+
+    index: int
+    node: str
+    side: ReadSide
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """One past the last block."""
+        return self.start + self.count
+
+
+class NodeState(NamedTuple):
+    """What is known of a node at the moment of a decision.
+
+    Attributes:
+        node: its name.
+        alive: may it be given work?
+        pending_bytes: planned storage reads that have not been reported done.
+        pending_tokens: the same in tokens, as the paper counts.
+        snic: storage bandwidth, bytes/s, as estimated now; greater than zero.
+        cnic: compute network bandwidth in each direction, bytes/s; greater than zero.
+        sending_bytes: of the pending reads, those that it forwards to other nodes.
+        receiving_bytes: pending bytes that other nodes forward to it.
+    """
+
+    node: str
+    alive: bool
+    pending_bytes: int
+    pending_tokens: int
+    snic: float
+    cnic: float
+    sending_bytes: int = 0
+    receiving_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """The numbers that a plan was decided on, for operators.
+
+    Attributes:
+        policy: name of the policy.
+        now: when it was decided.
+        nodes: state of each candidate before the plan was charged.
+        predicted_seconds: time from ``now`` until the last part arrives, if nothing else is planned; 0 for an empty plan.
+        excluded: candidates that had failed in this plan, were dead, or unknown.
+    """
+
+    policy: str
+    now: float
+    nodes: tuple[NodeState, ...]
+    predicted_seconds: float
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Parts to start now.
+
+    Attributes:
+        plan_id: names the plan in reports; never used twice by one planner.
+        attempt: generation, 0 for the first answer; each re-plan has the next. Parts of earlier attempts that did not fail go on
+            as they are, under their own generation.
+        parts: what to start. Of a re-plan: only the new parts.
+        reasons: why.
+    """
+
+    plan_id: int
+    attempt: int
+    request: ReadRequest
+    parts: tuple[Part, ...]
+    reasons: Reasons
+
+
+class PathPolicy(Protocol):
+    """Cuts a request over nodes: a function of the request and the queues (``round_robin`` alone remembers whose turn it is)."""
+
+    @property
+    def name(self) -> str:
+        """As configured and shown."""
+        ...
+
+    def choose(
+        self, request: ReadRequest, nodes: Sequence[tuple[NodeState, ReadSide]], prefill: NodeState | None
+    ) -> Sequence[Share]:
+        """Shares whose blocks add up to ``request.blocks`` (or none at all: nothing is read).
+
+        Args:
+            request: what is to be read; at least one block.
+            nodes: candidates that are alive, prefill side first, then decode, then relays; at least one.
+            prefill: the prefill engine's node, also where it is no candidate: whatever is forwarded goes into its CNIC.
+        """
+        ...

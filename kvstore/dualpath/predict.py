@@ -1,0 +1,31 @@
+"""When a request's parts will have arrived: the model that `split` minimises and that every plan records.
+
+Fluid and pessimistic about order: a node reads what is pending first, then its share. Forwarding is overlapped with reading, layer
+by layer, so a forwarded share ends with the slowest of three: the read, the way out of the node that read it, the way into the
+prefill node (shared by all forwarded shares).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstore.dualpath.contract import NodeState, ReadSide
+
+
+def finish_seconds(shares: Iterable[tuple[NodeState, ReadSide, int]], prefill: NodeState | None) -> float:
+    """Seconds from now until the last byte is with the prefill engine.
+
+    Args:
+        shares: node, side and bytes of each share.
+        prefill: the prefill node; None: its CNIC is taken to be no limit.
+    """
+    latest = 0.0
+    forwarded = 0
+    for state, side, nbytes in shares:
+        latest = max(latest, (state.pending_bytes + nbytes) / state.snic)
+        if side is not ReadSide.PREFILL:
+            latest = max(latest, (state.sending_bytes + nbytes) / state.cnic)
+            forwarded += nbytes
+    if forwarded and prefill is not None:
+        latest = max(latest, (prefill.receiving_bytes + forwarded) / prefill.cnic)
+    return latest
