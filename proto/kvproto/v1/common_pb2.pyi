@@ -105,7 +105,7 @@ class VolumeInfo(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes")
+    __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes", "storage_address", "storage_bytes_per_s", "compute_bytes_per_s")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,9 @@ class NodeInfo(_message.Message):
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     roles: _containers.RepeatedScalarFieldContainer[str]
@@ -120,7 +123,10 @@ class NodeInfo(_message.Message):
     data_address: str
     local_socket: str
     volumes: _containers.RepeatedCompositeFieldContainer[VolumeInfo]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ...) -> None: ...
+    storage_address: str
+    storage_bytes_per_s: int
+    compute_bytes_per_s: int
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ..., storage_address: _Optional[str] = ..., storage_bytes_per_s: _Optional[int] = ..., compute_bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "retryable", "fields")

@@ -1,11 +1,23 @@
 from kvproto.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReadSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    READ_SIDE_UNSPECIFIED: _ClassVar[ReadSide]
+    READ_SIDE_PREFILL: _ClassVar[ReadSide]
+    READ_SIDE_DECODE: _ClassVar[ReadSide]
+    READ_SIDE_RELAY: _ClassVar[ReadSide]
+READ_SIDE_UNSPECIFIED: ReadSide
+READ_SIDE_PREFILL: ReadSide
+READ_SIDE_DECODE: ReadSide
+READ_SIDE_RELAY: ReadSide
 
 class RegisterNodeRequest(_message.Message):
     __slots__ = ("operation_id", "node")
@@ -214,6 +226,110 @@ class ReplicaRun(_message.Message):
     node: int
     volume: int
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., node: _Optional[int] = ..., volume: _Optional[int] = ...) -> None: ...
+
+class PlanLoadRequest(_message.Message):
+    __slots__ = ("request_id", "policy", "prefill_node", "decode_node", "relays", "blocks", "block_bytes", "block_tokens", "budget_ms")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    request_id: bytes
+    policy: str
+    prefill_node: str
+    decode_node: str
+    relays: bool
+    blocks: int
+    block_bytes: int
+    block_tokens: int
+    budget_ms: int
+    def __init__(self, request_id: _Optional[bytes] = ..., policy: _Optional[str] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., relays: _Optional[bool] = ..., blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+
+class PlanPart(_message.Message):
+    __slots__ = ("start", "count", "side", "node_id", "control_address", "data_address")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    count: int
+    side: ReadSide
+    node_id: str
+    control_address: str
+    data_address: str
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[_Union[ReadSide, str]] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
+
+class LoadPlan(_message.Message):
+    __slots__ = ("plan_id", "attempt", "parts", "policy", "reason")
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    plan_id: bytes
+    attempt: int
+    parts: _containers.RepeatedCompositeFieldContainer[PlanPart]
+    policy: str
+    reason: str
+    def __init__(self, plan_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PlanPart, _Mapping]]] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReportLoadsRequest(_message.Message):
+    __slots__ = ("loads",)
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    loads: _containers.RepeatedCompositeFieldContainer[LoadReport]
+    def __init__(self, loads: _Optional[_Iterable[_Union[LoadReport, _Mapping]]] = ...) -> None: ...
+
+class LoadReport(_message.Message):
+    __slots__ = ("plan_id", "parts", "finished")
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    plan_id: bytes
+    parts: _containers.RepeatedCompositeFieldContainer[PartReport]
+    finished: bool
+    def __init__(self, plan_id: _Optional[bytes] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ..., finished: _Optional[bool] = ...) -> None: ...
+
+class PartReport(_message.Message):
+    __slots__ = ("attempt", "part", "blocks_done")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DONE_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    part: int
+    blocks_done: int
+    def __init__(self, attempt: _Optional[int] = ..., part: _Optional[int] = ..., blocks_done: _Optional[int] = ...) -> None: ...
+
+class ReportLoadsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReplanLoadRequest(_message.Message):
+    __slots__ = ("plan_id", "attempt", "part", "missing", "why")
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    plan_id: bytes
+    attempt: int
+    part: int
+    missing: _containers.RepeatedCompositeFieldContainer[BlockRange]
+    why: str
+    def __init__(self, plan_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., part: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
+
+class BlockRange(_message.Message):
+    __slots__ = ("start", "count")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    count: int
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

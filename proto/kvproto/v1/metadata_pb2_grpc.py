@@ -79,6 +79,21 @@ class MetadataStub:
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.PlanLoad = channel.unary_unary(
+                '/kvstore.v1.Metadata/PlanLoad',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LoadPlan.FromString,
+                _registered_method=True)
+        self.ReportLoads = channel.unary_unary(
+                '/kvstore.v1.Metadata/ReportLoads',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.ReportLoadsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.ReportLoadsResponse.FromString,
+                _registered_method=True)
+        self.ReplanLoad = channel.unary_unary(
+                '/kvstore.v1.Metadata/ReplanLoad',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.ReplanLoadRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LoadPlan.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/kvstore.v1.Metadata/GetStats',
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.GetStatsRequest.SerializeToString,
@@ -155,6 +170,27 @@ class MetadataServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PlanLoad(self, request, context):
+        """Decides over which nodes' storage links blocks that lie in storage are read, and charges those nodes' read queues.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportLoads(self, request, context):
+        """Tells how far planned loads are: credits queues, feeds the bandwidth estimates. Reports of forgotten plans are ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplanLoad(self, request, context):
+        """A part of a plan failed or stalls: what has not arrived is planned anew, on other nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counters and sizes, for people and tests.
         """
@@ -209,6 +245,21 @@ def add_MetadataServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.LookupRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_metadata__pb2.LookupResponse.SerializeToString,
+            ),
+            'PlanLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanLoad,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.LoadPlan.SerializeToString,
+            ),
+            'ReportLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportLoads,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.ReportLoadsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.ReportLoadsResponse.SerializeToString,
+            ),
+            'ReplanLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplanLoad,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.ReplanLoadRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.LoadPlan.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -459,6 +510,87 @@ class Metadata:
             '/kvstore.v1.Metadata/Lookup',
             kvstore_dot_v1_dot_metadata__pb2.LookupRequest.SerializeToString,
             kvstore_dot_v1_dot_metadata__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/PlanLoad',
+            kvstore_dot_v1_dot_metadata__pb2.PlanLoadRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.LoadPlan.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/ReportLoads',
+            kvstore_dot_v1_dot_metadata__pb2.ReportLoadsRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.ReportLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplanLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/ReplanLoad',
+            kvstore_dot_v1_dot_metadata__pb2.ReplanLoadRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.LoadPlan.FromString,
             options,
             channel_credentials,
             insecure,

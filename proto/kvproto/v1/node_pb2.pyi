@@ -28,12 +28,14 @@ class IssueTicketResponse(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ..., valid_for_ms: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("client_name", "spec")
+    __slots__ = ("client_name", "spec", "remote")
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     client_name: str
     spec: _common_pb2.CacheSpec
-    def __init__(self, client_name: _Optional[str] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ...) -> None: ...
+    remote: bool
+    def __init__(self, client_name: _Optional[str] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., remote: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ("session_id", "arena_socket", "arena_bytes", "lease_ms", "node", "prefaulted")
@@ -104,7 +106,7 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("session_id", "operation_id", "keys", "sources", "want_checksums", "parent", "depth")
+    __slots__ = ("session_id", "operation_id", "keys", "sources", "want_checksums", "parent", "depth", "layer_group", "first_layer")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +114,8 @@ class LoadRequest(_message.Message):
     WANT_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
+    LAYER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     operation_id: bytes
     keys: bytes
@@ -119,7 +123,9 @@ class LoadRequest(_message.Message):
     want_checksums: bool
     parent: bytes
     depth: int
-    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., want_checksums: _Optional[bool] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ...) -> None: ...
+    layer_group: int
+    first_layer: int
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., want_checksums: _Optional[bool] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ..., layer_group: _Optional[int] = ..., first_layer: _Optional[int] = ...) -> None: ...
 
 class LoadSource(_message.Message):
     __slots__ = ("start", "count", "node_id", "control_address", "data_address")
@@ -136,15 +142,17 @@ class LoadSource(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
-    __slots__ = ("runs", "lease_id")
+    __slots__ = ("runs", "lease_id", "bytes_received")
     RUNS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     runs: _containers.RepeatedCompositeFieldContainer[LoadedRun]
     lease_id: int
-    def __init__(self, runs: _Optional[_Iterable[_Union[LoadedRun, _Mapping]]] = ..., lease_id: _Optional[int] = ...) -> None: ...
+    bytes_received: int
+    def __init__(self, runs: _Optional[_Iterable[_Union[LoadedRun, _Mapping]]] = ..., lease_id: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
 
 class LoadedRun(_message.Message):
-    __slots__ = ("start", "count", "outcome", "tier", "source_node", "offsets", "checksums")
+    __slots__ = ("start", "count", "outcome", "tier", "source_node", "offsets", "checksums", "first_layer", "layer_count")
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +160,8 @@ class LoadedRun(_message.Message):
     SOURCE_NODE_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
     start: int
     count: int
     outcome: _common_pb2.Outcome
@@ -159,7 +169,21 @@ class LoadedRun(_message.Message):
     source_node: str
     offsets: bytes
     checksums: bytes
-    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., source_node: _Optional[str] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    first_layer: int
+    layer_count: int
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., source_node: _Optional[str] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., first_layer: _Optional[int] = ..., layer_count: _Optional[int] = ...) -> None: ...
+
+class AwaitPromptRequest(_message.Message):
+    __slots__ = ("session_id", "operation_id", "keys", "want_checksums")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    WANT_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    operation_id: bytes
+    keys: bytes
+    want_checksums: bool
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., want_checksums: _Optional[bool] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids")

@@ -70,6 +70,11 @@ class NodeStub:
                 request_serializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
                 _registered_method=True)
+        self.AwaitPrompt = channel.unary_stream(
+                '/kvstore.v1.Node/AwaitPrompt',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.AwaitPromptRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvstore.v1.Node/Release',
                 request_serializer=kvstore_dot_v1_dot_node__pb2.ReleaseRequest.SerializeToString,
@@ -147,6 +152,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AwaitPrompt(self, request, context):
+        """Decode side: takes room in the decode buffer for a whole prompt, all or none, then answers its blocks as they become
+        resident, whoever brings them (a prefill engine, a load over this node, this node's own volumes).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Ends leases early.
         """
@@ -211,6 +224,11 @@ def add_NodeServicer_to_server(servicer, server):
             'Load': grpc.unary_stream_rpc_method_handler(
                     servicer.Load,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.SerializeToString,
+            ),
+            'AwaitPrompt': grpc.unary_stream_rpc_method_handler(
+                    servicer.AwaitPrompt,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.AwaitPromptRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
@@ -422,6 +440,33 @@ class Node:
             target,
             '/kvstore.v1.Node/Load',
             kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.Node/AwaitPrompt',
+            kvstore_dot_v1_dot_node__pb2.AwaitPromptRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
             options,
             channel_credentials,
