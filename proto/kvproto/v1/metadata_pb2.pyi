@@ -228,8 +228,8 @@ class ReplicaRun(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., node: _Optional[int] = ..., volume: _Optional[int] = ...) -> None: ...
 
 class PlanLoadRequest(_message.Message):
-    __slots__ = ("request_id", "policy", "prefill_node", "decode_node", "relays", "blocks", "block_bytes", "block_tokens", "budget_ms")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("operation_id", "policy", "prefill_node", "decode_node", "relays", "blocks", "block_bytes", "block_tokens", "budget_ms")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -238,7 +238,7 @@ class PlanLoadRequest(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
-    request_id: bytes
+    operation_id: bytes
     policy: str
     prefill_node: str
     decode_node: str
@@ -247,23 +247,25 @@ class PlanLoadRequest(_message.Message):
     block_bytes: int
     block_tokens: int
     budget_ms: int
-    def __init__(self, request_id: _Optional[bytes] = ..., policy: _Optional[str] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., relays: _Optional[bool] = ..., blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, operation_id: _Optional[bytes] = ..., policy: _Optional[str] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., relays: _Optional[bool] = ..., blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., block_tokens: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
 
 class PlanPart(_message.Message):
-    __slots__ = ("start", "count", "side", "node_id", "control_address", "data_address")
+    __slots__ = ("index", "start", "count", "side", "node_id", "control_address", "data_address")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     SIDE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    index: int
     start: int
     count: int
     side: ReadSide
     node_id: str
     control_address: str
     data_address: str
-    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[_Union[ReadSide, str]] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[_Union[ReadSide, str]] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
 
 class LoadPlan(_message.Message):
     __slots__ = ("plan_id", "attempt", "parts", "policy", "reason")
@@ -272,12 +274,12 @@ class LoadPlan(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    plan_id: bytes
+    plan_id: int
     attempt: int
     parts: _containers.RepeatedCompositeFieldContainer[PlanPart]
     policy: str
     reason: str
-    def __init__(self, plan_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PlanPart, _Mapping]]] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, plan_id: _Optional[int] = ..., attempt: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PlanPart, _Mapping]]] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReportLoadsRequest(_message.Message):
     __slots__ = ("loads",)
@@ -290,38 +292,36 @@ class LoadReport(_message.Message):
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    plan_id: bytes
+    plan_id: int
     parts: _containers.RepeatedCompositeFieldContainer[PartReport]
     finished: bool
-    def __init__(self, plan_id: _Optional[bytes] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ..., finished: _Optional[bool] = ...) -> None: ...
+    def __init__(self, plan_id: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class PartReport(_message.Message):
-    __slots__ = ("attempt", "part", "blocks_done")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("index", "blocks_done")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_DONE_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    part: int
+    index: int
     blocks_done: int
-    def __init__(self, attempt: _Optional[int] = ..., part: _Optional[int] = ..., blocks_done: _Optional[int] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., blocks_done: _Optional[int] = ...) -> None: ...
 
 class ReportLoadsResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("forgotten",)
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    forgotten: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, forgotten: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReplanLoadRequest(_message.Message):
-    __slots__ = ("plan_id", "attempt", "part", "missing", "why")
+    __slots__ = ("plan_id", "index", "arrived", "why")
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
-    MISSING_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
-    plan_id: bytes
-    attempt: int
-    part: int
-    missing: _containers.RepeatedCompositeFieldContainer[BlockRange]
+    plan_id: int
+    index: int
+    arrived: _containers.RepeatedCompositeFieldContainer[BlockRange]
     why: str
-    def __init__(self, plan_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., part: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
+    def __init__(self, plan_id: _Optional[int] = ..., index: _Optional[int] = ..., arrived: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
 
 class BlockRange(_message.Message):
     __slots__ = ("start", "count")
