@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvstore.dualpath.contract import NodeState, ReadRequest, ReadSide, Share
+from kvstore.core.errors import InvalidArgument
+from kvstore.dualpath.contract import NodeState, PathPolicy, ReadRequest, ReadSide, Share
+from kvstore.dualpath.split import Split
 
 Candidates = Sequence[tuple[NodeState, ReadSide]]
 
@@ -31,3 +33,51 @@ class ShorterQueue:
         pair = [entry for entry in nodes if entry[1] is not ReadSide.RELAY] or nodes
         state, side = min(pair, key=lambda entry: entry[0].pending_tokens)
         return (Share(state.node, side, request.blocks),)
+
+
+class RoundRobin:
+    """Whole requests in turn over the prefill and the decode side; the only policy that remembers anything: whose turn it is.
+
+    Relays are used only where neither side can read.
+    """
+
+    name = "round_robin"
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, request: ReadRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
+        pair = [entry for entry in nodes if entry[1] is not ReadSide.RELAY] or nodes
+        state, side = pair[self._turn % len(pair)]
+        self._turn += 1
+        return (Share(state.node, side, request.blocks),)
+
+
+class Oracle:
+    """Reads nothing at all: what an engine would do if storage were infinitely fast. For measuring only."""
+
+    name = "oracle"
+
+    def choose(self, request: ReadRequest, nodes: Candidates, prefill: NodeState | None) -> Sequence[Share]:  # noqa: ARG002
+        return ()
+
+
+POLICIES: dict[str, Callable[[], PathPolicy]] = {
+    "prefill_only": PrefillOnly,
+    "round_robin": RoundRobin,
+    "shorter_queue": ShorterQueue,
+    "split": Split,
+    "oracle": Oracle,
+}
+"""By the name that configuration and command lines use."""
+
+
+def policy_named(name: str) -> PathPolicy:
+    """A new policy with its defaults.
+
+    Raises:
+        InvalidArgument: there is none of that name.
+    """
+    if name not in POLICIES:
+        raise InvalidArgument("no such path policy", policy=name, known=", ".join(POLICIES))
+    return POLICIES[name]()

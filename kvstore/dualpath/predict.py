@@ -1,8 +1,8 @@
 """When a request's parts will have arrived: the model that `split` minimises and that every plan records.
 
-Fluid and pessimistic about order: a node reads what is pending first, then its share. Forwarding is overlapped with reading, layer
-by layer, so a forwarded share ends with the slowest of three: the read, the way out of the node that read it, the way into the
-prefill node (shared by all forwarded shares).
+Fluid, and pessimistic about order: a node reads what is pending first, then its share. Forwarding is overlapped with reading,
+layer by layer, so that a forwarded share ends with the slowest of three: the read, the way out of the node that read it, the way
+into the prefill node (which all forwarded shares have in common).
 """
 
 from __future__ import annotations

@@ -1,0 +1,228 @@
+"""Engine groups, and the two assignment rules of the paper's section 6 over one group.
+
+An engine's numbers lie in arrays, so that one decision is a handful of vector instructions, whether the group has six engines or
+a thousand. Among equals the engine that joined first wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+NEVER = np.iinfo(np.int64).max
+"""Stands for an engine that does not come into question where the smallest number wins."""
+
+
+class Role(StrEnum):
+    """What an engine does; all engines of a group do the same."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine as it joins.
+
+    Attributes:
+        engine: its name, unique over all roles.
+        role: what it does.
+        group: its group; all engines of one node are in the same group.
+        node: the node whose storage link it reads over.
+        hbm_bytes: room for KV when it is idle; only asked of decode engines.
+    """
+
+    engine: str
+    role: Role
+    group: str
+    node: str
+    hbm_bytes: int = 0
+
+
+class EngineGroup:
+    """Engines of one role that fetch together.
+
+    Attributes:
+        tok: tokens of assigned, unfinished requests, an engine.
+        seq: their number.
+        free: HBM bytes free for KV.
+        read: disk reading queue of the engine's node, in tokens.
+        most_hbm: room of the roomiest engine when that is idle.
+    """
+
+    __slots__ = ("_place", "engines", "free", "most_hbm", "name", "read", "role", "seq", "tok")
+
+    def __init__(self, name: str, role: Role) -> None:
+        self.name = name
+        self.role = role
+        self.engines: list[Engine] = []
+        self._place: dict[str, int] = {}
+        self.most_hbm = 0
+        self.tok, self.seq, self.free, self.read = (np.zeros(0, np.int64) for _ in range(4))
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    def __contains__(self, engine: str) -> bool:
+        return engine in self._place
+
+    def place(self, engine: str) -> int:
+        """Where an engine's numbers stand in the arrays."""
+        return self._place[engine]
+
+    def join(self, engine: Engine) -> None:
+        """A new engine, with nothing to do."""
+        self._place[engine.engine] = len(self.engines)
+        self.engines.append(engine)
+        self.tok, self.seq, self.read = (np.append(column, np.int64(0)) for column in (self.tok, self.seq, self.read))
+        self.free = np.append(self.free, np.int64(engine.hbm_bytes))
+        self.most_hbm = max(self.most_hbm, engine.hbm_bytes)
+
+    def leave(self, engine: str) -> None:
+        """The engine is gone."""
+        place = self._place[engine]
+        del self.engines[place]
+        self._place = {entry.engine: position for position, entry in enumerate(self.engines)}
+        self.tok, self.seq, self.free, self.read = (
+            np.delete(column, place) for column in (self.tok, self.seq, self.free, self.read)
+        )
+        self.most_hbm = max((entry.hbm_bytes for entry in self.engines), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Of all engines."""
+        return int(self.tok.sum())
+
+
+def assign_prefill(group: EngineGroup, lengths: Iterable[int], alpha: int, beta: int) -> Iterator[int]:
+    """Algorithm 1: gives requests to the engines of a prefill group, first come first served, until all are overloaded.
+
+    Of the engines with at most ``beta`` tokens, those whose node has at most ``alpha`` tokens to read come first (else its
+    storage link would run dry); among them the one with the fewest tokens. The arrays of the group are brought up to date.
+
+    Args:
+        group: the group that fetches.
+        lengths: tokens of the waiting requests, in order; drawn one by one, only as far as needed.
+        alpha: a reading queue above this is long, in tokens.
+        beta: an engine with more tokens than this is overloaded.
+
+    Yields:
+        The place of the engine for each request in turn; ends where the rule says to end the fetch.
+    """
+    short = group.read <= alpha
+    # the classes need no masks a request: the least tokens of a class tell whether it is empty below beta
+    classes = [np.where(chosen, group.tok, NEVER) for chosen in (short, ~short)] if len(group) else []
+    for length in lengths:
+        for tokens in classes:
+            place = int(tokens.argmin())
+            if tokens[place] <= beta:
+                break
+        else:
+            return
+        tokens[place] += length
+        group.tok[place] += length
+        group.seq[place] += 1
+        yield place
+
+
+def decode_watermark(group: EngineGroup, waiting: Iterable[tuple[int, int]], z: float) -> float:
+    """Z: ``z`` times the mean tokens of an engine after the fetch, if all that fits into the group's HBM were assigned.
+
+    Args:
+        group: the group that fetches; has an engine.
+        waiting: (tokens, HBM bytes) of the waiting requests, in order.
+        z: 1.05 in the paper.
+    """
+    room = int(group.free.sum())
+    coming = 0
+    for tokens, need in waiting:
+        if need > room:
+            break
+        room -= need
+        coming += tokens
+    return z * (coming + group.tokens) / len(group)
+
+
+def assign_decode(group: EngineGroup, waiting: Iterable[tuple[int, int]], watermark: float) -> Iterator[int]:
+    """Phase 2: gives requests to the engines of a decode group, first come first served, until the next one fits nowhere.
+
+    Of the engines with room for the request, those that stay at or below the watermark come first, and of them the one with the
+    fewest sequences; else the one with the fewest tokens. The arrays of the group are brought up to date.
+
+    Args:
+        group: the group that fetches.
+        waiting: (tokens, HBM bytes) of the waiting requests, in order; drawn one by one, only as far as needed.
+        watermark: see ``decode_watermark``.
+
+    Yields:
+        The place of the engine for each request in turn; ends where the rule says to end the fetch.
+    """
+    if not len(group):
+        return
+    for tokens, need in waiting:
+        fits = group.free >= need
+        low = fits & (group.tok + tokens <= watermark)
+        place = _least(group.seq, low)
+        if place is None:
+            place = _least(group.tok, fits)
+        if place is None:
+            return
+        group.tok[place] += tokens
+        group.seq[place] += 1
+        group.free[place] -= need
+        yield place
+
+
+def _least(column: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]) -> int | None:
+    """Place of the least value among the chosen; None if none is chosen."""
+    place = int(np.where(chosen, column, NEVER).argmin())
+    return place if chosen[place] else None
+
+
+class DecodeGroups:
+    """Phase 1: which decode group a request goes to.
+
+    Attributes:
+        groups: by name, in the order in which they joined; among equals the first wins.
+    """
+
+    __slots__ = ("_load", "_most", "_names", "_place", "groups")
+
+    def __init__(self) -> None:
+        self.groups: dict[str, EngineGroup] = {}
+        self._place: dict[str, int] = {}
+        self._names: list[str] = []
+        self._load, self._most = (np.zeros(0, np.int64) for _ in range(2))
+
+    def join(self, group: EngineGroup) -> None:
+        """A new group; ``refresh`` makes it eligible once it has an engine."""
+        self.groups[group.name] = group
+        self._place[group.name] = len(self._names)
+        self._names.append(group.name)
+        self._load, self._most = np.append(self._load, np.int64(0)), np.append(self._most, np.int64(-1))
+
+    def refresh(self, name: str, waiting_tokens: int) -> None:
+        """A group's numbers have changed.
+
+        Args:
+            name: the group.
+            waiting_tokens: what to count on top of its engines' tokens.
+        """
+        group, place = self.groups[name], self._place[name]
+        self._load[place] = group.tokens + waiting_tokens
+        self._most[place] = group.most_hbm if len(group) else -1
+
+    def add(self, name: str, tokens: int) -> None:
+        """A group has that many tokens more (or fewer)."""
+        self._load[self._place[name]] += tokens
+
+    def choose(self, need: int) -> str | None:
+        """The group with the fewest tokens, of those that have an engine with room for ``need`` bytes when it is idle."""
+        if not self.groups:
+            return None
+        place = _least(self._load, self._most >= need)
+        return None if place is None else self._names[place]

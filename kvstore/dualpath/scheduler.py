@@ -1,0 +1,419 @@
+"""The request scheduler: which prefill engine and which decode engine serve a request (section 6 of the paper).
+
+A request waits in two queues at once: a global one for a prefill engine, first come first served, and a global one for a decode
+engine, from which it is moved to the private queue of a decode group. It is *paired* when it has both; who reads its blocks is
+decided then, by the planner. Every time a request loses an engine, its generation grows: reports under an older one are void.
+
+Engines may report their own numbers (``EngineReport`` with ``tok`` and ``seq``); of those that never do, the scheduler keeps book
+itself from what it assigned and what was reported done. A report must count everything that earlier fetches answered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
+from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, Role, assign_decode, assign_prefill, decode_watermark
+
+MAX_TOKENS = 1 << 40
+MAX_HBM_BYTES = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What was profiled, and what was chosen.
+
+    Attributes:
+        alpha_tokens: a node's reading queue above this is long: what its storage link reads in 3 s.
+        beta_tokens: an engine with more tokens than this is overloaded: what it processes in 5 s.
+        z: of the decode watermark.
+        count_waiting: count what waits in a decode group's private queue as its tokens when groups are compared. False is the
+            letter of the paper, by which all requests of one drain go to one group.
+        max_waiting: requests under way or waiting; more are refused.
+    """
+
+    alpha_tokens: int
+    beta_tokens: int
+    z: float = 1.05
+    count_waiting: bool = True
+    max_waiting: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha_tokens <= MAX_TOKENS and 0 <= self.beta_tokens <= MAX_TOKENS and self.z > 0):
+            raise InvalidArgument("scheduler limits out of bounds", alpha=self.alpha_tokens, beta=self.beta_tokens, z=self.z)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as it comes in.
+
+    Attributes:
+        request_id: unique among the requests under way.
+        tokens: its length, the proxy for its cost everywhere.
+        hbm_bytes: what it needs on a decode engine.
+    """
+
+    request_id: str
+    tokens: int
+    hbm_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.tokens <= MAX_TOKENS and 0 <= self.hbm_bytes <= MAX_HBM_BYTES):
+            raise InvalidArgument("request out of bounds", tokens=self.tokens, hbm_bytes=self.hbm_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine says of itself when its group fetches; None: not said.
+
+    Attributes:
+        seq: assigned, unfinished requests; together with ``tok``.
+        tok: their tokens. Once an engine has said it, requests reported done are no longer subtracted here.
+        hbm_free: HBM bytes free for KV, decode engines only; the same holds.
+        read_tokens: disk reading queue of its node.
+    """
+
+    engine: str
+    seq: int | None = None
+    tok: int | None = None
+    hbm_free: int | None = None
+    read_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.seq is None) != (self.tok is None):
+            raise InvalidArgument("seq and tok are reported together", engine=self.engine)
+        for value in (self.seq, self.tok, self.hbm_free, self.read_tokens):
+            if value is not None and not 0 <= value <= MAX_HBM_BYTES:
+                raise InvalidArgument("engine report out of bounds", engine=self.engine, value=value)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A request was given to an engine of the group that fetched."""
+
+    request_id: str
+    generation: int
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A request has both engines: its read can be planned."""
+
+    request_id: str
+    generation: int
+    prefill: Engine
+    decode: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Answer to a group's fetch, in the order of assignment."""
+
+    assigned: tuple[Assignment, ...]
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """A request lost an engine and waits again, under a new generation; ``left`` is the engine that must drop the older one."""
+
+    request_id: str
+    generation: int
+    left: Engine | None
+
+
+@dataclass(slots=True)
+class _Desk:
+    """What is kept for an engine: its unfinished requests, and which numbers it does not report itself."""
+
+    engine: Engine
+    work: dict[str, _Job]
+    counts: bool = True
+    """Its tokens and sequences are counted here."""
+    room: bool = True
+    """Its free HBM is."""
+
+
+@dataclass(slots=True)
+class _Job:
+    ask: Ask
+    generation: int = 0
+    prefill: Engine | None = None
+    decode: Engine | None = None
+    prefilled: bool = False
+    group: str | None = None
+    """Decode group in whose private queue it waits."""
+
+
+_Queue = OrderedDict[str, _Job]
+
+
+class Scheduler:
+    """One instance per cluster. Nothing here waits: groups fetch whenever they like."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self._jobs: dict[str, _Job] = {}
+        self._groups: dict[str, EngineGroup] = {}
+        self._desks: dict[str, _Desk] = {}
+        self._prefill_queue: _Queue = OrderedDict()
+        self._decode_queue: _Queue = OrderedDict()
+        self._private: dict[str, _Queue] = {}
+        self._private_tokens: dict[str, int] = {}
+        self._decode_groups = DecodeGroups()
+
+    def __len__(self) -> int:
+        """Requests waiting or under way."""
+        return len(self._jobs)
+
+    # ---- engines ----
+
+    def join(self, engine: Engine) -> None:
+        """A new engine with nothing to do.
+
+        Raises:
+            Conflict: its name is taken, or its group has the other role.
+        """
+        if engine.engine in self._desks:
+            raise Conflict("engine has joined already", engine=engine.engine)
+        if not 0 <= engine.hbm_bytes <= MAX_HBM_BYTES:
+            raise InvalidArgument("hbm_bytes out of bounds", engine=engine.engine, hbm_bytes=engine.hbm_bytes)
+        group = self._groups.get(engine.group)
+        if group is None:
+            group = self._groups[engine.group] = EngineGroup(engine.group, engine.role)
+            if engine.role is Role.DECODE:
+                self._decode_groups.join(group)
+                self._private[engine.group] = OrderedDict()
+                self._private_tokens[engine.group] = 0
+        elif group.role is not engine.role:
+            raise Conflict("group has the other role", group=engine.group, role=group.role)
+        group.join(engine)
+        self._desks[engine.engine] = _Desk(engine, {})
+        self._refresh(group)
+
+    def engine_gone(self, engine: str) -> tuple[GivenBack, ...]:
+        """An engine died or left: its unfinished requests go to the head of the queues they came from, in their order.
+
+        A dead decode engine takes the prompt's KV with it: a prompt that was already computed waits for a prefill engine too.
+
+        Raises:
+            NotFound: no such engine.
+        """
+        desk = self._desks.pop(engine, None)
+        if desk is None:
+            raise NotFound("engine is not known", engine=engine)
+        gone = desk.engine
+        group = self._groups[gone.group]
+        group.leave(engine)
+        back = []
+        for job in reversed(desk.work.values()):
+            job.generation += 1
+            if gone.role is Role.PREFILL:
+                job.prefill = None
+            else:
+                job.decode = None
+                self._to_head(self._decode_queue, job)
+            if job.prefilled or gone.role is Role.PREFILL:
+                job.prefill, job.prefilled = None, False
+                self._to_head(self._prefill_queue, job)
+            back.append(GivenBack(job.ask.request_id, job.generation, job.prefill or job.decode))
+        if gone.role is Role.DECODE:
+            self._reroute(group)
+            self._refresh(group)
+        return tuple(reversed(back))
+
+    def report(self, reports: Iterable[EngineReport]) -> None:
+        """What engines say of themselves; of engines that are not known it is ignored."""
+        touched = {}
+        for said in reports:
+            desk = self._desks.get(said.engine)
+            if desk is None:
+                continue
+            group = touched[desk.engine.group] = self._groups[desk.engine.group]
+            place = group.place(said.engine)
+            if said.tok is not None and said.seq is not None:
+                group.tok[place], group.seq[place] = said.tok, said.seq
+                desk.counts = False
+            if said.hbm_free is not None:
+                group.free[place] = said.hbm_free
+                desk.room = False
+            if said.read_tokens is not None:
+                group.read[place] = said.read_tokens
+        for group in touched.values():
+            self._refresh(group)
+
+    # ---- requests ----
+
+    def submit(self, ask: Ask) -> None:
+        """A request waits for its engines from now on.
+
+        Raises:
+            Conflict: one of this name is under way.
+            CapacityExceeded: too many are.
+        """
+        if ask.request_id in self._jobs:
+            raise Conflict("request is under way", request=ask.request_id)
+        if len(self._jobs) >= self.limits.max_waiting:
+            raise CapacityExceeded("too many requests", requests=len(self._jobs))
+        job = self._jobs[ask.request_id] = _Job(ask)
+        self._prefill_queue[ask.request_id] = self._decode_queue[ask.request_id] = job
+
+    def prefill_done(self, request_id: str, generation: int) -> bool:
+        """The prompt is computed and with the decode engine. False: a report of an older generation, or of no request."""
+        job = self._job(request_id, generation)
+        if job is None or job.prefill is None or job.decode is None or job.prefilled:
+            return False
+        job.prefilled = True
+        self._take_off(job.prefill, job)
+        return True
+
+    def finish(self, request_id: str, generation: int) -> bool:
+        """The request is done. False: a report of an older generation, or of no request."""
+        job = self._job(request_id, generation)
+        if job is None or job.prefill is None or job.decode is None:
+            return False
+        self._drop(job)
+        return True
+
+    def cancel(self, request_id: str) -> bool:
+        """Nobody wants the answer any more, at whatever state. False: no such request."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return False
+        self._drop(job)
+        return True
+
+    # ---- fetching ----
+
+    def fetch(self, group: str, reports: Iterable[EngineReport] = ()) -> Fetched:
+        """A group's leader reports for its engines and asks for work.
+
+        Raises:
+            NotFound: no such group.
+        """
+        known = self._groups.get(group)
+        if known is None:
+            raise NotFound("group is not known", group=group)
+        self.report(reports)
+        return self._fetch_prefill(known) if known.role is Role.PREFILL else self._fetch_decode(known)
+
+    def _fetch_prefill(self, group: EngineGroup) -> Fetched:
+        queue = self._prefill_queue
+        lengths = (job.ask.tokens for job in _heads(queue))
+        assigned: list[Assignment] = []
+        pairs: list[Pair] = []
+        for place in assign_prefill(group, lengths, self.limits.alpha_tokens, self.limits.beta_tokens):
+            _, job = queue.popitem(last=False)
+            job.prefill = group.engines[place]
+            assigned.append(self._assigned(job, job.prefill, pairs))
+        return Fetched(tuple(assigned), tuple(pairs))
+
+    def _fetch_decode(self, group: EngineGroup) -> Fetched:
+        self._route()
+        queue = self._private[group.name]
+        assigned: list[Assignment] = []
+        pairs: list[Pair] = []
+        if not queue or not len(group):
+            return Fetched((), ())
+        watermark = decode_watermark(group, (_cost(job) for job in queue.values()), self.limits.z)
+        for place in assign_decode(group, (_cost(job) for job in _heads(queue)), watermark):
+            _, job = queue.popitem(last=False)
+            self._private_tokens[group.name] -= job.ask.tokens
+            job.group = None
+            job.decode = group.engines[place]
+            assigned.append(self._assigned(job, job.decode, pairs))
+        self._refresh(group)
+        return Fetched(tuple(assigned), tuple(pairs))
+
+    def _assigned(self, job: _Job, engine: Engine, pairs: list[Pair]) -> Assignment:
+        name = job.ask.request_id
+        self._desks[engine.engine].work[name] = job
+        if job.prefill is not None and job.decode is not None:
+            pairs.append(Pair(name, job.generation, job.prefill, job.decode))
+        return Assignment(name, job.generation, engine.engine)
+
+    def _route(self) -> None:
+        """Phase 1: moves the global decode queue to private ones. What no group could ever hold stays, in nobody's way."""
+        stuck: _Queue = OrderedDict()
+        while self._decode_queue:
+            name, job = self._decode_queue.popitem(last=False)
+            chosen = self._decode_groups.choose(job.ask.hbm_bytes)
+            if chosen is None:
+                stuck[name] = job
+                continue
+            job.group = chosen
+            self._private[chosen][name] = job
+            self._private_tokens[chosen] += job.ask.tokens
+            if self.limits.count_waiting:
+                self._decode_groups.add(chosen, job.ask.tokens)
+        self._decode_queue = stuck
+
+    # ---- within ----
+
+    def _job(self, request_id: str, generation: int) -> _Job | None:
+        job = self._jobs.get(request_id)
+        return job if job is not None and job.generation == generation else None
+
+    def _refresh(self, group: EngineGroup) -> None:
+        if group.role is Role.DECODE:
+            waiting = self._private_tokens[group.name] if self.limits.count_waiting else 0
+            self._decode_groups.refresh(group.name, waiting)
+
+    def _take_off(self, engine: Engine, job: _Job) -> None:
+        """The engine has nothing more to do for the request."""
+        desk = self._desks[engine.engine]
+        del desk.work[job.ask.request_id]
+        group = self._groups[engine.group]
+        place = group.place(engine.engine)
+        if desk.counts:
+            group.tok[place] -= job.ask.tokens
+            group.seq[place] -= 1
+            if engine.role is Role.DECODE:
+                self._decode_groups.add(engine.group, -job.ask.tokens)
+        if desk.room and engine.role is Role.DECODE:
+            group.free[place] += job.ask.hbm_bytes
+
+    def _drop(self, job: _Job) -> None:
+        """The request leaves queues and engines."""
+        name = job.ask.request_id
+        del self._jobs[name]
+        self._prefill_queue.pop(name, None)
+        if job.group is not None:
+            del self._private[job.group][name]
+            self._private_tokens[job.group] -= job.ask.tokens
+            if self.limits.count_waiting:
+                self._decode_groups.add(job.group, -job.ask.tokens)
+        else:
+            self._decode_queue.pop(name, None)
+        if job.prefill is not None and not job.prefilled:
+            self._take_off(job.prefill, job)
+        if job.decode is not None:
+            self._take_off(job.decode, job)
+
+    def _reroute(self, group: EngineGroup) -> None:
+        """Requests that the group can no longer hold even when idle go back to the global queue's head."""
+        queue = self._private[group.name]
+        room = group.most_hbm if len(group) else -1
+        for job in [job for job in reversed(queue.values()) if job.ask.hbm_bytes > room]:
+            del queue[job.ask.request_id]
+            self._private_tokens[group.name] -= job.ask.tokens
+            job.group = None
+            self._to_head(self._decode_queue, job)
+
+    @staticmethod
+    def _to_head(queue: _Queue, job: _Job) -> None:
+        queue[job.ask.request_id] = job
+        queue.move_to_end(job.ask.request_id, last=False)
+
+
+def _heads(queue: _Queue) -> Iterator[_Job]:
+    """The head of the queue as long as it has one; whoever draws pops it before drawing again."""
+    while queue:
+        yield next(iter(queue.values()))
+
+
+def _cost(job: _Job) -> tuple[int, int]:
+    return job.ask.tokens, job.ask.hbm_bytes
