@@ -1,17 +1,16 @@
 """A whole store on one machine, as real processes: for tests, the demo, replays and benchmarks.
 
 Each daemon is a child process started with ``python -m kvstore.cli`` and killed with its parent (``PR_SET_PDEATHSIG``), so that
-nothing is left behind even where the parent is killed. Daemons say where they listen through ready files.
+nothing is left behind even where the parent is killed. Daemons say where they listen through ready files. They listen on loopback
+unless told otherwise; with a ``Launcher`` and an address each they run elsewhere, such as on the hosts of a ``NetLab``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,18 +19,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Protocol, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
 from kvstore.core.node_id import check_node_id
+from kvstore.rpc.address import stays_on_host
+from kvstore.testing.children import die_with_parent
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
-_PR_SET_PDEATHSIG = 1
+LOOPBACK = "127.0.0.1"
 _GRPC_LINE = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl::")
 """What gRPC's core prints past our logs: file names and line numbers of C++."""
 _ERROR_MARK = "Error: "
 _SHOWN_LINES = 10
+
+
+class Launcher(Protocol):
+    """Starts a daemon's process; it must end with the thread that started it. ``Host.popen`` of a lab is one."""
+
+    def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a daemon runs.
+
+    Attributes:
+        host: address that it listens on and is reached by, at any port; without TLS unless settings say otherwise.
+        launcher: what starts it; None: a plain child process.
+    """
+
+    host: str = LOOPBACK
+    launcher: Launcher | None = None
+
+    def insecure(self, section: str) -> list[str]:
+        """The ``--set`` that lets it listen there at all."""
+        return [] if stays_on_host(f"{self.host}:0") else [f"{section}.allow_insecure_remote=true"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +75,7 @@ class NodeSpec:
     policy: str = "gap"
     settings: tuple[tuple[str, str], ...] = ()
     """Further ``--set node.<name>=<value>``."""
+    place: Place = Place()
 
     def __post_init__(self) -> None:
         check_node_id(self.node_id)
@@ -104,13 +129,18 @@ class LocalCluster:
         nodes: the nodes to start.
         base_dir: folder for volumes, index, sockets and logs; None: a temporary one, removed at the end.
         metadata_settings: further ``--set metadata.<name>=<value>``.
+        metadata_place: where the metadata server runs.
 
     Raises:
         InvalidArgument: there are volumes, and the path of ``base_dir`` has a comma.
     """
 
     def __init__(
-        self, nodes: Sequence[NodeSpec], base_dir: Path | None = None, metadata_settings: Sequence[tuple[str, str]] = ()
+        self,
+        nodes: Sequence[NodeSpec],
+        base_dir: Path | None = None,
+        metadata_settings: Sequence[tuple[str, str]] = (),
+        metadata_place: Place = Place(),
     ) -> None:
         if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
             raise InvalidArgument("a folder of volumes has no comma in its path: commas separate volumes", folder=base_dir)
@@ -120,6 +150,7 @@ class LocalCluster:
         # unix socket paths are limited to 107 bytes: keep them out of deep folders
         self._run_dir = Path(tempfile.mkdtemp(prefix="kvs-", dir="/tmp"))
         self._metadata_settings = tuple(metadata_settings)
+        self._metadata_place = metadata_place
         self._daemons: dict[str, Daemon] = {}
         self._metadata_port = 0
 
@@ -150,11 +181,12 @@ class LocalCluster:
     def start_metadata(self) -> Daemon:
         """Starts the metadata server (again on its old port)."""
         settings = [
-            f"metadata.listen=127.0.0.1:{self._metadata_port}",
+            f"metadata.listen={self.metadata_address}",
             f"metadata.index_path={self.base_dir / 'index'}",
+            *self._metadata_place.insecure("metadata"),
             *(f"metadata.{name}={value}" for name, value in self._metadata_settings),
         ]
-        daemon = self._start("metadata", "metadata", settings)
+        daemon = self._start("metadata", "metadata", settings, self._metadata_place)
         self._metadata_port = int(daemon.address.rpartition(":")[2])
         return daemon
 
@@ -170,15 +202,16 @@ class LocalCluster:
             f"node.metadata={self.metadata_address}",
             f"node.dram={spec.dram_bytes}",
             f"node.policy={spec.policy}",
-            "node.listen=127.0.0.1:0",
-            "node.data_listen=127.0.0.1:0",
+            f"node.listen={spec.place.host}:0",
+            f"node.data_listen={spec.place.host}:0",
+            *spec.place.insecure("node"),
         ]
         if spec.nvme_bytes:
             settings.append(f"node.nvme={self.volume_path(node_id)}:{spec.nvme_bytes}")
         if spec.write_behind_to:
             settings.append(f"node.write_behind_to={spec.write_behind_to}")
         settings += [f"node.{name}={value}" for name, value in spec.settings]
-        return self._start(node_id, "node", settings)
+        return self._start(node_id, "node", settings, spec.place)
 
     def stop(self, name: str) -> None:
         """Stops one daemon (``"metadata"`` or a node id) in order."""
@@ -194,7 +227,7 @@ class LocalCluster:
     @property
     def metadata_address(self) -> str:
         """Where the metadata server listens."""
-        return f"127.0.0.1:{self._metadata_port}"
+        return f"{self._metadata_place.host}:{self._metadata_port}"
 
     def node(self, node_id: str) -> Daemon:
         """A running daemon."""
@@ -210,7 +243,7 @@ class LocalCluster:
         return self.base_dir / "index"
 
     # ---------------------------------------------------------------- inside
-    def _start(self, name: str, command: str, settings: Sequence[str]) -> Daemon:
+    def _start(self, name: str, command: str, settings: Sequence[str], place: Place) -> Daemon:
         ready_file = self._run_dir / f"{name}.ready"
         ready_file.unlink(missing_ok=True)
         self.base_dir.mkdir(parents=True, exist_ok=True)
@@ -220,7 +253,7 @@ class LocalCluster:
             arguments += ["--set", setting]
         with log_path.open("ab") as log:
             log_start = log.seek(0, os.SEEK_END)
-            process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+            process = (place.launcher or _child)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         daemon = Daemon(name, process, {}, log_path, log_start)
         self._daemons[name] = daemon
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -242,11 +275,6 @@ class LocalCluster:
             daemon.process.wait(STOP_TIMEOUT_S)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: SIGKILL when the thread that started it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        os._exit(1)
+def _child(argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+    """The launcher of a plain child process."""
+    return subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=stderr, preexec_fn=die_with_parent)

@@ -1,0 +1,113 @@
+"""What ``tc`` is told, and the arithmetic of recordings: no root needed."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.testing import netlab, netns
+from kvstore.testing.netlab_links import LinkSettings, TrafficClass, bucket_bytes, change_lines
+from kvstore.testing.netlab_traffic import Nic, Series
+
+PLAIN = LinkSettings(1000)
+CLASSES = LinkSettings(1000, TrafficClass(8, 10, 900))
+
+
+@given(st.floats(1, 100_000))
+def test_a_bucket_holds_one_segment_and_never_long_bursts(rate_mbit: float) -> None:
+    bucket = bucket_bytes(rate_mbit)
+    assert 65_536 + 9_000 < bucket <= 256 << 10
+    assert bucket <= max(80 << 10, rate_mbit * 125 * 2)
+
+
+def test_only_what_differs_is_changed() -> None:
+    for settings in (LinkSettings(None), PLAIN, CLASSES):
+        assert change_lines("snic", settings, settings) == []
+    assert [line.split()[:2] for line in change_lines("snic", LinkSettings(None), PLAIN)] == [["qdisc", "replace"]]
+    assert "rate 1000000000bit burst 250000 latency 20ms" in change_lines("snic", LinkSettings(None), PLAIN)[0]
+    assert change_lines("snic", PLAIN, LinkSettings(None)) == ["qdisc del dev snic root"]
+
+
+def test_classes_come_and_go_as_a_whole() -> None:
+    lines = change_lines("cnic", PLAIN, CLASSES)
+    assert lines[0] == "qdisc replace dev cnic root handle 1: htb default 20"
+    assert "match ip dsfield 0x20 0xfc flowid 1:10" in lines[-1]
+    assert change_lines("cnic", CLASSES, PLAIN)[0] == "qdisc del dev cnic root"
+    assert change_lines("cnic", CLASSES, LinkSettings(None)) == ["qdisc del dev cnic root"]
+    assert change_lines("cnic", CLASSES, LinkSettings(2000, CLASSES.kv))[0] == "qdisc del dev cnic root"
+
+
+@pytest.mark.parametrize("rate", [0, 0.5, -3, 1e6, float("nan"), float("inf")])
+def test_impossible_rates(rate: float) -> None:
+    with pytest.raises(InvalidArgument):
+        LinkSettings(rate)
+    with pytest.raises(InvalidArgument):
+        netlab.HostSpec("a", rate)
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        TrafficClass(0, 10),
+        TrafficClass(64, 10),
+        TrafficClass(8, 10, 1001),
+        TrafficClass(8, 10, 5),
+        TrafficClass(8, 0),
+        TrafficClass(8, 1000),
+    ],
+)
+def test_impossible_classes(kv: TrafficClass) -> None:
+    with pytest.raises(InvalidArgument):
+        LinkSettings(1000, kv)
+    with pytest.raises(InvalidArgument):
+        LinkSettings(None, CLASSES.kv)
+
+
+@pytest.mark.parametrize("name", ["", "switch", "a/b", "a b", "x" * 65, "a;reboot"])
+def test_impossible_names(name: str) -> None:
+    with pytest.raises(InvalidArgument):
+        netlab.HostSpec(name)
+
+
+def test_two_hosts_of_one_name() -> None:
+    with pytest.raises(InvalidArgument):
+        netlab.NetLab([netlab.HostSpec("a"), netlab.HostSpec("a")])
+    with pytest.raises(InvalidArgument):
+        netlab.NetLab([])
+
+
+def test_a_series_of_a_steady_flow() -> None:
+    at_s = np.array([10.0, 10.3, 11.0, 11.1, 12.5])
+    steady = Series(Nic("a", "storage"), at_s, ((at_s - 10) * 1e6).astype(np.int64), np.zeros(5, np.int64))
+    times, rates = steady.mbit("rx")
+    assert np.allclose(rates, 8.0)
+    assert np.allclose(times, [0.15, 0.65, 1.05, 1.8])
+    assert np.allclose(steady.bytes_in_windows("rx", 1.0), [1e6, 1e6])
+    assert steady.total_bytes("rx") == 2_500_000
+    assert steady.total_bytes("tx") == 0
+
+
+def test_a_series_without_samples() -> None:
+    empty = Series(Nic("a", "storage"), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert empty.total_bytes("rx") == 0
+    assert empty.bytes_in_windows("rx", 1.0).size == 0
+    assert empty.mbit("rx")[0].size == 0
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert netlab.available() == "network namespaces need root"
+
+
+def test_without_iproute2_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(netns, "_SBIN", "")
+    monkeypatch.setenv("PATH", "")
+    assert netlab.available() == "ip is not installed: install iproute2"
+    with pytest.raises(Unsupported):
+        netns.batch("ip", ["link"])
