@@ -1,8 +1,8 @@
 """The P:D for which all storage links can be full and no CNIC or DRAM is the bottleneck: equation 9 of the paper.
 
-Taken as given: every node reads from storage at its full rate, tasks are balanced, each GPU has its CNIC below its own PCIe switch,
-and the compute network itself is never short. With s the storage bandwidth of a node in units of one CNIC, g CNICs a node, B the
-bandwidth of one and M that of a node's memory::
+Taken as given: every node reads from storage at its full rate, tasks are balanced, each GPU has its CNIC below its own PCIe
+switch, and the compute network itself is never short. With s the storage bandwidth of a node in units of one CNIC, g CNICs a
+node, B the bandwidth of one and M that of a node's memory::
 
     s/(g-s)  <=  P/D  <=  min{ (g-2s)/s, (g-s)/(2s), (M/(Bs)-3)/2 }
 
@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 
 from kvstore.core.errors import InvalidArgument
-
 
 ROUNDING = 1e-9
 """A bed that lies on the bound is within it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.core.errors import Internal, InvalidArgument, NotFound, Unavailable
 from kvstore.dualpath.contract import LoadPlan, NodeState, Part, PathPolicy, ReadRequest, ReadSide, Reasons, Share, Span
@@ -55,6 +55,7 @@ class Planner:
         queues: pending reads and rates; nodes are made known there, or with ``node_here``.
         plan_life_s: a plan without a report for this long expires.
         decisions_kept: how many recent plans ``decisions`` shows.
+        relays: how many of the idlest nodes to offer to the policy as relays where a request names none.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class Planner:
         *,
         plan_life_s: float = PLAN_LIFE_S,
         decisions_kept: int = DECISIONS_KEPT,
+        relays: int = 0,
     ) -> None:
         self.policy = policy
         self.queues = ReadQueues() if queues is None else queues
         self.counters = Counters()
         self.plan_life_s = plan_life_s
+        self.relays = relays
         self._live: dict[int, _Live] = {}
         self._next = 1
         self._deadlines: list[tuple[float, int]] = []
@@ -111,6 +114,9 @@ class Planner:
         Raises:
             Unavailable: no candidate is alive.
         """
+        if self.relays and not request.relays:
+            pair = {request.prefill_node, request.decode_node or request.prefill_node}
+            request = replace(request, relays=tuple(self.queues.idlest(self.relays, pair)))
         plan_id = self._next
         live = _Live(request, 0, now + self.plan_life_s)
         answer = self._decide(plan_id, live, [(0, request.blocks)] if request.blocks else [], now)
@@ -121,7 +127,7 @@ class Planner:
         return answer
 
     def progress(self, plan_id: int, part: int, blocks_done: int, now: float) -> bool:
-        """Blocks of a part that have arrived, counted from its beginning of life (cumulative; less than before is ignored).
+        """Blocks of a part that have arrived by now, in all: so a lost or repeated report does no harm.
 
         Returns:
             False: the plan or the part is over; the client had better stop.
@@ -259,19 +265,7 @@ class Planner:
             if not usable:
                 raise Unavailable("no node can read", request=request.request_id, excluded=",".join(excluded))
             prefill = self.queues.state(request.prefill_node, now)
-            asked = (
-                request
-                if blocks == request.blocks
-                else ReadRequest(
-                    request.request_id,
-                    blocks,
-                    request.block_bytes,
-                    request.block_tokens,
-                    request.prefill_node,
-                    request.decode_node,
-                    request.relays,
-                )
-            )
+            asked = request if blocks == request.blocks else replace(request, blocks=blocks)
             shares = self.policy.choose(asked, usable, prefill)
             states = {state.node: state for state, _ in usable}
             predicted = finish_seconds(

@@ -6,9 +6,12 @@ entry itself, so that a node that left and came back under its name starts empty
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.dualpath.bandwidth import BandwidthEstimator
 from kvstore.dualpath.contract import NodeState
+from kvstore.dualpath.shortest import ShortestFirst
 
 
 class _Entry:
@@ -42,6 +45,7 @@ class ReadQueues:
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Entry] = {}
+        self._drain = ShortestFirst()  # seconds of pending reads, of nodes that are alive
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -63,15 +67,22 @@ class ReadQueues:
             self._nodes[node] = _Entry(node, snic, cnic)
         else:
             entry.alive, entry.cnic = True, cnic
+        self._drained(self._nodes[node], 0.0)
 
     def leave(self, node: str) -> None:
         """The node gets no more work; what is pending there stays pending until its plans say otherwise."""
         if (entry := self._nodes.get(node)) is not None:
             entry.alive = False
+            self._drain.drop(node)
 
     def forget(self, node: str) -> None:
         """The node is known no longer."""
-        self._nodes.pop(node, None)
+        if self._nodes.pop(node, None) is not None:
+            self._drain.drop(node)
+
+    def idlest(self, count: int, without: Container[str] = ()) -> list[str]:
+        """Up to ``count`` nodes that are alive, those first that will have read soonest what is pending."""
+        return self._drain.least(count, without)
 
     def state(self, node: str, now: float) -> NodeState | None:
         """What a decision may see of a node; None if it is not known."""
@@ -101,6 +112,7 @@ class ReadQueues:
         charge = Charge(source, self._nodes.get(sink) if sink is not None else None, blocks, block_bytes, block_tokens)
         source.link.begin(now)
         self._add(charge, blocks)
+        self._drained(source, now)
         return charge
 
     def credit(self, charge: Charge, blocks: int, now: float, *, moved: bool) -> int:
@@ -122,7 +134,13 @@ class ReadQueues:
         link.credit(blocks * charge.block_bytes if moved else 0, now)
         if not charge._source.pending_bytes:
             link.end(now)
+        self._drained(charge._source, now)
         return blocks
+
+    def _drained(self, entry: _Entry, now: float) -> None:
+        """Brings the order of ``idlest`` up to date."""
+        if entry.alive and self._nodes.get(entry.node) is entry:
+            self._drain.set(entry.node, entry.pending_bytes / entry.link.rate(now))
 
     @staticmethod
     def _add(charge: Charge, blocks: int) -> None:

@@ -55,10 +55,13 @@ class Split:
         best = _Filling.of_one(min(pair or relays, key=lambda lane: lane.alone(total, into)), request, into)
         if parts > 1 and len(pair) > 1:
             best = min(best, _fill(pair, request, into, least, best.seconds), key=_seconds)
-        if parts > 1 and relays:
+        if relays:
             # those first that would have delivered a smallest part first
             relays.sort(key=lambda lane: lane.alone(least * request.block_bytes, into))
-            wider = _fill([*pair, *relays][:parts], request, into, least, best.seconds)
+            if parts > 1:
+                wider = _fill([*pair, *relays][: self.most_parts], request, into, least, best.seconds)
+            else:
+                wider = _Filling.of_one(min(relays, key=lambda lane: lane.alone(total, into)), request, into)
             if wider.seconds < best.seconds * (1 - self.relay_gain):
                 best = wider
         # leading blocks to whoever starts first: they are computed on first

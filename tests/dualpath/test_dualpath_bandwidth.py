@@ -1,0 +1,123 @@
+"""The estimator against a link of known rate, and the order of the idlest nodes against sorting."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.dualpath.bandwidth import LEAST_SHARE, BandwidthEstimator
+from kvstore.dualpath.shortest import ShortestFirst
+
+
+class Link:
+    """A fluid link that reads one queue; bytes are told in reports of random sizes."""
+
+    def __init__(self, estimator: BandwidthEstimator, rate: float, seed: int) -> None:
+        self.estimator, self.rate, self.now, self.random = estimator, rate, 0.0, random.Random(seed)
+
+    def load(self, seconds: float, report_s: float = 0.05) -> None:
+        """Keeps the link busy for a while, with reports about every ``report_s``."""
+        self.estimator.begin(self.now)
+        end = self.now + seconds
+        while self.now < end:
+            step = self.random.uniform(0.1, 1.9) * report_s
+            self.now += step
+            self.estimator.credit(round(self.rate * step), self.now)
+        self.estimator.end(self.now)
+
+    def rest(self, seconds: float) -> None:
+        self.now += seconds
+
+    @property
+    def error(self) -> float:
+        return abs(self.estimator.rate(self.now) / self.rate - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e5, 1e11), st.floats(0.2, 5.0), st.integers(0, 10**6))
+def test_finds_the_rate_from_any_configured_one(configured: float, factor: float, seed: int) -> None:
+    link = Link(BandwidthEstimator(configured), configured * factor, seed)
+    for _ in range(12):
+        link.load(0.3)
+        link.rest(0.02)
+    assert link.error < 0.05
+
+
+def test_idle_gaps_do_not_count() -> None:
+    link = Link(BandwidthEstimator(1e9), 1e9, 1)
+    for _ in range(20):
+        link.load(0.05, 0.01)
+        link.rest(3.0)
+    assert link.error < 0.02
+
+
+def test_a_link_that_got_slower_is_found_within_a_few_reports() -> None:
+    link = Link(BandwidthEstimator(1e9), 1e9, 2)
+    link.load(5.0)
+    link.rate = 1e8
+    link.load(1.0, 0.2)  # about five reports
+    assert link.estimator.rate(link.now) < 3e8
+
+
+def test_a_burst_after_silence_is_no_miracle() -> None:
+    """All that ten seconds read is told in one report: the rate is the same as with many reports."""
+    link = Link(BandwidthEstimator(1e9), 1e9, 3)
+    link.load(5.0)
+    link.estimator.begin(link.now)
+    link.now += 2.0
+    link.estimator.credit(2_000_000_000, link.now)
+    link.now += 0.001
+    link.estimator.credit(1_000_000, link.now)
+    assert link.error < 0.05
+
+
+def test_a_stalled_link_is_seen_and_tried_again_later() -> None:
+    link = Link(BandwidthEstimator(1e9), 1e9, 4)
+    link.estimator.begin(0.0)
+    link.now = 10.0
+    link.estimator.end(link.now)
+    assert link.estimator.rate(link.now) == pytest.approx(1e9 * LEAST_SHARE)
+    link.rest(30.0)
+    assert link.estimator.rate(link.now) > 0.6e9
+
+
+def test_time_that_runs_back_does_no_harm() -> None:
+    estimator = BandwidthEstimator(1e9)
+    estimator.begin(10.0)
+    estimator.credit(1_000, 9.0)
+    estimator.end(8.0)
+    estimator.end(8.0)
+    assert estimator.rate(7.0) > 0
+    estimator.credit(10**12, 11.0)  # idle: told too late to mean anything
+    assert estimator.rate(8.0) == pytest.approx(1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_rate_must_be_positive(rate: float) -> None:
+    with pytest.raises(InvalidArgument):
+        BandwidthEstimator(rate)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 5)), max_size=400),
+    st.integers(0, 9),
+    st.frozensets(st.sampled_from("abcdefgh")),
+)
+def test_shortest_first_is_sorting(changes: list[tuple[str, int | None]], count: int, without: frozenset[str]) -> None:
+    order = ShortestFirst()
+    model: dict[str, tuple[int, int]] = {}
+    for tick, (name, key) in enumerate(changes):
+        if key is None:
+            order.drop(name)
+            model.pop(name, None)
+        else:
+            order.set(name, key)
+            model[name] = (key, tick)
+        assert len(order) == len(model)
+    expected = sorted((name for name in model if name not in without), key=model.__getitem__)[:count]
+    assert order.least(count, without) == expected
+    assert order.least(count, without) == expected
