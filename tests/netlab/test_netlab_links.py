@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.testing import netlab, netns
+from kvstore.testing.netlab_bed import LabBed
 from kvstore.testing.netlab_links import LinkSettings, TrafficClass, bucket_bytes, change_lines
 from kvstore.testing.netlab_traffic import Nic, Series
 
@@ -111,3 +112,26 @@ def test_without_iproute2_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert netlab.available() == "ip is not installed: install iproute2"
     with pytest.raises(Unsupported):
         netns.batch("ip", ["link"])
+
+
+# ---------------------------------------------------------------- beds
+def test_a_bed_has_its_hosts_and_its_bound() -> None:
+    bed = LabBed(prefill=1, decode=2)
+    assert [host.name for host in bed.hosts()] == ["metadata", "prefill-0", "decode-0", "decode-1", "storage-0"]
+    verdict = bed.verdict()
+    # storage at an eighth of the compute links, as in the paper: 1/7 <= P/D <= 7/2
+    assert verdict.lower == pytest.approx(1 / 7)
+    assert verdict.upper == pytest.approx(3.5)
+    assert verdict.free
+    assert verdict.sentence in bed.describe()
+
+
+def test_a_bed_outside_the_bound_says_so() -> None:
+    assert not LabBed(snic_mbit=2000, cnic_mbit=4000).verdict().free
+    assert not LabBed(dram_bytes_per_s=100e6).verdict().free
+    assert LabBed(prefill=4, decode=5).storage_bound is False
+    assert "slower than the storage links" in LabBed(prefill=4, decode=5).describe()
+    with pytest.raises(InvalidArgument):
+        LabBed(decode=0)
+    with pytest.raises(InvalidArgument):
+        LabBed(snic_mbit=0)
