@@ -93,11 +93,11 @@ def fetch_status(config: Config) -> dict[str, Any]:
     }
 
 
-def _usage(usages: Any, volume_id: str) -> dict[str, int]:  # noqa: ANN401  # a repeated field
+def _usage(usages: Any, volume_id: str) -> dict[str, Any]:  # noqa: ANN401  # a repeated field
     for usage in usages:
         if usage.volume_id == volume_id:
-            return {"used_bytes": usage.used_bytes, "blocks": usage.blocks}
-    return {"used_bytes": 0, "blocks": 0}
+            return {"used_bytes": usage.used_bytes, "blocks": usage.blocks, "read_only": usage.read_only or None}
+    return {"used_bytes": 0, "blocks": 0, "read_only": None}
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -115,5 +115,7 @@ def _print(found: dict[str, Any]) -> None:
         for volume in node["volumes"]:
             fill = f"{show_bytes(volume['used_bytes']):>10} of {show_bytes(volume['capacity_bytes']):>10}"
             click.echo(f"  {volume['id']:<{width}}  {volume['tier']:<4}  {fill}  {volume['blocks']:>11,} blocks")
+            if volume["read_only"]:
+                click.echo(f"    takes no blocks, serves what it holds: {volume['read_only']}")
     if not found["nodes"]:
         click.echo("no nodes yet; kvstore node starts one")

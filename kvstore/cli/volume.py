@@ -64,7 +64,7 @@ def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json:
 
 def _suggest_volumes(path: Path) -> None:
     """Refuses a data folder of ``kvstore up``, which is no volume, and names the volumes in it."""
-    from kvstore.tiers.slab import SLAB_FILE
+    from kvstore.tiers.slab_open import SLAB_FILE
 
     if (path / SLAB_FILE).exists():
         return

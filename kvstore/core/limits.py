@@ -12,6 +12,8 @@ MAX_BLOCK_TOKENS = 65_536
 MAX_SHARDS = 4_096
 MAX_NAME_BYTES = 512
 """Model names, tenants, layouts, node and volume ids."""
+MAX_REASON = 512
+"""Characters in which a node says why a volume takes no blocks."""
 MAX_SALT_BYTES = 256
 MAX_DEPTH = 1 << 24
 """Position of a block in its chain."""

@@ -76,6 +76,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             raise InvalidArgument("too many volumes", got=len(request.usages), limit=limits.MAX_VOLUMES_PER_NODE)
         for usage in request.usages:
             check_name(usage.volume_id, "volume_id")
+            if len(usage.read_only) > limits.MAX_REASON:
+                raise InvalidArgument("a reason takes a few words", got=len(usage.read_only), limit=limits.MAX_REASON)
         known = self._parts.nodes.beat(request)
         self._parts.counters.add("metadata_heartbeats_total")
         return pb.HeartbeatResponse(index_epoch=self._parts.index.epoch, register_again=not known)

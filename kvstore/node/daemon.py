@@ -17,8 +17,8 @@ import aiofiles.os
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
-from kvstore.core.types import BootId, NodeId, SessionId, VolumeId
+from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
+from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
 from kvstore.node.block import Home
 from kvstore.node.config import NodeConfig
 from kvstore.node.domain import Domain, Domains
@@ -37,6 +37,7 @@ from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
 from kvstore.tiers.arena import DramArena
+from kvstore.tiers.contract import DurableVolume, Slot
 from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
 from kvstore.transport.contract import BlockPeer
@@ -49,6 +50,8 @@ from kvstore.transport.tls import ssl_context
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
+RESUME_INTERVAL_S = 2.0
+"""How often a read-only volume is tried again."""
 REGISTER_WAIT_S = 10.0
 STOP_FLUSH_S = 10.0
 RPC_TIMEOUT_S = 5.0
@@ -76,6 +79,7 @@ class NodeDaemon:
         self._build()
         self._stopping = threading.Event()
         self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
+        self._resumer = threading.Thread(target=self._resume_volumes, name="kvstore-resume", daemon=True)
         self._server: BoundServer | None = None
         self._publisher: Publisher | None = None
 
@@ -148,10 +152,19 @@ class NodeDaemon:
                 domain = self._domains.of_shape(record.namespace, record.shape)
                 if self.table.restore(home, domain, record, slot):
                     found += 1
-                else:  # the same block in two volumes: one is enough
-                    home.volume.commit([], [record.key])
-                    home.volume.free([slot])
+                else:
+                    self._drop_second(home.volume, record.key, slot)
             log.info("%s: %d durable blocks found, I/O engine %s", home.volume.volume_id, found, home.volume.io_engine)
+
+    def _drop_second(self, volume: DurableVolume, key: BlockKey, slot: Slot) -> None:
+        """The same block in two volumes: one is enough. Where the catalog cannot forget it, its slot stays out of use."""
+        try:
+            volume.commit([], [key])
+        except (KVStoreError, OSError) as error:
+            self.counters.add("recovery_doubles_kept_total")
+            log.info("%s keeps a block that another volume holds too: %s", volume.volume_id, error)
+        else:
+            volume.free([slot])
 
     def _make_peer(self, address: PeerAddress, domain: Domain) -> BlockPeer:
         spec = domain.spec
@@ -243,6 +256,7 @@ class NodeDaemon:
         self._socket.chmod(0o600)
         self._write_behind.start()
         self._janitor.start()
+        self._resumer.start()
         if config.metadata is not None:
             self._publisher = Publisher(
                 config.metadata,
@@ -295,6 +309,7 @@ class NodeDaemon:
         self._loader.close()
         self._peers.close()
         self._janitor.join(2.0)
+        self._resumer.join(2.0)
         for volume in (self._arena, *self._slabs):
             volume.close()
         self._socket.unlink(missing_ok=True)
@@ -314,3 +329,9 @@ class NodeDaemon:
             except Exception:  # process edge: without the janitor nothing would be given back any more
                 self.counters.add("janitor_bugs_total")
                 log.exception("the janitor failed, trying again")
+
+    def _resume_volumes(self) -> None:
+        """Until every volume that was opened read-only takes blocks again. A thread of its own: a failing disk may hold it up."""
+        waiting = [slab for slab in self._slabs if slab.read_only is not None]
+        while waiting and not self._stopping.wait(RESUME_INTERVAL_S):
+            waiting = [slab for slab in waiting if not slab.resume()]

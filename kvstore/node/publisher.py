@@ -21,6 +21,7 @@ import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.errors import KVStoreError
+from kvstore.core.limits import MAX_REASON
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.antientropy import AntiEntropy, held_by
@@ -31,6 +32,7 @@ from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.errors import from_rpc_error
+from kvstore.tiers.contract import DurableVolume
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +271,12 @@ class Publisher:
         usages = []
         for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
             usage = volume.usage()
-            usages.append(metadata_pb2.VolumeUsage(volume_id=volume.volume_id, used_bytes=usage.used_bytes, blocks=usage.blocks))
+            read_only = (volume.read_only or "")[:MAX_REASON] if isinstance(volume, DurableVolume) else ""
+            usages.append(
+                metadata_pb2.VolumeUsage(
+                    volume_id=volume.volume_id, used_bytes=usage.used_bytes, blocks=usage.blocks, read_only=read_only
+                )
+            )
         request = metadata_pb2.HeartbeatRequest(node_id=self._node.node_id, boot_id=self._boot_id, usages=usages)
         response = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
         if response.register_again or (self._epoch and response.index_epoch != self._epoch):

@@ -243,6 +243,13 @@ class FaultyVolume(_Faulty, DurableVolume):
     def io_engine(self) -> str:
         return f"{self._inner.io_engine}, with faults"
 
+    @property
+    def read_only(self) -> str | None:
+        return self._inner.read_only
+
+    def resume(self) -> bool:
+        return self._inner.resume()
+
 
 class FaultyMappedVolume(_Faulty, MappedVolume):
     """A volume in memory with faults; views show the memory as it is."""

@@ -192,6 +192,10 @@ class SlotAllocator:
             self._close_span(size_class, span)
 
     # ---- taking back ----
+    def skip_to(self, generation: int) -> None:
+        """Numbers below ``generation`` are not given out any more."""
+        self._next_generation = max(self._next_generation, generation)
+
     def free(self, slots: Sequence[Slot]) -> None:
         """Gives slots back, all or none.
 

@@ -30,6 +30,12 @@ _SUPERBLOCK = b"superblock"
 _PAGE_ENTRIES = 4096
 _MIN_MAP_BYTES = 256 << 20
 CATALOG_FILE = "data.mdb"
+_LOCK_FILE = "lock.mdb"
+_LOCK_BYTES = 8192
+"""What LMDB's table of readers takes with the usual number of them."""
+
+NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""What a file system says that takes no writes now."""
 
 _DAMAGE = (
     lmdb.InvalidError,
@@ -58,12 +64,18 @@ class Catalog:
     Args:
         path: folder of the LMDB files; made where it is missing, unless ``readonly``.
         map_bytes: address space (``map_bytes_for``).
-        readonly: for a look from outside that changes nothing.
+        readonly: for a look that changes nothing and needs no room.
+
+    Raises:
+        CorruptBlock: it is damaged.
+        Unavailable: the file system takes no writes now.
     """
 
     def __init__(self, path: Path, *, map_bytes: int, readonly: bool = False) -> None:
         self._path = path
         _check_whole(path / CATALOG_FILE)
+        if not readonly:
+            _reserve_lock_file(path / _LOCK_FILE)
         try:
             self._env = lmdb.open(
                 str(path),
@@ -75,13 +87,20 @@ class Catalog:
                 readahead=False,
             )
         except (lmdb.Error, OSError) as error:
-            raise CorruptBlock("the catalog cannot be opened", path=path, reason=error) from error
+            raise self._not_opened(error) from error
         try:
             self._blocks = self._env.open_db(_BLOCKS, create=not readonly)
             self._meta = self._env.open_db(_META, create=not readonly)
         except lmdb.Error as error:
             self._env.close()
-            raise CorruptBlock("the catalog cannot be read", path=path, reason=error) from error
+            raise self._not_opened(error) from error
+
+    def _not_opened(self, error: Exception) -> KVStoreError:
+        """Damage, unless the file system says that it takes no writes."""
+        text = str(error)
+        if isinstance(error, lmdb.DiskError) or any(os.strerror(number) in text for number in NO_WRITING):
+            return _no_writing(self._path, text)
+        return CorruptBlock("the catalog cannot be opened", path=self._path, reason=text)
 
     def superblock(self) -> Superblock | None:
         """The copy kept here, or None where there is none (a catalog that was just made).
@@ -174,6 +193,25 @@ class Catalog:
 def mend_hint(path: Path) -> str:
     """What to tell a person whose volume is damaged."""
     return f"mend it with: kvstore volume check --repair {path}"
+
+
+def _no_writing(path: Path, reason: str) -> KVStoreError:
+    full = any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
+    kind = CapacityExceeded if full else Unavailable
+    return kind("the catalog cannot be opened for writing", path=path, reason=reason)
+
+
+def _reserve_lock_file(path: Path) -> None:
+    """Takes the room for LMDB's lock file before LMDB maps it: on a full file system its first touch would be a SIGBUS."""
+    try:
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, _LOCK_BYTES)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise _no_writing(path, str(error.strerror)) from error
 
 
 def _check_whole(path: Path) -> None:

@@ -33,8 +33,8 @@ from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
 from kvstore.tiers.catalog import CATALOG_FILE, Catalog, map_bytes_for
 from kvstore.tiers.header import MAGIC, SlotHeader, header_bytes, pack_header, parse_header
-from kvstore.tiers.slab import CATALOG_FOLDER, SLAB_FILE, VolumeLock, reserve
 from kvstore.tiers.slab_io import SlabFile, SlotIO
+from kvstore.tiers.slab_open import CATALOG_FOLDER, SLAB_FILE, VolumeLock, reserve
 from kvstore.tiers.superblock import DATA_START, GENERATION_BITS, SUPERBLOCK_BYTES, Superblock, newest_superblock, pack_superblock
 
 _log = logging.getLogger(__name__)

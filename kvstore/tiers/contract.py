@@ -124,6 +124,15 @@ class DurableVolume(Volume):
     def io_engine(self) -> str:
         """What is really in use, e.g. ``posix O_DIRECT`` or ``posix buffered (O_DIRECT refused: …)``."""
 
+    @property
+    def read_only(self) -> str | None:
+        """Why nothing can be stored or removed now, in a few words; None: all is well. What the volume holds is served."""
+        return None
+
+    def resume(self) -> bool:
+        """Tries to leave the read-only state; whether the volume can be written to. Blocks for I/O."""
+        return self.read_only is None
+
 
 class EvictionPolicy(Protocol):
     """Which blocks are cold. One object a volume, called under its owner's lock; pure.

@@ -13,81 +13,57 @@ was asked for, byte for byte, and the payload with its checksums.
 
 If syncing the slab ever fails, the kernel may have thrown written pages away and will not say so again; so from then on this
 opening stores nothing more (reads and removals go on). Opening the volume anew begins anew.
+
+Where the file system takes no writes at all when the volume is opened, it is *read-only*: it gives no room, removes nothing and
+serves what it holds, until ``resume`` succeeds.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
-import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from kvstore.core import limits
-from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, Internal, InvalidArgument, NotFound, Unavailable
+from kvstore.core.errors import CorruptBlock, Internal, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
-from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator, chunk_bytes_for
-from kvstore.tiers.catalog import CATALOG_FILE, Catalog, map_bytes_for, mend_hint
+from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
+from kvstore.tiers.catalog import Catalog
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, VolumeUsage
 from kvstore.tiers.header import check_shape, header_bytes, pack_header, parse_header, slot_bytes
-from kvstore.tiers.slab_io import SlabFile, SlotIO
-from kvstore.tiers.superblock import DATA_START, SUPERBLOCK_BYTES, Superblock, newest_superblock, pack_superblock
+from kvstore.tiers.slab_io import SlotIO
+from kvstore.tiers.slab_open import (
+    SLAB_FILE,
+    CannotWriteError,
+    OpenParts,
+    VolumeLock,
+    begin_epoch,
+    make_volume,
+    open_catalog,
+    open_parts,
+    writing,
+)
 
 _log = logging.getLogger(__name__)
 
-SLAB_FILE = "slab.kv"
-CATALOG_FOLDER = "catalog"
-LOCK_FILE = "lock"
 _RECOVERY_BATCH = 1024
-
-
-class VolumeLock:
-    """The right of one process to use a volume. Let go of when the process ends, however it ends.
-
-    Raises:
-        Conflict: another process has the volume open.
-        NotFound: there is no such folder.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self._fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError as error:
-            raise NotFound("no volume here", path=path) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            raise Conflict("another process has this volume open", path=path) from error
-
-    def close(self) -> None:
-        """Lets go of the volume."""
-        os.close(self._fd)
 
 
 class NvmeSlab(DurableVolume):
     """A durable volume on a local file system. Made by ``open``. Thread-safe."""
 
-    def __init__(
-        self,
-        lock: VolumeLock,
-        file: SlabFile,
-        catalog: Catalog,
-        superblock: Superblock,
-        *,
-        verify_headers: bool,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, path: Path, lock: VolumeLock, parts: OpenParts, *, verify_headers: bool, counters: Counters) -> None:
+        superblock = parts.superblock
         self.volume_id = superblock.volume_id
         self.tier = Tier.NVME
+        self._path = path
         self._volume_lock = lock
-        self._file = file
-        self._catalog = catalog
+        self._file = parts.file
+        self._catalog: Catalog | None = parts.catalog  # None: closed, while read-only after recovery
+        self._read_only = parts.read_only
+        self._superblock = superblock
         self._uid = superblock.uid
         self._verify_headers = verify_headers
         self._counters = counters
@@ -96,6 +72,7 @@ class NvmeSlab(DurableVolume):
         )
         self._lock = threading.Lock()
         self._commit_lock = threading.Lock()
+        self._to_drop: list[BlockKey] = []
         self._recovered = False
         self._sync_failed = False
         self._closed = False
@@ -114,6 +91,9 @@ class NvmeSlab(DurableVolume):
     ) -> NvmeSlab:
         """Opens a volume, and makes it where the folder is missing or empty.
 
+        One that exists on a file system that takes no writes (full, read-only, failing) is opened read-only (``read_only``), with
+        the capacity that it has.
+
         Args:
             path: folder of the volume.
             volume_id: its name; must be the one that it was made with.
@@ -127,7 +107,8 @@ class NvmeSlab(DurableVolume):
             Conflict: another process has it open, or it is another volume.
             InvalidArgument: it was larger before, or the arguments are out of bounds.
             CorruptBlock: superblock, slab or catalog is damaged or lost; the message names the command that mends it.
-            CapacityExceeded: the file system has no room for it.
+            CapacityExceeded: the file system has no room to make or to enlarge it.
+            Unavailable: its catalog cannot be opened.
             OSError: anything else that the file system says.
         """
         counters = counters or Counters()
@@ -136,27 +117,25 @@ class NvmeSlab(DurableVolume):
             raise InvalidArgument("a volume takes a name and at least one page of 4096 bytes", capacity_bytes=capacity_bytes)
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = VolumeLock(path)
-        file: SlabFile | None = None
-        catalog: Catalog | None = None
         try:
             if not (path / SLAB_FILE).exists():
-                _make_volume(path, volume_id, capacity_bytes)
-            file = SlabFile(path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=True, counters=counters)
-            catalog = _open_catalog(path, capacity_bytes)
-            superblock = _next_epoch(path, file, catalog, volume_id, capacity_bytes)
+                make_volume(path, volume_id, capacity_bytes)
+            parts = open_parts(path, volume_id, capacity_bytes, io_threads=io_threads, direct=direct, counters=counters)
         except BaseException:
-            if catalog is not None:
-                catalog.close()
-            if file is not None:
-                file.close()
             lock.close()
             raise
-        _log.info("volume %s at %s: %d MiB, %s, epoch %d", volume_id, path, capacity_bytes >> 20, file.engine, superblock.epoch)
-        return cls(lock, file, catalog, superblock, verify_headers=verify_headers, counters=counters)
+        superblock = parts.superblock
+        size, epoch = superblock.capacity_bytes >> 20, superblock.epoch
+        _log.info("volume %s at %s: %d MiB, %s, epoch %d", volume_id, path, size, parts.file.engine, epoch)
+        return cls(path, lock, parts, verify_headers=verify_headers, counters=counters)
 
     @property
     def io_engine(self) -> str:
-        return self._file.engine
+        return self._file.engine if self._read_only is None else f"{self._file.engine}, read-only ({self._read_only})"
+
+    @property
+    def read_only(self) -> str | None:
+        return self._read_only
 
     # ---- room ----
     def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
@@ -164,6 +143,8 @@ class NvmeSlab(DurableVolume):
         with self._lock:
             if not self._recovered:
                 raise Internal("a durable volume was asked for room before recover() was used up: it could give out slots in use")
+            if self._read_only is not None:
+                return None
             return self._allocator.allocate(slot_bytes(shape), count)
 
     def free(self, slots: Sequence[Slot]) -> None:
@@ -175,6 +156,8 @@ class NvmeSlab(DurableVolume):
     ) -> list[BlockKey] | None:
         check_shape(shape)
         with self._lock:
+            if self._read_only is not None:
+                return None  # nothing can leave, for the catalog could not forget it
             return self._allocator.room_plan(slot_bytes(shape), count, coldest, limit)
 
     def usage(self) -> VolumeUsage:
@@ -183,6 +166,8 @@ class NvmeSlab(DurableVolume):
 
     # ---- bytes ----
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
+        if self._read_only is not None:
+            return [self._refusal(self._read_only)] * len(items)
         results: list[Exception | None] = [None] * len(items)
         slots: list[SlotIO] = []
         places: list[int] = []
@@ -235,9 +220,14 @@ class NvmeSlab(DurableVolume):
                 raise Internal("a block is committed in a slot that is not held", slot=slot)
             entries.append((record.key, self._header(slot, record)))
         with self._commit_lock:
+            if self._catalog is None or self._read_only is not None:
+                raise self._refusal(self._read_only or "closed")
             if entries:
                 self._sync()
             self._catalog.commit(entries, removed)
+
+    def _refusal(self, reason: str) -> Unavailable:
+        return Unavailable("this volume is read-only", volume_id=self.volume_id, reason=reason)
 
     def _sync(self) -> None:
         if self._sync_failed:
@@ -257,7 +247,8 @@ class NvmeSlab(DurableVolume):
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
         if self._recovered:
             raise Internal("a volume is recovered once, right after opening")
-        bad: list[BlockKey] = []
+        assert self._catalog is not None  # until it is recovered
+        bad = self._to_drop
         batch: list[tuple[Slot, BlockRecord]] = []
         for key, value in self._catalog.entries():
             found = self._take(key, value)
@@ -271,10 +262,64 @@ class NvmeSlab(DurableVolume):
         yield from self._with_good_headers(batch, bad)
         if bad:
             self._counters.add("nvme_recovery_dropped_total", len(bad))
-            _log.warning("volume %s: dropped %d catalog entries that cannot be", self.volume_id, len(bad))
-            self._catalog.commit((), bad)
+            _log.warning("volume %s: %d catalog entries cannot be: dropped", self.volume_id, len(bad))
+        with self._commit_lock:
+            if self._read_only is None:
+                self._drop_bad(self._catalog)
+            if self._read_only is not None:
+                self._catalog.close()
+                self._catalog = None
         with self._lock:
             self._recovered = True
+
+    def _drop_bad(self, catalog: Catalog) -> None:
+        """Takes entries that cannot be out of the catalog. Until it has forgotten them, their places must not be given out."""
+        try:
+            with writing():
+                if self._to_drop:
+                    catalog.commit((), self._to_drop)
+                self._to_drop = []
+        except CannotWriteError as error:
+            self._read_only = str(error)
+            self._counters.add("nvme_opened_read_only_total")
+            _log.warning("volume %s cannot be written to (%s): it is read-only and serves what it holds", self.volume_id, error)
+
+    def resume(self) -> bool:
+        with self._commit_lock:
+            if self._read_only is None:
+                return True
+            if self._closed or not self._recovered:
+                return False
+            try:
+                self._begin_writing()
+            except (CannotWriteError, KVStoreError, OSError) as error:
+                if str(error) != self._read_only:
+                    self._read_only = str(error)
+                    _log.warning("volume %s stays read-only: %s", self.volume_id, error)
+                return False
+        self._counters.add("nvme_resumed_total")
+        _log.warning("volume %s can be written to again: it stores blocks", self.volume_id)
+        return True
+
+    def _begin_writing(self) -> None:
+        catalog: Catalog | None = None
+        try:
+            with writing():
+                self._file.make_writable()
+                catalog = open_catalog(self._path, self._superblock.capacity_bytes)
+            noted = catalog.superblock()
+            if noted is not None and noted.epoch > self._superblock.epoch:
+                self._superblock = noted  # an attempt that came only half way
+            self._superblock = begin_epoch(self._file, catalog, self._superblock)
+            if self._to_drop:
+                catalog.commit((), self._to_drop)
+        except BaseException:
+            if catalog is not None:
+                catalog.close()
+            raise
+        with self._lock:
+            self._allocator.skip_to(self._superblock.first_generation)
+            self._to_drop, self._catalog, self._read_only = [], catalog, None
 
     def _take(self, key: bytes, value: bytes) -> tuple[Slot, BlockRecord] | None:
         """Takes the slot of one catalog entry, or None where the entry cannot be."""
@@ -309,102 +354,9 @@ class NvmeSlab(DurableVolume):
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
-        self._file.close()
-        self._catalog.close()
-        self._volume_lock.close()
-
-
-def _make_volume(path: Path, volume_id: VolumeId, capacity_bytes: int) -> None:
-    """Makes an empty volume. The slab's name appears last: until then a crash leaves nothing that looks like a volume.
-
-    Raises:
-        CorruptBlock: a catalog with blocks is there, but its slab is lost.
-        CapacityExceeded: the file system has no room.
-    """
-    superblock = Superblock(secrets.token_bytes(16), volume_id, capacity_bytes, chunk_bytes_for(capacity_bytes), 0)
-    catalog_path = path / CATALOG_FOLDER
-    catalog_path.mkdir(exist_ok=True, mode=0o700)
-    catalog = Catalog(catalog_path, map_bytes=map_bytes_for(capacity_bytes))
-    try:
-        if len(catalog):
-            raise CorruptBlock(
-                f"the slab of this volume is lost, but its catalog is there; move {catalog_path} away to begin anew"
-            )
-        catalog.put_superblock(superblock, anew=True)
-    finally:
-        catalog.close()
-    temporary = path / f"{SLAB_FILE}.new"
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        reserve(fd, superblock.file_bytes)
-        os.pwrite(fd, pack_superblock(superblock), 0)
-        os.fsync(fd)
-        temporary.rename(path / SLAB_FILE)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
-    _sync_folder(path)
-
-
-def reserve(fd: int, size: int) -> None:
-    """Preallocates: later writes then need no new extents, cannot meet a full disk, and are twice as fast."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise CapacityExceeded("the file system has no room for this volume", bytes=size, reason=error.strerror) from error
-        raise
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _open_catalog(path: Path, capacity_bytes: int) -> Catalog:
-    if not (path / CATALOG_FOLDER / CATALOG_FILE).exists():
-        raise CorruptBlock(f"the catalog of this volume is lost; {mend_hint(path)}")
-    try:
-        return Catalog(path / CATALOG_FOLDER, map_bytes=map_bytes_for(capacity_bytes))
-    except CorruptBlock as error:
-        raise CorruptBlock(f"{error}; {mend_hint(path)}") from error
-
-
-def _next_epoch(path: Path, file: SlabFile, catalog: Catalog, volume_id: VolumeId, capacity_bytes: int) -> Superblock:
-    """Checks an existing slab, grows its file where asked, and begins the next epoch on disk: both places, synced."""
-    try:
-        current, next_at = newest_superblock(file.pread(0, 2 * SUPERBLOCK_BYTES))
-    except CorruptBlock as error:
-        raise CorruptBlock(
-            f"{path / SLAB_FILE} has no good superblock ({error.message}); if it is a volume, {mend_hint(path)}"
-        ) from error
-    if current.volume_id != volume_id:
-        raise Conflict("this is another volume", path=path, found=current.volume_id, expected=volume_id)
-    noted = catalog.superblock()
-    if noted is None or noted.uid != current.uid:
-        raise CorruptBlock(f"the catalog here belongs to another volume; {mend_hint(path)}")
-    if noted.epoch > current.epoch:
-        current = noted  # the newer copy in the slab was damaged: its epoch must not come back
-    if capacity_bytes < current.capacity_bytes:
-        raise InvalidArgument(
-            "a volume does not shrink: give it at least the capacity that it has, or make a new one",
-            path=path, capacity_bytes=capacity_bytes, has=current.capacity_bytes,
-        )  # fmt: skip
-    size = os.fstat(file.fd).st_size
-    if size < current.file_bytes:
-        raise CorruptBlock(f"{path / SLAB_FILE} was cut off ({size} of {current.file_bytes} bytes); {mend_hint(path)}")
-    if capacity_bytes > current.capacity_bytes:
-        reserve(file.fd, DATA_START + capacity_bytes)
-        os.fsync(file.fd)
-        _log.info("volume %s grows from %d to %d MiB", volume_id, current.capacity_bytes >> 20, capacity_bytes >> 20)
-    following = replace(current, capacity_bytes=capacity_bytes, epoch=current.epoch + 1)
-    catalog.put_superblock(following)
-    file.pwrite(next_at, pack_superblock(following))
-    file.sync()
-    return following
+        with self._commit_lock:
+            self._closed = True
+            self._file.close()
+            if self._catalog is not None:
+                self._catalog.close()
+            self._volume_lock.close()

@@ -111,6 +111,8 @@ class SlabFile:
         self._counters = counters
         flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
         self.fd, self.direct, self.engine = self._open(flags, direct)
+        self._writable = writable
+        self._replaced_fd = -1
         self._scratches: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
         # twice as many threads as requests in flight: while some check what they read, others keep the device busy
         self._threads = 2 * io_threads
@@ -138,6 +140,18 @@ class SlabFile:
             return os.open(self.path, flags), False, f"posix buffered (O_DIRECT refused: {error.strerror})"
         return fd, True, "posix O_DIRECT"
 
+    def make_writable(self) -> None:
+        """From now on writes are possible, where the file was opened read-only. Reads under way go on undisturbed.
+
+        Raises:
+            OSError: it still cannot be opened for writing.
+        """
+        if self._writable:
+            return
+        fd = os.open(self.path, os.O_CLOEXEC | os.O_RDWR | (os.O_DIRECT if self.direct else 0))
+        self._replaced_fd, self.fd = self.fd, fd  # reads under way use the old one until they end
+        self._writable = True
+
     # ---- small pieces: superblocks, headers ----
     def pread(self, position: int, size: int) -> bytes:
         """Reads a few whole pages at a byte position of the file. Shorter at its end."""
@@ -161,6 +175,8 @@ class SlabFile:
         """Waits for I/O under way, then closes."""
         self._executor.shutdown()
         os.close(self.fd)
+        if self._replaced_fd >= 0:
+            os.close(self._replaced_fd)
 
     # ---- slots ----
     def write(self, slots: Sequence[SlotIO]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,72 +197,6 @@ def test_no_room_for_the_slab_is_told_and_leaves_nothing(folder: Path) -> None:
     assert done.stdout == "told\n"
     assert not list(folder.glob("slab.kv*"))
     open_slab(folder).close()  # and it can be made once there is room
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("mounting takes root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill_up(path: Path) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    with pytest.raises(OSError, match="No space"):
-        deque((os.write(fd, bytes(4096)) for _ in itertools.count()), maxlen=0)
-    os.close(fd)
-
-
-def test_a_full_file_system(small_disk: Path) -> None:
-    """The slab has its room already; it is the catalog that meets the full disk. Stores fail, reads go on, nothing is lost."""
-    with pytest.raises(CapacityExceeded):
-        NvmeSlab.open(small_disk / "large", volume_id=VolumeId("v"), capacity_bytes=64 << 20)
-    slab = open_slab(small_disk / "volume", capacity=16 << 20)
-    kept = stored(slab, 5)
-    filler = small_disk / "filler"
-    fill_up(filler)
-    shape = BlockShape(512, 8)
-    failed = 0
-    for at in range(200):
-        items = items_for(slab.allocate(shape, 4) or [], range(1000 + at * 4, 1004 + at * 4), shape)
-        assert slab.write(items) == [None] * 4
-        try:
-            slab.commit([(slot, record) for slot, record, _ in items], [])
-        except CapacityExceeded:
-            failed += 1
-            slab.free([slot for slot, _, _ in items])
-            break
-        kept_small = items
-        assert_reads_back(slab, kept_small)
-    assert failed
-    assert_reads_back(slab, kept)
-    filler.unlink()
-    stored(slab, 5, first=50)
-    slab.close()
-    again = NvmeSlab.open(small_disk / "volume", volume_id=VolumeId("v"), capacity_bytes=16 << 20)
-    found = {record.key for _, record in again.recover()}
-    assert {record.key for _, record, _ in kept} <= found
-    again.close()
-
-
-def test_a_read_only_file_system(small_disk: Path) -> None:
-    slab = open_slab(small_disk / "volume", capacity=8 << 20)
-    kept = stored(slab, 5)
-    slab.close()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    try:
-        with pytest.raises(OSError, match="Read-only"):
-            open_slab(small_disk / "volume", capacity=8 << 20)
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    again = open_slab(small_disk / "volume", capacity=8 << 20)
-    assert_reads_back(again, kept)
-    again.close()
 
 
 def test_o_direct_that_is_refused_is_told(folder: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,14 +56,16 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ...) -> None: ...
 
 class VolumeUsage(_message.Message):
-    __slots__ = ("volume_id", "used_bytes", "blocks")
+    __slots__ = ("volume_id", "used_bytes", "blocks", "read_only")
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    READ_ONLY_FIELD_NUMBER: _ClassVar[int]
     volume_id: str
     used_bytes: int
     blocks: int
-    def __init__(self, volume_id: _Optional[str] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    read_only: str
+    def __init__(self, volume_id: _Optional[str] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., read_only: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("index_epoch", "register_again")
