@@ -5,6 +5,7 @@ A volume is a folder::
     slab.kv    superblock (1 MiB), then slots: [header pages][payload, padded to 4 KiB]
     catalog/   LMDB: block key -> slot header
     lock       held (flock) by the one process that has the volume open
+    roster     block key -> slot, for nodes that mount the folder: derived, a hint (``kvstore.tiers.roster``)
 
 Order of things, which is all of crash safety: slots are written; ``commit`` syncs the slab, then changes the catalog in one
 synced transaction; slots of removed blocks are given out again only after that. A crash at any point leaves every block whose
@@ -32,7 +33,8 @@ from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
 from kvstore.tiers.catalog import Catalog
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, VolumeUsage
-from kvstore.tiers.header import check_shape, header_bytes, pack_header, parse_header, slot_bytes
+from kvstore.tiers.header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
+from kvstore.tiers.roster import RosterWriter
 from kvstore.tiers.slab_io import SlotIO
 from kvstore.tiers.slab_open import (
     SLAB_FILE,
@@ -72,6 +74,7 @@ class NvmeSlab(DurableVolume):
         )
         self._lock = threading.Lock()
         self._commit_lock = threading.Lock()
+        self._roster = RosterWriter(path, superblock, self._listed, counters)
         self._to_drop: list[BlockKey] = []
         self._recovered = False
         self._sync_failed = False
@@ -225,6 +228,13 @@ class NvmeSlab(DurableVolume):
             if entries:
                 self._sync()
             self._catalog.commit(entries, removed)
+            self._roster.append([(record.key, slot) for slot, record in stored], removed)
+
+    def _listed(self) -> Iterator[tuple[BlockKey, Slot]]:
+        """What the catalog holds, for the roster. The caller has the catalog to itself."""
+        if self._catalog is not None:
+            for key, header in self._catalog.entries():
+                yield BlockKey(key), place_in(header)
 
     def _refusal(self, reason: str) -> Unavailable:
         return Unavailable("this volume is read-only", volume_id=self.volume_id, reason=reason)
@@ -269,6 +279,8 @@ class NvmeSlab(DurableVolume):
             if self._read_only is not None:
                 self._catalog.close()
                 self._catalog = None
+            else:
+                self._roster.begin()
         with self._lock:
             self._recovered = True
 
@@ -320,6 +332,7 @@ class NvmeSlab(DurableVolume):
         with self._lock:
             self._allocator.skip_to(self._superblock.first_generation)
             self._to_drop, self._catalog, self._read_only = [], catalog, None
+        self._roster.begin(self._superblock)
 
     def _take(self, key: bytes, value: bytes) -> tuple[Slot, BlockRecord] | None:
         """Takes the slot of one catalog entry, or None where the entry cannot be."""
@@ -356,6 +369,7 @@ class NvmeSlab(DurableVolume):
             return
         with self._commit_lock:
             self._closed = True
+            self._roster.close()
             self._file.close()
             if self._catalog is not None:
                 self._catalog.close()

@@ -65,6 +65,13 @@ class SlotIO:
         self.error: Exception | None = None
         self.outcome = Outcome.UNAVAILABLE
 
+    def judge(self, header: memoryview, *, verify: bool) -> Outcome:
+        """What a read brought: the slot begins with ``header``, and ``payload`` is filled."""
+        good = bytes(header) == self.header and (
+            not verify or checksum.verify(self.payload, self.record.shape, self.record.checksums)
+        )
+        return Outcome.HIT if good else Outcome.CORRUPT
+
 
 class _Scratch:
     """Aligned memory of one I/O thread, handed out from its start for each call. Grows (for that call) for a giant slot."""
@@ -276,11 +283,8 @@ class SlabFile:
     def _judge(self, slot: SlotIO, header: memoryview, late: Sequence[tuple[memoryview, memoryview]], verify: bool) -> None:
         for destination, source in late:
             destination[:] = source
-        good = bytes(header) == slot.header and (
-            not verify or checksum.verify(slot.payload, slot.record.shape, slot.record.checksums)
-        )
-        slot.outcome = Outcome.HIT if good else Outcome.CORRUPT
-        if not good:
+        slot.outcome = slot.judge(header, verify=verify)
+        if slot.outcome is Outcome.CORRUPT:
             self._counters.add("nvme_corrupt_blocks_total")
             _log.warning("slab %s: slot at %d does not hold what it should", self.path, slot.offset)
 

@@ -1,0 +1,194 @@
+"""Conformance suite of mounted volumes: what a reader of a volume that another process owns must do.
+
+Subclass it, name the class ``Test…``, and give it both ends::
+
+    class TestMyMount(MountSuite):
+        def open_owner(self, folder: Path, capacity_bytes: int) -> DurableVolume: ...
+        def mount(self, folder: Path) -> MountedSlab: ...
+
+The rule above all: whatever the owner does meanwhile, a HIT has the block's own bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.types import BlockShape, NamespaceId, Outcome
+from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload, empty_memory, items_for
+from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
+from kvstore.tiers.mounted import MountedSlab
+
+Held = dict[int, tuple[Slot, BlockRecord]]
+
+
+def put(owner: DurableVolume, numbers: Sequence[int], shape: BlockShape) -> Held:
+    """Stores test blocks durably."""
+    slots = owner.allocate(shape, len(numbers))
+    assert slots is not None
+    items = items_for(slots, numbers, shape)
+    assert owner.write(items) == [None] * len(items)
+    owner.commit([(slot, record) for slot, record, _ in items], [])
+    return {number: (slot, record) for number, (slot, record, _) in zip(numbers, items, strict=True)}
+
+
+def drop(owner: DurableVolume, held: Held) -> None:
+    """Evicts them: the catalog forgets first, then the room is given back."""
+    owner.commit([], [record.key for _, record in held.values()])
+    owner.free([slot for slot, _ in held.values()])
+
+
+def known(mount: MountedSlab, numbers: Sequence[int], shape: BlockShape) -> list[int]:
+    """Those of some blocks that the mount would look for."""
+    slots = mount.find([block_key(number) for number in numbers], shape)
+    return [number for number, slot in zip(numbers, slots, strict=True) if slot is not None]
+
+
+def fetch(
+    mount: MountedSlab, numbers: Sequence[int], shape: BlockShape, *, namespace: NamespaceId = NAMESPACE, aligned: bool = True
+) -> list[int]:
+    """Reads what the mount knows of some blocks; the hits, each proved byte for byte."""
+    keys = [block_key(number) for number in numbers]
+    found = [(number, slot) for number, slot in zip(numbers, mount.find(keys, shape), strict=True) if slot is not None]
+    views = empty_memory(len(found), shape, aligned=aligned) if found else []
+    items = [(block_key(number), slot, view) for (number, slot), view in zip(found, views, strict=True)]
+    hits = []
+    for (number, _), view, (outcome, _) in zip(found, views, mount.read(namespace, shape, items), strict=True):
+        if outcome is Outcome.HIT:
+            assert bytes(view) == block_payload(number, shape), "WRONG BYTES"
+            hits.append(number)
+    return hits
+
+
+class MountSuite(ABC):
+    """What every reader of a shared volume must do."""
+
+    CAPACITY = 4 << 20
+
+    @abstractmethod
+    def open_owner(self, folder: Path, capacity_bytes: int) -> DurableVolume:
+        """Opens (or makes) the volume of a folder as its owner, recovered."""
+
+    @abstractmethod
+    def mount(self, folder: Path) -> MountedSlab:
+        """Mounts the same volume."""
+
+    @pytest.fixture
+    def owner(self, tmp_path: Path) -> Iterator[DurableVolume]:
+        """The owner of a volume of ``CAPACITY`` bytes."""
+        owner = self.open_owner(tmp_path, self.CAPACITY)
+        yield owner
+        owner.close()
+
+    @pytest.fixture
+    def mounted(self, owner: DurableVolume, tmp_path: Path) -> Iterator[MountedSlab]:  # noqa: ARG002
+        """A reader of it."""
+        mounted = self.mount(tmp_path)
+        yield mounted
+        mounted.close()
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+    def test_what_the_owner_stored_is_read(
+        self, owner: DurableVolume, mounted: MountedSlab, shape: BlockShape, aligned: bool
+    ) -> None:
+        numbers = range(11)
+        held = put(owner, numbers, shape)
+        assert known(mounted, numbers, shape) == []
+        mounted.catch_up()
+        assert fetch(mounted, [*numbers, 99], shape, aligned=aligned) == [*numbers]
+        slot, record = held[3]
+        [view] = empty_memory(1, shape, aligned=aligned)
+        assert mounted.read(NAMESPACE, shape, [(record.key, slot, view)]) == [(Outcome.HIT, record.checksums)]
+
+    def test_what_left_is_not_known_and_not_read(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+        shape = SHAPES[2]
+        held = put(owner, range(6), shape)
+        while owner.allocate(shape, 1):
+            pass  # no room is left but what those give back
+        mounted.catch_up()
+        drop(owner, {number: held[number] for number in (1, 4)})
+        put(owner, [7, 8], shape)
+        assert fetch(mounted, range(9), shape) == [0, 2, 3, 5]
+        assert known(mounted, range(9), shape) == [0, 2, 3, 5]
+        mounted.catch_up()
+        assert fetch(mounted, range(9), shape) == [0, 2, 3, 5, 7, 8]
+
+    def test_a_block_stored_again_elsewhere_is_found_again(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+        shape = SHAPES[0]
+        held = put(owner, range(4), shape)
+        drop(owner, held)
+        put(owner, [9, *range(3, -1, -1)], shape)
+        mounted.catch_up()
+        assert fetch(mounted, range(10), shape) == [0, 1, 2, 3, 9]
+
+    def test_another_generation_is_not_the_block(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+        shape = SHAPES[0]
+        held = put(owner, [1], shape)
+        mounted.catch_up()
+        drop(owner, held)
+        again = put(owner, [1], shape)
+        assert again[1][0].offset == held[1][0].offset
+        assert fetch(mounted, [1], shape) == []
+        mounted.catch_up()
+        assert fetch(mounted, [1], shape) == [1]
+
+    def test_another_namespace_or_shape_is_a_miss(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+        put(owner, range(3), SHAPES[0])
+        mounted.catch_up()
+        assert known(mounted, range(3), SHAPES[2]) == []
+        assert fetch(mounted, range(3), SHAPES[0], namespace=NamespaceId(bytes(16))) == []
+
+    def test_the_owner_may_be_gone_or_come_back(self, tmp_path: Path) -> None:
+        shape = SHAPES[1]
+        owner = self.open_owner(tmp_path, self.CAPACITY)
+        put(owner, range(20), shape)
+        owner.close()
+        mounted = self.mount(tmp_path)
+        assert fetch(mounted, range(20), shape) == [*range(20)]
+        owner = self.open_owner(tmp_path, 2 * self.CAPACITY)
+        held = put(owner, [20], shape)
+        mounted.catch_up()
+        assert fetch(mounted, range(21), shape) == [*range(21)]
+        drop(owner, held)
+        owner.close()
+        mounted.catch_up()
+        assert known(mounted, range(21), shape) == [*range(20)]
+        mounted.close()
+
+    def test_two_mounts_at_once(self, owner: DurableVolume, mounted: MountedSlab, tmp_path: Path) -> None:
+        put(owner, range(5), SHAPES[3])
+        mounted.catch_up()
+        second = self.mount(tmp_path)
+        assert fetch(mounted, range(5), SHAPES[3]) == fetch(second, range(5), SHAPES[3]) == [*range(5)]
+        second.close()
+
+    def test_no_wrong_byte_while_the_owner_rewrites_every_slot(self, owner: DurableVolume, mounted: MountedSlab) -> None:
+        shape = SHAPES[2]
+        seen = set()
+        done = threading.Event()
+        held = put(owner, range(8), shape)
+        mounted.catch_up()
+
+        def rewrite() -> None:
+            nonlocal held
+            try:
+                for turn in range(1, 40):
+                    drop(owner, held)
+                    held = put(owner, [(turn * 5 + at) % 24 for at in range(8)], shape)
+            finally:
+                done.set()
+
+        writer = threading.Thread(target=rewrite)
+        writer.start()
+        while not done.is_set():
+            seen.update(fetch(mounted, range(24), shape))
+            mounted.catch_up()
+        writer.join()
+        mounted.catch_up()
+        assert sorted(fetch(mounted, range(24), shape)) == sorted(held)
+        assert seen

@@ -1,0 +1,160 @@
+"""A volume that another node owns, read through a folder that this host mounts too: of 3FS, CephFS, Lustre, or a plain one.
+
+The owner is not asked and need not live. Which slot holds a block is known from the volume's *roster*; whatever lies in that
+slot by now is read whole, and counts only if its header names the volume, namespace, key, place and generation that were looked
+for, and the payload matches the header's checksum of every Layer Block. The owner may evict and rewrite slots at any moment: a
+read that met it sees another block's header, or a mixture whose checksums fail. Both are a miss, here called *stale*.
+
+Nothing is written or locked. Where the file system grants O_DIRECT, reads go past this host's page cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore.core import checksum
+from kvstore.core.errors import Conflict, CorruptBlock, InvalidArgument
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import BlockRecord, Slot
+from kvstore.tiers.header import FIXED_BYTES, check_shape, header_bytes, parse_header, slot_bytes
+from kvstore.tiers.roster import RosterReader
+from kvstore.tiers.slab_io import SlabFile, SlotIO
+from kvstore.tiers.slab_open import SLAB_FILE
+
+_log = logging.getLogger(__name__)
+
+
+class _WantedSlot(SlotIO):
+    """A slot of which only the place and the block are known: its header is to prove the rest."""
+
+    __slots__ = ("generation", "volume_uid")
+
+    def __init__(self, volume_uid: bytes, slot: Slot, wanted: BlockRecord, payload: memoryview) -> None:
+        layers = wanted.shape.layers
+        super().__init__(slot.offset, slot.size, bytes(FIXED_BYTES + 8 * layers), header_bytes(layers), wanted, payload)
+        self.volume_uid = volume_uid
+        self.generation = slot.generation
+
+    def judge(self, header: memoryview, *, verify: bool) -> Outcome:
+        try:
+            found = parse_header(header)
+        except CorruptBlock:
+            return Outcome.MISS
+        record, wanted = found.record, self.record
+        same = (
+            found.volume_uid == self.volume_uid
+            and found.slot == (self.offset, self.size, self.generation)
+            and (record.namespace, record.key, record.shape) == (wanted.namespace, wanted.key, wanted.shape)
+        )
+        if not same or (verify and not checksum.verify(self.payload, record.shape, record.checksums)):
+            return Outcome.MISS
+        self.record = record
+        return Outcome.HIT
+
+
+class MountedSlab:
+    """The reader's end of a shared volume. Thread-safe. Every method but ``find`` may block for as long as the file system does.
+
+    Args:
+        path: folder of the volume, as mounted here.
+        volume_id: the volume that is expected there.
+        io_threads: I/O requests under way at once.
+        direct: use O_DIRECT where it works.
+        counters: where failures are counted.
+
+    Raises:
+        Conflict: another volume lies there.
+        CorruptBlock: the roster is damaged.
+        OSError: there is nothing, or it cannot be read.
+    """
+
+    def __init__(
+        self, path: Path, volume_id: VolumeId, *, io_threads: int = 4, direct: bool = True, counters: Counters | None = None
+    ) -> None:
+        self.volume_id = volume_id
+        self._path = path
+        self._counters = counters or Counters()
+        self._roster = RosterReader(path)
+        self._turn = threading.Lock()
+        self._uid = b""
+        self._catch_up()
+        self._file = SlabFile(path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=False, counters=self._counters)
+        _log.info("volume %s mounted at %s: %d blocks, %s", volume_id, path, len(self._roster.slots), self._file.engine)
+
+    @property
+    def io_engine(self) -> str:
+        """What is really in use."""
+        return self._file.engine
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that the owner is known to have."""
+        return len(self._roster.slots)
+
+    def catch_up(self) -> None:
+        """Takes in what came and went since.
+
+        Raises:
+            Conflict: the volume was replaced by another one: open this one anew.
+            CorruptBlock: the roster is damaged.
+            OSError: it cannot be read.
+        """
+        with self._turn:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        self._roster.catch_up()
+        superblock = self._roster.superblock
+        assert superblock is not None  # it has caught up
+        if superblock.volume_id != self.volume_id or superblock.uid != (self._uid or superblock.uid):
+            raise Conflict("another volume lies here now", path=self._path, expected=self.volume_id, found=superblock.volume_id)
+        self._uid = superblock.uid
+
+    def find(self, keys: Sequence[BlockKey], shape: BlockShape) -> list[Slot | None]:
+        """Where blocks are said to lie. Memory only."""
+        size = slot_bytes(shape)
+        found = map(self._roster.slots.get, keys)
+        return [slot if slot is not None and slot.size == size else None for slot in found]
+
+    def read(
+        self, namespace: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, memoryview]]
+    ) -> list[tuple[Outcome, bytes]]:
+        """Reads Full Blocks into writable views.
+
+        Returns:
+            One entry an item. HIT, and the checksums by which the payload was verified; MISS: the slot does not hold the
+            block (any more), and is forgotten; UNAVAILABLE: it cannot be read.
+
+        Raises:
+            InvalidArgument: a view is no Full Block.
+        """
+        check_shape(shape)
+        slots: list[_WantedSlot] = []
+        for key, slot, payload in items:
+            if payload.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
+                raise InvalidArgument("a payload is one Full Block and fits its slot", bytes=payload.nbytes)
+            flat = payload if payload.format == "B" and payload.ndim == 1 else payload.cast("B")
+            slots.append(_WantedSlot(self._uid, slot, BlockRecord(namespace, key, None, 0, shape, b""), flat))
+        self._file.read(slots, verify=True)
+        answers: list[tuple[Outcome, bytes]] = []
+        for (key, slot, _), io in zip(items, slots, strict=True):
+            answers.append((io.outcome, io.record.checksums))
+            if io.outcome is Outcome.MISS:
+                self._forget(key, slot)
+        return answers
+
+    def _forget(self, key: BlockKey, slot: Slot) -> None:
+        """Until the roster speaks of the block again, it is not looked for."""
+        self._counters.add("mount_stale_blocks_total")
+        known = self._roster.slots
+        with self._turn:
+            if known.get(key) == slot:
+                del known[key]
+
+    def close(self) -> None:
+        """Waits for I/O under way, then closes."""
+        self._file.close()

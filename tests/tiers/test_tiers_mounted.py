@@ -1,0 +1,158 @@
+"""A slab read by others than its owner: the suite, both kinds of I/O, and what is peculiar to its files."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.errors import Conflict, CorruptBlock
+from kvstore.core.types import BlockKey, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.testing.mount_suite import MountSuite, drop, fetch, known, put
+from kvstore.testing.volume_suite import SHAPES, block_key
+from kvstore.tiers.contract import DurableVolume, Slot
+from kvstore.tiers.mounted import MountedSlab
+from kvstore.tiers.roster import HEAD_BYTES, ROSTER_FILE, RosterReader, RosterWriter
+from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.superblock import Superblock
+
+NAME = VolumeId("owner/nvme0")
+SHAPE = SHAPES[0]
+
+
+def open_owner(folder: Path, capacity_bytes: int = 4 << 20, *, direct: bool = True, counters: Counters | None = None) -> NvmeSlab:
+    slab = NvmeSlab.open(folder / "v", volume_id=NAME, capacity_bytes=capacity_bytes, direct=direct, counters=counters)
+    list(slab.recover())
+    return slab
+
+
+class TestMountedSlab(MountSuite):
+    def open_owner(self, folder: Path, capacity_bytes: int) -> DurableVolume:
+        return open_owner(folder, capacity_bytes)
+
+    def mount(self, folder: Path) -> MountedSlab:
+        return MountedSlab(folder / "v", NAME)
+
+
+class TestBufferedMountedSlab(MountSuite):
+    def open_owner(self, folder: Path, capacity_bytes: int) -> DurableVolume:
+        return open_owner(folder, capacity_bytes, direct=False)
+
+    def mount(self, folder: Path) -> MountedSlab:
+        return MountedSlab(folder / "v", NAME, direct=False, io_threads=2)
+
+
+def test_another_volume_is_refused_and_a_replaced_one_is_told(tmp_path: Path) -> None:
+    owner = open_owner(tmp_path)
+    with pytest.raises(Conflict):
+        MountedSlab(tmp_path / "v", VolumeId("other/nvme0"))
+    with pytest.raises(OSError, match="roster"):
+        MountedSlab(tmp_path, NAME)
+    mounted = MountedSlab(tmp_path / "v", NAME)
+    owner.close()
+    (tmp_path / "v").rename(tmp_path / "old")
+    open_owner(tmp_path).close()
+    with pytest.raises(Conflict):
+        mounted.catch_up()
+    mounted.close()
+
+
+def test_a_roster_that_cannot_be_written_fails_nothing_and_recovers(tmp_path: Path) -> None:
+    counters = Counters()
+    owner = open_owner(tmp_path, counters=counters)
+    mounted = MountedSlab(tmp_path / "v", NAME)
+    obstacle = tmp_path / "v" / f"{ROSTER_FILE}.new"
+    obstacle.mkdir()  # a new edition cannot be begun
+    with Path("/dev/full").open("wb") as full:
+        os.dup2(full.fileno(), owner._roster._fd)  # nor the old one go on
+    put(owner, [1], SHAPE)
+    assert counters.snapshot()["roster_errors_total"] == 1
+    put(owner, [2], SHAPE)
+    obstacle.rmdir()
+    put(owner, [3], SHAPE)
+    mounted.catch_up()
+    assert fetch(mounted, range(5), SHAPE) == [1, 2, 3]
+    mounted.close()
+    owner.close()
+
+
+def test_a_damaged_or_foreign_roster_is_refused(tmp_path: Path) -> None:
+    owner = open_owner(tmp_path)
+    put(owner, range(3), SHAPE)
+    owner.close()
+    path = tmp_path / "v" / ROSTER_FILE
+    good = path.read_bytes()
+    for bad in (b"", good[:100], b"x" + good[1:], good[:2000] + b"\xff" + good[2001:]):
+        path.write_bytes(bad)
+        with pytest.raises(CorruptBlock):
+            MountedSlab(tmp_path / "v", NAME)
+
+
+@given(data=st.data())
+def test_a_torn_roster_shows_what_came_before_and_goes_on(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """However the tail is cut or garbled, the reader knows the state after some earlier commit, and catches up later."""
+    folder = tmp_path_factory.mktemp("roster")
+    superblock = Superblock(bytes(16), NAME, 1 << 30, 4096, 1)
+    model: dict[BlockKey, Slot] = {}
+    writer = RosterWriter(folder, superblock, lambda: model.items(), Counters())
+    writer.begin()
+    states = [dict(model)]
+    steps = st.lists(st.tuples(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9))), max_size=8)
+    for turn, (stored, removed) in enumerate(data.draw(steps)):
+        for number in removed:
+            model.pop(block_key(number), None)
+        entries = [(block_key(number), Slot(4096 * number, 8192, turn + 1)) for number in sorted(stored)]
+        model.update(entries)
+        writer.append(entries, [block_key(number) for number in removed])
+        states.append(dict(model))
+    writer.close()
+    path = folder / ROSTER_FILE
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(HEAD_BYTES, len(whole)))
+    noise = data.draw(st.binary(max_size=40))
+    path.write_bytes(whole[:cut] + noise)
+    reader = RosterReader(folder)
+    reader.catch_up()
+    assert reader.slots in states
+    path.write_bytes(whole)
+    reader.catch_up()
+    assert reader.slots == model
+
+
+def test_slots_that_cannot_be_are_left_out(tmp_path: Path) -> None:
+    entries = [
+        (block_key(1), Slot(0, 8192, 1)),
+        (block_key(2), Slot(1 << 20, 8192, 1)),
+        (block_key(3), Slot((1 << 64) - 4096, 8192, 1)),
+        (block_key(4), Slot(1, 8192, 1)),
+        (block_key(5), Slot(0, 0, 1)),
+        (block_key(6), Slot(0, (1 << 64) - 4096, 1)),
+    ]
+    writer = RosterWriter(tmp_path, Superblock(bytes(16), NAME, 1 << 20, 4096, 1), lambda: entries, Counters())
+    writer.begin()
+    writer.close()
+    reader = RosterReader(tmp_path)
+    reader.catch_up()
+    assert set(reader.slots) == {block_key(1)}
+
+
+def test_history_is_dropped_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.tiers.roster._HISTORY_BYTES", 4096)
+    owner = open_owner(tmp_path)
+    mounted = MountedSlab(tmp_path / "v", NAME)
+    chance = random.Random(5)
+    held = put(owner, range(8), SHAPE)
+    for turn in range(1, 300):
+        drop(owner, {number: held.pop(number) for number in chance.sample(sorted(held), 4)})
+        held |= put(owner, range(8 * turn, 8 * turn + 4), SHAPE)
+        if turn % 20 == 0:
+            mounted.catch_up()
+            assert known(mounted, sorted(held), SHAPE) == sorted(held) == fetch(mounted, range(8 * turn + 4), SHAPE)
+    assert (tmp_path / "v" / ROSTER_FILE).stat().st_size < 40_000
+    mounted.close()
+    owner.close()
