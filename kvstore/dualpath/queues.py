@@ -30,11 +30,14 @@ class _Entry:
 class Charge:
     """What one part owes to the queues: ``blocks`` still pending at the node that reads (and on the way to the prefill node)."""
 
-    __slots__ = ("_sink", "_source", "block_bytes", "block_tokens", "blocks")
+    __slots__ = ("_forwarded", "_sink", "_source", "block_bytes", "block_tokens", "blocks")
 
-    def __init__(self, source: _Entry, sink: _Entry | None, blocks: int, block_bytes: int, block_tokens: int) -> None:
+    def __init__(
+        self, source: _Entry, sink: _Entry | None, blocks: int, block_bytes: int, block_tokens: int, *, forwarded: bool
+    ) -> None:
         self._source = source
-        self._sink = sink
+        self._sink = sink  # None also where it is not known
+        self._forwarded = forwarded
         self.blocks = blocks
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
@@ -109,7 +112,8 @@ class ReadQueues:
         source = self._nodes.get(node)
         if source is None:
             raise NotFound("node is not known", node=node)
-        charge = Charge(source, self._nodes.get(sink) if sink is not None else None, blocks, block_bytes, block_tokens)
+        into = self._nodes.get(sink) if sink is not None else None
+        charge = Charge(source, into, blocks, block_bytes, block_tokens, forwarded=sink is not None)
         source.link.begin(now)
         self._add(charge, blocks)
         self._drained(source, now)
@@ -145,9 +149,10 @@ class ReadQueues:
     @staticmethod
     def _add(charge: Charge, blocks: int) -> None:
         nbytes = blocks * charge.block_bytes
-        source, sink = charge._source, charge._sink
+        source = charge._source
         source.pending_bytes += nbytes
         source.pending_tokens += blocks * charge.block_tokens
-        if sink is not None:
+        if charge._forwarded:
             source.sending += nbytes
-            sink.receiving += nbytes
+        if charge._sink is not None:
+            charge._sink.receiving += nbytes

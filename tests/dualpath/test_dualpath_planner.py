@@ -1,0 +1,403 @@
+"""Planner and queues against a model that knows of every block who owes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.core.errors import Internal, InvalidArgument, NotFound, Unavailable
+from kvstore.core.limits import MAX_KEYS_PER_CALL
+from kvstore.dualpath.contract import MAX_RELAYS, LoadPlan, NodeState, Part, ReadRequest, ReadSide, Share, spans_of
+from kvstore.dualpath.planner import Planner, lay, missing_spans
+from kvstore.dualpath.policies import POLICIES, Oracle, PrefillOnly, ShorterQueue, policy_named
+from kvstore.dualpath.queues import ReadQueues
+from kvstore.dualpath.split import Split
+
+NODES = ("a", "b", "c", "d", "e")
+BLOCK_TOKENS = 16
+LIFE = 10.0
+
+
+@dataclass
+class PlanModel:
+    request: ReadRequest
+    heard: float
+    attempt: int = 0
+    parts: dict[int, Part] = field(default_factory=dict)
+    owed: dict[int, list[int]] = field(default_factory=dict)
+    """Part -> its blocks that are not known to have arrived, in order; parts that failed have no entry."""
+    arrived: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    into_known: set[int] = field(default_factory=set)
+    """Parts that are forwarded to a prefill node that was known when they were planned."""
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """What the model owes a node is what the queues must hold, after whatever happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planner = Planner(ShorterQueue(), plan_life_s=LIFE, decisions_kept=5)
+        self.now = 100.0
+        self.alive: set[str] = set()
+        self.known: set[str] = set()
+        self.live: dict[int, PlanModel] = {}
+        self.over: list[int] = []
+        self.late = 0
+
+    # ---- nodes ----
+
+    @rule(node=st.sampled_from(NODES))
+    def join(self, node: str) -> None:
+        self.planner.node_here(node, 1e9, 4e9)
+        self.alive.add(node)
+        self.known.add(node)
+
+    @rule(node=st.sampled_from(NODES))
+    def gone(self, node: str) -> None:
+        told = self.planner.node_gone(node)
+        assert set(told) == {
+            (plan_id, index)
+            for plan_id, model in self.live.items()
+            for index, owed in model.owed.items()
+            if owed and model.parts[index].node == node
+        }
+        self.alive.discard(node)
+
+    @rule(name=st.sampled_from(sorted(POLICIES)))
+    def other_policy(self, name: str) -> None:
+        self.planner.policy = Split(least_blocks=1, least_bytes=0) if name == "split" else policy_named(name)
+
+    @rule(seconds=st.floats(0.0, 4.0))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+
+    # ---- plans ----
+
+    @rule(
+        blocks=st.integers(0, 12),
+        block_bytes=st.integers(1, 1_000),
+        pair=st.tuples(st.sampled_from(NODES), st.none() | st.sampled_from(NODES)),
+        relays=st.lists(st.sampled_from(NODES), max_size=3),
+    )
+    def plan(self, blocks: int, block_bytes: int, pair: tuple[str, str | None], relays: list[str]) -> None:
+        request = ReadRequest("r", blocks, block_bytes, BLOCK_TOKENS, *pair, tuple(relays))
+        usable = {name for name, _ in request.candidates()} & self.alive
+        if blocks and not usable:
+            with pytest.raises(Unavailable):
+                self.planner.plan(request, self.now)
+            return
+        answer = self.planner.plan(request, self.now)
+        assert answer.attempt == 0
+        assert answer.plan_id not in self.live
+        assert answer.plan_id not in self.over
+        model = self.live[answer.plan_id] = PlanModel(request, self.now)
+        self.started(model, answer, set(range(blocks)))
+
+    def started(self, model: PlanModel, answer: LoadPlan, missing: set[int]) -> None:
+        """Parts of an answer are exactly the missing blocks, on nodes that may read them."""
+        model.attempt = answer.attempt
+        laid = [block for part in answer.parts for block in range(part.start, part.end)]
+        if answer.reasons.policy == "oracle":
+            assert laid == []
+        else:
+            assert sorted(laid) == sorted(missing)
+        sides = dict(model.request.candidates())
+        for part in answer.parts:
+            assert part.index == len(model.parts)
+            assert part.node in self.alive - model.failed
+            assert part.side is sides[part.node]
+            model.parts[part.index] = part
+            model.owed[part.index] = list(range(part.start, part.end))
+            if part.side is not ReadSide.PREFILL and model.request.prefill_node in self.known:
+                model.into_known.add(part.index)
+        assert {state.node for state in answer.reasons.nodes} == set(sides) & self.alive - model.failed
+        assert set(answer.reasons.excluded) == set(sides) - (self.alive - model.failed)
+        assert answer.reasons.predicted_seconds >= 0
+        assert self.planner.decisions()[-1] is answer
+
+    @precondition(lambda self: any(model.parts for model in self.live.values()))
+    @rule(data=st.data())
+    def progress(self, data: st.DataObject) -> None:
+        plan_id, index = self.pick_part(data)
+        model = self.live[plan_id]
+        part = model.parts[index]
+        done = data.draw(st.integers(0, part.count))
+        going = self.planner.progress(plan_id, index, done, self.now)
+        if index not in model.owed:
+            assert not going
+            self.late += 1
+            return
+        assert going
+        model.heard = self.now
+        before = part.count - len(model.owed[index])
+        for _ in range(done - before):
+            model.arrived.add(model.owed[index].pop(0))
+
+    @precondition(lambda self: any(model.parts for model in self.live.values()))
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        plan_id, index = self.pick_part(data)
+        model = self.live[plan_id]
+        part = model.parts[index]
+        flags = data.draw(st.lists(st.booleans(), min_size=part.count, max_size=part.count))
+        spans = list(spans_of(flags, part.start))
+        if index not in model.owed:
+            with pytest.raises(InvalidArgument):
+                self.planner.fail(plan_id, index, spans, self.now)
+            return
+        missing = {block for block, flag in zip(range(part.start, part.end), flags, strict=True) if not flag}
+        model.failed.add(part.node)
+        model.heard = self.now
+        del model.owed[index]
+        usable = {name for name, _ in model.request.candidates()} & self.alive - model.failed
+        if missing and not usable:
+            with pytest.raises(Unavailable):
+                self.planner.fail(plan_id, index, spans, self.now)
+            del self.live[plan_id]
+            self.over.append(plan_id)
+            return
+        answer = self.planner.fail(plan_id, index, spans, self.now)
+        assert answer.plan_id == plan_id
+        assert answer.attempt == model.attempt + 1
+        self.started(model, answer, missing)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), aborts=st.booleans())
+    def end(self, data: st.DataObject, aborts: bool) -> None:
+        plan_id = data.draw(st.sampled_from(sorted(self.live)))
+        assert (self.planner.abort if aborts else self.planner.finish)(plan_id, self.now)
+        del self.live[plan_id]
+        self.over.append(plan_id)
+
+    @rule()
+    def expire(self) -> None:
+        dead = {plan_id for plan_id, model in self.live.items() if model.heard + LIFE <= self.now}
+        assert set(self.planner.expire(self.now)) == dead
+        for plan_id in dead:
+            del self.live[plan_id]
+        self.over += sorted(dead)
+
+    @precondition(lambda self: self.over)
+    @rule(data=st.data())
+    def late_report(self, data: st.DataObject) -> None:
+        plan_id = data.draw(st.sampled_from(self.over))
+        assert not self.planner.progress(plan_id, 0, 1, self.now)
+        assert not self.planner.finish(plan_id, self.now)
+        assert not self.planner.abort(plan_id, self.now)
+        with pytest.raises(NotFound):
+            self.planner.fail(plan_id, 0, (), self.now)
+        self.late += 4
+
+    def pick_part(self, data: st.DataObject) -> tuple[int, int]:
+        return data.draw(
+            st.sampled_from([(plan_id, index) for plan_id, model in sorted(self.live.items()) for index in model.parts])
+        )
+
+    # ---- always ----
+
+    @invariant()
+    def queues_hold_what_is_owed(self) -> None:
+        for node in self.known:
+            state = self.planner.queues.state(node, self.now)
+            assert state is not None
+            assert state.alive == (node in self.alive)
+            blocks = nbytes = sending = receiving = 0
+            for model in self.live.values():
+                for index, owed in model.owed.items():
+                    part, amount = model.parts[index], len(owed) * model.request.block_bytes
+                    if part.node == node:
+                        blocks, nbytes = blocks + len(owed), nbytes + amount
+                        sending += amount if part.side is not ReadSide.PREFILL else 0
+                    if index in model.into_known and model.request.prefill_node == node:
+                        receiving += amount
+            assert state.pending_tokens == blocks * BLOCK_TOKENS
+            assert state.pending_bytes == nbytes
+            assert state.sending_bytes == sending
+            assert state.receiving_bytes == receiving
+            assert state.snic > 0
+
+    @invariant()
+    def counters_add_up(self) -> None:
+        counters = self.planner.counters
+        assert len(self.planner) == len(self.live)
+        assert counters.plans == counters.finished + counters.given_up + counters.expired + len(self.live)
+        assert counters.late_reports == self.late
+        assert len(self.planner.decisions()) <= 5
+
+
+TestPlannerModel = PlannerMachine.TestCase
+TestPlannerModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---- by hand ----
+
+
+def two_nodes(policy: PrefillOnly | Split | Oracle | None = None) -> Planner:
+    planner = Planner(policy or Split(least_blocks=1, least_bytes=0))
+    for node in ("p", "d"):
+        planner.node_here(node, 1e9, 8e9)
+    return planner
+
+
+def test_a_plan_keeps_its_numbers() -> None:
+    planner = two_nodes()
+    planner.plan(ReadRequest("first", 100, 10_000_000, 64, "p", "d"), 0.0)
+    second = planner.plan(ReadRequest("second", 100, 10_000_000, 64, "p", "d"), 0.0)
+    assert [(state.node, state.pending_bytes, state.pending_tokens) for state in second.reasons.nodes] == [
+        ("p", 500_000_000, 3200),
+        ("d", 500_000_000, 3200),
+    ]
+    assert second.reasons.predicted_seconds == pytest.approx(1.0)
+    assert second.reasons.policy == "split"
+
+
+def test_replan_reads_exactly_what_has_not_arrived() -> None:
+    planner = two_nodes()
+    planner.node_here("r", 1e9, 8e9)
+    first = planner.plan(ReadRequest("r", 100, 1_000_000, 64, "p", "d", ("r",)), 0.0)
+    by_node = {part.node: part for part in first.parts}
+    assert set(by_node) == {"p", "d", "r"}
+    lost = by_node["d"]
+    planner.node_gone("d")
+    again = planner.fail(first.plan_id, lost.index, [(lost.start, 5), (lost.start + 9, 1)], 0.1)
+    assert again.attempt == 1
+    assert {part.node for part in again.parts} <= {"p", "r"}
+    assert sorted(block for part in again.parts for block in range(part.start, part.end)) == [
+        block for block in range(lost.start + 5, lost.end) if block != lost.start + 9
+    ]
+    assert min(part.index for part in again.parts) == len(first.parts)
+
+
+def test_a_failed_prefill_node_reads_nothing_but_the_decode_node_still_can() -> None:
+    planner = two_nodes()
+    planner.node_gone("p")
+    plan = planner.plan(ReadRequest("r", 10, 1_000_000, 64, "p", "d"), 0.0)
+    assert {part.node for part in plan.parts} == {"d"}
+    assert plan.reasons.excluded == ("p",)
+
+
+def test_the_oracle_reads_nothing_and_an_empty_request_neither() -> None:
+    assert two_nodes(Oracle()).plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0).parts == ()
+    assert two_nodes().plan(ReadRequest("r", 0, 1_000, 64, "p", "d"), 0.0).parts == ()
+    assert Planner(Split()).plan(ReadRequest("r", 0, 1_000, 64, "p", "d"), 0.0).parts == ()
+
+
+def test_the_planner_offers_the_idlest_nodes_as_relays() -> None:
+    planner = Planner(Split(least_blocks=1, least_bytes=0), relays=2)
+    for node in ("p", "d", "busy", "idle", "dead", "gone"):
+        planner.node_here(node, 1e9, 8e9)
+    planner.queues.charge("busy", None, 900, 1_000_000, 64, 0.0)
+    planner.node_gone("dead")
+    planner.queues.forget("gone")
+    planner.queues.forget("never")
+    plan = planner.plan(ReadRequest("r", 90, 1_000_000, 64, "p", "d"), 0.0)
+    assert plan.request.relays == ("idle", "busy")
+    assert {part.node for part in plan.parts} == {"p", "d", "idle"}
+    named = planner.plan(ReadRequest("r", 90, 1_000_000, 64, "p", "d", ("busy",)), 0.0)
+    assert named.request.relays == ("busy",)
+
+
+def test_a_node_that_was_forgotten_and_came_back_starts_empty() -> None:
+    planner = two_nodes(PrefillOnly())
+    old = planner.plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
+    planner.queues.forget("p")
+    assert planner.queues.nodes() == ["d"]
+    planner.node_here("p", 1e9, 8e9)
+    new = planner.plan(ReadRequest("r", 4, 1_000, 64, "p", "d"), 0.0)
+    assert planner.finish(old.plan_id, 1.0)
+    state = planner.queues.state("p", 1.0)
+    assert state is not None
+    assert state.pending_bytes == 4_000
+    assert planner.finish(new.plan_id, 1.0)
+    assert len(planner.queues) == 2
+
+
+def test_a_link_that_got_slower_gets_less() -> None:
+    planner = two_nodes()
+    now = 0.0
+    for _ in range(10):
+        plan = planner.plan(ReadRequest("r", 100, 1_000_000, 64, "p", "d"), now)
+        slowest = 0.0
+        for part in plan.parts:
+            took = part.count * 1e6 / (1e9 if part.node == "p" else 2e8)
+            for tenth in range(1, 11):
+                planner.progress(plan.plan_id, part.index, part.count * tenth // 10, now + took * tenth / 10)
+            slowest = max(slowest, took)
+        now += slowest
+        planner.finish(plan.plan_id, now)
+    shares = {part.node: part.count for part in plan.parts}
+    assert 80 <= shares["p"] <= 87  # 5 : 1 is 83
+
+
+def test_bad_reports_are_refused() -> None:
+    planner = two_nodes()
+    plan = planner.plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
+    first = plan.parts[0]
+    with pytest.raises(InvalidArgument):
+        planner.progress(plan.plan_id, 7, 1, 0.0)
+    with pytest.raises(InvalidArgument):
+        planner.progress(plan.plan_id, -1, 1, 0.0)
+    with pytest.raises(InvalidArgument):
+        planner.progress(plan.plan_id, 0, first.count + 1, 0.0)
+    for span in [(first.start, first.count + 1), (first.start - 1, 1), (first.start, 0), (first.end, 1)]:
+        with pytest.raises(InvalidArgument):
+            planner.fail(plan.plan_id, 0, [span], 0.0)
+    assert planner.progress(plan.plan_id, 0, first.count, 0.0)
+    with pytest.raises(InvalidArgument):
+        planner.node_here("x", 1e9, 0.0)
+    with pytest.raises(NotFound):
+        planner.queues.charge("nobody", None, 1, 1, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"blocks": -1},
+        {"blocks": MAX_KEYS_PER_CALL + 1},
+        {"block_bytes": 0},
+        {"block_tokens": 0},
+        {"relays": ("r",) * (MAX_RELAYS + 1)},
+        {"prefill_node": "n" * 5_000},
+    ],
+)
+def test_requests_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
+    good: dict[str, object] = {"request_id": "r", "blocks": 1, "block_bytes": 1, "block_tokens": 1, "prefill_node": "p"}
+    with pytest.raises(InvalidArgument):
+        ReadRequest(**(good | wrong))  # type: ignore[arg-type]
+
+
+class Wrong:
+    """A policy that forgets a block."""
+
+    name = "wrong"
+
+    def choose(self, request: ReadRequest, nodes: list[tuple[NodeState, ReadSide]], prefill: NodeState | None) -> list[Share]:
+        return [Share("p", ReadSide.PREFILL, request.blocks - 1)]
+
+
+def test_a_policy_that_does_not_add_up_is_a_bug() -> None:
+    with pytest.raises(Internal):
+        lay(Wrong().choose(ReadRequest("r", 3, 1, 1, "p"), [], None), [(0, 3)], 0)
+
+
+def test_spans_and_what_is_missing() -> None:
+    assert list(spans_of(b"\x01\x00\x01\x01", 10)) == [(10, 1), (12, 2)]
+    part = Part(0, "n", ReadSide.PREFILL, 10, 4)
+    assert missing_spans(part, [(12, 2), (10, 1), (10, 1)]) == [(11, 1)]
+    assert missing_spans(part, []) == [(10, 4)]
+
+
+def test_queues_alone_never_fall_below_zero() -> None:
+    queues = ReadQueues()
+    queues.join("n", 1e9, 1e9)
+    charge = queues.charge("n", "n", 3, 100, 10, 0.0)
+    assert [queues.credit(charge, 2, 1.0, moved=True) for _ in range(3)] == [2, 1, 0]
+    state = queues.state("n", 2.0)
+    assert state is not None
+    assert (state.pending_bytes, state.pending_tokens, state.sending_bytes, state.receiving_bytes) == (0, 0, 0, 0)
+    assert queues.state("m", 0.0) is None
