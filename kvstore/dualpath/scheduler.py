@@ -125,6 +125,25 @@ class GivenBack:
     left: Engine | None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What decisions go by, an engine: for operators."""
+
+    engine: Engine
+    seq: int
+    tok: int
+    hbm_free: int
+    read_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Requests that have no prefill engine, and that have no decode engine, yet."""
+
+    prefill: int
+    decode: int
+
+
 @dataclass(slots=True)
 class _Desk:
     """What is kept for an engine: its unfinished requests, and which numbers it does not report itself."""
@@ -168,6 +187,18 @@ class Scheduler:
     def __len__(self) -> int:
         """Requests waiting or under way."""
         return len(self._jobs)
+
+    def waiting(self) -> Waiting:
+        """How many requests wait for either kind of engine."""
+        return Waiting(len(self._prefill_queue), len(self._decode_queue) + sum(map(len, self._private.values())))
+
+    def loads(self) -> list[EngineLoad]:
+        """All engines, group by group."""
+        return [
+            EngineLoad(engine, *(int(column[place]) for column in (group.seq, group.tok, group.free, group.read)))
+            for group in self._groups.values()
+            for place, engine in enumerate(group.engines)
+        ]
 
     # ---- engines ----
 

@@ -1,0 +1,362 @@
+"""The scheduler against a naive one: plain lists, the rules transcribed literally, and books kept by counting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
+from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.scheduler import Ask, EngineReport, Fetched, Pair, Scheduler, SchedulerLimits
+
+ALPHA, BETA, Z = 20, 30, 1.05
+GROUPS = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+ENGINES = tuple(f"{group}-{number}" for group in GROUPS for number in range(3))
+
+
+@dataclass
+class Job:
+    ask: Ask
+    generation: int = 0
+    prefill: str | None = None
+    decode: str | None = None
+    prefilled: bool = False
+
+
+@dataclass
+class EngineModel:
+    engine: Engine
+    jobs: list[Job] = field(default_factory=list)
+    read: int = 0
+
+    @property
+    def tok(self) -> int:
+        return sum(job.ask.tokens for job in self.jobs)
+
+    @property
+    def free(self) -> int:
+        return self.engine.hbm_bytes - sum(job.ask.hbm_bytes for job in self.jobs)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Engines come, fetch and die; requests are submitted, paired, finished and cancelled."""
+
+    count_waiting = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(SchedulerLimits(ALPHA, BETA, Z, count_waiting=self.count_waiting))
+        self.groups: dict[str, dict[str, EngineModel]] = {}
+        self.jobs: dict[str, Job] = {}
+        self.prefill_queue: list[Job] = []
+        self.decode_queue: list[Job] = []
+        self.private: dict[str, list[Job]] = {"d0": [], "d1": []}
+        self.submitted = 0
+
+    def engines(self) -> dict[str, EngineModel]:
+        return {name: model for group in self.groups.values() for name, model in group.items()}
+
+    # ---- engines ----
+
+    @rule(name=st.sampled_from(ENGINES), hbm=st.sampled_from([20, 40]))
+    def join(self, name: str, hbm: int) -> None:
+        group = name.split("-")[0]
+        engine = Engine(name, GROUPS[group], group, f"node-{group}", hbm)
+        if name in self.engines():
+            with pytest.raises(Conflict):
+                self.scheduler.join(engine)
+            return
+        self.scheduler.join(engine)
+        self.groups.setdefault(group, {})[name] = EngineModel(engine)
+
+    @rule(name=st.sampled_from(ENGINES), read=st.integers(0, 40))
+    def report_queue(self, name: str, read: int) -> None:
+        self.scheduler.report([EngineReport(name, read_tokens=read)])
+        if name in self.engines():
+            self.engines()[name].read = read
+
+    @rule(name=st.sampled_from(ENGINES))
+    def gone(self, name: str) -> None:
+        model = self.engines().get(name)
+        if model is None:
+            with pytest.raises(NotFound):
+                self.scheduler.engine_gone(name)
+            return
+        back = self.scheduler.engine_gone(name)
+        group = model.engine.group
+        del self.groups[group][name]
+        assert [entry.request_id for entry in back] == [job.ask.request_id for job in model.jobs]
+        prefill, decode = [], []
+        for job, told in zip(model.jobs, back, strict=True):
+            job.generation += 1
+            if model.engine.role is Role.PREFILL:
+                job.prefill = None
+                prefill.append(job)
+            else:
+                job.decode = None
+                decode.append(job)
+                if job.prefilled:
+                    job.prefill, job.prefilled = None, False
+                    prefill.append(job)
+            left = job.prefill or job.decode
+            assert told.generation == job.generation
+            assert (told.left.engine if told.left else None) == left
+        self.prefill_queue = prefill + self.prefill_queue
+        self.decode_queue = decode + self.decode_queue
+        if model.engine.role is Role.DECODE:
+            room = max((entry.engine.hbm_bytes for entry in self.groups[group].values()), default=-1)
+            stranded = [job for job in self.private[group] if job.ask.hbm_bytes > room]
+            self.private[group] = [job for job in self.private[group] if job.ask.hbm_bytes <= room]
+            self.decode_queue = stranded + self.decode_queue
+
+    # ---- requests ----
+
+    @rule(tokens=st.integers(1, 15), hbm=st.sampled_from([0, 5, 20, 30, 100]))
+    def submit(self, tokens: int, hbm: int) -> None:
+        ask = Ask(f"r{self.submitted}", tokens, hbm)
+        self.submitted += 1
+        self.scheduler.submit(ask)
+        with pytest.raises(Conflict):
+            self.scheduler.submit(ask)
+        job = self.jobs[ask.request_id] = Job(ask)
+        self.prefill_queue.append(job)
+        self.decode_queue.append(job)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def prefill_done(self, data: st.DataObject) -> None:
+        job = self.jobs[data.draw(st.sampled_from(list(self.jobs)))]
+        paired = job.prefill is not None and job.decode is not None
+        assert not self.scheduler.prefill_done(job.ask.request_id, job.generation + 1)
+        assert self.scheduler.prefill_done(job.ask.request_id, job.generation) == (paired and not job.prefilled)
+        if paired and not job.prefilled and job.prefill is not None:
+            job.prefilled = True
+            self.engines()[job.prefill].jobs.remove(job)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), cancel=st.booleans())
+    def end(self, data: st.DataObject, cancel: bool) -> None:
+        job = self.jobs[data.draw(st.sampled_from(list(self.jobs)))]
+        name = job.ask.request_id
+        if cancel:
+            assert self.scheduler.cancel(name)
+        else:
+            paired = job.prefill is not None and job.decode is not None
+            assert not self.scheduler.finish(name, job.generation - 1)
+            assert self.scheduler.finish(name, job.generation) == paired
+            if not paired:
+                return
+        assert not self.scheduler.cancel(name)
+        assert not self.scheduler.finish(name, job.generation)
+        del self.jobs[name]
+        for queue in (self.prefill_queue, self.decode_queue, *self.private.values()):
+            if job in queue:
+                queue.remove(job)
+        for engine in self.engines().values():
+            if job in engine.jobs:
+                engine.jobs.remove(job)
+
+    # ---- fetching, by the letter ----
+
+    @rule(group=st.sampled_from(sorted(GROUPS)))
+    def fetch(self, group: str) -> None:
+        if group not in self.groups:
+            with pytest.raises(NotFound):
+                self.scheduler.fetch(group)
+            return
+        fetched = self.scheduler.fetch(group)
+        expected = self.literal_prefill(group) if GROUPS[group] is Role.PREFILL else self.literal_decode(group)
+        assert [(entry.request_id, entry.engine) for entry in fetched.assigned] == [
+            (job.ask.request_id, engine) for job, engine in expected
+        ]
+        assert all(entry.generation == self.jobs[entry.request_id].generation for entry in fetched.assigned)
+        assert [(pair.request_id, pair.prefill.engine, pair.decode.engine) for pair in fetched.pairs] == [
+            (job.ask.request_id, job.prefill, job.decode) for job, _ in expected if job.prefill and job.decode
+        ]
+
+    def literal_prefill(self, group: str) -> list[tuple[Job, str]]:
+        assigned = []
+        engines = self.groups[group].values()
+        while self.prefill_queue:
+            job = self.prefill_queue[0]
+            c2 = [e for e in engines if e.tok <= BETA and e.read <= ALPHA]
+            c3 = [e for e in engines if e.tok <= BETA and e.read > ALPHA]
+            if not c2 and not c3:
+                break
+            chosen = min(c2 or c3, key=lambda e: e.tok)
+            job.prefill = chosen.engine.engine
+            chosen.jobs.append(job)
+            assigned.append((job, chosen.engine.engine))
+            self.prefill_queue.pop(0)
+        return assigned
+
+    def literal_decode(self, group: str) -> list[tuple[Job, str]]:
+        self.literal_phase_1()
+        queue, engines = self.private[group], list(self.groups[group].values())
+        if not engines:
+            return []
+        room, coming = sum(e.free for e in engines), 0
+        for job in queue:
+            if job.ask.hbm_bytes > room:
+                break
+            room -= job.ask.hbm_bytes
+            coming += job.ask.tokens
+        watermark = Z * (coming + sum(e.tok for e in engines)) / len(engines)
+        assigned = []
+        while queue:
+            job = queue[0]
+            able = [e for e in engines if e.free >= job.ask.hbm_bytes]
+            if not able:
+                break
+            low = [e for e in able if e.tok + job.ask.tokens <= watermark]
+            chosen = min(low, key=lambda e: len(e.jobs)) if low else min(able, key=lambda e: e.tok)
+            job.decode = chosen.engine.engine
+            chosen.jobs.append(job)
+            assigned.append((job, chosen.engine.engine))
+            queue.pop(0)
+        return assigned
+
+    def literal_phase_1(self) -> None:
+        stuck = []
+        for job in self.decode_queue:
+            able = [
+                group
+                for group, engines in self.groups.items()
+                if GROUPS[group] is Role.DECODE and any(e.engine.hbm_bytes >= job.ask.hbm_bytes for e in engines.values())
+            ]
+            if not able:
+                stuck.append(job)
+                continue
+            self.private[min(able, key=self.tokens_of)].append(job)
+        self.decode_queue = stuck
+
+    def tokens_of(self, group: str) -> int:
+        waiting = sum(job.ask.tokens for job in self.private[group]) if self.count_waiting else 0
+        return sum(e.tok for e in self.groups[group].values()) + waiting
+
+    # ---- always ----
+
+    @invariant()
+    def books_are_right(self) -> None:
+        assert len(self.scheduler) == len(self.jobs)
+        for load in self.scheduler.loads():
+            model = self.engines()[load.engine.engine]
+            assert (load.tok, load.seq, load.read_tokens) == (model.tok, len(model.jobs), model.read)
+            if model.engine.role is Role.DECODE:
+                assert load.hbm_free == model.free
+        waiting = self.scheduler.waiting()
+        assert waiting.prefill == len(self.prefill_queue)
+        assert waiting.decode == len(self.decode_queue) + sum(map(len, self.private.values()))
+
+
+class LiteralSchedulerMachine(SchedulerMachine):
+    """By the letter of the paper, what waits in a group does not count."""
+
+    count_waiting = False
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestLiteralScheduler = LiteralSchedulerMachine.TestCase
+TestLiteralScheduler.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+
+
+# ---- by hand ----
+
+
+def small_cluster(**limits: int) -> Scheduler:
+    scheduler = Scheduler(SchedulerLimits(ALPHA, BETA, **limits))  # type: ignore[arg-type]
+    scheduler.join(Engine("p", Role.PREFILL, "P", "node-p"))
+    scheduler.join(Engine("d", Role.DECODE, "D", "node-d", 100))
+    return scheduler
+
+
+def paired(*answers: Fetched) -> list[Pair]:
+    return [pair for answer in answers for pair in answer.pairs]
+
+
+def test_a_request_is_paired_by_whichever_fetch_comes_second() -> None:
+    scheduler = small_cluster()
+    scheduler.submit(Ask("r", 10, 10))
+    assert paired(scheduler.fetch("P")) == []
+    (pair,) = paired(scheduler.fetch("D"))
+    assert (pair.request_id, pair.prefill.node, pair.decode.node) == ("r", "node-p", "node-d")
+
+
+def test_a_dead_decode_engine_costs_the_prompt_and_the_reports_of_before_are_void() -> None:
+    scheduler = small_cluster()
+    scheduler.submit(Ask("r", 10, 10))
+    (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
+    assert scheduler.prefill_done("r", pair.generation)
+    (back,) = scheduler.engine_gone("d")
+    assert back.left is None
+    assert not scheduler.finish("r", pair.generation)
+    scheduler.join(Engine("d2", Role.DECODE, "D", "node-d", 100))
+    (again,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
+    assert again.generation == pair.generation + 1
+    assert scheduler.finish("r", again.generation)
+    assert len(scheduler) == 0
+
+
+def test_given_back_requests_go_before_those_that_wait() -> None:
+    scheduler = small_cluster()
+    scheduler.submit(Ask("first", 10))
+    scheduler.submit(Ask("second", 10))
+    scheduler.fetch("P")
+    scheduler.submit(Ask("third", 10))
+    assert [entry.request_id for entry in scheduler.engine_gone("p")] == ["first", "second"]
+    scheduler.join(Engine("p2", Role.PREFILL, "P", "node-p"))
+    assert [entry.request_id for entry in scheduler.fetch("P").assigned] == ["first", "second", "third"]
+
+
+def test_what_an_engine_reports_of_itself_is_not_counted_twice() -> None:
+    scheduler = small_cluster()
+    scheduler.submit(Ask("r", 10, 10))
+    (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
+    # both engines have finished with it before they say so
+    scheduler.report([EngineReport("p", seq=0, tok=0), EngineReport("d", seq=0, tok=0, hbm_free=100), EngineReport("nobody")])
+    assert scheduler.finish("r", pair.generation)
+    assert [(load.tok, load.seq, load.hbm_free) for load in scheduler.loads()] == [(0, 0, 0), (0, 0, 100)]
+
+
+def test_an_overloaded_engine_gets_nothing_and_a_long_queue_only_what_others_cannot_take() -> None:
+    scheduler = small_cluster()
+    scheduler.join(Engine("q", Role.PREFILL, "P", "node-q"))
+    for number in range(3):
+        scheduler.submit(Ask(f"r{number}", 10))
+    report = [EngineReport("p", read_tokens=ALPHA + 1), EngineReport("q", seq=1, tok=BETA)]
+    assert [entry.engine for entry in scheduler.fetch("P", report).assigned] == ["q", "p", "p"]
+
+
+def test_a_request_too_large_for_every_engine_is_in_nobodys_way() -> None:
+    scheduler = small_cluster()
+    scheduler.submit(Ask("large", 10, 101))
+    scheduler.submit(Ask("small", 10, 100))
+    assert [entry.request_id for entry in scheduler.fetch("D").assigned] == ["small"]
+    scheduler.join(Engine("big", Role.DECODE, "D", "node-d", 200))
+    assert [entry.engine for entry in scheduler.fetch("D").assigned] == ["big"]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    scheduler = small_cluster(max_waiting=1)
+    with pytest.raises(Conflict):
+        scheduler.join(Engine("x", Role.DECODE, "P", "node-p"))
+    with pytest.raises(InvalidArgument):
+        scheduler.join(Engine("x", Role.DECODE, "D", "node-d", -1))
+    with pytest.raises(InvalidArgument):
+        Ask("r", 0)
+    with pytest.raises(InvalidArgument):
+        EngineReport("p", seq=1)
+    with pytest.raises(InvalidArgument):
+        EngineReport("p", read_tokens=-1)
+    with pytest.raises(InvalidArgument):
+        SchedulerLimits(-1, 0)
+    scheduler.submit(Ask("r", 1))
+    with pytest.raises(CapacityExceeded):
+        scheduler.submit(Ask("s", 1))
+    assert not scheduler.prefill_done("r", 0)
+    assert not scheduler.finish("nobody", 0)
