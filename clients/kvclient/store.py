@@ -19,7 +19,6 @@ from kvclient.results import HELD, NodeRef, Outcomes, StoreResult
 from kvclient.session import Session, means_lost, new_operation_id
 from kvproto.v1 import common_pb2, node_pb2
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import Internal, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, StoreOutcome
 from kvstore.rpc.client import RetryPolicy
@@ -277,7 +276,7 @@ class Store:
             run = BlockRun(self._core.namespace, parent, self._depth + start, tuple(self._keys[start:stop]))
             request = WriteRequest(run, self._core.shape, self._durable, self._operation.deadline_s)
             piece = pick_blocks(self._buffer, np.arange(start, stop))
-            outcomes = np.array(peer.write(request, piece, block_checksums(piece, range(piece.count))), np.uint8)
+            outcomes = np.array(peer.write(request, piece), np.uint8)
             self._result.outcomes[start:stop] = outcomes
             self._result.bytes_stored += int(np.count_nonzero(outcomes == StoreOutcome.STORED)) * self._block_bytes
             return outcomes

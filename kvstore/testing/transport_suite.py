@@ -115,15 +115,16 @@ def store(
     numbers: Sequence[int],
     *,
     spoiled: Sequence[int] = (),
+    summed: bool = True,
     namespace: NamespaceId = NAMESPACE,
     within_s: float = PATIENCE_S,
 ) -> list[StoreOutcome]:
-    """A write of test blocks; checksums of the ``spoiled`` ones are wrong."""
+    """A write of test blocks; checksums of the ``spoiled`` ones are wrong. Without ``summed`` the transport makes them."""
     shape = source.shape
     checksums = checksums_of([block_payload(number, shape) for number in numbers], shape)
     checksums[[numbers.index(number) for number in spoiled], shape.layers - 1] ^= np.uint64(1)
     run = BlockRun(namespace, BlockKey(b"p" * 16), 7, tuple(block_key(number) for number in numbers))
-    return peer.write(WriteRequest(run, shape, False, time.monotonic() + within_s), source, checksums)
+    return peer.write(WriteRequest(run, shape, False, time.monotonic() + within_s), source, checksums if summed else None)
 
 
 class TransportSuite(ABC):
@@ -333,6 +334,21 @@ class TransportSuite(ABC):
             assert provider.held(NAMESPACE, number) == (block_payload(number, shape) if kept else None)
         again = store(peer, filled(make, [0, 1], shape), [0, 1])
         assert again == [StoreOutcome.EXISTS] * 2
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
+    def test_blocks_without_checksums_are_summed_on_the_way(
+        self, provider: MemoryProvider, peer: BlockPeer, shape: BlockShape, make: Callable[[int, BlockShape], BlockBuffer]
+    ) -> None:
+        provider.declare(NAMESPACE, shape)
+        provider.put(NAMESPACE, [3])
+        provider.refuse = {block_key(5)}
+        numbers = range(9)
+        outcomes = store(peer, filled(make, numbers, shape), numbers, summed=False)
+        assert [at for at, outcome in enumerate(outcomes) if outcome is StoreOutcome.STORED] == [0, 1, 2, 4, 6, 7, 8]
+        found = peer.read(ask(numbers, shape.layers), make(9, shape))  # verified against what the provider was told
+        assert found.outcomes == [Outcome.MISS if number == 5 else Outcome.HIT for number in numbers]
+        assert provider.held(NAMESPACE, 8) == block_payload(8, shape)
 
     def test_a_write_of_nothing_granted_leaves_nothing_open(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(1, 10)

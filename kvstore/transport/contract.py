@@ -152,8 +152,13 @@ class BlockPeer(ABC):
         """
 
     @abstractmethod
-    def write(self, request: WriteRequest, source: BlockBuffer, checksums: Checksums) -> list[StoreOutcome]:
+    def write(self, request: WriteRequest, source: BlockBuffer, checksums: Checksums | None = None) -> list[StoreOutcome]:
         """Stores blocks from ``source``. One outcome a key: LOST for what a peer that died in the middle did not confirm.
+
+        Args:
+            request: what is stored.
+            source: the blocks, in the order of the request's keys.
+            checksums: ``[keys, layers]``, of the producer; None: the caller is the producer, and they are made as bytes are sent.
 
         Raises:
             InvalidArgument, Unavailable, PermissionDenied, Unauthenticated: as ``read``.

@@ -8,15 +8,18 @@ All integers are little-endian. A dialogue (client left, server right; ``request
 
     HELLO {ticket}                        ->  WELCOME                       once, first
     READ {what, keys}                     ->  DATA {outcomes, checksums} + payload, any number of them, then READ_END
-    WRITE {run, checksums}                ->  GRANT {outcomes}
-        PAYLOAD + bytes of the granted    ->  WRITTEN {outcomes of the granted}       (only where something was granted)
+    WRITE {run}                           ->  GRANT {outcomes}
+        PAYLOAD + bytes of the granted                                                (only where something was granted)
+        CHECKSUMS {of the granted}        ->  WRITTEN {outcomes of the granted}
     PING                                  ->  PONG
     anything                              ->  ERROR {kind, message}         ends that request; the connection lives on if the
                                                                             stream is still in step, else it is closed
 
-A client may send further READs before the first is answered; they are answered in order. Lengths are checked against
-``kvstore.core.limits`` and against each other before the receiver allocates anything: a head alone decides whether its header
-is worth reading (``HEADER_LIMITS``), and a payload's length must be exactly what its header implies.
+Checksums of a write follow its bytes, so that a writer can sum a piece while those before it are on their way; nothing becomes
+visible before they have come and match. A client may send further READs before the first is answered; they are answered in
+order. Lengths are checked against ``kvstore.core.limits`` and against each other before the receiver allocates anything: a head
+alone decides whether its header is worth reading (``HEADER_LIMITS``), and a payload's length must be exactly what its header
+implies.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BlockShape, Namesp
 from kvstore.transport.contract import Checksums
 
 MAGIC = b"KVB1"
-VERSION = 1
+VERSION = 2
 
 HEAD = struct.Struct("<4sBBHIIQ")
 HEAD_BYTES = HEAD.size
@@ -73,6 +76,7 @@ class FrameKind(IntEnum):
     ERROR = 10
     PING = 11
     PONG = 12
+    CHECKSUMS = 13
 
 
 HEADER_LIMITS: dict[FrameKind, int] = {
@@ -81,13 +85,14 @@ HEADER_LIMITS: dict[FrameKind, int] = {
     FrameKind.READ: _READ.size + KEY_BYTES * limits.MAX_KEYS_PER_CALL,
     FrameKind.DATA: _DATA.size + limits.MAX_KEYS_PER_CALL + 8 * MAX_CHECKSUMS_PER_DATA,
     FrameKind.READ_END: 0,
-    FrameKind.WRITE: limits.MAX_FRAME_HEADER_BYTES,
+    FrameKind.WRITE: _WRITE.size + KEY_BYTES * limits.MAX_KEYS_PER_CALL,
     FrameKind.GRANT: _COUNT.size + limits.MAX_KEYS_PER_CALL,
     FrameKind.PAYLOAD: 0,
     FrameKind.WRITTEN: _COUNT.size + limits.MAX_KEYS_PER_CALL,
     FrameKind.ERROR: _ERROR.size + 64 + MAX_MESSAGE_BYTES,
     FrameKind.PING: 0,
     FrameKind.PONG: 0,
+    FrameKind.CHECKSUMS: limits.MAX_FRAME_HEADER_BYTES,
 }
 """The longest header a frame of each kind may announce."""
 
@@ -149,14 +154,12 @@ class DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class WriteFrame:
-    """A WRITE: asks for slots for a run, and says what its bytes will be."""
+    """A WRITE: asks for slots for a run."""
 
     run: BlockRun
     shape: BlockShape
     durable: bool
     budget_ms: int
-    checksums: Checksums
-    """``[keys, layers]``."""
 
 
 def encode_head(kind: FrameKind, request_id: int, header_bytes: int = 0, payload_bytes: int = 0) -> bytes:
@@ -277,9 +280,9 @@ def decode_data(header: bytes, payload_bytes: int, layer_block_bytes: int) -> Da
     return DataFrame(first, outcomes, hits, first_layer, layer_count, _TIERS[tier], checksums)
 
 
-def write_header_bytes(keys: int, layers: int) -> int:
-    """Length of the header of a WRITE: what bounds a run in one exchange."""
-    return _WRITE.size + keys * (KEY_BYTES + 8 * layers)
+def max_write_keys(layers: int) -> int:
+    """How many keys one WRITE may name, so that the checksums of all of them fit one frame."""
+    return min(limits.MAX_KEYS_PER_CALL, limits.MAX_FRAME_HEADER_BYTES // (8 * layers))
 
 
 def encode_write(request_id: int, frame: WriteFrame) -> bytes:
@@ -295,9 +298,8 @@ def encode_write(request_id: int, frame: WriteFrame) -> bytes:
         frame.budget_ms,
         len(run.keys),
     )
-    checksums = np.ascontiguousarray(frame.checksums, "<u8").tobytes()
-    head = encode_head(FrameKind.WRITE, request_id, write_header_bytes(len(run.keys), shape.layers))
-    return b"".join((head, header, *run.keys, checksums))
+    head = encode_head(FrameKind.WRITE, request_id, len(header) + KEY_BYTES * len(run.keys))
+    return b"".join((head, header, *run.keys))
 
 
 def decode_write(header: bytes) -> WriteFrame:
@@ -309,17 +311,32 @@ def decode_write(header: bytes) -> WriteFrame:
     _need(header, _WRITE.size, FrameKind.WRITE)
     namespace, parent, flags, depth, layers, layer_block_bytes, budget_ms, count = _WRITE.unpack_from(header)
     shape = check_shape(layers, layer_block_bytes)
-    if not 0 < count <= limits.MAX_KEYS_PER_CALL or len(header) != write_header_bytes(count, layers):
+    if not 0 < count <= max_write_keys(layers) or len(header) != _WRITE.size + KEY_BYTES * count:
         raise BadFrame("WRITE names another number of keys than it holds", keys=count, layers=layers, bytes=len(header))
     if flags & ~(_HAS_PARENT | _DURABLE) or depth + count > limits.MAX_DEPTH:
         raise BadFrame("malformed WRITE", flags=flags, depth=depth)
     if not flags & _HAS_PARENT and parent != _NO_PARENT:
         raise BadFrame("WRITE with a parent that it says it has not")
     keys = tuple(_split_keys(header, _WRITE.size, count))
-    at = _WRITE.size + KEY_BYTES * count
-    checksums = np.frombuffer(header, "<u8", count * layers, at).astype(np.uint64).reshape(count, layers)
     run = BlockRun(NamespaceId(namespace), BlockKey(parent) if flags & _HAS_PARENT else None, depth, keys)
-    return WriteFrame(run, shape, bool(flags & _DURABLE), budget_ms, checksums)
+    return WriteFrame(run, shape, bool(flags & _DURABLE), budget_ms)
+
+
+def encode_checksums(request_id: int, checksums: Checksums) -> bytes:
+    """The whole CHECKSUMS frame."""
+    header = np.ascontiguousarray(checksums, "<u8").tobytes()
+    return encode_head(FrameKind.CHECKSUMS, request_id, len(header)) + header
+
+
+def decode_checksums(header: bytes, blocks: int, layers: int) -> Checksums:
+    """Reads the header of a CHECKSUMS: ``[blocks, layers]``.
+
+    Raises:
+        BadFrame: another number of checksums.
+    """
+    if len(header) != 8 * blocks * layers:
+        raise BadFrame("CHECKSUMS of another number of blocks than was granted", blocks=blocks, bytes=len(header))
+    return np.frombuffer(header, "<u8").astype(np.uint64, copy=False).reshape(blocks, layers)
 
 
 def encode_store_outcomes(kind: FrameKind, request_id: int, outcomes: Sequence[StoreOutcome]) -> bytes:

@@ -25,10 +25,10 @@ from kvstore.core.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
+from kvstore.core.types import BlockShape, NamespaceId, Outcome, Tier
 from kvstore.observe.counters import Counters
 from kvstore.transport import frames
-from kvstore.transport.arrival import receive_blocks
+from kvstore.transport.arrival import receive_summed
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 from kvstore.transport.frames import FrameKind, ReadFrame, WriteFrame
 from kvstore.transport.tickets import TicketAuthority, TicketScope
@@ -212,9 +212,7 @@ class ServerConnection:
             self._answer(frames.encode_store_outcomes(FrameKind.GRANT, request_id, grant.outcomes), deadline_s)
             if not grant.views:
                 return
-            granted = np.array([outcome is StoreOutcome.STORED for outcome in grant.outcomes])
-            checksums = frame.checksums[granted]
-            good = self._receive_payload(request_id, grant, frame.shape, checksums, deadline_s)
+            checksums, good = self._receive_payload(request_id, grant, frame.shape, deadline_s)
             taken, grant = grant, None
             outcomes = self._asking(lambda: taken.commit(checksums, good))
             self._answer(frames.encode_store_outcomes(FrameKind.WRITTEN, request_id, outcomes), deadline_s + _GRACE_S)
@@ -227,21 +225,27 @@ class ServerConnection:
                 grant.abort()
 
     def _receive_payload(
-        self, request_id: int, grant: WriteGrant, shape: BlockShape, checksums: Checksums, deadline_s: float
-    ) -> list[bool]:
-        """Bytes of the granted blocks, into their slots. Which of them match."""
+        self, request_id: int, grant: WriteGrant, shape: BlockShape, deadline_s: float
+    ) -> tuple[Checksums, list[bool]]:
+        """Bytes of the granted blocks, into their slots; their checksums as the peer says, and which of them match."""
         head = frames.decode_head(self._wire.receive(frames.HEAD_BYTES, deadline_s))
         expected = len(grant.views) * shape.block_bytes
         if (head.kind, head.request_id, head.payload_bytes) != (FrameKind.PAYLOAD, request_id, expected):
             raise frames.BadFrame(
                 "a grant is answered by the bytes granted", kind=head.kind.name, payload_bytes=head.payload_bytes
             )
-        good = receive_blocks(self._wire, grant.views, checksums, shape.layer_block_bytes, deadline_s, verify=True)
+        found = receive_summed(self._wire, grant.views, shape.layer_block_bytes, deadline_s)
         self._counters.add("transport_bytes_received_total", expected)
+        head = frames.decode_head(self._wire.receive(frames.HEAD_BYTES, deadline_s))
+        if (head.kind, head.request_id, head.header_bytes) != (FrameKind.CHECKSUMS, request_id, found.nbytes):
+            raise frames.BadFrame("bytes are followed by their checksums", kind=head.kind.name, bytes=head.header_bytes)
+        header = bytes(self._wire.receive(head.header_bytes, deadline_s))
+        checksums = frames.decode_checksums(header, len(grant.views), shape.layers)
+        good = (found.reshape(checksums.shape) == checksums).all(axis=1)
         if corrupt := len(good) - int(good.sum()):
             self._counters.add("transport_corrupt_blocks_total", corrupt)
             log.warning("%d of %d blocks written by a peer did not match their checksums", corrupt, len(good))
-        return [bool(matched) for matched in good]
+        return checksums, good.tolist()
 
     # ---------------------------------------------------------------- helpers
 

@@ -33,7 +33,7 @@ class TestTcp(TransportSuite):
         return server
 
     def connect(self, served: TcpServer, ticket: bytes = b"") -> BlockPeer:
-        return TcpPeer(served.address, ticket=ticket, streams=self.streams, tls=self.client_tls)
+        return TcpPeer(served.address, ticket=ticket, streams=self.streams, cores=2 * self.streams, tls=self.client_tls)
 
 
 class TestTls(TestTcp):

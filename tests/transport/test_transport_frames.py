@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core import errors, limits
@@ -34,8 +34,8 @@ WRITE = WriteFrame(
     BlockShape(2, 100),
     True,
     250,
-    np.arange(6, dtype=np.uint64).reshape(3, 2),
 )
+CHECKSUMS = np.array([[5, 1 << 63], [7, 8]], np.uint64)
 
 SAMPLES = {
     "hello": frames.encode_hello(b"a ticket"),
@@ -46,6 +46,7 @@ SAMPLES = {
     "write": frames.encode_write(8, WRITE),
     "grant": frames.encode_store_outcomes(FrameKind.GRANT, 8, [StoreOutcome.STORED, StoreOutcome.EXISTS, StoreOutcome.STORED]),
     "payload": frames.encode_head(FrameKind.PAYLOAD, 8, 0, 400),
+    "checksums": frames.encode_checksums(8, CHECKSUMS),
     "written": frames.encode_store_outcomes(FrameKind.WRITTEN, 8, [StoreOutcome.STORED, StoreOutcome.CORRUPT]),
     "error": frames.encode_error(9, errors.PermissionDenied("not yours", key="k")),
     "ping": frames.encode_head(FrameKind.PING, 10),
@@ -58,11 +59,6 @@ def split(frame: bytes) -> tuple[frames.Head, bytes]:
     header = frame[frames.HEAD_BYTES :]
     assert head.header_bytes == len(header)
     return head, header
-
-
-def same_run(left: WriteFrame, right: WriteFrame) -> bool:
-    fixed = (left.run, left.shape, left.durable, left.budget_ms) == (right.run, right.shape, right.durable, right.budget_ms)
-    return fixed and np.array_equal(left.checksums, right.checksums)
 
 
 def test_frames_are_what_they_have_always_been() -> None:
@@ -85,7 +81,8 @@ def test_golden_frames_are_understood() -> None:
         Tier.NVME,
     )
     assert np.array_equal(data.checksums, DATA.checksums)
-    assert same_run(frames.decode_write(split(golden["write"])[1]), WRITE)
+    assert frames.decode_write(split(golden["write"])[1]) == WRITE
+    assert np.array_equal(frames.decode_checksums(split(golden["checksums"])[1], 2, 2), CHECKSUMS)
     assert frames.decode_store_outcomes(split(golden["written"])[1], 2) == [StoreOutcome.STORED, StoreOutcome.CORRUPT]
     error = frames.decode_error(split(golden["error"])[1])
     assert isinstance(error, errors.PermissionDenied)
@@ -115,13 +112,37 @@ def test_writes_round_trip(
     namespace: bytes, parent: bytes | None, keys: list[bytes], shape: BlockShape, durable: bool, budget: int, data: st.DataObject
 ) -> None:
     depth = data.draw(st.integers(0, limits.MAX_DEPTH - len(keys)))
-    seed = data.draw(st.integers(0, 1 << 32))
-    checksums = np.random.default_rng(seed).integers(0, 1 << 64, (len(keys), shape.layers), np.uint64)
     run = BlockRun(
         NamespaceId(namespace), None if parent is None else BlockKey(parent), depth, tuple(BlockKey(key) for key in keys)
     )
-    frame = WriteFrame(run, shape, durable, budget, checksums)
-    assert same_run(frames.decode_write(split(frames.encode_write(1, frame))[1]), frame)
+    frame = WriteFrame(run, shape, durable, budget)
+    assert frames.decode_write(split(frames.encode_write(1, frame))[1]) == frame
+
+
+@given(st.integers(0, 40), st.integers(1, 80), st.integers(0, 1 << 32))
+def test_checksums_round_trip(blocks: int, layers: int, seed: int) -> None:
+    checksums = np.random.default_rng(seed).integers(0, 1 << 64, (blocks, layers), np.uint64)
+    header = split(frames.encode_checksums(3, checksums))[1]
+    assert np.array_equal(frames.decode_checksums(header, blocks, layers), checksums)
+    with pytest.raises(BadFrame):
+        frames.decode_checksums(header, blocks + 1, layers)
+
+
+@settings(max_examples=10)
+@given(st.integers(1, limits.MAX_LAYERS))
+def test_a_write_names_no_more_keys_than_one_frame_can_sum(layers: int) -> None:
+    most = frames.max_write_keys(layers)
+    assert 0 < most <= limits.MAX_KEYS_PER_CALL
+    assert 8 * most * layers <= frames.HEADER_LIMITS[FrameKind.CHECKSUMS]
+    for count in (most, most + 1):
+        run = BlockRun(NAMESPACE, None, 0, (KEYS[0],) * count)
+        frame = WriteFrame(run, BlockShape(layers, limits.MIN_LAYER_BLOCK_BYTES), False, 1)
+        header = frames.encode_write(1, frame)[frames.HEAD_BYTES :]
+        if count > most:
+            with pytest.raises(BadFrame):
+                frames.decode_write(header)
+        else:
+            assert frames.decode_write(header).run == run
 
 
 @given(st.lists(st.sampled_from(Outcome), max_size=60), st.integers(1, 8), st.integers(1, 5000), st.sampled_from(Tier))
@@ -155,6 +176,7 @@ DECODERS = {
     "read": frames.decode_read,
     "data": lambda header: frames.decode_data(header, 2 * 2 * 4096, 4096),
     "write": frames.decode_write,
+    "checksums": lambda header: frames.decode_checksums(header, 2, 2),
     "written": lambda header: frames.decode_store_outcomes(header, 2),
     "error": frames.decode_error,
 }
