@@ -208,9 +208,10 @@ class Host:
         return f"{_PORT[network]}{self._index}"
 
     def _change(self, network: Network, settings: LinkSettings) -> None:
-        before, self._links[network] = self._links[network], settings
+        before = self._links[network]
         netns.batch("tc", change_lines(_NIC[network], before, settings), self.namespace)
         netns.batch("tc", change_lines(self.port(network), before, settings), self._switch)
+        self._links[network] = settings
 
     # ---------------------------------------------------------------- set-up
     def _link_lines(self) -> list[str]:

@@ -32,6 +32,7 @@ NETNS_DIR = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 _COMMAND_TIMEOUT_S = 30.0
 _KILL_TIMEOUT_S = 10.0
+_REMOVE_TIMEOUT_S = 5.0
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 """Where ip and tc are, also when the caller's PATH is that of an ordinary user."""
 _LAB = re.compile(r"(kvlab-(\d+)-(\d+)-\d+)-.+")
@@ -196,14 +197,17 @@ def remove_lab(lab: str) -> None:
         DeadlineExceeded: a process does not end.
         IprouteFailed: a namespace cannot be removed.
     """
-    names = namespaces_of(lab)
-    for name in names:
-        kill_inside(name)
-    try:
-        batch("ip", [f"netns del {name}" for name in names], go_on=True)
-    except IprouteFailed:
-        if namespaces_of(lab):  # else: somebody else (the guard, a start of another lab) was quicker
-            raise
+    end_s = time.monotonic() + _REMOVE_TIMEOUT_S
+    while names := namespaces_of(lab):
+        for name in names:
+            kill_inside(name)
+        try:
+            batch("ip", [f"netns del {name}" for name in names], go_on=True)
+        except IprouteFailed:
+            # somebody else (the guard, another lab that starts) may be at it too, and half a step ahead
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.01)
 
 
 def remove_stale() -> list[str]:
@@ -243,7 +247,11 @@ class Guard:
 
     def close(self) -> None:
         """Lets it go, once the lab is removed."""
-        self._process.communicate(timeout=_COMMAND_TIMEOUT_S)
+        try:
+            self._process.communicate(timeout=_COMMAND_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
 
 def _guard(lab: str) -> None:
