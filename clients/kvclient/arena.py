@@ -79,10 +79,14 @@ class ClientArena:
         """Whether the node still holds its end of the connection."""
         return self._mapping.alive
 
-    def copy_out(self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int) -> None:
+    def copy_out(
+        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
+    ) -> None:
         """Copies layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
         blocks = np.arange(first, first + len(offsets), dtype=np.int64)
-        copy_from_arena(self._mapping.view, offsets, buffer, blocks, first_layer=first_layer, layer_count=layer_count)
+        copy_from_arena(
+            self._mapping.view, offsets, buffer, blocks, first_layer=first_layer, layer_count=layer_count, threads=threads
+        )
 
     def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
         """Copies all blocks of a buffer to the arena, each to its offset; checksums of the bytes, ``[blocks, layers]``."""

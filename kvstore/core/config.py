@@ -102,7 +102,7 @@ class NodeSection(Section):
         default=10_000, description="how long loaded blocks stay put"
     )
     prepare_ttl: DurationMs = Field(default=30_000, description="how long a store may take")
-    load_window: Size = Field(default=32 << 20, gt=0, description="read ahead at once for each load")
+    load_window: Size = Field(default=64 << 20, gt=0, description="read ahead at once for each load")
     load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")
     io_threads: int = Field(default=8, ge=1, le=256, description="I/O requests in flight on each NVMe volume")
     peer_streams: int = Field(default=4, ge=1, le=64, description="connections of a fetch from a peer")

@@ -52,8 +52,8 @@ class NodeConfig:
     """How long blocks answered by Load stay put for the engine to copy."""
     prepare_ttl_ms: int = 30_000
     """How long a store may take between Prepare and Complete."""
-    load_window_bytes: int = 32 << 20
-    """Blocks read ahead at once, for each load, from NVMe or a peer."""
+    load_window_bytes: int = 64 << 20
+    """Bytes read ahead at once, for each load, from NVMe or a peer."""
     load_threads: int = 8
     io_threads: int = 8
     """I/O requests in flight on each NVMe volume."""

@@ -1,9 +1,11 @@
 """Brings blocks into the arena, from wherever they lie, and hands them over pinned, part by part.
 
 One load is a stream of *parts*: consecutive keys with one fate each. What lies in DRAM is pinned at once and comes first; then
-this node's NVMe, then other nodes, in windows, two of them in flight, so that the disk or the wire works on while the caller
-copies the window before. A window takes its slots all or none and holds nothing while it waits for them; a caller gives back
-each part by itself; so loads larger than the arena flow through it and no two loads can block each other for ever.
+this node's NVMe and other nodes, in windows, as many in flight as the read-ahead allows, so that the disk or the wire works on
+while the caller copies what came before. Windows that a disk reads are small: it starts at once, and never runs dry because a
+window must be complete; those that have come by the time the caller asks go out as one part. A window takes its slots all or none
+and holds nothing while it waits for them; a caller gives back each part by itself; so loads larger than the arena flow through it
+and no two loads can block each other for ever.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -30,9 +33,12 @@ from kvstore.transport.contract import ReadRequest
 
 log = logging.getLogger(__name__)
 
-WINDOWS_IN_FLIGHT = 2
-ARENA_SHARE_OF_WINDOW = 8
-"""A window takes at most this fraction (1/n) of the arena."""
+ARENA_SHARE = 4
+"""What one load reads ahead takes at most this fraction (1/n) of the arena."""
+DISK_WINDOWS = 16
+"""A window that a disk reads is this fraction (1/n) of the read-ahead."""
+PEER_WINDOWS = 2
+"""A window that a peer sends is this fraction of it: each is a request over all connections to that peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,22 @@ class Part:
     def pinned(self) -> list[Block]:
         """The blocks to give back."""
         return [block for block in self.blocks if block is not None]
+
+    def extend(self, following: Part) -> bool:
+        """Takes over the keys of another part where they follow and came from the same place. False: it is left as it was."""
+        if following.first != self.first + len(self.blocks) or (following.tier, following.node) != (self.tier, self.node):
+            return False
+        self.outcomes += following.outcomes
+        self.blocks += following.blocks
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Consecutive keys of a load, fetched together."""
+
+    nbytes: int
+    run: Callable[[], Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +113,7 @@ class Loader:
         self._peers = peers
         self._counters = counters
         self._clock = clock
-        self._window_bytes = min(window_bytes, table.dram.usage().capacity_bytes // ARENA_SHARE_OF_WINDOW)
+        self._ahead_bytes = min(window_bytes, table.dram.usage().capacity_bytes // ARENA_SHARE)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-load")
 
     def close(self) -> None:
@@ -122,20 +144,31 @@ class Loader:
         chain = _Chain(domain, keys, parent, depth, deadline_s)
         resident = table.pin_resident(domain, keys)
         held = deque(self._resident_parts(resident))
-        windows: deque[Callable[[], Part]] = deque()
         try:
             if len(held) == 1 and len(held[0].blocks) == len(keys):  # the common case: all in DRAM
                 yield held.popleft()
                 return
-            windows.extend(self._windows(chain, [block is not None for block in resident], sources))
-            in_flight: deque[Future[Part]] = deque()
+            windows = deque(self._windows(chain, [block is not None for block in resident], sources))
+            in_flight: deque[tuple[_Window, Future[Part]]] = deque()
+            ahead = 0
             try:
                 while held or windows or in_flight:
-                    while windows and len(in_flight) < WINDOWS_IN_FLIGHT:
-                        in_flight.append(self._pool.submit(windows.popleft()))
-                    yield held.popleft() if held else in_flight.popleft().result()
+                    while windows and (not in_flight or ahead + windows[0].nbytes <= self._ahead_bytes):
+                        window = windows.popleft()
+                        in_flight.append((window, self._pool.submit(window.run)))
+                        ahead += window.nbytes
+                    if held:
+                        yield held.popleft()
+                        continue
+                    part = in_flight[0][1].result()
+                    ahead -= in_flight.popleft()[0].nbytes
+                    while in_flight and in_flight[0][1].done() and in_flight[0][1].exception() is None:
+                        if not part.extend(in_flight[0][1].result()):
+                            break
+                        ahead -= in_flight.popleft()[0].nbytes
+                    yield part
             finally:
-                for future in in_flight:  # the caller stopped early: what still comes is given back
+                for _, future in in_flight:  # the caller stopped early: what still comes is given back
                     if not future.cancel():
                         table.unpin(future.result().pinned())
         finally:
@@ -154,7 +187,7 @@ class Loader:
             yield Part(start, [Outcome.HIT] * (end - start), list(resident[start:end]), Tier.DRAM, self._node_id)
             start = end
 
-    def _windows(self, chain: _Chain, done: Sequence[bool], sources: Sequence[Source]) -> Iterator[Callable[[], Part]]:
+    def _windows(self, chain: _Chain, done: Sequence[bool], sources: Sequence[Source]) -> Iterator[_Window]:
         """The rest of the load, cut by where it lies and by window size."""
         durable = self._table.on_nvme(chain.domain, chain.keys)
         count = len(chain.keys)
@@ -163,12 +196,13 @@ class Loader:
             for position in range(max(0, source.start), min(count, source.start + source.count)):
                 if not done[position] and not durable[position]:
                     candidates[position] = (*candidates[position], source)
-        most = max(1, self._window_bytes // chain.domain.shape.block_bytes)
+        block_bytes = chain.domain.shape.block_bytes
         start = 0
         while start < count:
             if done[start]:
                 start += 1
                 continue
+            most = self._blocks_of_window(block_bytes, durable=durable[start])
             end = start + 1
             while (
                 end < count
@@ -177,11 +211,17 @@ class Loader:
                 and (durable[end], candidates[end]) == (durable[start], candidates[start])
             ):
                 end += 1
-            yield self._window(chain, start, end, candidates[start])
+            run = partial(self._run, chain, start, end, candidates[start])
+            yield _Window((end - start) * block_bytes, run)
             start = end
 
-    def _window(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Callable[[], Part]:
-        return lambda: self._run(chain, start, end, sources)
+    def _blocks_of_window(self, block_bytes: int, *, durable: bool) -> int:
+        if not durable:
+            return max(1, self._ahead_bytes // PEER_WINDOWS // block_bytes)
+        blocks = self._ahead_bytes // DISK_WINDOWS // block_bytes
+        if blocks < 2:  # two of them, where there is room: one is checked while the other is read
+            blocks = min(2, self._ahead_bytes // (DISK_WINDOWS // 2) // block_bytes)
+        return max(1, blocks)
 
     def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Part:
         """One window, in a pool thread: claim, take room, read or fetch, wait for what others bring."""

@@ -281,9 +281,9 @@ def test_the_first_layer_comes_before_the_last_is_copied(
     session = client._core.local.session()  # type: ignore[union-attr]
     copy_out, may_go_on = session.arena.copy_out, threading.Event()  # type: ignore[union-attr]
 
-    def paused(offsets: object, buffer: object, first: int, first_layer: int, layer_count: int) -> None:
+    def paused(offsets: object, buffer: object, first: int, first_layer: int, *further: int) -> None:
         assert first_layer == 0 or may_go_on.wait(10)
-        copy_out(offsets, buffer, first, first_layer, layer_count)  # type: ignore[arg-type]
+        copy_out(offsets, buffer, first, first_layer, *further)  # type: ignore[arg-type]
 
     monkeypatch.setattr(session.arena, "copy_out", paused)  # type: ignore[union-attr]
     out = fresh(spec, 8)
