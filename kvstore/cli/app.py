@@ -19,6 +19,7 @@ _COMMANDS = {
     "node": "kvstore.cli.servers:node",
     "demo": "kvstore.cli.demo:demo",
     "replay": "kvstore.cli.replay:replay",
+    "simulate": "kvstore.cli.simulate:simulate",
     "status": "kvstore.cli.status:status",
     "volume": "kvstore.cli.volume:volume",
     "bench": "kvstore.cli.bench:bench",
@@ -32,6 +33,7 @@ _SUMMARIES = {
     "node": "Runs the node daemon of this host.",
     "demo": "Starts a small store, runs a workload on it and checks every byte.",
     "replay": "Replays a request trace against a store of its own.",
+    "simulate": "Simulates a cluster: what it would gain from loading over both sides' storage links.",
     "status": "Shows a running store: nodes, volumes, fill.",
     "volume": "Looks after NVMe volumes offline.",
     "bench": "Runs the benchmarks of a source checkout.",
@@ -77,6 +79,7 @@ def root() -> None:
       kvstore demo                  a store of four processes serves an agentic workload; every byte is checked
       kvstore up                    a store on this machine, until Ctrl-C
       kvstore replay TRACE          how a recorded workload would do, with real bytes
+      kvstore simulate              what a cluster would gain, before it is bought
       kvstore config show           every setting, its value, and where that came from
 
     Settings come from flags, KVSTORE_SECTION__NAME variables and kvstore.toml: flags win over variables, variables over

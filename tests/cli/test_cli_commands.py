@@ -22,8 +22,19 @@ from kvstore.cli.bench import benchmark_folder, benchmarks
 from kvstore.cli.logs import JsonFormatter, StderrHandler, first_lines, set_up_logs
 from kvstore.core.config import LogSection
 
-COMMANDS = ["up", "metadata", "node", "demo", "replay", "status", "volume", "bench", "config"]
-LEAVES = [["up"], ["metadata"], ["node"], ["demo"], ["replay"], ["status"], ["volume", "check"], ["bench"], ["config", "show"]]
+COMMANDS = ["up", "metadata", "node", "demo", "replay", "simulate", "status", "volume", "bench", "config"]
+LEAVES = [
+    ["up"],
+    ["metadata"],
+    ["node"],
+    ["demo"],
+    ["replay"],
+    ["simulate"],
+    ["status"],
+    ["volume", "check"],
+    ["bench"],
+    ["config", "show"],
+]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,226 @@
+"""The simulated cluster: hosts with their links and memories, and what is run on them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.dualpath.groups import Role
+from kvstore.dualpath.quota import QUOTA_S
+from kvstore.engine.hardware import Gpu
+from kvstore.engine.models import Model
+from kvstore.engine.roofline import EngineModel
+from kvstore.simulate.sessions import Session
+
+HOPPER_SNIC = 50e9
+"""400 Gb/s, bytes/s."""
+HOPPER_CNIC = 50e9
+HOST_DRAM = 500e9
+"""Two sockets of DDR5, reads and writes together, bytes/s."""
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One node.
+
+    Attributes:
+        name: unique.
+        role: of all its engines.
+        engines: how many.
+        group: engines of equal group compute in step (experts spread over them) and fetch work together.
+        snic: storage link, bytes/s.
+        cnic: each compute link in each direction, bytes/s.
+        cnics: compute links; engine i uses link i modulo this. One: the node's links as one of their sum.
+        dram: memory bandwidth, reads and writes together, bytes/s.
+        stage_bytes: room of its prefill or decode buffer.
+    """
+
+    name: str
+    role: Role
+    engines: int
+    group: str
+    snic: float
+    cnic: float
+    cnics: int = 1
+    dram: float = math.inf
+    stage_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.engines < 1 or self.cnics < 1 or not min(self.snic, self.cnic, self.dram, self.stage_bytes) > 0:
+            raise InvalidArgument("a host has engines, links and memory", host=self.name)
+
+
+class Scheduling(StrEnum):
+    """Who gets which engines."""
+
+    ROUND_ROBIN = "round_robin"
+    """In turns, whatever the load: what a plain router does."""
+    PAPER = "paper"
+    """By tokens and reading queues: kvstore.dualpath.scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What of dual-path loading is switched on.
+
+    Attributes:
+        name: as shown.
+        path: name of a path policy.
+        layerwise: prefill holds one layer's KV at a time and moves KV while it computes; otherwise a request's KV is
+            loaded into HBM before, kept there all the time and sent on afterwards.
+        scheduling: how engines are chosen.
+    """
+
+    name: str
+    path: str
+    layerwise: bool = True
+    scheduling: Scheduling = Scheduling.PAPER
+
+
+POLICIES = {name: Variant(name, name) for name in ("prefill_only", "round_robin", "shorter_queue", "split", "oracle")}
+"""Path policies, everything else being equal."""
+
+LADDER = {
+    variant.name: variant
+    for variant in (
+        Variant("basic", "prefill_only", layerwise=False, scheduling=Scheduling.ROUND_ROBIN),
+        Variant("+layerwise", "prefill_only", scheduling=Scheduling.ROUND_ROBIN),
+        Variant("+both paths", "round_robin", scheduling=Scheduling.ROUND_ROBIN),
+        Variant("+scheduler", "shorter_queue"),
+        Variant("+split", "split"),
+    )
+}
+"""One step after the other; each name stands for everything up to it."""
+
+VARIANTS = {**POLICIES, **LADDER}
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """All that a run is made of. Bytes and seconds are the engine models' (scaled, if those are).
+
+    Attributes:
+        hosts: prefill and decode nodes, at least one each.
+        prefill, decode: the engine model of each role.
+        sessions: what is asked for.
+        variant: what is switched on.
+        block_tokens: tokens of a block.
+        block_bytes: bytes of a Full Block; None: as the model says.
+        storage: bytes/s of all storage together.
+        layer_groups: parts in which storage is read, first layers first; compute may start when the first has come.
+            One, as in the paper: a prompt's storage read must be complete.
+        reads_in_flight: requests that one storage link serves at the same time, others wait in order; None: no bound.
+        relays: third nodes offered to the planner for each request.
+        quota_s: attention time of a prefill batch, over all layers.
+        batch_tokens: most new tokens of a prefill batch where no quota holds (not layer-wise).
+        fetch_s: how often engine groups ask for work at most.
+        split_least_bytes: no side of a request that ``split`` cuts reads less.
+        compute: False: prefill and decode take no time, only bytes do.
+    """
+
+    hosts: tuple[Host, ...]
+    prefill: EngineModel
+    decode: EngineModel
+    sessions: tuple[Session, ...] = field(repr=False)
+    variant: Variant = POLICIES["split"]
+    block_tokens: int = 64
+    block_bytes: int | None = None
+    storage: float = math.inf
+    layer_groups: int = 1
+    reads_in_flight: int | None = 16
+    relays: int = 8
+    quota_s: float = QUOTA_S
+    batch_tokens: int = 8192
+    fetch_s: float = 0.02
+    split_least_bytes: int = 4 << 20
+    compute: bool = True
+
+    def __post_init__(self) -> None:
+        if {host.role for host in self.hosts} != {Role.PREFILL, Role.DECODE}:
+            raise InvalidArgument("a cluster has prefill and decode hosts")
+        if len({host.name for host in self.hosts}) < len(self.hosts):
+            raise InvalidArgument("a host's name is used twice")
+        if self.layer_groups < 1 or self.block_tokens < 1 or self.relays < 0 or not self.storage > 0:
+            raise InvalidArgument("layer groups, block tokens and storage are above zero")
+        if not (self.quota_s > 0 and self.fetch_s > 0 and self.batch_tokens > 0) or self.reads_in_flight == 0:
+            raise InvalidArgument("quota, period, batch and reads in flight are above zero")
+
+    @property
+    def token_bytes(self) -> float:
+        """KV bytes of a token."""
+        return self.full_block_bytes / self.block_tokens
+
+    @property
+    def full_block_bytes(self) -> int:
+        """Bytes of a Full Block."""
+        if self.block_bytes is not None:
+            return self.block_bytes
+        return max(1, round(self.prefill.token_bytes * self.block_tokens))
+
+    def of(self, role: Role) -> list[Host]:
+        """Hosts of a role."""
+        return [host for host in self.hosts if host.role is role]
+
+    def but(self, **changes: object) -> SimConfig:
+        """The same with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def uniform(
+    model: Model,
+    gpu: Gpu,
+    sessions: tuple[Session, ...],
+    *,
+    prefill_nodes: int | None = None,
+    decode_nodes: int | None = None,
+    gpus_per_node: int = GPUS_PER_NODE,
+    snic: float = HOPPER_SNIC,
+    cnic: float = HOPPER_CNIC,
+    dram: float = HOST_DRAM,
+    stage_bytes: float | None = None,
+    cnic_per_gpu: bool = False,
+    variant: Variant = POLICIES["split"],
+) -> SimConfig:
+    """A cluster of equal nodes; what is not given is the model's default.
+
+    A mixture of experts is spread over the model's default number of nodes of a role, or all if there are fewer.
+
+    Raises:
+        InvalidArgument: an engine does not fit a node, or the model does not fit the GPUs.
+    """
+    prefill_nodes = model.prefill_nodes if prefill_nodes is None else prefill_nodes
+    decode_nodes = model.decode_nodes if decode_nodes is None else decode_nodes
+    if min(prefill_nodes, decode_nodes) < 1:
+        raise InvalidArgument("a cluster has at least one node of each role")
+    engines, left = divmod(gpus_per_node, model.tensor_parallel)
+    if engines < 1 or left:
+        raise InvalidArgument("GPUs of a node are a multiple of an engine's", node=gpus_per_node, engine=model.tensor_parallel)
+    hosts: list[Host] = []
+    models: dict[Role, EngineModel] = {}
+    for role, nodes, usual in (
+        (Role.PREFILL, prefill_nodes, model.prefill_nodes),
+        (Role.DECODE, decode_nodes, model.decode_nodes),
+    ):
+        together = min(nodes, usual) if model.expert_parallel else 1
+        group_gpus = together * gpus_per_node if model.expert_parallel else model.tensor_parallel
+        models[role] = EngineModel(model, gpu, model.tensor_parallel, group_gpus)
+        if models[role].kv_room_bytes <= 0:
+            raise InvalidArgument(f"{model.name} does not fit {group_gpus} GPUs of type {gpu.name}", role=role.value)
+        hosts += [
+            Host(
+                f"{role.value}-{index}",
+                role,
+                engines,
+                f"{role.value}-group-{index // together}",
+                snic,
+                cnic if cnic_per_gpu else cnic * gpus_per_node,
+                gpus_per_node if cnic_per_gpu else 1,
+                dram,
+                model.stage_bytes if stage_bytes is None else stage_bytes,
+            )
+            for index in range(nodes)
+        ]
+    return SimConfig(tuple(hosts), models[Role.PREFILL], models[Role.DECODE], sessions, variant)

@@ -1,0 +1,201 @@
+"""What a run showed: latencies, throughput, and how evenly links were used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.simulate.cluster import SimConfig
+from kvstore.simulate.events import EventLoop
+from kvstore.simulate.job import Job
+
+PERCENTILES = (50, 90, 99)
+_BUSY_SHARE = 0.5
+"""A sampling window counts for balance where the links together carry at least this share of the run's busiest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes by host, and samples of (time, SNIC bytes so far by host)."""
+
+    snic_bytes: list[float]
+    cnic_out_bytes: list[float]
+    cnic_in_bytes: list[float]
+    dram_bytes: list[float]
+    samples: list[tuple[float, list[float]]]
+    prefill_busy_s: float
+    decode_busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds: the mean, and percentiles by name. NaN where nothing was measured."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """A run.
+
+    Attributes:
+        variant: what was switched on.
+        requests: asked for in all; ``finished`` of them.
+        seconds: simulated time: the job completion time of an offline batch.
+        ttft: from a request's arrival to its first token.
+        ttst: from the first to the second.
+        tpot: a token after the second.
+        load: from pairing until the last byte of KV was with the prefill engine, of requests that read something.
+        sessions_s: from a session's first request to its last token.
+        read_bytes: read from storage, as asked of the planner.
+        snic_bytes: over each host's storage link, in the order of hosts.
+        snic_use: of all storage links together, over the run.
+        snic_balance: max/avg bytes of storage links in a window, mean over busy windows; of prefill hosts alone where only
+            they may read.
+        cnic_use: the busiest direction of any host's compute links.
+        dram_use: the busiest host's memory.
+        prefill_use, decode_use: share of time in which engines computed.
+        events: how many the simulator ran.
+        arrivals, first_tokens, tpots: by finished request, for windows and plots.
+        loads: load times by request that read something.
+        samples: (time, SNIC bytes so far by host).
+    """
+
+    variant: str
+    requests: int
+    finished: int
+    seconds: float
+    ttft: Latency
+    ttst: Latency
+    tpot: Latency
+    load: Latency
+    sessions_s: float
+    read_bytes: float
+    snic_bytes: list[float]
+    snic_use: float
+    snic_balance: float
+    cnic_use: float
+    dram_use: float
+    prefill_use: float
+    decode_use: float
+    events: int
+    arrivals: npt.NDArray[np.float64]
+    ttfts: npt.NDArray[np.float64]
+    tpots: npt.NDArray[np.float64]
+    loads: npt.NDArray[np.float64]
+    samples: list[tuple[float, list[float]]]
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes/s from storage, over the whole run."""
+        return sum(self.snic_bytes) / self.seconds if self.seconds else 0.0
+
+    def goodput(self, ttft_s: float, tpot_s: float) -> float:
+        """Requests a second that kept both limits."""
+        good = (self.ttfts <= ttft_s) & ~(self.tpots > tpot_s)
+        return float(good.sum()) / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; arrays are left to plots."""
+        plain: tuple[str, ...] = (
+            "variant",
+            "requests",
+            "finished",
+            "seconds",
+            "sessions_s",
+            "read_bytes",
+            "snic_use",
+            "snic_balance",
+        )
+        plain += ("cnic_use", "dram_use", "prefill_use", "decode_use", "events", "snic_bytes")
+        out: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        for name in ("ttft", "ttst", "tpot", "load"):
+            latency: Latency = getattr(self, name)
+            out[name] = {key: _finite(getattr(latency, key)) for key in ("mean", "p50", "p90", "p99")}
+        out["read_rate"] = self.read_rate
+        return {key: _finite(value) if isinstance(value, float) else value for key, value in out.items()}
+
+
+def collect(config: SimConfig, jobs: Sequence[Job], traffic: Traffic, loop: EventLoop, total: int) -> SimResult:
+    """Makes a result of what the run noted."""
+    done = [job for job in jobs if not math.isnan(job.finished)]
+    arrivals = np.array([job.arrived for job in done], dtype=np.float64)
+    first = np.array([job.first_token for job in done], dtype=np.float64)
+    second = np.array([job.second_token for job in done], dtype=np.float64)
+    ended = np.array([job.finished for job in done], dtype=np.float64)
+    later = np.array([max(0, job.turn.out - 2) for job in done], dtype=np.float64)
+    tpots = np.where(later > 0, (ended - second) / np.maximum(later, 1), np.nan)
+    loads = np.array([job.loaded - job.paired for job in jobs if job.read_bytes and not math.isnan(job.loaded)], dtype=np.float64)
+    seconds = float(ended.max()) if len(ended) and len(done) == total else loop.now
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for job in done:
+        starts[job.session] = min(job.arrived, starts.get(job.session, math.inf))
+        ends[job.session] = max(job.finished, ends.get(job.session, 0.0))
+    whole = [ends[session] - starts[session] for session in starts]
+    per_second = seconds or math.inf
+    cnic = [host.cnic * host.cnics for host in config.hosts]
+    both = [max(pair) for pair in zip(traffic.cnic_out_bytes, traffic.cnic_in_bytes, strict=True)]
+    return SimResult(
+        variant=config.variant.name,
+        requests=total,
+        finished=len(done),
+        seconds=seconds,
+        ttft=_latency(first - arrivals),
+        ttst=_latency(second - first),
+        tpot=_latency(tpots),
+        load=_latency(loads),
+        sessions_s=float(np.mean(whole)) if whole else math.nan,
+        read_bytes=sum(job.read_bytes for job in jobs),
+        snic_bytes=traffic.snic_bytes,
+        snic_use=sum(traffic.snic_bytes) / sum(host.snic for host in config.hosts) / per_second,
+        snic_balance=balance(traffic.samples, _readers(config)),
+        cnic_use=max(used / rate for used, rate in zip(both, cnic, strict=True)) / per_second,
+        dram_use=max(used / host.dram for used, host in zip(traffic.dram_bytes, config.hosts, strict=True)) / per_second,
+        prefill_use=traffic.prefill_busy_s / per_second,
+        decode_use=traffic.decode_busy_s / per_second,
+        events=loop.events,
+        arrivals=arrivals,
+        ttfts=first - arrivals,
+        tpots=tpots,
+        loads=loads,
+        samples=traffic.samples,
+    )
+
+
+def balance(samples: Sequence[tuple[float, Sequence[float]]], readers: Sequence[int]) -> float:
+    """Mean over busy windows of max/avg bytes of the readers' links; NaN without a window."""
+    if len(samples) < 3:
+        return math.nan
+    bytes_of = np.diff(np.array([[counts[reader] for reader in readers] for _, counts in samples]), axis=0)
+    together = bytes_of.sum(axis=1)
+    busy = together >= _BUSY_SHARE * together.max()
+    if not together.max():
+        return math.nan
+    return float(np.mean(bytes_of[busy].max(axis=1) / bytes_of[busy].mean(axis=1)))
+
+
+def _readers(config: SimConfig) -> list[int]:
+    only_prefill = config.variant.path == "prefill_only"
+    return [index for index, host in enumerate(config.hosts) if not only_prefill or host.role.value == "prefill"]
+
+
+def _latency(values: npt.NDArray[np.float64]) -> Latency:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return Latency(math.nan, math.nan, math.nan, math.nan)
+    p50, p90, p99 = (float(value) for value in np.percentile(known, PERCENTILES))
+    return Latency(float(known.mean()), p50, p90, p99)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,399 @@
+"""One simulated run: sessions in, what happened out.
+
+A request's way: engines (scheduler) → plan (planner) → room in the decode buffer, then in the prefill buffer → reads over SNICs →
+prefill batch → push to the decode buffer, layer by layer → HBM → decode → the session's next turn. Buffers are taken in that one
+order, so nobody waits for somebody who waits for him.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.dualpath.contract import Part, PathPolicy, ReadRequest, ReadSide
+from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.planner import Planner
+from kvstore.dualpath.policies import policy_named
+from kvstore.dualpath.scheduler import SchedulerLimits
+from kvstore.dualpath.split import Split
+from kvstore.engine.roofline import Chunk
+from kvstore.simulate.cluster import Scheduling, SimConfig
+from kvstore.simulate.decode import DecodeUnit
+from kvstore.simulate.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
+from kvstore.simulate.events import EventLoop
+from kvstore.simulate.fluid import FluidNetwork
+from kvstore.simulate.job import Job, Room
+from kvstore.simulate.links import Links
+from kvstore.simulate.prefill import PrefillEngine, PrefillUnit
+from kvstore.simulate.result import SimResult, Traffic, collect
+from kvstore.simulate.sessions import Session
+
+Progress = Callable[[int, int], None]
+"""Called with (requests done, requests in all)."""
+
+ALPHA_S = 3.0
+BETA_S = 5.0
+"""The paper's: a reading queue is long above what is read in alpha, an engine is overloaded above what it computes in beta."""
+
+_NO_PLAN_EXPIRES = 1e12
+_SAMPLES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """An engine: its host, its number there, and itself."""
+
+    host: int
+    local: int
+    engine: Engine
+
+
+def simulate(
+    config: SimConfig,
+    progress: Progress | None = None,
+    *,
+    until_s: float = math.inf,
+    most_waiting: int | None = None,
+) -> SimResult:
+    """Runs sessions on a cluster.
+
+    Args:
+        config: both.
+        progress: told after each finished request.
+        until_s: ends the run at this time, finished or not.
+        most_waiting: ends the run when more requests than this are under way (of an open workload that is not kept up with).
+
+    Raises:
+        InvalidArgument: a request is larger than a buffer or an engine.
+    """
+    return _Run(config).run(progress, until_s, math.inf if most_waiting is None else most_waiting)
+
+
+class _Run:
+    def __init__(self, config: SimConfig) -> None:
+        self.config = config
+        self.hosts = config.hosts
+        self.token_bytes = config.token_bytes
+        self.links = Links(config.hosts, config.storage)
+        self.network = FluidNetwork(self.links.capacities)
+        self.loop = EventLoop(self.network)
+        self.oracle = config.variant.path == "oracle"
+        self.layerwise = config.variant.layerwise
+        self.planner = Planner(self._policy(), plan_life_s=_NO_PLAN_EXPIRES, decisions_kept=0)
+        self.host_of = {host.name: index for index, host in enumerate(config.hosts)}
+        for host in config.hosts:
+            self.planner.node_here(host.name, host.snic, host.cnic * host.cnics)
+        self.stage = [Room(host.stage_bytes) for host in config.hosts]
+        slots = math.inf if config.reads_in_flight is None else config.reads_in_flight
+        self.slots = [Room(slots) for _ in config.hosts]
+        self.places = {role: self._places_of(role) for role in Role}
+        self.prefill = self._prefill()
+        self.decode_units, self.decode_of = self._decode()
+        self.dispatch = self._dispatch()
+        self.jobs: list[Job] = []
+        self.under_way = 0
+        self.samples: list[tuple[float, list[float]]] = []
+        self.sample_s = 1.0
+
+    # ---- building ----
+
+    def _policy(self) -> PathPolicy:
+        if self.config.variant.path == "split":
+            return Split(least_bytes=self.config.split_least_bytes)
+        return policy_named(self.config.variant.path)
+
+    def _places_of(self, role: Role) -> list[_Place]:
+        room = self.config.decode.kv_room_bytes if role is Role.DECODE else 0
+        return [
+            _Place(index, local, Engine(f"{host.name}/{local}", role, host.group, host.name, max(0, round(room))))
+            for index, host in enumerate(self.hosts)
+            if host.role is role
+            for local in range(host.engines)
+        ]
+
+    def _units(self, role: Role) -> list[list[int]]:
+        """Engines of a role that compute in step, by index."""
+        units: dict[object, list[int]] = {}
+        together = self.config.prefill.model.expert_parallel
+        for index, place in enumerate(self.places[role]):
+            units.setdefault(place.engine.group if together else index, []).append(index)
+        return list(units.values())
+
+    def _prefill(self) -> list[tuple[PrefillUnit, PrefillEngine]]:
+        """Unit and queue of each prefill engine."""
+        config = self.config
+        model = config.prefill
+        room = max(model.kv_room_bytes, 1.0)
+        found: list[tuple[PrefillUnit, PrefillEngine]] = []
+        for unit in self._units(Role.PREFILL):
+            engines = [PrefillEngine(index, Room(room)) for index in unit]
+            host = self.hosts[self.places[Role.PREFILL][unit[0]].host]
+            stream = host.cnic * host.cnics / host.engines
+            made = PrefillUnit(
+                self.loop,
+                engines,
+                model,
+                quota_s=config.quota_s if self.layerwise else None,
+                batch_tokens=config.batch_tokens,
+                stream_rate=math.inf if self.oracle else stream,
+                token_bytes=self.token_bytes,
+                compute=config.compute,
+                started=self._pass_begins,
+                done=self._computed,
+            )
+            found += [(made, engine) for engine in engines]
+        return found
+
+    def _decode(self) -> tuple[list[DecodeUnit], list[DecodeUnit]]:
+        units, of = [], []
+        for unit in self._units(Role.DECODE):
+            made = DecodeUnit(self.loop, len(unit), unit[0], self.config.decode, compute=self.config.compute, done=self._decoded)
+            units.append(made)
+            of += [made] * len(unit)
+        return units, of
+
+    def _dispatch(self) -> Dispatch:
+        decode = self.places[Role.DECODE]
+        if self.config.variant.scheduling is Scheduling.ROUND_ROBIN:
+            room = [place.engine.hbm_bytes for place in decode]
+            return TakeTurns(len(self.places[Role.PREFILL]), room, self._paired)
+        engines = [place.engine for role in Role for place in self.places[role]]
+        return ByScheduler(self.loop, engines, self._limits(), self.config.fetch_s, self._read_tokens, self._paired)
+
+    def _limits(self) -> SchedulerLimits:
+        """Alpha and beta, "profiled": by the links and by the mean request."""
+        alpha = ALPHA_S * min(host.snic for host in self.config.of(Role.PREFILL)) / self.token_bytes
+        turns = [turn for session in self.config.sessions[:64] for turn in session.turns]
+        tokens = sum(turn.hit + turn.new for turn in turns) / max(1, len(turns))
+        hit = sum(turn.hit for turn in turns) / max(1, len(turns))
+        each = self.config.prefill.prefill_seconds([Chunk(round(hit), max(1, round(tokens - hit)))] * 4) / 4
+        return SchedulerLimits(round(alpha), round(BETA_S / each * tokens) if self.config.compute else 1 << 40)
+
+    def _read_tokens(self, node: str) -> int:
+        state = self.planner.queues.state(node, self.loop.now)
+        return state.pending_tokens if state is not None else 0
+
+    # ---- the run ----
+
+    def run(self, progress: Progress | None, until_s: float, most_waiting: float) -> SimResult:
+        """See ``simulate``."""
+        total = sum(len(session.turns) for session in self.config.sessions)
+        self._check()
+        for index, session in enumerate(self.config.sessions):
+            if session.turns:
+                self.loop.at(session.start_s + session.turns[0].think_s, lambda i=index, s=session: self._turn(i, s, 0))  # type: ignore[misc]
+        self.finished = 0
+        self.loop.after(self.sample_s, self._sample)
+        told = 0
+        while self.finished < total and self.loop.now <= until_s and self.under_way <= most_waiting:
+            if not self.loop.step():
+                break
+            if progress is not None and self.finished - told >= 64:
+                told = self.finished
+                progress(told, total)
+        self.network.settle(self.loop.now)
+        if progress is not None:
+            progress(self.finished, total)
+        return collect(self.config, self.jobs, self._traffic(), self.loop, total)
+
+    def _check(self) -> None:
+        turns = [turn for session in self.config.sessions for turn in session.turns]
+        longest = max((turn.hit + turn.new + turn.out for turn in turns), default=0) * self.token_bytes
+        check_fits(longest, self.config.decode.kv_room_bytes, "HBM of a decode engine")
+        if not self.layerwise:
+            check_fits(longest, self.config.prefill.kv_room_bytes, "HBM of a prefill engine")
+        if not self.oracle:
+            check_fits(longest, min(host.stage_bytes for host in self.hosts), "host memory for staging")
+
+    def _turn(self, session_index: int, session: Session, turn_index: int) -> None:
+        name = f"{session_index}.{turn_index}"
+        job = Job(name, session_index, turn_index, session.turns[turn_index], self.loop.now)
+        self.jobs.append(job)
+        self.under_way += 1
+        self.dispatch.submit(job, job.tokens * self.token_bytes)
+
+    def _paired(self, job: Job, prefill: int, decode: int) -> None:
+        """Both engines are known: the read is planned, then waits for room."""
+        job.prefill, job.decode = prefill, decode
+        job.paired = self.loop.now
+        if self.oracle:
+            job.loaded = self.loop.now
+            self._ready(job)
+            return
+        p, d = self.places[Role.PREFILL][prefill].host, self.places[Role.DECODE][decode].host
+        blocks = job.turn.hit // self.config.block_tokens
+        request = ReadRequest(
+            job.name,
+            blocks,
+            self.config.full_block_bytes,
+            self.config.block_tokens,
+            self.hosts[p].name,
+            self.hosts[d].name,
+            self._relays(p, d) if blocks else (),
+        )
+        plan = self.planner.plan(request, self.loop.now)
+        for part in plan.parts:
+            nbytes = part.count * self.config.full_block_bytes
+            job.read_bytes += nbytes
+            if part.side is ReadSide.PREFILL:
+                job.prefill_bytes += nbytes
+            elif part.side is ReadSide.DECODE:
+                job.decode_bytes += nbytes
+        prompt = job.prompt_tokens * self.token_bytes
+        room, need = (self.stage[p], job.prefill_bytes) if self.layerwise else (self.prefill[prefill][1].hbm, prompt)
+        self.stage[d].take(prompt, lambda: room.take(need, lambda: self._read(job, plan.plan_id, plan.parts)))
+
+    def _relays(self, prefill: int, decode: int) -> tuple[str, ...]:
+        """Third nodes with the least to read; only ``split`` makes use of them."""
+        if self.config.variant.path != "split" or not self.config.relays:
+            return ()
+        others = [host.name for index, host in enumerate(self.hosts) if index not in (prefill, decode)]
+        if len(others) <= self.config.relays:
+            return tuple(others)
+        return tuple(heapq.nsmallest(self.config.relays, others, key=self._read_tokens))
+
+    # ---- loading ----
+
+    def _read(self, job: Job, plan_id: int, parts: Sequence[Part]) -> None:
+        """All room is there: the parts queue at their storage links."""
+        if not parts:
+            self._all_read(job, plan_id)
+            self._ready(job)
+            return
+        job.parts_left = len(parts)
+        leading = [len(parts)]  # parts whose first layers have not come
+        for part in parts:
+            slot = self.slots[self.host_of[part.node]]
+            slot.take(1, lambda part=part: self._read_part(job, plan_id, part, leading))  # type: ignore[misc]
+
+    def _read_part(self, job: Job, plan_id: int, part: Part, leading: list[int]) -> None:
+        reader = self.host_of[part.node]
+        p, d = self.places[Role.PREFILL][job.prefill], self.places[Role.DECODE][job.decode]
+        path = self.links.read(reader, d.local if reader == d.host else 0, p.host, p.local)
+        nbytes = part.count * self.config.full_block_bytes
+        first = nbytes / self.config.layer_groups
+
+        def layers_came() -> None:
+            leading[0] -= 1
+            if nbytes > first:
+                self.network.start(path, nbytes - first, self.loop.now, part_came)
+            else:
+                part_came()
+            if not leading[0]:
+                self._ready(job)
+
+        def part_came() -> None:
+            self.planner.progress(plan_id, part.index, part.count, self.loop.now)
+            self.slots[reader].give(1)
+            job.parts_left -= 1
+            if not job.parts_left:
+                self._all_read(job, plan_id)
+
+        self.network.start(path, first, self.loop.now, layers_came)
+
+    def _all_read(self, job: Job, plan_id: int) -> None:
+        self.planner.finish(plan_id, self.loop.now)
+        job.loaded = self.loop.now
+        if not job.remaining and job.first_token < math.inf:  # computed before the last layers had come
+            self._first_token(job)
+
+    def _ready(self, job: Job) -> None:
+        """The first layers are there."""
+        unit, engine = self.prefill[job.prefill]
+        unit.add(engine, job)
+
+    # ---- computing ----
+
+    def _pass_begins(self, job: Job) -> None:
+        """The pass that computes the job's last token begins: layer-wise, KV leaves as it is made."""
+        if self.layerwise and not self.oracle:
+            self._push(job)
+
+    def _computed(self, job: Job) -> None:
+        job.first_token = self.loop.now
+        if not math.isnan(job.loaded):
+            self._first_token(job)
+
+    def _first_token(self, job: Job) -> None:
+        job.first_token = self.loop.now
+        self.dispatch.prefilled(job)
+        if self.oracle:
+            self._join(job)
+            return
+        if not self.layerwise:
+            self._push(job)
+            return
+        self.stage[self.places[Role.PREFILL][job.prefill].host].give(job.prefill_bytes)
+        if job.pushed:
+            self._hand_over(job)
+
+    def _push(self, job: Job) -> None:
+        """KV to the decode node, but for what it has read itself."""
+        p, d = self.places[Role.PREFILL][job.prefill], self.places[Role.DECODE][job.decode]
+        nbytes = job.prompt_tokens * self.token_bytes - job.decode_bytes
+
+        def pushed() -> None:
+            job.pushed = True
+            if not self.layerwise:
+                self.prefill[job.prefill][1].hbm.give(job.prompt_tokens * self.token_bytes)
+            if not math.isnan(job.loaded) and not math.isnan(job.first_token):
+                self._hand_over(job)
+
+        self.network.start(self.links.push(p.host, p.local, d.host, d.local), max(0.0, nbytes), self.loop.now, pushed)
+
+    def _hand_over(self, job: Job) -> None:
+        """The prompt is complete in the decode buffer: to HBM, once."""
+        d = self.places[Role.DECODE][job.decode]
+        prompt = job.prompt_tokens * self.token_bytes
+
+        def there() -> None:
+            self.stage[d.host].give(prompt)
+            self._join(job)
+
+        self.network.start(self.links.hand_over(d.host, d.local), prompt, self.loop.now, there)
+
+    def _join(self, job: Job) -> None:
+        if job.turn.out <= 1:
+            self._decoded(job)
+        else:
+            self.decode_of[job.decode].join(job)
+
+    def _decoded(self, job: Job) -> None:
+        job.finished = self.loop.now
+        self.finished += 1
+        self.under_way -= 1
+        self.dispatch.finished(job, job.tokens * self.token_bytes)
+        session = self.config.sessions[job.session]
+        following = job.turn_index + 1
+        if following < len(session.turns):
+            self.loop.after(session.turns[following].think_s, lambda: self._turn(job.session, session, following))
+
+    # ---- watching ----
+
+    def _sample(self) -> None:
+        """Notes what links have carried; as a run grows long, less and less often."""
+        self.network.settle(self.loop.now)
+        self.samples.append((self.loop.now, [self.network.moved[link] for link in self.links.snic]))
+        if len(self.samples) >= _SAMPLES:
+            self.samples = self.samples[1::2]
+            self.sample_s *= 2
+        self.loop.after(self.sample_s, self._sample)
+
+    def _traffic(self) -> Traffic:
+        moved = self.network.moved
+        cnic = [self.links.cnic_bytes(moved, index) for index in range(len(self.hosts))]
+        return Traffic(
+            snic_bytes=[moved[link] for link in self.links.snic],
+            cnic_out_bytes=[out for out, _ in cnic],
+            cnic_in_bytes=[into for _, into in cnic],
+            dram_bytes=[moved[link] for link in self.links.dram],
+            samples=self.samples,
+            prefill_busy_s=_mean([unit.busy_s for unit, _ in self.prefill]),
+            decode_busy_s=_mean([unit.busy_s for unit in self.decode_units]),
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

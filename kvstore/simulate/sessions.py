@@ -1,0 +1,89 @@
+"""What is asked of the cluster: sessions of turns, each with the tokens that hit, that are new and that are generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.workload.chains import ChainTable
+from kvstore.workload.requests import TraceRequest
+
+
+class Turn(NamedTuple):
+    """One request."""
+
+    hit: int
+    """Leading tokens whose KV is in storage; whole blocks."""
+    new: int
+    """Tokens to compute, at least one."""
+    out: int
+    """Tokens to generate, at least one."""
+    think_s: float = 0.0
+    """Time after the turn before it (for the first: after the session's start)."""
+
+
+class Session(NamedTuple):
+    """Turns that follow one another."""
+
+    start_s: float
+    turns: tuple[Turn, ...]
+
+
+def sessions_of(requests: Iterable[TraceRequest], block_tokens: int, *, append_factor: float = 1.0) -> list[Session]:
+    """Sessions of a workload; what hits is what an unbounded store would hold.
+
+    Sessions begin when the workload says; inside one each turn follows the one before at once, as if tools took no time.
+
+    Args:
+        requests: in order of time.
+        block_tokens: tokens of a block of the workload.
+        append_factor: makes every turn's new tokens so many times as many (context grows along); hits are then taken to be
+            everything before the appended tokens.
+    """
+    table = ChainTable()
+    turns: dict[str, list[Turn]] = {}
+    starts: dict[str, float] = {}
+    grown: dict[str, int] = {}
+    for request in requests:
+        known = len(table)
+        ids = np.concatenate((request.block_ids, request.answer_ids)) if len(request.answer_ids) else request.block_ids
+        chain = table.intern(request.session, ids)[: len(request.block_ids)]
+        hit = int(np.searchsorted(chain >= known, 1)) * block_tokens
+        hit = min(hit, (max(0, request.input_tokens - 1) // block_tokens) * block_tokens)  # the last token is always computed
+        new = max(1, request.input_tokens - hit)
+        if append_factor != 1.0:
+            before = grown.get(request.session, 0)
+            hit = (hit + before) // block_tokens * block_tokens if hit else 0
+            grown[request.session] = before + round(new * (append_factor - 1))
+            new = max(1, round(new * append_factor))
+        starts.setdefault(request.session, request.timestamp_ms / 1000)
+        turns.setdefault(request.session, []).append(Turn(hit, new, max(1, request.output_tokens)))
+    return [Session(starts[name], tuple(found)) for name, found in turns.items()]
+
+
+def thinned(sessions: Iterable[Session], every: int) -> list[Session]:
+    """One turn in ``every`` of each session, the rest taken as done before: the same load at any moment, for less time.
+
+    A run takes about 1/``every`` of the time; arrivals come ``every`` times as fast to keep as many sessions alive.
+    """
+    if every < 1:
+        raise InvalidArgument("turns are kept one in so many", every=every)
+    return [
+        Session(session.start_s / every, session.turns[(every - 1) // 2 :: every] or session.turns[-1:]) for session in sessions
+    ]
+
+
+def at_once(sessions: Iterable[Session]) -> tuple[Session, ...]:
+    """All sessions begin at 0: an offline batch."""
+    return tuple(Session(0.0, session.turns) for session in sessions)
+
+
+def arriving(sessions: Sequence[Session], per_s: float, seed: int) -> tuple[Session, ...]:
+    """Sessions begin as a Poisson process of that rate."""
+    if not per_s > 0:
+        raise InvalidArgument("arrivals are above zero", per_s=per_s)
+    starts = np.random.default_rng([seed, 7]).exponential(1 / per_s, len(sessions)).cumsum()
+    return tuple(Session(float(start), session.turns) for start, session in zip(starts, sessions, strict=True))

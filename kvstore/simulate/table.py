@@ -1,0 +1,100 @@
+"""Results for people, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.dualpath.bound import Bed, judge
+from kvstore.dualpath.groups import Role
+from kvstore.simulate.cluster import SimConfig
+from kvstore.simulate.online import TPOT_S, TTFT_S, Capacity
+from kvstore.simulate.result import SimResult
+
+_BUSY = "SNIC / CNIC / prefill / decode busy"
+
+
+def bound_sentence(config: SimConfig) -> str:
+    """What equation 9 says of a cluster of equal nodes."""
+    return judge(bed_of(config)).sentence
+
+
+def bed_of(config: SimConfig) -> Bed:
+    """The cluster as equation 9 sees it: its first prefill host stands for all."""
+    host = config.of(Role.PREFILL)[0]
+    links = host.cnics if host.cnics > 1 else host.engines
+    return Bed(
+        len(config.of(Role.PREFILL)), len(config.of(Role.DECODE)), links, host.cnic * host.cnics / links, host.snic, host.dram
+    )
+
+
+def print_results(results: Sequence[SimResult], every: int, title: str, console: Console) -> None:
+    """A row a variant; gains are against the first."""
+    table = Table(title=title)
+    for name in (
+        "variant",
+        "JCT s",
+        "gain",
+        "TTFT mean / p99 s",
+        "TTST s",
+        "TPOT ms",
+        "load s",
+        "storage GB/s",
+        "SNIC max/avg",
+        _BUSY,
+    ):
+        table.add_column(name, justify="left" if name in {"variant", _BUSY} else "right")
+    for result in results:
+        table.add_row(
+            result.variant,
+            f"{result.seconds * every:,.0f}",
+            f"{results[0].seconds / result.seconds:.2f}x",
+            f"{result.ttft.mean:.2f} / {result.ttft.p99:.2f}",
+            f"{result.ttst.mean:.3f}",
+            f"{result.tpot.mean * 1000:.1f}",
+            "" if math.isnan(result.load.mean) else f"{result.load.mean:.2f}",
+            f"{result.read_rate / 1e9:.1f}",
+            "" if math.isnan(result.snic_balance) else f"{result.snic_balance:.2f}",
+            f"{result.snic_use:.0%} / {result.cnic_use:.0%} / {result.prefill_use:.0%} / {result.decode_use:.0%}",
+        )
+    console.print(table)
+
+
+def print_sweep(clusters: Mapping[str, Sequence[SimResult]], nodes: Mapping[str, int], every: int, console: Console) -> None:
+    """A row a P:D; ``nodes`` tells what it costs."""
+    first = next(iter(clusters.values()))
+    table = Table(title="prefill:decode nodes (JCT s; per node: requests/s for each node, of the last variant)")
+    table.add_column("cluster")
+    for result in first:
+        table.add_column(result.variant, justify="right")
+    table.add_column("gain", justify="right")
+    table.add_column("per node", justify="right")
+    best = max(clusters, key=lambda name: clusters[name][-1].requests / clusters[name][-1].seconds / nodes[name])
+    for name, results in clusters.items():
+        each = results[-1].requests / results[-1].seconds / nodes[name]
+        cells = [f"{result.seconds * every:,.0f}" for result in results]
+        mark = "  <- most for each node" if name == best else ""
+        table.add_row(name, *cells, f"{results[0].seconds / results[-1].seconds:.2f}x", f"{each:.2f}{mark}")
+    console.print(table)
+
+
+def print_capacity(found: Sequence[Capacity], console: Console) -> None:
+    """A row a variant."""
+    table = Table(title=f"agents/s within mean TTFT {TTFT_S:g} s and mean TPOT {TPOT_S * 1000:g} ms")
+    for name in ("variant", "agents/s", "gain", "TTFT s", "TTST s", "TPOT ms"):
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for capacity in found:
+        at = next((point for point in reversed(capacity.points) if point.kept), None)
+        gain = f"{capacity.agents_s / found[0].agents_s:.2f}x" if found[0].agents_s else ""
+        shown = (f"{at.ttft_s:.2f}", f"{at.ttst_s:.3f}", f"{at.tpot_s * 1000:.1f}") if at is not None else ("", "", "")
+        table.add_row(capacity.variant, f"{capacity.agents_s:.3f}", gain, *shown)
+    console.print(table)
+
+
+def sweep_json(clusters: Mapping[str, Sequence[SimResult]]) -> dict[str, Any]:
+    """Seconds by cluster and variant."""
+    return {name: {result.variant: result.seconds for result in results} for name, results in clusters.items()}

@@ -1,0 +1,95 @@
+"""``kvstore simulate`` as people use it, on small runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvstore.cli.app import root
+from kvstore.core.errors import Unsupported
+from kvstore.simulate import plot
+
+SMALL = ["simulate", "--model", "ds-27b", "--profile", "agentic-32k", "--agents", "24", "--every", "24"]
+
+
+def test_it_compares_policies_and_writes_json(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    shown = CliRunner().invoke(root, [*SMALL, "--sweep-pd", "1:1,1:2", "--json", str(out)])
+    assert shown.exit_code == 0, shown.output
+    assert "1P1D: P/D = 1.00 lies within" in shown.output
+    written = json.loads(out.read_text())
+    assert [result["variant"] for result in written["results"]] == ["prefill_only", "shorter_queue", "split", "oracle"]
+    assert set(written["sweep"]) == {"1P1D", "1P2D"}
+    assert all(result["finished"] == result["requests"] > 0 for result in written["results"])
+
+
+def test_json_alone_goes_to_stdout() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", *SMALL, "--policies", "ladder", "--json", "-"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    ladder = [result["variant"] for result in json.loads(shown.stdout)["results"]]
+    assert ladder == ["basic", "+layerwise", "+both paths", "+scheduler", "+split"]
+
+
+def test_a_recorded_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": i, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]} for i in range(20)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = CliRunner().invoke(root, ["simulate", "--model", "llama-3-8b", "--trace", str(trace), "--policies", "split"])
+    assert shown.exit_code == 0, shown.output
+    assert "20 sessions, 20 requests" in shown.output
+
+
+def test_online_capacity_is_shown() -> None:
+    shown = CliRunner().invoke(root, [*SMALL, "--online", "--policies", "prefill_only", "--snic", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert "agents/s" in shown.output
+
+
+def test_models_are_listed() -> None:
+    shown = CliRunner().invoke(root, ["simulate", "--list-models"])
+    assert shown.exit_code == 0
+    assert "ds-660b" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--policies", "fastest"], 2, "none of"),
+        (["--sweep-pd", "1-1"], 2, "clusters look like"),
+        (["--model", "gpt"], 1, "no model 'gpt'"),
+        (["--profile", "x"], 2, "no profile"),
+        (["--gpus", "6", "--model", "llama-2-70b"], 1, "multiple of an engine's"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments: list[str], code: int, words: str) -> None:
+    shown = CliRunner().invoke(root, [*SMALL, *arguments])
+    assert shown.exit_code == code
+    assert words in shown.output
+
+
+def test_a_plot_is_a_png_or_says_what_it_takes(tmp_path: Path) -> None:
+    out = tmp_path / "out.png"
+    shown = CliRunner().invoke(root, [*SMALL, "--plot", str(out)])
+    if importlib.util.find_spec("matplotlib") is None:
+        assert shown.exit_code == 1
+        assert "kvstore-dualpath[plots]" in shown.output
+    else:
+        assert shown.exit_code == 0, shown.output
+        assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Unsupported, match="plots"):
+        plot.require_matplotlib()

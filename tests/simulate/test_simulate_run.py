@@ -1,0 +1,225 @@
+"""Whole runs: bytes are conserved, limits hold, what must be faster is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.dualpath.groups import Role
+from kvstore.engine.hardware import GPUS
+from kvstore.engine.models import model_named
+from kvstore.engine.roofline import EngineModel
+from kvstore.simulate.cluster import LADDER, POLICIES, VARIANTS, Host, SimConfig, Variant, uniform
+from kvstore.simulate.online import capacity
+from kvstore.simulate.result import SimResult
+from kvstore.simulate.run import simulate
+from kvstore.simulate.sessions import Session, Turn, arriving, at_once, sessions_of, thinned
+from kvstore.workload.generator import PROFILES, AgentWorkload
+
+H100 = GPUS["h100"]
+MODEL = model_named("ds-27b")
+
+
+def bed(prefill: int, decode: int, sessions: list[Session], variant: str, **changes: object) -> SimConfig:
+    """Hosts with one engine and slow links, no computing: exactly what an emulated network has."""
+    hosts = [Host(f"p{i}", Role.PREFILL, 1, f"p{i}", snic=1e9, cnic=8e9) for i in range(prefill)]
+    hosts += [Host(f"d{i}", Role.DECODE, 1, f"d{i}", snic=1e9, cnic=8e9) for i in range(decode)]
+    engine = EngineModel(model_named("llama-3-8b"), H100)
+    config = SimConfig(
+        tuple(hosts), engine, engine, tuple(sessions), VARIANTS[variant], block_bytes=1 << 20, compute=False, split_least_bytes=1
+    )
+    return config.but(**changes)
+
+
+def load_of(blocks: int, count: int = 1) -> list[Session]:
+    return [Session(0.0, (Turn(blocks * 64, 1, 1),)) for _ in range(count)]
+
+
+def agents(count: int, every: int = 24) -> tuple[Session, ...]:
+    return at_once(thinned(sessions_of(AgentWorkload(PROFILES["agentic-32k"], count, seed=3), 64), every))
+
+
+AGENTS = agents(48)
+
+
+def check(result: SimResult) -> None:
+    """What holds of every run."""
+    assert result.finished == result.requests
+    assert sum(result.snic_bytes) == pytest.approx(result.read_bytes, rel=1e-6)
+    assert result.snic_use <= 1 + 1e-6
+    assert result.cnic_use <= 1 + 1e-6
+    assert result.dram_use <= 1 + 1e-6
+    assert result.prefill_use <= 1 + 1e-6
+    assert result.decode_use <= 1 + 1e-6
+    assert (result.ttfts >= 0).all()
+
+
+def test_one_request_split_over_two_sides_takes_half_the_time() -> None:
+    alone = simulate(bed(1, 1, load_of(1000), "prefill_only")).load.mean
+    assert alone == pytest.approx(1000 * (1 << 20) / 1e9, rel=1e-6)
+    assert simulate(bed(1, 1, load_of(1000), "shorter_queue")).load.mean == pytest.approx(alone)
+    assert simulate(bed(1, 1, load_of(1000), "split")).load.mean == pytest.approx(alone / 2, rel=0.01)
+
+
+def test_one_request_split_with_relays_takes_a_share_a_node() -> None:
+    alone = simulate(bed(1, 2, load_of(1200), "prefill_only")).load.mean
+    split = simulate(bed(1, 2, load_of(1200), "split"))
+    assert split.load.mean == pytest.approx(alone / 3, rel=0.01)
+    assert split.snic_bytes == pytest.approx([400 * (1 << 20)] * 3, rel=0.01)
+
+
+@settings(max_examples=25)
+@given(
+    prefill=st.integers(1, 3),
+    decode=st.integers(1, 3),
+    sizes=st.lists(st.integers(1, 400), min_size=1, max_size=12),
+    variant=st.sampled_from(sorted(VARIANTS)),
+    groups=st.sampled_from([1, 4]),
+    slots=st.sampled_from([None, 1, 3]),
+)
+def test_every_byte_asked_for_is_delivered_and_no_split_beats_the_links(
+    prefill: int, decode: int, sizes: list[int], variant: str, groups: int, slots: int | None
+) -> None:
+    sessions = [session for size in sizes for session in load_of(size)]
+    result = simulate(bed(prefill, decode, sessions, variant, layer_groups=groups, reads_in_flight=slots))
+    check(result)
+    if variant == "oracle":
+        assert result.read_bytes == 0
+        return
+    asked = sum(sizes) * (1 << 20)
+    assert result.read_bytes == asked
+    nodes = prefill if VARIANTS[variant].path == "prefill_only" else prefill + decode
+    assert result.seconds >= asked / (nodes * 1e9) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_every_variant_serves_everybody_and_twice_the_same(variant: str) -> None:
+    config = uniform(MODEL, H100, AGENTS, variant=VARIANTS[variant])
+    result = simulate(config)
+    check(result)
+    again = simulate(config)
+    assert again.to_json() == result.to_json()
+    assert (again.ttfts == result.ttfts).all()
+
+
+def test_the_oracle_is_a_lower_bound_and_gains_stay_below_the_links() -> None:
+    many = agents(256)
+    seconds = {name: simulate(uniform(MODEL, H100, many, variant=policy, snic=8e9)).seconds for name, policy in POLICIES.items()}
+    assert seconds["oracle"] == min(seconds.values())
+    for name in ("shorter_queue", "split"):
+        assert seconds["prefill_only"] / seconds[name] <= 2.02  # one prefill and one decode node
+        assert seconds["prefill_only"] / seconds[name] > 1.4
+    assert seconds["split"] <= seconds["shorter_queue"] * 1.03
+
+
+def test_layer_wise_computing_needs_no_hbm_for_whole_requests() -> None:
+    """Two requests of which only one fits: not layer-wise, the second's load waits for the first's push."""
+    room = uniform(MODEL, H100, ()).prefill.kv_room_bytes
+    tokens = int(room * 0.6 / MODEL.token_bytes) // 64 * 64
+    sessions = tuple(Session(0.0, (Turn(tokens, 256, 1),)) for _ in range(16))  # two an engine
+    plenty = {"stage_bytes": 1e13}
+    by = {
+        layerwise: simulate(
+            uniform(
+                MODEL,
+                H100,
+                sessions,
+                variant=Variant("x", "prefill_only", layerwise=layerwise, scheduling=LADDER["basic"].scheduling),
+                **plenty,
+            )  # type: ignore[arg-type]
+        )
+        for layerwise in (False, True)
+    }
+    assert by[True].seconds < by[False].seconds
+
+
+def test_computing_begins_before_the_last_layers_have_come() -> None:
+    sessions = [Session(0.0, (Turn(512 * 64, 4096, 1),))]
+    whole, grouped = (simulate(bed(1, 1, sessions, "prefill_only", compute=True, layer_groups=groups)) for groups in (1, 8))
+    assert grouped.load.mean == pytest.approx(whole.load.mean)
+    assert grouped.ttft.mean < whole.ttft.mean * 0.8
+    assert grouped.ttft.mean >= grouped.load.mean * (1 - 1e-6)
+
+
+def test_small_buffers_hold_nobody_up_for_ever() -> None:
+    longest = max(turn.hit + turn.new + turn.out for session in AGENTS for turn in session.turns) * MODEL.token_bytes
+    check(simulate(uniform(MODEL, H100, AGENTS, stage_bytes=longest * 1.01)))
+    with pytest.raises(InvalidArgument, match="staging"):
+        simulate(uniform(MODEL, H100, AGENTS, stage_bytes=longest / 2))
+
+
+def test_links_a_gpu_or_a_node_carry_the_same_bytes() -> None:
+    each, together = (simulate(uniform(MODEL, H100, AGENTS, cnic_per_gpu=split)) for split in (True, False))
+    check(each)
+    assert each.read_bytes == together.read_bytes
+    assert each.seconds == pytest.approx(together.seconds, rel=0.05)
+
+
+def test_dense_models_too() -> None:
+    check(simulate(uniform(model_named("qwen2.5-32b"), GPUS["h200"], agents(8))))
+
+
+def test_turns_are_thinned_and_arrivals_drawn_by_seed() -> None:
+    sessions = [Session(0.0, tuple(Turn(64 * i, 1, 1) for i in range(1, 11))), Session(8.0, (Turn(0, 1, 1),))]
+    thin = thinned(sessions, 4)
+    assert [len(session.turns) for session in thin] == [3, 1]
+    assert thin[1].start_s == 2.0
+    assert arriving(sessions, 2.0, 5) == arriving(sessions, 2.0, 5)
+    assert arriving(sessions, 2.0, 5) != arriving(sessions, 2.0, 6)
+    with pytest.raises(InvalidArgument):
+        thinned(sessions, 0)
+    with pytest.raises(InvalidArgument):
+        arriving(sessions, 0, 1)
+
+
+def test_hits_are_those_of_an_unbounded_store() -> None:
+    workload = AgentWorkload(PROFILES["agentic-32k"], 3, seed=9)
+    before: dict[str, int] = {}
+    expected = []
+    for request in workload:
+        held = before.get(request.session, 0) // 64 * 64
+        expected.append((min(held, (request.input_tokens - 1) // 64 * 64), request.input_tokens))
+        before[request.session] = request.input_tokens + request.output_tokens
+    found = sorted((turn.hit, turn.hit + turn.new) for session in sessions_of(workload, 64) for turn in session.turns)
+    assert found == sorted(expected)
+    longer = sessions_of(workload, 64, append_factor=2.0)
+    assert sum(t.new for s in longer for t in s.turns) == pytest.approx(2 * sum(t - h for h, t in expected), rel=0.01)
+
+
+def test_capacity_is_found_between_a_rate_that_keeps_up_and_one_that_does_not() -> None:
+    pool = thinned(sessions_of(AgentWorkload(PROFILES["agentic-32k"], 24, seed=2), 64), 24)
+    config = uniform(MODEL, H100, (), variant=POLICIES["prefill_only"], snic=2e9)
+    found = capacity(config, pool, every=24, lives=2.0, first_guess=0.1)
+    kept = [point.kept for point in found.points]
+    assert kept == sorted(kept, reverse=True)
+    assert found.agents_s == max(point.agents_s for point in found.points if point.kept)
+    over = min(point.agents_s for point in found.points if not point.kept)
+    assert over <= found.agents_s * 1.07
+    with pytest.raises(InvalidArgument):
+        capacity(config, [], every=1)
+
+
+def test_nonsense_is_refused() -> None:
+    host = Host("a", Role.PREFILL, 1, "a", 1.0, 1.0)
+    engine = EngineModel(MODEL, H100, group_gpus=8)
+    with pytest.raises(InvalidArgument, match="prefill and decode"):
+        SimConfig((host,), engine, engine, ())
+    with pytest.raises(InvalidArgument, match="twice"):
+        SimConfig((host, Host("a", Role.DECODE, 1, "b", 1.0, 1.0)), engine, engine, ())
+    with pytest.raises(InvalidArgument, match="does not fit"):
+        uniform(model_named("ds-660b"), H100, (), prefill_nodes=1)
+    with pytest.raises(InvalidArgument):
+        uniform(MODEL, H100, (), prefill_nodes=0)
+    with pytest.raises(InvalidArgument):
+        uniform(model_named("llama-2-70b"), H100, (), gpus_per_node=6)
+
+
+def test_a_workload_of_nothing_takes_no_time() -> None:
+    result = simulate(uniform(MODEL, H100, ()))
+    assert result.requests == 0
+    assert math.isnan(result.ttft.mean)
+    assert result.to_json()["ttft"]["mean"] is None
