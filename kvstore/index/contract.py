@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
@@ -48,10 +48,18 @@ class ReplicaRun:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The longest servable run of leading keys, and who holds which part. The runs cover ``[0, blocks)``; they may overlap."""
+    """The longest servable run of leading keys, and who holds which part.
+
+    Args:
+        blocks: how many keys.
+        runs: they cover ``[0, blocks)``; they may overlap.
+        revision: ``PrefixIndex.revision`` in the snapshot that was read: another one than the caller went by means that the
+            lives it called visible were old news.
+    """
 
     blocks: int
     runs: tuple[ReplicaRun, ...]
+    revision: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,9 @@ from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import IndexStats, Life, LifeInfo, PrefixHit, PrefixIndex
+from kvstore.index.ends import ChainEnds
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
-from kvstore.index.prefix import NO_HIT, longest_prefix
+from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,11 @@ class _Lives:
     by_number: dict[Life, LifeInfo]
     by_boot: dict[tuple[VolumeId, BootId], Life]
 
+    @property
+    def revision_number(self) -> int:
+        """The revision, as callers see it."""
+        return int.from_bytes(self.revision, "big")
+
 
 class LmdbIndex(PrefixIndex):
     """See the module. Made with ``open``."""
@@ -89,6 +95,8 @@ class LmdbIndex(PrefixIndex):
         self._meta = meta
         self._ordinals: dict[NamespaceId, int] = {}
         self._known = _Lives(b"", {}, {})
+        self._judged: tuple[bytes, Container[Life], frozenset[Life]] = (b"", frozenset(), frozenset())
+        self._ends = ChainEnds()
         with self._env.begin(db=meta) as txn:
             self._epoch = txn.get(b"epoch") or b""
         _opened.add(self)
@@ -183,7 +191,9 @@ class LmdbIndex(PrefixIndex):
                 cursor.putmulti(puts)
             return edit.conflicts
 
-        if conflicts := self._write(work):
+        conflicts = self._write(work)
+        self._ends.published(stored)
+        if conflicts:
             logger.warning(
                 "life %d published %d keys that are held at another place of a chain; they were ignored", life, conflicts
             )
@@ -193,12 +203,15 @@ class LmdbIndex(PrefixIndex):
         if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
             raise InvalidArgument("packed keys take 16 bytes each", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL)
 
+        count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
+        guesses = self._ends.of(head)
+
         def work(txn: Txn) -> PrefixHit:
+            known = self._lives_now(txn)
             ordinal = self._ordinal(txn, namespace)
             if ordinal is None:
-                return NO_HIT
-            get, blocks = txn.get, self._blocks
-            lives = {life for life in self._lives_now(txn).by_number if life in visible}
+                return PrefixHit(0, (), known.revision_number)
+            get, blocks, lives = txn.get, self._blocks, self._visible_of(known, visible)
 
             def probe(position: int) -> Replicas:
                 value = get(keys[position * KEY_BYTES : (position + 1) * KEY_BYTES], None, blocks)
@@ -209,9 +222,12 @@ class LmdbIndex(PrefixIndex):
                     return {}
                 return replicas_of(record, lives)
 
-            return longest_prefix(len(keys) // KEY_BYTES, probe)
+            hit = longest_prefix(count, probe, guesses)
+            return PrefixHit(hit.blocks, hit.runs, known.revision_number)
 
-        return self._read(work)
+        hit = self._read(work)
+        self._ends.found(head, count, tuple([run.start + run.count for run in hit.runs]))
+        return hit
 
     # ---- anti-entropy ----
     def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:
@@ -403,6 +419,16 @@ class LmdbIndex(PrefixIndex):
         by_boot = {(info.volume_id, info.boot_id): info.life for info in lives}
         self._known = _Lives(revision, {info.life: info for info in lives}, by_boot)
         return self._known
+
+    def _visible_of(self, known: _Lives, visible: Container[Life]) -> Container[Life]:
+        """The open ones among the lives that a caller calls visible. A frozen set is worked through once, not at every lookup."""
+        revision, asked, open_ones = self._judged
+        if asked is visible and revision == known.revision:
+            return open_ones
+        open_ones = frozenset([life for life in known.by_number if life in visible])
+        if isinstance(visible, frozenset):
+            self._judged = known.revision, visible, open_ones
+        return open_ones
 
     def _ordinal(self, txn: Txn, namespace: NamespaceId) -> int | None:
         """Number of a namespace. Numbers never change, so one that was committed may be remembered for good."""

@@ -9,6 +9,9 @@ A *probe* looks at one position of the chain and answers ``{life: run_start}`` o
 3. **Discover**: a life at ``low`` that is not known to reach ``high`` ends somewhere between: bisect until its last block is
    probed. So a volume that holds just the first 40 of 100 blocks is found, from its record at the head.
 
+A bisection looks first around the ends that the caller guesses (``kvstore.index.ends``): a right guess is confirmed by two
+probes, the last block of the run and the one after it. Guesses choose where to look, never what to answer.
+
 What holds, whatever the index contains:
 
 * every block of ``[0, blocks)`` is covered by a run; every run is true at its last block, and no run covers a probed position
@@ -22,7 +25,8 @@ does not depend on it); discovery is bounded, so in a chain scattered over very 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kvstore.index.contract import Life, PrefixHit, ReplicaRun
@@ -32,11 +36,17 @@ MAX_DISCOVERY_PROBES = 256
 NO_HIT = PrefixHit(0, ())
 
 
-def longest_prefix(count: int, probe: Callable[[int], Replicas]) -> PrefixHit:
-    """Longest prefix of a chain of ``count`` blocks."""
+def longest_prefix(count: int, probe: Callable[[int], Replicas], ends: Sequence[int] = ()) -> PrefixHit:
+    """Longest prefix of a chain.
+
+    Args:
+        count: blocks asked for.
+        probe: see the module.
+        ends: guesses: numbers of blocks after which some volume's run may end.
+    """
     if not count:
         return NO_HIT
-    search = _Search(probe)
+    search = _Search(probe, ends)
     if not search.at(0):
         return NO_HIT
     hit = count if search.at(count - 1) else search.bisect(0, count - 1)
@@ -48,8 +58,9 @@ def longest_prefix(count: int, probe: Callable[[int], Replicas]) -> PrefixHit:
 class _Search:
     """One lookup: what was probed so far."""
 
-    def __init__(self, probe: Callable[[int], Replicas]) -> None:
+    def __init__(self, probe: Callable[[int], Replicas], ends: Sequence[int]) -> None:
         self._probe = probe
+        self._guesses = sorted({position for end in ends for position in (end - 1, end)})
         self.seen: dict[int, Replicas] = {}
         self._discovery_left = MAX_DISCOVERY_PROBES
 
@@ -62,7 +73,7 @@ class _Search:
     def bisect(self, low: int, high: int) -> int:
         """First absent position, where ``low`` is held and ``high`` is not (as far as the probes see)."""
         while high - low > 1:
-            middle = (low + high) // 2
+            middle = self._middle(low, high)
             if self.at(middle):
                 low = middle
             else:
@@ -95,8 +106,14 @@ class _Search:
                 if not self._discovery_left:
                     return None
                 self._discovery_left -= 1
-                return (low + high) // 2
+                return self._middle(low, high)
         return None
+
+    def _middle(self, low: int, high: int) -> int:
+        """Where strictly between to look next: the middle one of the guesses there, else the middle."""
+        guesses = self._guesses
+        first, beyond = bisect_right(guesses, low), bisect_left(guesses, high)
+        return guesses[(first + beyond) // 2] if first < beyond else (low + high) // 2
 
     def runs(self, hit: int) -> tuple[ReplicaRun, ...]:
         """All that the probes say of ``[0, hit)``, neighbouring parts joined."""

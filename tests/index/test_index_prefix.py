@@ -14,15 +14,15 @@ from kvstore.index.record import Replicas
 ONE, TWO, THREE = Life(1), Life(2), Life(3)
 
 
-def search(records: list[Replicas]) -> tuple[PrefixHit, list[int]]:
-    """The answer, and the positions looked at."""
+def search(records: list[Replicas], ends: tuple[int, ...] = ()) -> tuple[PrefixHit, list[int]]:
+    """The answer, and the positions looked at. ``ends``: what the caller guesses."""
     seen: list[int] = []
 
     def probe(position: int) -> Replicas:
         seen.append(position)
         return records[position]
 
-    return longest_prefix(len(records), probe), seen
+    return longest_prefix(len(records), probe, ends), seen
 
 
 def records_of(length: int, runs: list[tuple[int, int, Life]]) -> list[Replicas]:
@@ -54,6 +54,23 @@ def test_prefixes_of_any_number_of_volumes_are_found(length: int, ends: list[int
     assert len(seen) <= 3 + (1 + len(ends)) * math.ceil(math.log2(length + 1))
 
 
+@given(st.integers(1, 3_000), st.integers(1, 3_000), st.lists(st.integers(0, 4_000), max_size=6))
+def test_guesses_choose_where_to_look_and_never_what_to_answer(length: int, end: int, guesses: list[int]) -> None:
+    records = records_of(length, [(0, end, ONE), (0, end // 2, TWO)])
+    hit, seen = search(records, tuple(guesses))
+    held = min(end, length)
+    assert hit.blocks == held
+    assert set(hit.runs) == {ReplicaRun(0, count, life) for life, count in ((ONE, held), (TWO, min(end // 2, length))) if count}
+    assert len(seen) == len(set(seen))
+    assert len(seen) <= 3 + 2 * (math.ceil(math.log2(length + 1)) + math.ceil(math.log2(2 * len(guesses) + 1)) + 1)
+
+
+def test_right_guesses_are_confirmed_by_two_probes_each() -> None:
+    hit, seen = search(records_of(1_640, [(0, 1_600, ONE), (0, 1_200, TWO)]), (1_200, 1_600))
+    assert hit == PrefixHit(1_600, (ReplicaRun(0, 1_600, ONE), ReplicaRun(0, 1_200, TWO)))
+    assert sorted(seen) == [0, 1_199, 1_200, 1_599, 1_600, 1_639]
+
+
 runs_lists = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60), st.sampled_from([ONE, TWO, THREE])), max_size=8)
 
 
@@ -70,10 +87,13 @@ def test_true_claims_make_true_runs(length: int, parts: list[tuple[int, int, Lif
     assert {at for run in hit.runs for at in range(run.start, run.start + run.count)} == set(range(hit.blocks))
 
 
-@given(st.lists(st.dictionaries(st.sampled_from([ONE, TWO, THREE]), st.integers(0, 60), max_size=3), min_size=1, max_size=60))
-def test_any_claims_make_sound_answers(records: list[Replicas]) -> None:
+@given(
+    st.lists(st.dictionaries(st.sampled_from([ONE, TWO, THREE]), st.integers(0, 60), max_size=3), min_size=1, max_size=60),
+    st.lists(st.integers(0, 70), max_size=6),
+)
+def test_any_claims_and_guesses_make_sound_answers(records: list[Replicas], guesses: list[int]) -> None:
     records = [{life: min(start, at) for life, start in record.items()} for at, record in enumerate(records)]
-    hit, seen = search(records)
+    hit, seen = search(records, tuple(guesses))
     assert len(seen) == len(set(seen))
     prefix = next((at for at, record in enumerate(records) if not record), len(records))
     assert hit.blocks >= prefix
