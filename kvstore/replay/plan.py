@@ -13,6 +13,9 @@ from kvstore.workload.bounds import ChainIds, HitCount, unbounded_hits
 from kvstore.workload.chains import BlockKeys
 from kvstore.workload.requests import TraceInfo, TraceRequest
 
+MAX_DISTINCT_BLOCKS = 1 << 23
+"""Their keys and chains take about two gigabytes of memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -53,7 +56,7 @@ def read_workload(
         limit: stop after so many requests; None: all.
 
     Raises:
-        InvalidArgument: the layers do not divide the block, or a line of a trace file is wrong.
+        InvalidArgument: the layers do not divide the block, a line of a trace file is wrong, or the workload is too large.
     """
     if layers < 1 or block_bytes % layers:
         raise InvalidArgument("the layers must divide the block", block_bytes=block_bytes, layers=layers)
@@ -66,7 +69,14 @@ def read_workload(
         layout="payload-of-key",
     )
     keys = BlockKeys(spec)
-    chains = [keys.intern(request.session, request.block_ids) for request in itertools.islice(requests, limit)]
+    chains: list[ChainIds] = []
+    for request in itertools.islice(requests, limit):
+        chains.append(keys.intern(request.session, request.block_ids))
+        if len(keys) > MAX_DISTINCT_BLOCKS:
+            raise InvalidArgument(
+                "the workload has too many distinct blocks: take the first requests only, with --limit",
+                name=info.name, request=len(chains), limit_blocks=MAX_DISTINCT_BLOCKS,
+            )  # fmt: skip
     if not chains:
         raise InvalidArgument("the workload has no requests", name=info.name)
     return Workload(info, spec, chains, keys, unbounded_hits(chains))

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvclient import KVClient
 from kvclient.options import ClientOptions
+from kvstore.core.errors import InvalidArgument
 from kvstore.replay.capacity import Capacity
 from kvstore.replay.engine import RequestRunner, Tally
 from kvstore.replay.plan import Workload
@@ -85,7 +86,15 @@ def replay(
         base_dir: folder for its volume; None: a temporary one.
         report: told after each request.
         started: called once the store runs.
+
+    Raises:
+        InvalidArgument: ``base_dir`` holds the volume of an earlier replay, whose blocks would count as hits of this one.
     """
+    if base_dir is not None and capacity.nvme_bytes and (volume := base_dir / f"{NODE_ID}-nvme").exists():
+        raise InvalidArgument(
+            "an earlier replay left its blocks here, which would count as hits: remove the volume, or name another folder",
+            volume=volume,
+        )
     node = NodeSpec(NODE_ID, dram_bytes=capacity.dram_bytes, nvme_bytes=capacity.nvme_bytes, policy=policy)
     tally = Tally()
     with LocalCluster([node], base_dir) as cluster:

@@ -13,29 +13,51 @@ from kvstore.core.errors import InvalidArgument
 MAX_LINE_BYTES = 4 << 20
 """A request of 65,536 blocks, one id each, takes about a quarter of it."""
 
+MAX_BLANK_LINES = 1_000
+"""In a row. A kilobyte of zstd may be gigabytes of line ends, which would be read for hours."""
+
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_ZSTD_SKIPPABLE = b"\x2a\x4d\x18"
+"""Last three bytes of the magic of a frame to be skipped, with which some writers begin a file."""
 _MAX_WINDOW_BYTES = 128 << 20
 _COMPRESSED_CHUNK = 1 << 10
 """Compressed bytes a step: zstd may blow 4 bytes up to 128 KiB, so a step yields at most 32 MiB."""
 _PLAIN_CHUNK = 256 << 10
+_PIECE = 1 << 20
+"""What was decompressed is cut into lines a piece at a time, so that the list of lines stays small as well."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (line number from 1, line without its end), blank lines left out.
 
     Raises:
-        InvalidArgument: the file cannot be read, its compressed stream is damaged or cut off, or a line is too long.
+        InvalidArgument: the file cannot be read, its compressed stream is damaged or cut off, a line is too long, or too many
+            are blank. Names the file and, but for what befalls the file as a whole, the line.
     """
-    number = 0
+    number = blank = 0
     rest = b""
-    for chunk in _chunks(path):
+    chunks = _chunks(path)
+    while True:
+        try:
+            chunk = next(chunks)
+        except StopIteration:
+            break
+        except OSError as error:
+            raise InvalidArgument(f"cannot read the trace: {error.strerror}", file=path) from error
+        except zstandard.ZstdError as error:
+            raise InvalidArgument(f"damaged zstd stream: {error}", file=path, line=number + 1) from error
+        except EOFError as error:
+            raise InvalidArgument("zstd stream is cut off", file=path, line=number + 1) from error
         lines = (rest + chunk).split(b"\n")
         rest = lines.pop()
         for line in lines:
             number += 1
             _check_length(path, number, line)
             if line.strip():
+                blank = 0
                 yield number, line
+            elif (blank := blank + 1) > MAX_BLANK_LINES:
+                raise InvalidArgument("too many blank lines for a trace", file=path, line=number, limit=MAX_BLANK_LINES)
         _check_length(path, number + 1, rest)
     if rest.strip():
         yield number + 1, rest
@@ -47,36 +69,32 @@ def _check_length(path: Path, number: int, line: bytes) -> None:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            compressed = file.read(len(_ZSTD_MAGIC)) == _ZSTD_MAGIC
-            file.seek(0)
-            if compressed:
-                yield from _decompressed(path, file)
-            else:
-                while chunk := file.read(_PLAIN_CHUNK):
-                    yield chunk
-    except OSError as error:
-        raise InvalidArgument(f"cannot read the trace: {error.strerror}", file=path) from error
+    """Raises OSError, ZstdError (damage) or EOFError (cut off)."""
+    with path.open("rb") as file:
+        start = file.read(len(_ZSTD_MAGIC))
+        file.seek(0)
+        if start == _ZSTD_MAGIC or (start[1:] == _ZSTD_SKIPPABLE and start[0] >> 4 == 5):
+            for plain in _decompressed(file):
+                yield from (plain[at : at + _PIECE] for at in range(0, len(plain), _PIECE))
+        else:
+            while chunk := file.read(_PLAIN_CHUNK):
+                yield chunk
 
 
-def _decompressed(path: Path, file: BinaryIO) -> Iterator[bytes]:
+def _decompressed(file: BinaryIO) -> Iterator[bytes]:
     """Decompresses all frames; the plain stream reader would take a cut-off frame for the end."""
     whole = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
     frame = whole.decompressobj()
     inside = False  # within a frame, whose end must still come
-    try:
-        while data := file.read(_COMPRESSED_CHUNK):
-            while data:
-                inside = True
-                if plain := frame.decompress(data):
-                    yield plain
-                if not frame.eof:
-                    break
-                data = frame.unused_data
-                frame = whole.decompressobj()
-                inside = False
-    except zstandard.ZstdError as error:
-        raise InvalidArgument(f"damaged zstd stream: {error}", file=path) from error
+    while data := file.read(_COMPRESSED_CHUNK):
+        while data:
+            inside = True
+            if plain := frame.decompress(data):
+                yield plain
+            if not frame.eof:
+                break
+            data = frame.unused_data
+            frame = whole.decompressobj()
+            inside = False
     if inside:
-        raise InvalidArgument("zstd stream is cut off", file=path)
+        raise EOFError

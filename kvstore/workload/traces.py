@@ -25,6 +25,9 @@ from kvstore.workload.jsonl import read_lines
 from kvstore.workload.requests import BlockIds, TraceInfo, TraceRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
+MAX_REQUESTS = 10_000_000
+MAX_BLOCKS = 1 << 28
+"""Of all requests together: more than any recorded trace has, and two gigabytes once they are read."""
 _MAX_INT = (1 << 63) - 1
 
 _Row = dict[str, Any]
@@ -43,8 +46,16 @@ class Trace:
         lines = read_lines(self.path)
         if self.info.format == "rle":
             next(lines)  # the meta row, which open_trace has read
+        blocks = 0
         for position, (number, line) in enumerate(lines):
-            yield _request(self.path, number, line, parse, position)
+            request = _request(self.path, number, line, parse, position)
+            blocks += len(request.block_ids)
+            if position >= MAX_REQUESTS or blocks > MAX_BLOCKS:
+                raise InvalidArgument(
+                    "the trace is too long: read the beginning of it with a limit",
+                    file=self.path, line=number, limit_requests=MAX_REQUESTS, limit_blocks=MAX_BLOCKS,
+                )  # fmt: skip
+            yield request
 
 
 def open_trace(path: Path | str) -> Trace:

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 
 from kvclient import KVClient
 from kvstore.cli.app import root
+from kvstore.core.errors import InvalidArgument
+from kvstore.replay import plan
 from kvstore.replay.capacity import Capacity, room_for
 from kvstore.replay.demo import DemoPlan, run_demo
 from kvstore.replay.engine import RequestRunner, Tally
@@ -37,6 +39,25 @@ def _root_logger_as_before() -> Iterator[None]:
 def small_workload(sessions: int = 4, block_bytes: int = 4096, layers: int = 2) -> Workload:
     source = AgentWorkload(PROFILES["agentic-32k"], sessions, max_turns=10, shared_prefix_tokens=512)
     return read_workload(source.info, source, block_bytes, layers, None)
+
+
+def test_blocks_of_an_earlier_replay_are_no_hits_of_this_one(tmp_path: Path) -> None:
+    workload = small_workload(sessions=1)
+    room = Capacity(4 << 20, 16 << 20, limited=True)
+    first = replay(workload, room, "lru", tmp_path)
+    assert first.best is not None
+    assert first.tally.blocks_hit <= first.best.hit_blocks <= workload.unbounded.hit_blocks
+    with pytest.raises(InvalidArgument, match=r"would count as hits.*volume="):
+        replay(workload, room, "lru", tmp_path)
+
+
+def test_too_many_distinct_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = small_workload().unique_blocks
+    monkeypatch.setattr(plan, "MAX_DISTINCT_BLOCKS", blocks)
+    small_workload()
+    monkeypatch.setattr(plan, "MAX_DISTINCT_BLOCKS", blocks - 1)
+    with pytest.raises(InvalidArgument, match="--limit"):
+        small_workload()
 
 
 def test_with_room_for_everything_hits_are_exact(tmp_path: Path) -> None:

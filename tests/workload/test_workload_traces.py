@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_KEYS_PER_CALL
-from kvstore.workload.jsonl import MAX_LINE_BYTES
+from kvstore.workload import traces as traces_module
+from kvstore.workload.jsonl import MAX_BLANK_LINES, MAX_LINE_BYTES
 from kvstore.workload.traces import open_trace
 
 META = {"meta": {"name": "tiny", "block_size": 64}}
@@ -149,6 +150,71 @@ def test_a_cut_after_readable_lines_is_told_too(tmp_path: Path) -> None:
     assert [len(next(requests).block_ids) for _ in range(100)] == [100] * 100
     with pytest.raises(InvalidArgument, match="cut off"):
         list(requests)
+
+
+@pytest.mark.parametrize("line", [b"", b" \t"])
+def test_a_bomb_of_blank_lines_is_refused_at_once(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "t.zst"
+    bomb = zstandard.ZstdCompressor().compressobj()
+    with path.open("wb") as file:
+        file.write(bomb.compress(json.dumps(META).encode() + b"\n"))
+        for _ in range(256):
+            file.write(bomb.compress((line + b"\n") * (1 << 20)))
+        file.write(bomb.flush())
+    assert path.stat().st_size < 1 << 17
+    with pytest.raises(InvalidArgument, match="blank lines") as told:
+        list(open_trace(path))
+    assert told.value.fields["line"] == str(MAX_BLANK_LINES + 2)
+
+
+def test_endless_traces_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "t.jsonl", META, *[TURN] * 8)
+    monkeypatch.setattr(traces_module, "MAX_REQUESTS", 7)
+    with pytest.raises(InvalidArgument, match=r"too long.*line=9"):
+        list(open_trace(path))
+    monkeypatch.setattr(traces_module, "MAX_REQUESTS", 8)
+    assert len(list(open_trace(path))) == 8
+    monkeypatch.setattr(traces_module, "MAX_BLOCKS", 14)  # five a request
+    with pytest.raises(InvalidArgument, match=r"too long.*line=4"):
+        list(open_trace(path))
+
+
+def test_frames_to_be_skipped_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "t.zst"
+    rows = "\n".join(json.dumps(row) for row in (META, TURN)).encode()
+    path.write_bytes(b"\x5a\x2a\x4d\x18\x04\x00\x00\x00note" + zstandard.compress(rows))
+    assert len(list(open_trace(path))) == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from([-1, 1 << 62, 1 << 64]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*TURN, *CHAT, "meta"]), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    first=st.sampled_from([META, TURN, CHAT]) | JSON,
+    base=st.sampled_from([TURN, CHAT]),
+    change=st.dictionaries(st.sampled_from([*TURN, *CHAT]), JSON | st.lists(st.lists(st.integers(-3, 1 << 20))), max_size=3),
+    packed=st.booleans(),
+)
+def test_any_json_ends_in_a_typed_error_with_file_and_line_or_in_sound_requests(
+    tmp_path_factory: pytest.TempPathFactory, first: Any, base: dict[str, Any], change: dict[str, Any], packed: bool
+) -> None:
+    content = "\n".join(json.dumps(row) for row in (first, base, {**base, **change})).encode()
+    path = tmp_path_factory.getbasetemp() / "any-json"
+    path.write_bytes(zstandard.compress(content) if packed else content)
+    refused: InvalidArgument | None = None
+    try:
+        for request in open_trace(path):
+            assert len(request.block_ids) <= MAX_KEYS_PER_CALL
+            assert not len(request.block_ids) or request.block_ids.min() >= 0
+            assert min(request.turn, request.timestamp_ms, request.input_tokens, request.output_tokens) >= 0
+    except InvalidArgument as error:
+        refused = error
+    assert refused is None or refused.fields["file"] == str(path)
+    assert refused is None or refused.fields["line"] in {"1", "2", "3"}
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))
