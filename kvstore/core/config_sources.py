@@ -180,6 +180,11 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
 
 
 def _unknown(setting: Setting, known: list[str]) -> InvalidArgument:
+    inside = [key for key in known if key.startswith(f"{setting.key}.")]
+    if inside:
+        return InvalidArgument(
+            f"'{setting.key}' is a section, not a setting: say which of its settings, e.g. '{inside[0]}'", source=setting.origin
+        )
     near = difflib.get_close_matches(setting.key, known, n=1, cutoff=0.5)
     if not near:  # the right name in the wrong section
         name = setting.key.rpartition(".")[2]
@@ -188,12 +193,24 @@ def _unknown(setting: Setting, known: list[str]) -> InvalidArgument:
     return InvalidArgument(f"unknown setting '{setting.key}'{hint}", source=setting.origin)
 
 
+_IN_OUR_WORDS = {
+    "missing": "something is missing",
+    "extra_forbidden": "there is no such setting",
+    "path_type": "a path is text in quotes",
+    "bool_parsing": "write true or false",
+    "int_parsing": "write a whole number",
+}
+"""What pydantic says less clearly."""
+
+
 def _wrong_value(error: ValidationError, in_force: Mapping[str, Setting]) -> InvalidArgument:
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
-    message = first["msg"].removeprefix("Value error, ")
+    message = _IN_OUR_WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     for end in range(len(path), 0, -1):
         setting = in_force.get(".".join(path[:end]))
         if setting is not None:
+            within = ".".join(path[end:])  # e.g. which field of which volume
+            message = f"{message} ('{within}')" if within else message
             return InvalidArgument(f"wrong value for '{setting.key}': {message}", source=setting.origin)
     return InvalidArgument(f"wrong value for '{'.'.join(path)}': {message}")

@@ -35,7 +35,11 @@ def stays_on_host(address: str) -> bool:
     """Whether only processes of this host can reach it: a unix socket or a loopback address.
 
     A name other than ``localhost`` is not resolved: it counts as remote.
+
+    Raises:
+        InvalidArgument: it is no address.
     """
+    check_address(address)
     if is_unix(address):
         return True
     host = address.rpartition(":")[0].strip("[]")

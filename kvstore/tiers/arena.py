@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvstore.core import checksum
-from kvstore.core.errors import Internal, InvalidArgument
+from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator
@@ -93,9 +93,12 @@ class DramArena(MappedVolume):
         try:
             os.ftruncate(fd, capacity_bytes)
             memory = mmap.mmap(fd, capacity_bytes, mmap.MAP_SHARED)
-        except BaseException:
+        except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
-            raise
+            raise CapacityExceeded(
+                "this machine does not give so much memory to a DRAM arena: take less (node.dram)",
+                bytes=capacity_bytes, reason=error,
+            ) from error  # fmt: skip
         if not huge_pages:
             return fd, memory, "memfd"
         refused = _transparent_huge_pages_refused()

@@ -93,6 +93,14 @@ def test_all_three_ways_to_name_volumes(tmp_path: Path) -> None:
     assert three.node.roles == ("storage", "decode")
 
 
+def test_mounts_are_named_by_volume_and_path(tmp_path: Path) -> None:
+    one, _ = load('[node]\nmounts = ["s1/nvme0=/a", {volume = "s2/nvme0", path = "/b", direct = false}]', folder=tmp_path)
+    assert [str(mount) for mount in one.node.mounts] == ["s1/nvme0=/a", "s2/nvme0=/b (buffered)"]
+    two, _ = load(flags=("node.mounts=s1/nvme0=/with=sign, s2/nvme0=/b",))
+    assert [(mount.volume, str(mount.path)) for mount in two.node.mounts] == [("s1/nvme0", "/with=sign"), ("s2/nvme0", "/b")]
+    assert [mount.volume_id for mount in node_config(two).mounts] == ["s1/nvme0", "s2/nvme0"]
+
+
 def test_variables_that_others_make_are_left_alone() -> None:
     config, _ = load(environment={"KVSTORE_PORT": "tcp://10.0.0.1:7400", "KVSTORE_SERVICE_HOST": "x", "KVSTOREX__A": "1"})
     assert config == Config()
@@ -106,7 +114,10 @@ def test_variables_that_others_make_are_left_alone() -> None:
         ("metdata.listen=x", "did you mean 'metadata.listen'"),
         ("node.tls.caa=x", "did you mean 'node.tls.ca'"),
         ("qqqq.zzzz=1", "unknown setting 'qqqq.zzzz'"),
-        ("node=1", "unknown setting 'node'"),
+        ("node=1", "'node' is a section, not a setting: say which of its settings, e.g. 'node."),
+        ("node.tls=x", "'node.tls' is a section"),
+        ("node.prefault=maybe", "write true or false"),
+        ("metadata.workers=many", "write a whole number"),
         ("node.dram=x", "a size looks like"),
         ("node.lease=5", "takes a unit"),
         ("node.roles=cook", "'prefill', 'decode' or 'storage'"),
@@ -118,6 +129,8 @@ def test_variables_that_others_make_are_left_alone() -> None:
         ("node.lease=249ms", "250ms or more"),
         ("node.policy=foo", "'gap', 's3-fifo' or 'lru'"),
         ("node.nvme=/a,b:1GiB", "no comma in the path"),
+        ("node.mounts=/a", "a mount looks like"),
+        ("node.mounts==/a", "a mount looks like"),
         ("node.node_id=../../evil", "a node id takes"),
         ("node.write_behind_to=a/b", "a node id takes"),
     ],
@@ -153,6 +166,23 @@ def test_errors_name_their_source(tmp_path: Path) -> None:
         load(environment={"KVSTORE_NODE__DRAM": "lots"})
     with pytest.raises(InvalidArgument, match=r"kvstore\.toml"):
         load("[node]\ndrum = 1", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ('[[node.nvme]]\npath = "/x"\n', "something is missing ('0.capacity')"),
+        ('[[node.nvme]]\npath = "/x"\ncapacity = "1GiB"\nfoo = 1\n', "there is no such setting ('0.foo')"),
+        ("data_dir = 5\n", "a path is text in quotes"),
+        ("node = 3\n", "'node' is a section"),
+        ("[node.dram]\na = 3\n", "did you mean 'node.dram'"),
+    ],
+)
+def test_wrong_files_say_what_to_mend(text: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        load(text, folder=tmp_path)
+    assert hint in str(caught.value)
+    assert "kvstore.toml" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"[node", b"\xff\xfe", b"x = " + b"[" * 100_000, b"#" * (2 << 20)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.errors import InvalidArgument
+from kvstore.core.errors import CapacityExceeded, InvalidArgument
 from kvstore.core.types import BlockShape, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyMappedVolume, FaultyVolume, Operation
@@ -33,6 +33,11 @@ class TestFaultyArenaWithoutFaults(MappedVolumeSuite):
 class TestFaultySlabWithoutFaults(DurableVolumeSuite):
     def open_raw(self, folder: Path, capacity_bytes: int) -> DurableVolume:
         return FaultyVolume(NvmeSlab.open(folder / "volume", volume_id=VolumeId("v"), capacity_bytes=capacity_bytes), FaultPlan())
+
+
+def test_more_memory_than_there_can_be_is_told() -> None:
+    with pytest.raises(CapacityExceeded, match=r"node\.dram"):
+        DramArena(VolumeId("a"), 1 << 50)
 
 
 def test_huge_pages_are_used_or_their_lack_is_told() -> None:
