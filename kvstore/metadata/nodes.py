@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from kvproto.v1.common_pb2 import NodeInfo
-from kvproto.v1.metadata_pb2 import HeartbeatRequest, NodeStatus
+from kvproto.v1.metadata_pb2 import HeartbeatRequest, LookupResponse, NodeStatus
 from kvstore.core.clock import Clock
 from kvstore.core.errors import NotFound
 from kvstore.core.types import BootId, NodeId, VolumeId
@@ -43,6 +43,8 @@ class View:
 
     revision: int = -1
     nodes: Mapping[NodeId, NodeInfo] = field(default_factory=dict)
+    encoded_nodes: Mapping[NodeId, bytes] = field(default_factory=dict)
+    """Each as a ``LookupResponse`` that names it alone, to be appended to one."""
     places: Mapping[Life, Place] = field(default_factory=dict)
     lives: Mapping[tuple[VolumeId, BootId], Life] = field(default_factory=dict)
     owners: Mapping[VolumeId, frozenset[NodeId]] = field(default_factory=dict)
@@ -70,6 +72,16 @@ class NodeTable:
             self._view = _read_view(self._index)
             self._judge()
         return self._view
+
+    @property
+    def last_view(self) -> View:
+        """What :meth:`view` answered last; nothing is asked."""
+        return self._view
+
+    @property
+    def revision(self) -> int:
+        """The index's revision that :attr:`visible` and :attr:`last_view` are of."""
+        return self._view.revision
 
     @property
     def visible(self) -> frozenset[Life]:
@@ -203,4 +215,5 @@ def _read_view(index: PrefixIndex) -> View:
             places[life.life] = Place(life.node_id, position)
             lives[life.volume_id, life.boot_id] = life.life
             owners.setdefault(life.volume_id, set()).add(life.node_id)
-    return View(revision, nodes, places, lives, {volume_id: frozenset(ids) for volume_id, ids in owners.items()})
+    encoded = {node_id: LookupResponse(nodes=[info]).SerializeToString() for node_id, info in nodes.items()}
+    return View(revision, nodes, encoded, places, lives, {volume_id: frozenset(ids) for volume_id, ids in owners.items()})

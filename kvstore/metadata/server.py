@@ -6,12 +6,11 @@ import asyncio
 import functools
 import logging
 
-from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts
+from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_to_server
 from kvstore.metadata.upkeep import Upkeep
 from kvstore.metadata.writer import IndexThread
 from kvstore.observe.counters import Counters
@@ -71,7 +70,7 @@ class MetadataServer:
             nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
             parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms)
             self._bound = await build_aio_server(
-                [functools.partial(add_MetadataServicer_to_server, MetadataService(parts))],
+                [functools.partial(add_to_server, MetadataService(parts))],
                 addresses=[config.listen],
                 services=[SERVICE_NAME],
                 counters=self.counters,

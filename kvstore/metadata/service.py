@@ -7,9 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
+import grpc
+import grpc.aio
+
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import CacheSpec, NodeInfo
+from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument
 from kvstore.core.types import BootId, NodeId, VolumeId
@@ -135,7 +139,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     async def ListNodes(self, request: pb.ListNodesRequest, context: object) -> pb.ListNodesResponse:
         return pb.ListNodesResponse(nodes=self._parts.nodes.statuses())
 
-    async def Lookup(self, request: pb.LookupRequest, context: object) -> pb.LookupResponse:
+    async def Lookup(self, request: pb.LookupRequest, context: object) -> bytes:  # see add_to_server
         return self._lookups.answer(request)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
@@ -158,6 +162,14 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             for owner in view.owners.get(VolumeId(volume.volume_id), ()):
                 if owner != node_id and nodes.is_alive(owner):
                     raise Conflict("another living node has this volume", volume_id=volume.volume_id, node_id=owner)
+
+
+def add_to_server(service: MetadataService, server: grpc.aio.Server) -> None:
+    """Registers the handlers. That of ``Lookup`` answers bytes, which leave as they are."""
+    add_MetadataServicer_to_server(service, server)
+    lookup = grpc.unary_unary_rpc_method_handler(service.Lookup, request_deserializer=pb.LookupRequest.FromString)
+    # takes precedence over the generated one; the stubs do not know the method
+    server.add_registered_method_handlers(SERVICE_NAME, {"Lookup": lookup})  # type: ignore[attr-defined]
 
 
 def _volume_of(request: pb.CompareDigestsRequest | pb.RepairRangeRequest) -> tuple[NodeId, BootId, VolumeId]:
