@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,12 @@ def test_endless_traces_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(traces_module, "MAX_BLOCKS", 14)  # five a request
     with pytest.raises(InvalidArgument, match=r"too long.*line=4"):
         list(open_trace(path))
+
+
+def test_other_compressions_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(META).encode()))
+    refuse(path, "compressed with zstd", "line=1")
 
 
 def test_frames_to_be_skipped_are_skipped(tmp_path: Path) -> None:
