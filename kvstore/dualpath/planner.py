@@ -116,7 +116,7 @@ class Planner:
         """
         if self.relays and not request.relays:
             pair = {request.prefill_node, request.decode_node or request.prefill_node}
-            request = replace(request, relays=tuple(self.queues.idlest(self.relays, pair)))
+            request = replace(request, relays=tuple(self.queues.idlest(self.relays, now, pair)))
         plan_id = self._next
         live = _Live(request, 0, now + self.plan_life_s)
         answer = self._decide(plan_id, live, [(0, request.blocks)] if request.blocks else [], now)

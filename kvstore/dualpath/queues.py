@@ -49,6 +49,7 @@ class ReadQueues:
     def __init__(self) -> None:
         self._nodes: dict[str, _Entry] = {}
         self._drain = ShortestFirst()  # seconds of pending reads, of nodes that are alive
+        self._changed: dict[str, None] = {}  # names, not yet brought up to date there
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -70,7 +71,7 @@ class ReadQueues:
             self._nodes[node] = _Entry(node, snic, cnic)
         else:
             entry.alive, entry.cnic = True, cnic
-        self._drained(self._nodes[node], 0.0)
+        self._changed[node] = None
 
     def leave(self, node: str) -> None:
         """The node gets no more work; what is pending there stays pending until its plans say otherwise."""
@@ -83,8 +84,13 @@ class ReadQueues:
         if self._nodes.pop(node, None) is not None:
             self._drain.drop(node)
 
-    def idlest(self, count: int, without: Container[str] = ()) -> list[str]:
+    def idlest(self, count: int, now: float, without: Container[str] = ()) -> list[str]:
         """Up to ``count`` nodes that are alive, those first that will have read soonest what is pending."""
+        for node in self._changed:
+            entry = self._nodes.get(node)
+            if entry is not None and entry.alive:
+                self._drain.set(node, entry.pending_bytes / entry.link.rate(now))
+        self._changed.clear()
         return self._drain.least(count, without)
 
     def state(self, node: str, now: float) -> NodeState | None:
@@ -116,7 +122,7 @@ class ReadQueues:
         charge = Charge(source, into, blocks, block_bytes, block_tokens, forwarded=sink is not None)
         source.link.begin(now)
         self._add(charge, blocks)
-        self._drained(source, now)
+        self._changed[node] = None
         return charge
 
     def credit(self, charge: Charge, blocks: int, now: float, *, moved: bool) -> int:
@@ -138,13 +144,8 @@ class ReadQueues:
         link.credit(blocks * charge.block_bytes if moved else 0, now)
         if not charge._source.pending_bytes:
             link.end(now)
-        self._drained(charge._source, now)
+        self._changed[charge._source.node] = None
         return blocks
-
-    def _drained(self, entry: _Entry, now: float) -> None:
-        """Brings the order of ``idlest`` up to date."""
-        if entry.alive and self._nodes.get(entry.node) is entry:
-            self._drain.set(entry.node, entry.pending_bytes / entry.link.rate(now))
 
     @staticmethod
     def _add(charge: Charge, blocks: int) -> None:

@@ -8,6 +8,7 @@ best single node; the rest is rounding to blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Split:
     ) -> Sequence[Share]:
         least = max(self.least_blocks, -(-self.least_bytes // request.block_bytes))
         parts = min(self.most_parts, request.blocks // least)
-        into = _Into(prefill.cnic, prefill.receiving_bytes) if prefill is not None else _Into(float("inf"), 0)
+        into = _Into(prefill.cnic, prefill.receiving_bytes) if prefill is not None else _Into(math.inf, 0)
         lanes = [_Lane(state, side) for state, side in nodes]
         pair = [lane for lane in lanes if lane.side is not ReadSide.RELAY]
         relays = [lane for lane in lanes if lane.side is ReadSide.RELAY]
@@ -56,17 +57,27 @@ class Split:
         if parts > 1 and len(pair) > 1:
             best = min(best, _fill(pair, request, into, least, best.seconds), key=_seconds)
         if relays:
-            # those first that would have delivered a smallest part first
-            relays.sort(key=lambda lane: lane.alone(least * request.block_bytes, into))
-            if parts > 1:
-                wider = _fill([*pair, *relays][: self.most_parts], request, into, least, best.seconds)
-            else:
-                wider = _Filling.of_one(min(relays, key=lambda lane: lane.alone(total, into)), request, into)
-            if wider.seconds < best.seconds * (1 - self.relay_gain):
-                best = wider
+            best = self._with_relays(pair, relays, request, into, least, best)
         # leading blocks to whoever starts first: they are computed on first
         best.lanes.sort(key=lambda entry: entry[0].start)
         return [Share(lane.state.node, lane.side, blocks) for lane, blocks in best.lanes]
+
+    def _with_relays(
+        self, pair: list[_Lane], relays: list[_Lane], request: ReadRequest, into: _Into, least: int, best: _Filling
+    ) -> _Filling:
+        """What is best without relays, or what is better by enough with them."""
+        wanted = best.seconds * (1 - self.relay_gain)
+        # one that needs as long for the smallest part it may get cannot help
+        soon = [(lane.alone(least * request.block_bytes, into), lane) for lane in relays]
+        useful = [lane for seconds, lane in sorted(soon, key=_first) if seconds < wanted]
+        if not useful:
+            return best
+        if min(self.most_parts, request.blocks // least) > 1:
+            wider = _fill([*pair, *useful][: self.most_parts], request, into, least, best.seconds)
+        else:
+            total = request.total_bytes
+            wider = _Filling.of_one(min(useful, key=lambda lane: lane.alone(total, into)), request, into)
+        return wider if wider.seconds < wanted else best
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,10 @@ class _Filling:
 
 def _seconds(filling: _Filling) -> float:
     return filling.seconds
+
+
+def _first(entry: tuple[float, _Lane]) -> float:
+    return entry[0]
 
 
 def _fill(lanes: list[_Lane], request: ReadRequest, into: _Into, least: int, at_most: float) -> _Filling:
@@ -204,13 +219,17 @@ def _round(lanes: list[_Lane], amounts: list[float], request: ReadRequest, into:
     while left < 0:  # the level is exact but for rounding errors of floats
         blocks[max(range(len(blocks)), key=blocks.__getitem__)] -= 1
         left += 1
-    forwarded = sum(count for lane, count in zip(lanes, blocks, strict=True) if lane.forwards)
-    for _ in range(left):
-        crowded = into.seconds((forwarded + 1) * size)
-        place = min(
-            range(len(lanes)),
-            key=lambda at: max(lanes[at].seconds((blocks[at] + 1) * size), crowded if lanes[at].forwards else 0.0),
-        )
-        blocks[place] += 1
-        forwarded += lanes[place].forwards
+    if left:
+        forwarded = sum(count for lane, count in zip(lanes, blocks, strict=True) if lane.forwards)
+        ends = [lane.seconds((count + 1) * size) for lane, count in zip(lanes, blocks, strict=True)]
+        for _ in range(left):
+            crowded = into.seconds((forwarded + 1) * size)
+            soonest, place = math.inf, 0
+            for at, lane in enumerate(lanes):
+                end = crowded if lane.forwards and crowded > ends[at] else ends[at]
+                if end < soonest:
+                    soonest, place = end, at
+            blocks[place] += 1
+            forwarded += lanes[place].forwards
+            ends[place] = lanes[place].seconds((blocks[place] + 1) * size)
     return list(zip(lanes, blocks, strict=True))

@@ -1,0 +1,148 @@
+"""Planner and scheduler: decisions a second on one core, and what a decision costs when the cluster is 192 times as large.
+
+A decision is all that one request needs: submitted, given a prefill and a decode engine by its groups' fetches (in which every
+engine reports), its read planned and charged, progress reported twice a part, prompt done, finished. Each engine is given one
+request a tick; every group fetches once a tick; a request is done three ticks later. There are two decode engines for a prefill
+engine; ``groups`` says whether the engines of a node form a group, or all of a role. Clusters run in turn within each round.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import harness
+from harness import Figure, Reference, Target
+from kvstore.dualpath.contract import LoadPlan, ReadRequest
+from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.planner import Planner
+from kvstore.dualpath.policies import policy_named
+from kvstore.dualpath.scheduler import Ask, EngineReport, Pair, Scheduler, SchedulerLimits
+
+ENGINES_A_NODE = 8
+BLOCK_TOKENS = 64
+BLOCK_BYTES = 3 << 20
+SNIC, CNIC = 50e9, 400e9
+HBM_BYTES = 64 << 30
+TICK_S = 0.2
+TICKS_A_REQUEST = 3
+RELAYS = 4
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A request that has all it needs."""
+
+    pair: Pair
+    plan: LoadPlan
+
+
+class Cluster:
+    """A scheduler, a planner and engines that do as they are told."""
+
+    def __init__(self, engines: int, groups: str, policy: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.scheduler = Scheduler(SchedulerLimits(alpha_tokens=4_000_000, beta_tokens=400_000))
+        self.planner = Planner(policy_named(policy), relays=RELAYS)
+        a_node = ENGINES_A_NODE if engines >= 3 * ENGINES_A_NODE else 1
+        self.engines: dict[str, list[Engine]] = {}
+        for number in range(engines):
+            node = number // a_node
+            role = Role.DECODE if node % 3 else Role.PREFILL
+            group = f"node{node}" if groups == "node" else role
+            engine = Engine(f"e{number}", role, group, f"node{node}", HBM_BYTES)
+            self.scheduler.join(engine)
+            self.engines.setdefault(group, []).append(engine)
+            if not number % a_node:
+                self.planner.node_here(engine.node, SNIC, CNIC)
+        self.names = itertools.count()
+        self.now = 0.0
+        self.asked: dict[str, int] = {}
+        self.running: deque[list[UnderWay]] = deque()
+        self.count = engines
+
+    def tick(self) -> int:
+        """One round of everything; returns how many requests were decided."""
+        for _ in range(self.count):
+            name, tokens = f"r{next(self.names)}", self.random.randrange(2_000, 60_000)
+            self.asked[name] = tokens
+            self.scheduler.submit(Ask(name, tokens, tokens * 48_000 // 8))
+        started: list[UnderWay] = []
+        for group, engines in self.engines.items():
+            reports = [EngineReport(engine.engine, read_tokens=self.pending_tokens(engine.node)) for engine in engines]
+            started.extend(UnderWay(pair, self.plan(pair)) for pair in self.scheduler.fetch(group, reports).pairs)
+        self.running.append(started)
+        self.now += TICK_S
+        if len(self.running) > TICKS_A_REQUEST:
+            self.end(self.running.popleft())
+        return len(started)
+
+    def pending_tokens(self, node: str) -> int:
+        """Of a node's queue, as the engines report it."""
+        state = self.planner.queues.state(node, self.now)
+        return state.pending_tokens if state is not None else 0
+
+    def plan(self, pair: Pair) -> LoadPlan:
+        """The read of a request that has its engines."""
+        blocks = self.asked.pop(pair.request_id) // BLOCK_TOKENS
+        request = ReadRequest(pair.request_id, blocks, BLOCK_BYTES, BLOCK_TOKENS, pair.prefill.node, pair.decode.node)
+        return self.planner.plan(request, self.now)
+
+    def end(self, done: list[UnderWay]) -> None:
+        """Reports all that the clients and engines of these requests report."""
+        for entry in done:
+            plan_id = entry.plan.plan_id
+            for part in entry.plan.parts:
+                self.planner.progress(plan_id, part.index, part.count // 2, self.now)
+            for part in entry.plan.parts:
+                self.planner.progress(plan_id, part.index, part.count, self.now)
+            self.planner.finish(plan_id, self.now)
+            self.scheduler.prefill_done(entry.pair.request_id, entry.pair.generation)
+            self.scheduler.finish(entry.pair.request_id, entry.pair.generation)
+
+    def microseconds(self, decisions: int) -> float:
+        """Time a decision, over about so many."""
+        decided = 0
+        begun = time.perf_counter()
+        while decided < decisions:
+            decided += self.tick()
+        return (time.perf_counter() - begun) / decided * 1e6
+
+
+def main() -> None:
+    """Command line of all benchmarks."""
+    options = harness.options("planner", __doc__)
+    decisions = options.pick(full=4_000, quick=1_200, smoke=12)
+    large = options.pick(full=1_152, quick=1_152, smoke=24)
+    kinds = [(policy, groups) for policy in ("split", "shorter_queue") for groups in ("node", "role")]
+    clusters = {(size, *kind): Cluster(size, kind[1], kind[0], options.seed) for size in (6, large) for kind in kinds}
+    for cluster in clusters.values():
+        for _ in range(TICKS_A_REQUEST + 2):
+            cluster.tick()
+    samples = harness.interleave(
+        {repr(key): functools.partial(cluster.microseconds, decisions) for key, cluster in clusters.items()},
+        options.repetitions,
+    )
+    for size, policy, groups in clusters:
+        parameters: dict[str, str | int | float | bool] = {"engines": size, "policy": policy, "groups": groups}
+        took = samples[repr((size, policy, groups))]
+        options.keep(
+            Figure("planner_decisions", "Planner and scheduler: decisions a second, one core", parameters, "1/s"),
+            [1e6 / microseconds for microseconds in took],
+            target=Target("value", 5_000),
+        )
+        if size == large:
+            options.keep(
+                Figure("planner_growth", "Planner and scheduler: time a decision", parameters, "us", lower_is_better=True),
+                took,
+                peer=Reference("6 engines", samples[repr((6, policy, groups))]),
+                target=Target("peer", 2.0),
+            )
+
+
+if __name__ == "__main__":
+    main()
