@@ -83,9 +83,7 @@ def _row(path: Path, number: int, line: bytes) -> _Row:
     try:
         row = json.loads(line)
     except UnicodeDecodeError as error:
-        raise InvalidArgument(
-            "not a trace: no text, plain or compressed with zstd", file=path, line=number
-        ) from error
+        raise InvalidArgument("not a trace: no text, plain or compressed with zstd", file=path, line=number) from error
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"not a trace: no JSON object ({error})", file=path, line=number) from error
     if not isinstance(row, dict):
