@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvclient.layer_store import StoreHandle
     from kvclient.layers import LoadHandle
     from kvclient.options import ClientOptions
+    from kvclient.paths import Paths
     from kvclient.results import LoadResult, Lookup, NodeRef, Run, StoreResult
     from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
     from kvstore.core.keys import encode_extra
@@ -45,6 +46,7 @@ _HOMES = {
     "Lookup": "kvclient.results",
     "NodeRef": "kvclient.results",
     "Outcome": "kvstore.core.types",
+    "Paths": "kvclient.paths",
     "Run": "kvclient.results",
     "ScatteredBlocks": "kvstore.core.buffers",
     "StoreHandle": "kvclient.layer_store",
@@ -67,6 +69,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "NodeRef",
     "LoadResult",
     "LoadHandle",
+    "Paths",
     "StoreResult",
     "StoreHandle",
     "Outcome",

@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 from kvclient.calls import Call, Result
 from kvclient.client import Keys, KVClient
 from kvclient.options import ClientOptions, Verify
+from kvclient.paths import Paths
 from kvclient.results import LoadResult, Lookup, StoreResult
 from kvstore.core.keys import Tokens
 from kvstore.core.spec import CacheSpec
@@ -69,9 +70,10 @@ class AsyncKVClient:
         verify: Verify | None = None,
         parent: BlockKey | None = None,
         depth: int = 0,
+        paths: Paths | None = None,
     ) -> LoadResult:
         """As ``KVClient.load``."""
-        return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, None))
+        return await self._run(self.blocking.load_call(what, buffer, deadline_s, verify, parent, depth, None, paths))
 
     async def store(
         self,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -26,9 +28,12 @@ from kvclient.layers import LayerGate, LoadHandle
 from kvclient.load import Load
 from kvclient.operation import Operation, check_seconds
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
+from kvclient.paths import Paths
+from kvclient.planned_load import PlannedLoad
 from kvclient.remote import PeerPool
 from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
 from kvclient.session import LocalNode, local_address
+from kvclient.stages import Stages
 from kvclient.store import Store
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
@@ -62,6 +67,8 @@ class KVClient:
         self._caller = Caller(core.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict)
         self._handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
         self._store_node: tuple[NodeRef, float] | None = None
+        self._parts_lock = threading.Lock()
+        self._parts: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._closed = False
 
@@ -95,8 +102,9 @@ class KVClient:
         incidents = Incidents(clock, options.log_interval_s)
         if metadata is None and (node is None or node == "auto"):
             raise InvalidArgument("a client takes a metadata server, a node, or both")
-        directory = Directory(metadata, spec, tls, clock, options) if metadata is not None else None
+        directory = Directory(metadata, spec, tls, clock, options, incidents) if metadata is not None else None
         peers = PeerPool(spec, tls, options, incidents)
+        stages = Stages(spec, tls, options, incidents)
         local = None
         try:
             if directory is not None:
@@ -114,7 +122,7 @@ class KVClient:
             if directory is not None:
                 directory.close()
             raise
-        return cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers), directory)
+        return cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages), directory)
 
     # ---- keys and lookup ----
     @property
@@ -173,6 +181,7 @@ class KVClient:
         verify: Verify | None = None,
         parent: BlockKey | None = None,
         depth: int = 0,
+        paths: Paths | None = None,
     ) -> LoadResult:
         """Loads blocks into a buffer of the caller's. When it has returned, nothing writes to the buffer any more.
 
@@ -184,11 +193,12 @@ class KVClient:
             verify: whether checksums are compared here; None: the option's.
             parent: with keys: the key before the first, where that is not the head of its chain.
             depth: with keys: position of the first in its chain.
+            paths: over which hosts' storage links what lies in storage may be read; None: over this host's.
 
         Raises:
             InvalidArgument: a buffer or keys that do not fit.
         """
-        return self._caller.now(self.load_call(what, buffer, deadline_s, verify, parent, depth, None))
+        return self._caller.now(self.load_call(what, buffer, deadline_s, verify, parent, depth, None, paths))
 
     def start_load(
         self,
@@ -200,6 +210,7 @@ class KVClient:
         layerwise: bool = True,
         parent: BlockKey | None = None,
         depth: int = 0,
+        paths: Paths | None = None,
     ) -> LoadHandle:
         """Begins a load in the background, for layer-wise hand-over; other arguments as for ``load``.
 
@@ -207,7 +218,7 @@ class KVClient:
         """
         blocks = what.hit_blocks if isinstance(what, Lookup) else len(check_keys(what)[0])
         gate = LayerGate(blocks)
-        load = self.load_call(what, buffer, deadline_s, verify, parent, depth, gate if layerwise else None)
+        load = self.load_call(what, buffer, deadline_s, verify, parent, depth, gate if layerwise else None, paths)
 
         def work() -> LoadResult:
             good = 0
@@ -234,6 +245,7 @@ class KVClient:
         parent: BlockKey | None,
         depth: int,
         gate: LayerGate | None,
+        paths: Paths | None = None,
     ) -> Call[LoadResult]:
         """The work of ``load``, checked but not begun."""
         self._check_usable()
@@ -257,12 +269,24 @@ class KVClient:
             if found is None:
                 head = keys if parent is None else ()  # the index knows chains from their head only
                 found = self._look_up(head, Operation(self._core.clock, operation.left_s() * _LOOKUP_SHARE))
-            load = Load(self._core, keys, packed, found.runs, parent, depth, blocks, operation, verify, gate)
+            place = (keys, packed, found.runs, parent, depth, blocks, operation, verify, gate)
+            load: Load | PlannedLoad
+            if paths is not None and self._directory is not None:
+                load = PlannedLoad(self._core, self._directory, self._part_pool(), *place, paths)
+            else:
+                load = Load(self._core, *place)
             if found.error is not None:
                 load.note(found.error)
             return load.run()
 
         return Call(operation, work, lambda error: LoadResult(np.full(len(keys), Outcome.UNAVAILABLE, np.uint8), error=error))
+
+    def _part_pool(self) -> ThreadPoolExecutor:
+        """Threads for the parts of planned loads, made when first needed."""
+        with self._parts_lock:
+            if self._parts is None:
+                self._parts = ThreadPoolExecutor(self._core.options.part_workers, thread_name_prefix="kvclient-part")
+            return self._parts
 
     # ---- stores ----
     def store(
@@ -403,6 +427,9 @@ class KVClient:
         for handle in list(self._handles):
             handle.abort()
         self._caller.close()
+        if self._parts is not None:
+            self._parts.shutdown()  # parts end soon after their cancelled operations
+        self._core.stages.close()
         self._core.peers.close()
         if self._core.local is not None:
             self._core.local.close()

@@ -10,6 +10,7 @@ from kvclient.incidents import Incidents
 from kvclient.options import ClientOptions
 from kvclient.remote import PeerPool
 from kvclient.session import LocalNode
+from kvclient.stages import Stages
 from kvstore.core.clock import Clock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_DEPTH, MAX_KEYS_PER_CALL
@@ -29,6 +30,7 @@ class Core:
     incidents: Incidents
     local: LocalNode | None
     peers: PeerPool
+    stages: Stages
 
 
 def check_keys(keys: Sequence[BlockKey] | bytes) -> tuple[Sequence[BlockKey], bytes]:

@@ -6,17 +6,20 @@ Behind a circuit breaker: with the server gone, lookups are misses that cost not
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from kvclient.incidents import Incidents
 from kvclient.options import ClientOptions
+from kvclient.paths import Plan, PlannedPart, plan_from_proto
+from kvclient.reporter import Reporter
 from kvclient.results import Lookup, NodeRef, Run
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
-from kvstore.core.types import BlockKey, NodeId, VolumeId, pack_keys
+from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId, pack_keys
 from kvstore.rpc.client import RetryPolicy, UnaryMethod, call, connect
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
 from kvstore.transport.breaker import CircuitBreaker
@@ -25,6 +28,9 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 _ONCE_MORE = RetryPolicy(attempts=2, first_backoff_s=0.01)
+_PLAN_TIMEOUT_S = 0.5
+"""A plan that takes longer costs more than it gains."""
+_MOST_WHY = 256
 _LEAST_CALL_S = 0.001
 """With less time than this not even a healthy server answers."""
 _TELLING_S = 0.05
@@ -40,9 +46,12 @@ class Directory:
         tls: as for every channel of the client.
         clock: where time comes from.
         options: bounds.
+        incidents: where failures are counted.
     """
 
-    def __init__(self, address: str, spec: CacheSpec, tls: TlsConfig | None, clock: Clock, options: ClientOptions) -> None:
+    def __init__(
+        self, address: str, spec: CacheSpec, tls: TlsConfig | None, clock: Clock, options: ClientOptions, incidents: Incidents
+    ) -> None:
         self.address = address
         self._spec = spec
         self._clock = clock
@@ -50,6 +59,7 @@ class Directory:
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
         self._registered = False
+        self._reporter = Reporter(lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents)
 
     def register(self, timeout_s: float) -> None:
         """Makes the namespace known. Idempotent.
@@ -91,8 +101,64 @@ class Directory:
         answer = self._call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
         return [status.node for status in answer.nodes if status.alive]
 
+    # ---- plans ----
+    def plan_load(
+        self,
+        prefill_node: str,
+        decode_node: str | None,
+        policy: str | None,
+        blocks: int,
+        spec: CacheSpec,
+        budget_s: float,
+        *,
+        relays: bool,
+    ) -> Plan:
+        """Over whose storage links ``blocks`` blocks are to be read.
+
+        Raises:
+            KVStoreError: the server does not answer, or knows none that could read.
+        """
+        request = metadata_pb2.PlanLoadRequest(
+            operation_id=secrets.token_bytes(16),
+            policy=policy or "",
+            prefill_node=prefill_node,
+            decode_node=decode_node or "",
+            relays=relays,
+            blocks=blocks,
+            block_bytes=spec.shape.block_bytes,
+            block_tokens=spec.block_tokens,
+            budget_ms=int(budget_s * 1000),
+        )
+        return plan_from_proto(self._call(self._stub.PlanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
+
+    def replan_load(
+        self, plan: Plan, part: PlannedPart, arrived: Sequence[tuple[int, int]], why: str, blocks: int, budget_s: float
+    ) -> Plan:
+        """Who reads what a failed part has not brought.
+
+        Args:
+            plan: whose part it is.
+            part: the part.
+            arrived: (start, count) of what it brought, numbered as in the plan.
+            why: for people.
+            blocks: blocks of the plan.
+            budget_s: time left.
+
+        Raises:
+            KVStoreError: the server does not answer, has forgotten the plan, or knows nobody else.
+        """
+        request = metadata_pb2.ReplanLoadRequest(plan_id=plan.plan_id, index=part.index, why=why[:_MOST_WHY])
+        for start, count in arrived:
+            request.arrived.add(start=start, count=count)
+        return plan_from_proto(self._call(self._stub.ReplanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
+
+    def report_loads(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
+        """Tells, soon, how far planned loads are: plan -> (part, blocks done)."""
+        self._reporter.tell(moved, finished=finished)
+
     def close(self) -> None:
         """Closes the channel; calls under way fail."""
+        self._reporter.close()
         self._channel.close()
 
     def _call(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
@@ -120,14 +186,25 @@ def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:
     """The runs of an answer, checked: they steer where bytes are read from and written to."""
     if answer.hit_blocks > count:
         raise Internal("the metadata server answers for more keys than asked", hit_blocks=answer.hit_blocks, keys=count)
-    nodes = [NodeRef(NodeId(node.node_id), node.control_address, node.data_address) for node in answer.nodes]
+    nodes = [NodeRef(NodeId(one.node_id), one.control_address, one.data_address, one.storage_address) for one in answer.nodes]
     runs = []
     for run in answer.runs:
-        if run.node >= len(nodes) or run.volume >= len(answer.nodes[run.node].volumes) or run.start + run.count > count:
+        if run.node >= len(nodes) or run.start + run.count > count:
             raise Internal("the metadata server answers runs that point nowhere", run=run)
-        volume = answer.nodes[run.node].volumes[run.volume]
-        runs.append(Run(run.start, run.count, nodes[run.node], tier_from_proto(volume.tier), VolumeId(volume.volume_id)))
+        tier, volume_id = _volume(answer.nodes[run.node], run.volume)
+        runs.append(Run(run.start, run.count, nodes[run.node], tier, volume_id))
     return tuple(runs)
+
+
+def _volume(node: common_pb2.NodeInfo, position: int) -> tuple[Tier, VolumeId]:
+    """A volume by its position among a node's own or, behind them, among the durable ones of others that it mounts."""
+    own = len(node.volumes)
+    if position < own:
+        volume = node.volumes[position]
+        return tier_from_proto(volume.tier), VolumeId(volume.volume_id)
+    if position - own >= len(node.mounts):
+        raise Internal("the metadata server names a volume that the node does not have", node_id=node.node_id, position=position)
+    return Tier.NVME, VolumeId(node.mounts[position - own])
 
 
 def by_roles(nodes: Sequence[common_pb2.NodeInfo], roles: Sequence[str]) -> list[common_pb2.NodeInfo]:

@@ -24,7 +24,7 @@ from kvclient.layers import LayerGate
 from kvclient.local_load import LocalLoad
 from kvclient.operation import Operation
 from kvclient.options import Verify
-from kvclient.results import PATH_LOCAL, PATH_PREFILL, LoadResult, NodeRef, Run, outcome_table
+from kvclient.results import PATH_PREFILL, LoadResult, NodeRef, Run, outcome_table
 from kvclient.tally import Tally
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import KVStoreError, Unavailable
@@ -79,15 +79,19 @@ class Load:
         self._operation = operation
         self._verify = verify
         self._gate = gate
-        self._tally = Tally(len(keys))
+        self.tally = self._tally = Tally(len(keys))
         self._local_node: str | None = None
 
     def run(self) -> LoadResult:
         """Does it. Errors of ours end in outcomes and ``error``."""
+        self.bring()
+        return finished_load(self._core, self._tally, self._operation)
+
+    def bring(self) -> None:
+        """The work alone; the account of it is in ``tally``."""
         if self._keys:
             self._from_local()
             self._from_others()
-        return self._result()
 
     def note(self, error: KVStoreError) -> None:
         """Something went wrong before the load began (its lookup failed): kept for the result."""
@@ -210,23 +214,23 @@ class Load:
         tally.note(error)
         self._core.incidents.report("client_peer_failed_total", f"cannot read from node {node.node_id}", error)
 
-    # ---- the end ----
-    def _result(self) -> LoadResult:
-        result = self._tally.result(self._core.shape.block_bytes)
-        result.seconds = self._operation.elapsed_s()
-        counters = self._core.incidents.counters
-        counters.add("client_loads_total")
-        counters.add("client_load_blocks_total", len(self._keys))
-        hits = result.count(Outcome.HIT)
-        counters.add("client_load_hit_blocks_total", hits)
-        for path in (PATH_LOCAL, PATH_PREFILL):
-            if path in result.bytes_by_path:
-                counters.add(f"client_{path}_bytes_total", result.bytes_by_path[path])
-        if hits < len(self._keys):
-            for outcome in (Outcome.CORRUPT, Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM):
-                if count := result.count(outcome):
-                    counters.add(f"client_load_{outcome.name.lower()}_blocks_total", count)
-        return result
+
+def finished_load(core: Core, tally: Tally, operation: Operation) -> LoadResult:
+    """The result of a load that has ended, counted."""
+    result = tally.result(core.shape.block_bytes)
+    result.seconds = operation.elapsed_s()
+    counters, blocks = core.incidents.counters, len(tally.outcomes)
+    counters.add("client_loads_total")
+    counters.add("client_load_blocks_total", blocks)
+    hits = result.count(Outcome.HIT)
+    counters.add("client_load_hit_blocks_total", hits)
+    for path, size in result.bytes_by_path.items():
+        counters.add(f"client_{path}_bytes_total", size)
+    if hits < blocks:
+        for outcome in (Outcome.CORRUPT, Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM):
+            if count := result.count(outcome):
+                counters.add(f"client_load_{outcome.name.lower()}_blocks_total", count)
+    return result
 
 
 class _JoinedLayers:

@@ -323,6 +323,7 @@ def _sources(runs: Sequence[Run], start: int, stop: int) -> list[node_pb2.LoadSo
                     node_id=run.node_id,
                     control_address=run.node.control_address,
                     data_address=run.node.data_address,
+                    volume_id=run.volume_id,
                 )
             )
     return sources

@@ -44,6 +44,7 @@ class ClientOptions:
         workers: threads for loads and stores that run in the background (``start_load``, asyncio).
         max_pending: background operations that may wait or run at once; one more is answered as a miss or skip.
         read_streams: nodes read from at once, in the whole client.
+        part_workers: parts of planned loads under way at once, in the whole client; more wait for their turn.
         tcp_streams: connections to each node.
         breaker_failures: unanswered calls in a row after which calls to the metadata server fail at once.
         breaker_pause_s: how long, until one call is let through to probe.
@@ -71,6 +72,7 @@ class ClientOptions:
     workers: int = 4
     max_pending: int = 64
     read_streams: int = 8
+    part_workers: int = 64
     tcp_streams: int = 4
     breaker_failures: int = 3
     breaker_pause_s: float = 1.0
@@ -87,6 +89,7 @@ class ClientOptions:
             "max_pending",
             "read_streams",
             "tcp_streams",
+            "part_workers",
             "load_chunk_bytes",
             "breaker_failures",
         )

@@ -16,6 +16,8 @@ Outcomes = npt.NDArray[np.uint8]
 
 PATH_LOCAL = "local"
 PATH_PREFILL = "prefill"
+PATH_DECODE = "decode"
+PATH_RELAY = "relay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,14 @@ class NodeRef:
     node_id: NodeId
     control_address: str
     data_address: str
+    """Data plane on the compute network."""
+    storage_address: str = ""
+    """Data plane on the storage network; empty: there is but one network."""
+
+    @property
+    def storage(self) -> str:
+        """Where its data plane is reached over storage links."""
+        return self.storage_address or self.data_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,8 @@ class LoadResult:
         outcomes: one ``Outcome`` a block.
         bytes_by_tier: bytes of hits by where they lay before.
         bytes_by_node: bytes of hits by whose they were.
-        bytes_by_path: bytes of hits: ``local``, from this host's node; ``prefill``, from another node's data plane.
+        bytes_by_path: bytes of hits: ``local``, from this host's node; ``prefill``, from another node's data plane; ``decode``
+            and ``relay``: read from storage by the decode host or a third one, and forwarded.
         seconds: how long it took.
         error: the first failure of ours on the way, if any. What it cost is in the outcomes.
     """

@@ -40,6 +40,22 @@ class Tally:
         self._nodes[where] = node
         self._paths[where] = _number(self._path_numbers, path, self._lock)
 
+    def absorb(self, start: int, other: Tally) -> None:
+        """Takes over the account of a load of blocks from ``start`` on."""
+        where = slice(start, start + len(other.outcomes))
+        self.outcomes[where] = other.outcomes
+        self._tiers[where] = other._tiers
+        for mine, theirs, names in (
+            (self._nodes, other._nodes, (self._node_numbers, other._node_numbers)),
+            (self._paths, other._paths, (self._path_numbers, other._path_numbers)),
+        ):
+            numbers = np.zeros(len(names[1]) + 1, mine.dtype)
+            for name, number in names[1].items():
+                numbers[number] = _number(names[0], name, self._lock)
+            mine[where] = numbers[theirs]
+        if other.error is not None:
+            self.note(other.error)
+
     def note(self, error: KVStoreError) -> None:
         """Keeps the first error."""
         if self.error is None:

@@ -13,7 +13,7 @@ from kvclient.options import ClientOptions
 from kvstore.core.config import Config, TlsSection
 from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
-from kvstore.node.config import NodeConfig, NvmeConfig
+from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
 
 _MAX_FOLDER_NAME = 32
 
@@ -59,6 +59,7 @@ def metadata_config(config: Config) -> MetadataConfig:
         map_bytes=section.index_size,
         heartbeat_interval_ms=section.heartbeat_interval,
         node_ttl_ms=section.node_ttl,
+        path_policy=section.path_policy,
         workers=section.workers,
         tls=tls(section.tls),
         ready_file=section.ready_file,
@@ -82,6 +83,7 @@ def node_config(config: Config) -> NodeConfig:
         huge_pages=section.huge_pages,
         prefault=section.prefault,
         nvme=tuple(NvmeConfig(volume.path, volume.capacity, direct=volume.direct) for volume in section.nvme),
+        mounts=tuple(MountConfig(mount.volume, mount.path, direct=mount.direct) for mount in section.mounts),
         write_behind_to=section.write_behind_to,
         policy=section.policy,
         lease_ms=section.lease,
@@ -89,6 +91,13 @@ def node_config(config: Config) -> NodeConfig:
         load_window_bytes=section.load_window,
         load_threads=section.load_threads,
         io_threads=section.io_threads,
+        storage_listen=section.storage_listen,
+        storage_advertise_host=section.storage_advertise_host,
+        storage_bytes_per_s=section.storage_bandwidth,
+        compute_bytes_per_s=section.compute_bandwidth,
+        prefill_buffer_bytes=section.prefill_buffer,
+        decode_buffer_bytes=section.decode_buffer,
+        keep_loaded=section.keep_loaded,
         peer_streams=section.peer_streams,
         anti_entropy_interval_ms=section.anti_entropy_interval,
         tls=tls(section.tls),

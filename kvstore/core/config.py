@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvstore.core.config_values import DurationMs, Size, format_size, parse_list, parse_volume
+from kvstore.core.config_values import DurationMs, Size, format_size, parse_list, parse_mount, parse_volume
 from kvstore.core.node_id import check_node_id
 
 DEFAULT_METADATA_ADDRESS = "127.0.0.1:7400"
@@ -46,6 +46,9 @@ class MetadataSection(Section):
     index_size: Size = Field(default=16 << 30, description="the most that the index may grow to (address space until used)")
     heartbeat_interval: DurationMs = Field(default=500, description="how often nodes call")
     node_ttl: DurationMs = Field(default=2_500, description="silence after which a node is hidden")
+    path_policy: Literal["prefill_only", "round_robin", "shorter_queue", "split"] = Field(
+        default="split", description="which hosts' storage links a load is read over, where the client does not say"
+    )
     workers: int = Field(default=1, ge=1, le=64, description="server processes that share port and index")
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
@@ -64,6 +67,20 @@ class VolumeSection(Section):
 
 
 _Volume = Annotated[VolumeSection, BeforeValidator(parse_volume)]
+
+
+class MountSection(Section):
+    """Another node's volume, read directly."""
+
+    volume: Annotated[str, Field(min_length=1, max_length=512)]
+    path: Path
+    direct: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.volume}={self.path}" + ("" if self.direct else " (buffered)")
+
+
+_Mount = Annotated[MountSection, BeforeValidator(parse_mount)]
 
 
 def _check_lease(lease_ms: int) -> int:
@@ -92,6 +109,9 @@ class NodeSection(Section):
     nvme: Annotated[tuple[_Volume, ...], BeforeValidator(parse_list)] = Field(
         default=(), description="NVMe volumes: PATH:SIZE, several with commas"
     )
+    mounts: Annotated[tuple[_Mount, ...], BeforeValidator(parse_list)] = Field(
+        default=(), description="other nodes' volumes on a file system mounted here too, read directly: VOLUME=PATH, …"
+    )
     write_behind_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
         default=None, description="node id of a storage node that completed blocks are written to"
     )
@@ -105,6 +125,17 @@ class NodeSection(Section):
     load_window: Size = Field(default=64 << 20, gt=0, description="read ahead at once for each load")
     load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")
     io_threads: int = Field(default=8, ge=1, le=256, description="I/O requests in flight on each NVMe volume")
+    storage_listen: str | None = Field(
+        default=None, description="address of its data plane on the storage network; unset: data_listen serves both networks"
+    )
+    storage_advertise_host: str | None = Field(
+        default=None, description="host that others reach it by on the storage network; unset: the one listened on"
+    )
+    storage_bandwidth: Size = Field(default=0, description="bytes a second of the storage link; 0: not known, measured")
+    compute_bandwidth: Size = Field(default=0, description="bytes a second of the compute link; 0: not known")
+    prefill_buffer: Size = Field(default=0, description="the most that layer-wise loads may hold; 0: a quarter of the arena")
+    decode_buffer: Size = Field(default=0, description="the most that awaited prompts may hold; 0: a quarter of the arena")
+    keep_loaded: bool = Field(default=True, description="keep what was fetched from other nodes in DRAM as a cache")
     peer_streams: int = Field(default=4, ge=1, le=64, description="connections of a fetch from a peer")
     anti_entropy_interval: DurationMs = Field(default=30_000, description="how often it compares notes with the index")
     tls: TlsSection = TlsSection()

@@ -23,6 +23,7 @@ class MetadataConfig:
         map_bytes: the most that the index may grow to on disk (address space only, until it is used).
         heartbeat_interval_ms: how often nodes are asked to call.
         node_ttl_ms: silence after which a node is hidden from lookups.
+        path_policy: over which nodes' storage links loads are read, where a client does not say; ``kvstore.dualpath.policies``.
         workers: server processes that share the port and the index.
         tls: this server's identity; None: plain text.
         ready_file: written atomically as JSON ``{"address", "pid"}`` once calls are answered.
@@ -37,6 +38,7 @@ class MetadataConfig:
     map_bytes: int = 16 << 30
     heartbeat_interval_ms: int = 500
     node_ttl_ms: int = 2_500
+    path_policy: str = "split"
     workers: int = 1
     tls: TlsConfig | None = None
     ready_file: Path | None = None

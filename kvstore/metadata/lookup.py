@@ -47,7 +47,7 @@ class Lookups:
         positions: dict[NodeId, int] = {}
         runs = []
         for run in hit.runs:
-            place = view.places[run.life]
+            place = self._nodes.server_of(run.life)
             node = positions.setdefault(place.node_id, len(positions))
             runs.append(ReplicaRun(start=run.start, count=run.count, node=node, volume=place.volume))
         encoded = LookupResponse(hit_blocks=hit.blocks, runs=runs).SerializeToString()

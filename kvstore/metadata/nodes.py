@@ -21,7 +21,7 @@ from kvproto.v1.common_pb2 import NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, LookupResponse, NodeStatus
 from kvstore.core.clock import Clock
 from kvstore.core.errors import NotFound
-from kvstore.core.types import BootId, NodeId, VolumeId
+from kvstore.core.types import BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life, PrefixIndex
 from kvstore.metadata.notes import BEAT_PREFIX, NODE_PREFIX, Beat, beat_note
 from kvstore.observe.counters import Counters
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a life lies: a node and the position of the volume among its volumes."""
+    """Where a life is served: a node and the position of the volume among its volumes, or behind them among its mounts."""
 
     node_id: NodeId
     volume: int
@@ -48,6 +48,8 @@ class View:
     places: Mapping[Life, Place] = field(default_factory=dict)
     lives: Mapping[tuple[VolumeId, BootId], Life] = field(default_factory=dict)
     owners: Mapping[VolumeId, frozenset[NodeId]] = field(default_factory=dict)
+    mounted: Mapping[Life, tuple[Place, ...]] = field(default_factory=dict)
+    """Durable lives that other nodes can read without the owner: where those nodes name the volume, behind their own."""
 
 
 class NodeTable:
@@ -64,6 +66,8 @@ class NodeTable:
         self._unshared: set[NodeId] = set()  # beats that arrived here and the other workers have not seen
         self._alive: frozenset[NodeId] = frozenset()
         self._visible: frozenset[Life] = frozenset()
+        self._stand_ins: dict[Life, tuple[Place, ...]] = {}
+        self._turn = 0
 
     # ---- reading ----
     def view(self) -> View:
@@ -85,8 +89,16 @@ class NodeTable:
 
     @property
     def visible(self) -> frozenset[Life]:
-        """Lives of living nodes, as of the last :meth:`view` or :meth:`exchange_beats`."""
+        """Lives of living nodes, and those that a living node mounts, as of the last :meth:`view` or :meth:`exchange_beats`."""
         return self._visible
+
+    def server_of(self, life: Life) -> Place:
+        """Who is to be asked for blocks of a visible life: its owner or, where it is silent, the nodes that mount it in turn."""
+        stand_ins = self._stand_ins.get(life)
+        if stand_ins is None:
+            return self._view.places[life]
+        self._turn += 1
+        return stand_ins[self._turn % len(stand_ins)]
 
     def is_alive(self, node_id: NodeId) -> bool:
         """Whether heartbeats of a node arrive."""
@@ -186,7 +198,13 @@ class NodeTable:
             self._counters.add("metadata_nodes_appeared_total")
             logger.info("node %s is alive", node_id)
         self._alive = frozenset(alive)
-        self._visible = frozenset(life for life, place in self._view.places.items() if place.node_id in alive)
+        served = frozenset(life for life, place in self._view.places.items() if place.node_id in alive)
+        self._stand_ins = {
+            life: living
+            for life, places in self._view.mounted.items()
+            if life not in served and (living := tuple(place for place in places if place.node_id in alive))
+        }
+        self._visible = served | self._stand_ins.keys()
 
 
 def _read_view(index: PrefixIndex) -> View:
@@ -209,11 +227,19 @@ def _read_view(index: PrefixIndex) -> View:
     places: dict[Life, Place] = {}
     lives: dict[tuple[VolumeId, BootId], Life] = {}
     owners: dict[VolumeId, set[NodeId]] = {}
+    mounts: dict[VolumeId, list[Place]] = {}
+    for node_id, record in nodes.items():
+        for number, mount in enumerate(record.mounts):
+            mounts.setdefault(VolumeId(mount), []).append(Place(node_id, len(record.volumes) + number))
+    mounted: dict[Life, tuple[Place, ...]] = {}
     for life in index.lives():
         position = positions.get((life.node_id, life.volume_id))
         if position is not None:  # else: between the writes of a registration; its last write moves the revision again
             places[life.life] = Place(life.node_id, position)
             lives[life.volume_id, life.boot_id] = life.life
             owners.setdefault(life.volume_id, set()).add(life.node_id)
+            if life.tier is Tier.NVME and life.volume_id in mounts:
+                mounted[life.life] = tuple(mounts[life.volume_id])
     encoded = {node_id: LookupResponse(nodes=[info]).SerializeToString() for node_id, info in nodes.items()}
-    return View(revision, nodes, encoded, places, lives, {volume_id: frozenset(ids) for volume_id, ids in owners.items()})
+    by_volume = {volume_id: frozenset(ids) for volume_id, ids in owners.items()}
+    return View(revision, nodes, encoded, places, lives, by_volume, mounted)

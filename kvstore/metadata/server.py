@@ -10,6 +10,7 @@ from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.planning import Planning
 from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_to_server
 from kvstore.metadata.upkeep import Upkeep
 from kvstore.metadata.writer import IndexThread
@@ -68,7 +69,8 @@ class MetadataServer:
             ttl_s = config.node_ttl_ms / 1000
             nodes = NodeTable(index, self._clock, ttl_s, self.counters)
             nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
-            parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms)
+            planning = Planning(nodes, config.path_policy, self.counters, self._clock)
+            parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms, planning)
             self._bound = await build_aio_server(
                 [functools.partial(add_to_server, MetadataService(parts))],
                 addresses=[config.listen],
@@ -77,7 +79,9 @@ class MetadataServer:
                 tls=config.tls,
                 reuse_port=config.workers > 1,
             )
-            self._upkeep = Upkeep(index, nodes, writes, self.counters, ttl_s=ttl_s, sweeps=self._worker == 0)
+            self._upkeep = Upkeep(
+                index, nodes, writes, self.counters, ttl_s=ttl_s, sweeps=self._worker == 0, also=planning.expire
+            )
             self._upkeep.start()
             await self._bound.start()
         except BaseException:

@@ -21,6 +21,7 @@ from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.anti_entropy import differing_ranges
 from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.planning import Planning
 from kvstore.metadata.publishing import PublishStream
 from kvstore.metadata.writer import IndexThread
 from kvstore.metadata.writes import register_node, repair_range
@@ -42,6 +43,7 @@ class Parts:
         reads: the thread for long reads of it.
         counters: events of this process.
         heartbeat_interval_ms: what nodes are told.
+        planning: load plans.
     """
 
     index: PrefixIndex
@@ -50,6 +52,7 @@ class Parts:
     reads: IndexThread
     counters: Counters
     heartbeat_interval_ms: int
+    planning: Planning
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -142,6 +145,15 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     async def Lookup(self, request: pb.LookupRequest, context: object) -> bytes:  # see add_to_server
         return self._lookups.answer(request)
 
+    async def PlanLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPlan:
+        return self._parts.planning.plan(request)
+
+    async def ReportLoads(self, request: pb.ReportLoadsRequest, context: object) -> pb.ReportLoadsResponse:
+        return self._parts.planning.report(request)
+
+    async def ReplanLoad(self, request: pb.ReplanLoadRequest, context: object) -> pb.LoadPlan:
+        return self._parts.planning.replan(request)
+
     async def GetStats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
         stats = self._parts.index.stats()
         return pb.GetStatsResponse(
@@ -201,3 +213,7 @@ def _check_node(info: NodeInfo) -> None:
         tier_from_proto(volume.tier)
     if len({volume.volume_id for volume in info.volumes}) != len(info.volumes):
         raise InvalidArgument("a volume is named twice", node_id=info.node_id)
+    if len(info.mounts) > limits.MAX_VOLUMES_PER_NODE:
+        raise InvalidArgument("too many mounts", got=len(info.mounts), limit=limits.MAX_VOLUMES_PER_NODE)
+    for mount in info.mounts:
+        check_name(mount, "mounts")

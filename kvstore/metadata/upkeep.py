@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from kvstore.core.errors import KVStoreError
@@ -32,10 +33,19 @@ class Upkeep:
         counters: events of this process.
         ttl_s: silence after which a node is hidden.
         sweeps: whether this process sweeps; one of several workers does.
+        also: called at each tick.
     """
 
     def __init__(
-        self, index: PrefixIndex, nodes: NodeTable, thread: IndexThread, counters: Counters, *, ttl_s: float, sweeps: bool
+        self,
+        index: PrefixIndex,
+        nodes: NodeTable,
+        thread: IndexThread,
+        counters: Counters,
+        *,
+        ttl_s: float,
+        sweeps: bool,
+        also: Callable[[], None],
     ) -> None:
         self._index = index
         self._nodes = nodes
@@ -43,6 +53,7 @@ class Upkeep:
         self._counters = counters
         self._tick_s = min(max(ttl_s / _TICKS_PER_TTL, _MIN_TICK_S), _MAX_TICK_S)
         self._sweeps = sweeps
+        self._also = also
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -60,8 +71,11 @@ class Upkeep:
     async def _watch_nodes(self) -> None:
         while True:
             try:
-                await self._thread.run(self._share, self._nodes.unshared_beats())
-                self._nodes.exchange_beats()
+                try:
+                    await self._thread.run(self._share, self._nodes.unshared_beats())
+                finally:
+                    self._nodes.exchange_beats()  # who is silent is hidden also where nothing can be written
+                self._also()
             except KVStoreError:
                 # a full disk, an index that does not answer: lookups go on with what is known, the next tick tries again
                 self._counters.add("metadata_upkeep_failures_total")

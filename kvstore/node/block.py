@@ -13,8 +13,8 @@ class Block:
     """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0."""
 
     __slots__ = (
-        *("checksums", "depth", "domain", "dram", "elsewhere", "expendable", "key"),
-        *("leaving", "nvme", "nvme_home", "ours", "parent", "pending", "pins"),
+        *("arriving", "checksums", "depth", "domain", "dram", "elsewhere", "expendable", "key"),
+        *("leaving", "nvme", "nvme_home", "ours", "parent", "passing", "pending", "pins"),
     )
 
     def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
@@ -37,6 +37,10 @@ class Block:
         """Waits for write-behind, or is being written."""
         self.leaving = False
         """Its NVMe replica is about to leave: nobody may begin to read it."""
+        self.arriving = False
+        """Its first layers are in its DRAM slot and the others on their way: not in the table yet, its slot lives by its pins."""
+        self.passing = False
+        """Only staged here for somebody: leaves DRAM as soon as nobody has it pinned."""
 
     @property
     def namespace(self) -> NamespaceId:

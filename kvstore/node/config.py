@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstore.core.errors import InvalidArgument
 from kvstore.core.node_id import check_node_id
 from kvstore.core.tls import TlsConfig
 
@@ -21,11 +22,23 @@ class NvmeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MountConfig:
+    """Another node's volume on a file system that this host mounts too: read directly, never written."""
+
+    volume_id: str
+    """As its owner names it, e.g. ``storage-1/nvme0``."""
+    path: Path
+    """Folder of the volume, as mounted here."""
+    direct: bool = True
+    """O_DIRECT where the file system takes it."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeConfig:
     """One node daemon.
 
     Raises:
-        InvalidArgument: ``node_id`` cannot name a node.
+        InvalidArgument: ``node_id`` cannot name a node, or ``mounts`` names a volume twice or one of its own.
     """
 
     node_id: str
@@ -45,6 +58,8 @@ class NodeConfig:
     prefault: bool = True
     """Take the arena's memory at start, in the background, rather than page by page at the first use."""
     nvme: tuple[NvmeConfig, ...] = ()
+    mounts: tuple[MountConfig, ...] = ()
+    """Volumes of other nodes that are read directly."""
     write_behind_to: str | None = None
     """Node id of a storage node that completed blocks are written to; None: own NVMe volumes, if any."""
     policy: str = "gap"
@@ -57,6 +72,20 @@ class NodeConfig:
     load_threads: int = 8
     io_threads: int = 8
     """I/O requests in flight on each NVMe volume."""
+    storage_listen: str | None = None
+    """Data plane on the storage network (SNIC); None: ``data_listen`` serves both networks."""
+    storage_advertise_host: str | None = None
+    """Host that others reach it by on the storage network; None: the host listened on."""
+    storage_bytes_per_s: int = 0
+    """Bandwidth of the storage link, for the planner; 0: not known, it is estimated from what is measured."""
+    compute_bytes_per_s: int = 0
+    """Bandwidth of the compute link; 0: not known."""
+    prefill_buffer_bytes: int = 0
+    """The most that loads in layer groups may hold together; 0: a quarter of the arena."""
+    decode_buffer_bytes: int = 0
+    """The most that awaited prompts may hold together; 0: a quarter of the arena."""
+    keep_loaded: bool = True
+    """Keep what was fetched from other nodes in DRAM as a cache; False: it leaves as soon as nobody uses it."""
     peer_streams: int = 4
     """Connections of a peer fetch."""
     anti_entropy_interval_ms: int = 30_000
@@ -68,3 +97,6 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         check_node_id(self.node_id)
+        named = [mount.volume_id for mount in self.mounts]
+        if len(set(named)) != len(named) or any(name.startswith(f"{self.node_id}/") for name in named):
+            raise InvalidArgument("mounts are volumes of other nodes, each named once", mounts=", ".join(named))

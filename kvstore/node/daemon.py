@@ -20,15 +20,19 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
 from kvstore.node.block import Home
+from kvstore.node.buffers import StagingBuffer
 from kvstore.node.config import NodeConfig
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.loader import Loader
+from kvstore.node.mounts import make_mounts
 from kvstore.node.peers import PeerAddress, Peers
+from kvstore.node.prompts import Prompts
 from kvstore.node.provider import NodeProvider
 from kvstore.node.publisher import Publisher
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.service import NodeServicer
 from kvstore.node.sessions import Sessions
+from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
@@ -50,6 +54,8 @@ from kvstore.transport.tls import ssl_context
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.5
+BUFFER_SHARE = 4
+"""Prefill and decode buffer are each this fraction (1/n) of the arena, unless configured."""
 RESUME_INTERVAL_S = 2.0
 """How often a read-only volume is tried again."""
 REGISTER_WAIT_S = 10.0
@@ -66,7 +72,7 @@ class NodeDaemon:
         self._clock = MonotonicClock()
         self._boot_id = BootId(secrets.token_bytes(16))
         self._domains = Domains()
-        for address in (config.listen, config.data_listen):
+        for address in (config.listen, config.data_listen, config.storage_listen or config.data_listen):
             if config.tls is None and not config.allow_insecure_remote and not stays_on_host(address):
                 raise InvalidArgument(
                     "refusing to listen beyond this host without TLS: give tls.cert and tls.key, or set allow_insecure_remote",
@@ -113,30 +119,50 @@ class NodeDaemon:
         homes = [Home(slab, make_policy(config.policy)) for slab in self._slabs]
         writes_behind = bool(homes) or config.write_behind_to is not None
         self.table = BlockTable(
-            self._arena, make_policy(config.policy), homes, self._log, counters, clock, writes_behind=writes_behind
+            self._arena,
+            make_policy(config.policy),
+            homes,
+            self._log,
+            counters,
+            clock,
+            writes_behind=writes_behind,
+            keep_loaded=config.keep_loaded,
         )
         self._recover(homes)
         self._peers = Peers(self._make_peer)
+        self._mounts = make_mounts(config.mounts, io_threads=config.io_threads, counters=counters, clock=clock)
         self._loader = Loader(
             NodeId(config.node_id),
             self.table,
             self._peers,
+            self._mounts,
             counters,
             clock,
             window_bytes=config.load_window_bytes,
             threads=config.load_threads,
         )
+        share = config.dram_bytes // BUFFER_SHARE
+        prefill_buffer = StagingBuffer("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
+        decode_buffer = StagingBuffer("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
+        self._stager = Stager(
+            NodeId(config.node_id),
+            self.table,
+            self._peers,
+            self._loader,
+            prefill_buffer,
+            counters,
+            clock,
+            window_bytes=config.load_window_bytes,
+            threads=config.load_threads,
+        )
+        self._prompts = Prompts(NodeId(config.node_id), self.table, decode_buffer, counters)
         self.sessions = Sessions(
             self.table, counters, clock, lease_s=config.lease_ms / 1000, prepare_ttl_s=config.prepare_ttl_ms / 1000
         )
         self._authority = TicketAuthority(secrets.token_bytes(32), self._boot_id, clock)
-        self._data = TcpServer(
-            NodeProvider(self._domains, self.table, self._loader, clock),
-            config.data_listen,
-            authority=self._authority,
-            tls=ssl_context(config.tls, server_side=True) if config.tls is not None else None,
-            counters=counters,
-        )
+        provider = NodeProvider(self._domains, self.table, self._loader, self._stager, clock)
+        self._data = self._data_server(provider, config.data_listen)
+        self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen)
         self._door = ArenaDoor(self._arena_socket, self._hand_out_arena, self._engine_left)
         target = (
             LocalTarget(self.table, counters, clock)
@@ -144,6 +170,16 @@ class NodeDaemon:
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock)
         )
         self._write_behind = WriteBehind(self.table, target, counters)
+
+    def _data_server(self, provider: NodeProvider, listen: str) -> TcpServer:
+        tls = self.config.tls
+        return TcpServer(
+            provider,
+            listen,
+            authority=self._authority,
+            tls=ssl_context(tls, server_side=True) if tls is not None else None,
+            counters=self.counters,
+        )
 
     def _recover(self, homes: list[Home]) -> None:
         for home in homes:
@@ -219,8 +255,15 @@ class NodeDaemon:
             boot_id=self._boot_id,
             roles=config.roles,
             data_address=self._advertised(self._data.address),
+            storage_bytes_per_s=config.storage_bytes_per_s,
+            compute_bytes_per_s=config.compute_bytes_per_s,
             local_socket=f"unix:{self._socket}",
+            mounts=[mount.volume_id for mount in self._mounts],
         )
+        if self._storage_data is not None:
+            self._storage_data.start()
+            host, _, port = self._storage_data.address.rpartition(":")
+            self.info.storage_address = f"{config.storage_advertise_host or host}:{port}"
         for volume in (self._arena, *self._slabs):
             capacity = volume.usage().capacity_bytes
             self.info.volumes.add(
@@ -232,6 +275,8 @@ class NodeDaemon:
             self.table,
             self.sessions,
             self._loader,
+            self._stager,
+            self._prompts,
             self._log,
             self._authority,
             self.counters,
@@ -254,6 +299,7 @@ class NodeDaemon:
         self.info.control_address = next(self._advertised(one) for one in self._server.addresses if not is_unix(one))
         await self._server.start()
         self._socket.chmod(0o600)
+        self._mounts.start()
         self._write_behind.start()
         self._janitor.start()
         self._resumer.start()
@@ -281,6 +327,7 @@ class NodeDaemon:
             "pid": os.getpid(),
             "address": self.info.control_address,
             "data_address": self.info.data_address,
+            "storage_address": self.info.storage_address or self.info.data_address,
             "local_socket": self.info.local_socket,
         }
         partial_file = path.with_suffix(".partial")
@@ -305,8 +352,12 @@ class NodeDaemon:
         self.table.close()
         self._door.stop()
         self._data.stop()
+        if self._storage_data is not None:
+            self._storage_data.stop()
         self._servicer.close()
+        self._stager.close()
         self._loader.close()
+        self._mounts.close()
         self._peers.close()
         self._janitor.join(2.0)
         self._resumer.join(2.0)
@@ -320,7 +371,8 @@ class NodeDaemon:
 
     def _io_engines(self) -> list[str]:
         engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
-        return engines + [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
+        engines += [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
+        return engines + [mount.describe() for mount in self._mounts]
 
     def _sweep_for_ever(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):

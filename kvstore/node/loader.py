@@ -1,11 +1,11 @@
 """Brings blocks into the arena, from wherever they lie, and hands them over pinned, part by part.
 
 One load is a stream of *parts*: consecutive keys with one fate each. What lies in DRAM is pinned at once and comes first; then
-this node's NVMe and other nodes, in windows, as many in flight as the read-ahead allows, so that the disk or the wire works on
-while the caller copies what came before. Windows that a disk reads are small: it starts at once, and never runs dry because a
-window must be complete; those that have come by the time the caller asks go out as one part. A window takes its slots all or none
-and holds nothing while it waits for them; a caller gives back each part by itself; so loads larger than the arena flow through it
-and no two loads can block each other for ever.
+this node's NVMe, volumes that it mounts, and other nodes, in windows, as many in flight as the read-ahead allows, so that the
+disk or the wire works on while the caller copies what came before. Windows that a disk reads are small: it starts at once, and
+never runs dry because a window must be complete; those that have come by the time the caller asks go out as one part. A window
+takes its slots all or none and holds nothing while it waits for them; a caller gives back each part by itself; so loads larger
+than the arena flow through it and no two loads can block each other for ever.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.block import Block, Claim, Home
 from kvstore.node.domain import Domain
+from kvstore.node.mount_load import MountLoads
+from kvstore.node.mounts import Mount, Mounts
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
-from kvstore.transport.contract import ReadRequest
+from kvstore.transport.contract import Checksums, ReadRequest
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Source:
     start: int
     count: int
     peer: PeerAddress
+    volume_id: str = ""
+    """Which of its volumes; empty: not known."""
 
 
 @dataclass(slots=True)
@@ -61,6 +65,11 @@ class Part:
     """Where the bytes lay before this load."""
     node: NodeId
     """Whose they were."""
+    first_layer: int = 0
+    layer_count: int = 0
+    """Which layers are ready; 0: all."""
+    sums: Checksums | None = None
+    """Where only some layers are ready: their checksums, ``[hits, layer_count]``."""
 
     def pinned(self) -> list[Block]:
         """The blocks to give back."""
@@ -102,6 +111,7 @@ class Loader:
         node_id: NodeId,
         table: BlockTable,
         peers: Peers,
+        mounts: Mounts,
         counters: Counters,
         clock: Clock,
         *,
@@ -111,6 +121,8 @@ class Loader:
         self._node_id = node_id
         self._table = table
         self._peers = peers
+        self._mounts = mounts
+        self._mount_loads = MountLoads(table, counters, clock)
         self._counters = counters
         self._clock = clock
         self._ahead_bytes = min(window_bytes, table.dram.usage().capacity_bytes // ARENA_SHARE)
@@ -119,6 +131,10 @@ class Loader:
     def close(self) -> None:
         """Waits for windows under way (their waits are bounded by their deadlines)."""
         self._pool.shutdown(cancel_futures=True)
+
+    def reads_directly(self, source: Source) -> bool:
+        """Whether the volume that a source names is mounted here."""
+        return self._mounts.get(source.volume_id) is not None
 
     def resident(self, domain: Domain, keys: Sequence[BlockKey]) -> Part | None:
         """All keys as one pinned part where all lie in DRAM, else None. Never waits."""
@@ -297,11 +313,32 @@ class Loader:
         except (OSError, KVStoreError) as error:
             log.warning("the catalog of %s still names the bad block %s: %s", home.volume.volume_id, block.key.hex(), error)
 
+    def _from_mount(self, chain: _Chain, start: int, wanted: list[int], part: Part, mount: Mount, *, read_on: bool) -> list[int]:
+        """Brings what a mounted volume has of some claimed absent blocks; answers which of them it did not bring."""
+        if not wanted:
+            return wanted
+        blocks = [
+            Block(chain.domain, chain.keys[at], chain.keys[at - 1] if at else chain.parent, chain.depth + at, b"")
+            for at in (start + position for position in wanted)
+        ]
+        left: list[int] = []
+        brought = self._mount_loads.bring(mount, blocks, chain.deadline_s, read_on=read_on)
+        for position, block in zip(wanted, brought, strict=True):
+            if block is None:
+                left.append(position)
+                continue
+            part.blocks[position], part.outcomes[position] = block, Outcome.HIT
+            part.tier, part.node = Tier.NVME, self._node_id
+        return left
+
     def _fetch(self, chain: _Chain, start: int, claim: Claim, part: Part, sources: tuple[Source, ...]) -> None:
-        """Fetches claimed absent blocks from the first source that delivers each."""
+        """Fetches claimed absent blocks from the first source that delivers each: directly, where its volume is mounted here."""
         table, shape = self._table, chain.domain.shape
         left = list(claim.claimed_absent)
         part.tier = Tier.DRAM if sources and not claim.durable else part.tier
+        named = {source.volume_id for source in sources}
+        for mount in self._mounts:  # before any peer: the storage link is ours alone, and no other node works for it
+            left = self._from_mount(chain, start, left, part, mount, read_on=mount.volume_id in named)
         for source in sources:
             if not left:
                 break
@@ -343,6 +380,9 @@ class Loader:
                 part.tier, part.node = result.tiers[index], source.peer.node_id
             self._counters.add("peer_fetched_blocks_total", len(left) - len(missing))
             left = missing
+        for mount in self._mounts:
+            if mount.volume_id not in named:
+                left = self._from_mount(chain, start, left, part, mount, read_on=True)
 
 
 def offsets_of(blocks: Sequence[Block]) -> bytes:

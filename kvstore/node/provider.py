@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from kvstore.core.clock import Clock
-from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome
+from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
 from kvstore.node.block import Block, Prepared
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.loader import Loader, Part
+from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
@@ -21,10 +22,11 @@ WRITE_ROOM_WAIT_S = 2.0
 class NodeProvider(BlockProvider):
     """One node's blocks. Thread-safe."""
 
-    def __init__(self, domains: Domains, table: BlockTable, loader: Loader, clock: Clock) -> None:
+    def __init__(self, domains: Domains, table: BlockTable, loader: Loader, stager: Stager, clock: Clock) -> None:
         self._domains = domains
         self._table = table
         self._loader = loader
+        self._stager = stager
         self._clock = clock
 
     def shape(self, namespace: NamespaceId) -> BlockShape | None:
@@ -33,6 +35,12 @@ class NodeProvider(BlockProvider):
 
     def read(self, request: ReadRequest) -> Iterator[ReadPart]:
         domain = self._domains.get(request.namespace)
+        staged = self._stager.ready(domain, request.keys, request.first_layer, request.layer_count)
+        if staged is not None:
+            blocks, checksums = staged
+            views = [self._table.dram.view(block.dram, domain.shape.block_bytes) for block in blocks if block.dram is not None]
+            yield ReadPart(0, [Outcome.HIT] * len(blocks), views, checksums, Tier.NVME, self._releaser(blocks))
+            return
         parts = self._loader.load(domain, request.keys, request.deadline_s)
         try:
             for part in parts:

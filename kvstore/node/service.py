@@ -6,22 +6,25 @@ What is pure memory work runs on the event loop; what may wait (room, disks, pee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
-from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
 from kvstore.node.loader import Loader, Part, Source, offsets_of
 from kvstore.node.peers import PeerAddress
+from kvstore.node.prompts import Prompts
 from kvstore.node.provider import runs_of_outcome
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Session, Sessions
+from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, keys_from_packed, run_from_proto, spec_from_proto
@@ -34,6 +37,10 @@ MAX_WAIT_S = 300.0
 """No call waits longer, whatever its deadline says."""
 TICKET_VALID_S = 60.0
 MAX_SOURCES = 4096
+MAX_PROMPTS = 256
+SIGN_OF_LIFE_S = 0.2
+"""How often a load that waits tells that bytes come in."""
+_RECEIVED = "transport_peer_bytes_received_total"
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
@@ -46,6 +53,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         table: BlockTable,
         sessions: Sessions,
         loader: Loader,
+        stager: Stager,
+        prompts: Prompts,
         replica_log: ReplicaLog,
         authority: TicketAuthority,
         counters: Counters,
@@ -63,6 +72,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._table = table
         self._sessions = sessions
         self._loader = loader
+        self._stager = stager
+        self._prompts = prompts
+        self._prompts_waiting = 0
         self._log = replica_log
         self._authority = authority
         self._counters = counters
@@ -73,10 +85,12 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._prefaulted = prefaulted
         self._io_engines = io_engines
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
+        self._waiting = ThreadPoolExecutor(MAX_PROMPTS, thread_name_prefix="kvstore-prompts")
 
     def close(self) -> None:
         """Ends the pool; waits in it are bounded by their deadlines or ended by ``BlockTable.close``."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._waiting):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -108,7 +122,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.OpenSessionResponse:
         if len(request.client_name.encode()) > MAX_NAME_BYTES:
             raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
-        session = self._sessions.open(self._domains.of_spec(spec_from_proto(request.spec)), request.client_name)
+        domain = self._domains.of_spec(spec_from_proto(request.spec))
+        session = self._sessions.open(domain, request.client_name, remote=request.remote)
         return node_pb2.OpenSessionResponse(
             session_id=session.session_id,
             arena_socket=self._arena_socket,
@@ -121,6 +136,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     # ---------------------------------------------------------------- store
     async def Prepare(self, request: node_pb2.PrepareRequest, context: Context) -> node_pb2.PrepareResponse:  # noqa: N802
         session = self._session(request.session_id)
+        if session.remote:
+            raise InvalidArgument("a session of another host cannot write to the arena: stores travel over the data plane")
         operation = OperationId(check_id(request.operation_id, "operation_id"))
         run: BlockRun = run_from_proto(request.blocks)
         if run.namespace != session.domain.namespace:
@@ -164,37 +181,91 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         parent = BlockKey(check_id(request.parent, "parent")) if request.parent else None
         if request.depth + len(keys) > MAX_DEPTH:
             raise InvalidArgument("chain too long", limit=MAX_DEPTH)
-        sources = self._sources(request.sources)
-        parts = self._loader.load(
-            session.domain, keys, self._deadline_s(context), parent=parent, depth=request.depth, sources=sources
-        )
+        place = {"parent": parent, "depth": request.depth, "sources": self._sources(request.sources)}
+        deadline_s = self._deadline_s(context)
+        if request.layer_group:
+            layers = session.domain.shape.layers
+            if request.first_layer >= layers:
+                raise InvalidArgument("no such layer", first_layer=request.first_layer, layers=layers)
+            groups = {"layer_group": min(request.layer_group, layers), "first_layer": request.first_layer}
+            parts = self._stager.load(session.domain, keys, deadline_s, **place, **groups)  # type: ignore[arg-type]
+        else:
+            parts = self._loader.load(session.domain, keys, deadline_s, **place)  # type: ignore[arg-type]
+        async for progress in self._stream(session, parts, self._pool, want_checksums=request.want_checksums):
+            yield progress
+
+    async def AwaitPrompt(  # noqa: N802
+        self, request: node_pb2.AwaitPromptRequest, context: Context
+    ) -> AsyncIterator[node_pb2.LoadProgress]:
+        session = self._session(request.session_id)
+        check_id(request.operation_id, "operation_id")
+        keys = keys_from_packed(request.keys)
+        with self._a_prompt():
+            parts = self._prompts.arrive(session.domain, keys, self._deadline_s(context))
+            async for progress in self._stream(session, parts, self._waiting, want_checksums=request.want_checksums):
+                yield progress
+
+    @contextmanager
+    def _a_prompt(self) -> Iterator[None]:
+        """Each prompt that is waited for keeps a thread: no more of them than there are threads."""
+        if self._prompts_waiting >= MAX_PROMPTS:
+            raise CapacityExceeded("too many prompts are waited for on this node", limit=MAX_PROMPTS)
+        self._prompts_waiting += 1
+        try:
+            yield
+        finally:
+            self._prompts_waiting -= 1
+
+    async def _stream(
+        self, session: Session, parts: Iterator[Part], pool: ThreadPoolExecutor, *, want_checksums: bool
+    ) -> AsyncIterator[node_pb2.LoadProgress]:
+        """The parts of a load as they travel, each under a lease; the waiting for them is done in ``pool``.
+
+        While the next part takes its time, a message without runs shows from time to time that bytes still come in.
+        """
+        began_s = self._clock.now_s()
         taken: Part | None = None
+        turn = threading.Lock()  # `stop` comes after a `following` that still runs; that is bounded by the deadline
 
         def following() -> Part | None:
             nonlocal taken
-            taken = next(parts, None)
-            return taken
+            with turn:
+                taken = next(parts, None)
+                return taken
 
         def stop() -> None:
-            if taken is not None:
-                self._table.unpin(taken.pinned())
-            parts.close()  # type: ignore[attr-defined]  # a generator, by construction
+            with turn:
+                if taken is not None:
+                    self._table.unpin(taken.pinned())
+                parts.close()  # type: ignore[attr-defined]  # a generator, by construction
 
+        loop = asyncio.get_running_loop()
+        told = 0
         try:
-            while (part := await self._apart(following)) is not None:
-                progress = self._progress(session, part, want_checksums=request.want_checksums)
+            while True:
+                coming = loop.run_in_executor(pool, following)
+                while not (await asyncio.wait((coming,), timeout=SIGN_OF_LIFE_S))[0]:
+                    received = self._counters.get(_RECEIVED)
+                    if received != told:
+                        told = received
+                        yield node_pb2.LoadProgress(bytes_received=received)
+                part = coming.result()
+                if part is None:
+                    return
+                progress = self._progress(session, part, want_checksums=want_checksums)
+                progress.granted_ms = int((self._clock.now_s() - began_s) * 1000)
                 taken = None
                 yield progress
         finally:
             with suppress(RuntimeError):  # the pool is closed: so is the table
-                self._pool.submit(stop)  # after `following`, should that still run: it is bounded by the deadline
+                pool.submit(stop)
 
     def _sources(self, sources: Sequence[node_pb2.LoadSource]) -> list[Source]:
         if len(sources) > MAX_SOURCES:
             raise InvalidArgument("too many sources", limit=MAX_SOURCES)
         mine = self._info.node_id
         return [
-            Source(one.start, one.count, PeerAddress(NodeId(one.node_id), one.control_address, one.data_address))
+            Source(one.start, one.count, PeerAddress(NodeId(one.node_id), one.control_address, one.data_address), one.volume_id)
             for one in sources
             if one.node_id != mine
         ]
@@ -210,12 +281,16 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 blocks = [block for block in part.blocks[start:end] if block is not None]
                 run.tier = cast("common_pb2.Tier", int(part.tier))
                 run.source_node, run.offsets = part.node, offsets_of(blocks)
-                if want_checksums:
+                run.first_layer, run.layer_count = part.first_layer, part.layer_count
+                if want_checksums and part.sums is None:
                     run.checksums = b"".join([block.checksums for block in blocks])
+                elif want_checksums and part.sums is not None:
+                    hits = sum(one is Outcome.HIT for one in part.outcomes[:start])
+                    run.checksums = part.sums[hits : hits + len(blocks)].astype("<u8", copy=False).tobytes()
             runs.append(run)
         pinned = part.pinned()
         lease_id = self._sessions.lease(session, pinned) if pinned else 0
-        return node_pb2.LoadProgress(runs=runs, lease_id=lease_id)
+        return node_pb2.LoadProgress(runs=runs, lease_id=lease_id, bytes_received=self._counters.get(_RECEIVED))
 
     async def Release(self, request: node_pb2.ReleaseRequest, context: Context) -> node_pb2.ReleaseResponse:  # noqa: N802, ARG002
         self._sessions.release(self._session(request.session_id), request.lease_ids)

@@ -27,6 +27,8 @@ MAX_STORES_PER_SESSION = 256
 MAX_LEASES_PER_SESSION = 4096
 UNCONNECTED_TTL_S = 10.0
 """An opened session whose engine never came to the arena door ends after this."""
+REMOTE_IDLE_TTL_S = 60.0
+"""The session of an engine of another host ends after this long without a call and without a lease."""
 
 
 @dataclass(slots=True)
@@ -48,16 +50,23 @@ class _Lease:
 class Session:
     """One engine. Its methods are those of ``Sessions``, under the one lock."""
 
-    def __init__(self, session_id: SessionId, domain: Domain, name: str, now_s: float) -> None:
+    def __init__(self, session_id: SessionId, domain: Domain, name: str, now_s: float, *, remote: bool) -> None:
         self.session_id = session_id
         self.domain = domain
         self.name = name
+        self.remote = remote
         self.connected = False
-        self.opened_s = now_s
+        self.opened_s = self.used_s = now_s
         self.stores: OrderedDict[OperationId, _Store] = OrderedDict()
         self.leases: dict[int, _Lease] = {}
         self.aborted: OrderedDict[OperationId, None] = OrderedDict()
         """Stores given up, perhaps before their Prepare has ended: its slots are then given back at once."""
+
+    def stale(self, now_s: float) -> bool:
+        """Whether nobody can be using it any more."""
+        if self.remote:
+            return not self.leases and self.used_s + REMOTE_IDLE_TTL_S < now_s
+        return not self.connected and self.opened_s + UNCONNECTED_TTL_S < now_s
 
 
 class Sessions:
@@ -74,9 +83,9 @@ class Sessions:
         self._next_lease = 1
 
     # ---------------------------------------------------------------- life
-    def open(self, domain: Domain, name: str) -> Session:
-        """Begins a session; the engine must come to the arena door soon."""
-        session = Session(SessionId(secrets.token_bytes(16)), domain, name, self._clock.now_s())
+    def open(self, domain: Domain, name: str, *, remote: bool = False) -> Session:
+        """Begins a session. The engine must come to the arena door soon; one of another host (``remote``) must merely use it."""
+        session = Session(SessionId(secrets.token_bytes(16)), domain, name, self._clock.now_s(), remote=remote)
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise CapacityExceeded("too many sessions on this node", limit=MAX_SESSIONS)
@@ -87,7 +96,7 @@ class Sessions:
         """The engine came to the arena door. False where the session is unknown or has come before."""
         with self._lock:
             session = self._sessions.get(session_id)
-            if session is None or session.connected:
+            if session is None or session.connected or session.remote:
                 return False
             session.connected = True
             return True
@@ -113,6 +122,7 @@ class Sessions:
         session = self._sessions.get(session_id)
         if session is None:
             raise LeaseLost("this session has ended: open another")
+        session.used_s = self._clock.now_s()
         return session
 
     def count(self) -> int:
@@ -206,7 +216,7 @@ class Sessions:
         now_s = self._clock.now_s()
         with self._lock:
             sessions = list(self._sessions.values())
-            stale = [one.session_id for one in sessions if not one.connected and one.opened_s + UNCONNECTED_TTL_S < now_s]
+            stale = [one.session_id for one in sessions if one.stale(now_s)]
             over: list[_Lease] = []
             for session in sessions:
                 ended = [lease_id for lease_id, lease in session.leases.items() if lease.expires_s < now_s]

@@ -53,8 +53,11 @@ class BlockTable:
         clock: Clock,
         *,
         writes_behind: bool,
+        keep_loaded: bool = True,
     ) -> None:
         self.dram = dram
+        self.keep_loaded = keep_loaded
+        """Whether what was fetched from peers stays in DRAM as a cache. If not, the arena only stages it."""
         self.homes = list(homes)
         self._dram_policy = dram_policy
         self._log = log
@@ -218,11 +221,25 @@ class BlockTable:
             self._dram_policy.touch(used)
         return found
 
+    def pin_again(self, blocks: Iterable[Block]) -> None:
+        """One more pin on blocks that the caller has pinned."""
+        with self._lock:
+            for block in blocks:
+                block.pins += 1
+
+    def held(self, domain: Domain, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of the keys this node holds in any tier. A hint."""
+        with self._lock:
+            found = (self._blocks.get(key) for key in keys)
+            return [block is not None and block.domain is domain for block in found]
+
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Ends pins."""
         with self._lock:
             for block in blocks:
                 block.pins -= 1
+                if block.pins == 0 and (block.arriving or block.passing):
+                    self._let_go(block)
             self._changed.notify_all()
 
     def on_nvme(self, domain: Domain, keys: Sequence[BlockKey]) -> list[bool]:
@@ -270,6 +287,14 @@ class BlockTable:
             block.pins += 1
             return block
 
+    def await_stored(self, domain: Domain, key: BlockKey, deadline_s: float) -> bool:
+        """Waits until a key lies in DRAM, whoever brings it. A hint: pin it to be sure."""
+        with self._lock:
+            while (block := self._blocks.get(key)) is None or block.dram is None or block.domain is not domain:
+                if not self._wait(self._changed, deadline_s):
+                    return False
+            return True
+
     def reserve(self, shape: BlockShape, count: int, deadline_s: float) -> list[Slot] | None:
         """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
         with self._lock:
@@ -298,10 +323,32 @@ class BlockTable:
             self._blocks[block.key] = block
             block.pins += 1
             block.expendable, block.ours = True, False
+            block.passing = not self.keep_loaded
             self._set_dram(block, slot)
             self._loading.discard(block.key)
             self._changed.notify_all()
         return block
+
+    def arriving(self, block: Block, slot: Slot) -> Block:
+        """A block (claimed as absent) begins to arrive in ``slot``, layer by layer; it is returned pinned.
+
+        It stays out of the table until ``arrived``. Where that never comes, its slot is given back with its last pin.
+        """
+        with self._lock:
+            block.dram, block.pins, block.arriving = slot, 1, True
+        return block
+
+    def arrived(self, block: Block) -> None:
+        """All layers of an arriving block are there: it is a block like any other, and its pins go on."""
+        with self._lock:
+            slot = block.dram
+            assert slot is not None
+            block.arriving, block.expendable, block.ours = False, True, False
+            block.passing = not self.keep_loaded
+            self._blocks[block.key] = block
+            self._set_dram(block, slot)
+            self._loading.discard(block.key)
+            self._changed.notify_all()
 
     def unclaim(self, keys: Iterable[BlockKey], blocks: Iterable[Block]) -> None:
         """Gives claims up: ``keys`` of all, ``blocks`` those that were claimed with a pin."""
@@ -555,6 +602,15 @@ class BlockTable:
         block.nvme, block.nvme_home, block.expendable = slot, home, True
         home.policy.insert(block.key, block.parent)
         self._log.stored(home.volume.volume_id, block)
+
+    def _let_go(self, block: Block) -> None:
+        """Nobody has a block pinned any more that never arrived whole, or was only passing through."""
+        if block.arriving:
+            assert block.dram is not None
+            self.dram.free((block.dram,))
+            block.dram = None
+        elif block.dram is not None and block.expendable and self._idle(block):
+            self._evict_dram(block)
 
     def _evict_dram(self, block: Block) -> None:
         assert block.dram is not None

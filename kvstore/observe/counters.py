@@ -23,6 +23,10 @@ class Counters:
         with self._lock:
             self._totals[name] += amount
 
+    def get(self, name: str) -> int:
+        """One total; 0 before its first event."""
+        return self._totals.get(name, 0)
+
     def snapshot(self) -> Mapping[str, int]:
         """All totals, as of now."""
         with self._lock:

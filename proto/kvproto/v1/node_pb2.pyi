@@ -128,28 +128,32 @@ class LoadRequest(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[LoadSource, _Mapping]]] = ..., want_checksums: _Optional[bool] = ..., parent: _Optional[bytes] = ..., depth: _Optional[int] = ..., layer_group: _Optional[int] = ..., first_layer: _Optional[int] = ...) -> None: ...
 
 class LoadSource(_message.Message):
-    __slots__ = ("start", "count", "node_id", "control_address", "data_address")
+    __slots__ = ("start", "count", "node_id", "control_address", "data_address", "volume_id")
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     start: int
     count: int
     node_id: str
     control_address: str
     data_address: str
-    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
+    volume_id: str
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., volume_id: _Optional[str] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
-    __slots__ = ("runs", "lease_id", "bytes_received")
+    __slots__ = ("runs", "lease_id", "granted_ms", "bytes_received")
     RUNS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_MS_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     runs: _containers.RepeatedCompositeFieldContainer[LoadedRun]
     lease_id: int
+    granted_ms: int
     bytes_received: int
-    def __init__(self, runs: _Optional[_Iterable[_Union[LoadedRun, _Mapping]]] = ..., lease_id: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
+    def __init__(self, runs: _Optional[_Iterable[_Union[LoadedRun, _Mapping]]] = ..., lease_id: _Optional[int] = ..., granted_ms: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
 
 class LoadedRun(_message.Message):
     __slots__ = ("start", "count", "outcome", "tier", "source_node", "offsets", "checksums", "first_layer", "layer_count")

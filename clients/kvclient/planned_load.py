@@ -1,0 +1,376 @@
+"""A load over several hosts' storage links: what lies near comes the usual way, what lies in storage by plan.
+
+The plan is made by the metadata server at the last moment, from the queues that it has just charged. Each of its parts runs in a
+thread of its own; this one watches them. A part that fails, or in which nothing moves for ``stall_s``, is ended; when nothing
+writes to its memory any more, what it did not bring is planned anew over other hosts, and what it brought stays. Without a
+planner, or when no other host is left, this host's own node reads the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvclient.buffers import pick_blocks
+from kvclient.core import Core
+from kvclient.directory import Directory
+from kvclient.layer_board import LayerBoard
+from kvclient.layers import LayerGate
+from kvclient.load import Load, finished_load
+from kvclient.operation import Operation
+from kvclient.options import Verify
+from kvclient.paths import Paths, Plan, PlannedPart
+from kvclient.results import PATH_PREFILL, LoadResult, Run, outcome_table
+from kvclient.session import Session, means_lost
+from kvclient.staged import LocalPart, Positions, RemotePart, StagedPart, Wanted
+from kvclient.stages import Stage
+from kvclient.tally import Tally, spans
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
+
+_WATCH_S = 0.05
+"""How often stalls are looked for, and progress is told."""
+_OPEN_STAGE_S = 2.0
+_AGAIN = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM)
+"""What is worth another path; a MISS or CORRUPT of storage is the same over every path."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A part under way."""
+
+    part: StagedPart
+    planned: PlannedPart | None
+    """None: not of a plan, but what this host reads after planning failed."""
+    plan: Plan | None
+    future: Future[None]
+    stage: Stage | None = None
+    told: int = 0
+
+
+@dataclass(slots=True)
+class PlanTrace:
+    """How a load went, for people and benchmarks: its plans, and what became of parts."""
+
+    plans: list[Plan] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+class PlannedLoad:
+    """One load by plan. ``run`` once, in any thread; arguments as for ``Load``.
+
+    Args:
+        core: the client's parts.
+        directory: the metadata server.
+        pool: threads for parts.
+        keys: consecutive keys of a chain.
+        packed: the same, packed.
+        runs: who is said to hold what.
+        parent: key before the first, None at the head.
+        depth: position of the first.
+        buffer: room for all of them.
+        operation: deadline and cancellation.
+        verify: see ``Verify``.
+        gate: layer-wise: where arrived layers are announced.
+        paths: the caller's choices.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        directory: Directory,
+        pool: ThreadPoolExecutor,
+        keys: Sequence[BlockKey],
+        packed: bytes,
+        runs: Sequence[Run],
+        parent: BlockKey | None,
+        depth: int,
+        buffer: BlockBuffer,
+        operation: Operation,
+        verify: Verify,
+        gate: LayerGate | None,
+        paths: Paths,
+    ) -> None:
+        self._core = core
+        self._directory = directory
+        self._pool = pool
+        self._keys = keys
+        self._packed = packed
+        self._runs = sorted(runs, key=lambda run: run.tier)
+        self._parent = parent
+        self._depth = depth
+        self._buffer = buffer
+        self._operation = operation
+        self._verify = verify
+        self._paths = paths
+        self._tally = Tally(len(keys))
+        self._board = LayerBoard(len(keys), core.shape.layers, gate)
+        self._session: Session | None = None
+        self._running: list[_Running] = []
+        self._replans = 0
+        self.trace = PlanTrace()
+
+    def run(self) -> LoadResult:
+        """Does it. Errors of ours end in outcomes and ``error``."""
+        session = self._core.local.session() if self._core.local is not None else None
+        self._session = session
+        far = self._far(session)
+        if session is None or not len(far):
+            return self._plainly()
+        near_done = self._start_near(far)
+        wanted = Wanted(
+            self._core,
+            self._keys,
+            self._packed,
+            self._parent,
+            self._depth,
+            [run for run in self._runs if run.tier is Tier.NVME and run.node_id != session.node_id],
+            self._buffer,
+            self._operation,
+            self._tally,
+            self._board,
+            verify_copies=self._verify == "always",
+            verify_wire=self._verify != "never",
+        )
+        try:
+            self._start_far(wanted, far)
+            self._watch(wanted, far)
+        finally:
+            for one in self._running:
+                one.part.cancel()
+            wait([one.future for one in self._running])  # nobody may have the buffer back before
+            near_done()
+            self._report(far, finished=True)
+        return self._result()
+
+    def note(self, error: KVStoreError) -> None:
+        """Something went wrong before the load began: kept for the result."""
+        self._tally.note(error)
+
+    # ---- what goes where ----
+    def _far(self, session: Session | None) -> Positions:
+        """Blocks that no DRAM and no volume of this host holds, as far as the lookup knows."""
+        far = np.zeros(len(self._keys), bool)
+        near = np.zeros(len(self._keys), bool)
+        for run in self._runs:
+            own = session is not None and run.node_id == session.node_id
+            (near if own or run.tier is not Tier.NVME else far)[run.start : run.end] = True
+        return np.flatnonzero(far & ~near)
+
+    def _plainly(self) -> LoadResult:
+        """Everything the usual way: there is nothing to plan, or no node on this host."""
+        load = Load(
+            self._core,
+            self._keys,
+            self._packed,
+            self._runs,
+            self._parent,
+            self._depth,
+            self._buffer,
+            self._operation,
+            self._verify,
+            self._board.gate,
+        )
+        if self._tally.error is not None:
+            load.note(self._tally.error)
+        return load.run()
+
+    def _start_near(self, far: Positions) -> Callable[[], None]:
+        """Loads what lies near, in a thread of its own; returns how to wait for it."""
+        near = np.setdiff1d(np.arange(len(self._keys)), far, assume_unique=True)
+        if not len(near):
+            return lambda: None
+        future = self._pool.submit(self._load_near, near)
+        return lambda: future.result()
+
+    def _load_near(self, near: Positions) -> None:
+        for start, stop in spans(near):
+            if self._operation.over:
+                self._tally.outcomes[start:stop] = Outcome.TIMEOUT
+                continue
+            runs = [
+                Run(max(run.start, start) - start, min(run.end, stop) - max(run.start, start), run.node, run.tier, run.volume_id)
+                for run in self._runs
+                if max(run.start, start) < min(run.end, stop)
+            ]
+            load = Load(
+                self._core,
+                self._keys[start:stop],
+                self._packed[start * KEY_BYTES : stop * KEY_BYTES],
+                runs,
+                self._keys[start - 1] if start else self._parent,
+                self._depth + start,
+                pick_blocks(self._buffer, np.arange(start, stop)),
+                self._operation,
+                self._verify,
+                None,
+            )
+            load.bring()
+            self._tally.absorb(start, load.tally)
+            good = np.flatnonzero(load.tally.outcomes == Outcome.HIT) + start
+            self._board.arrived(good, 0, self._core.shape.layers)
+            missing = np.flatnonzero(load.tally.outcomes != Outcome.HIT)
+            if len(missing):
+                self._board.lost(start + int(missing[0]))
+
+    # ---- parts ----
+    def _start_far(self, wanted: Wanted, far: Positions) -> None:
+        try:
+            plan = self._directory.plan_load(
+                self._session.node_id if self._session is not None else "",
+                self._paths.decode_node,
+                self._paths.policy,
+                len(far),
+                self._core.spec,
+                self._operation.left_s(),
+                relays=self._paths.relays,
+            )
+        except KVStoreError as error:
+            self._core.incidents.report("client_plans_failed_total", "no plan: this host reads everything", error)
+            self._start_own(wanted, far)
+            return
+        self.trace.plans.append(plan)
+        if not plan.parts:  # the oracle reads nothing
+            self._core.incidents.counters.add("client_oracle_loads_total")
+            return
+        self._start_parts(wanted, plan, far)
+
+    def _start_parts(self, wanted: Wanted, plan: Plan, far: Positions) -> None:
+        for planned in plan.parts:
+            positions = far[planned.start : planned.start + planned.count]
+            positions = positions[self._board.ready(positions) < self._core.shape.layers]
+            if not len(positions):
+                continue
+            if planned.path == PATH_PREFILL or (self._session is not None and planned.node.node_id == self._session.node_id):
+                self._start_own(wanted, positions, planned, plan)
+                continue
+            stage = None
+            try:
+                timeout_s = min(_OPEN_STAGE_S, max(0.001, self._operation.left_s()))
+                stage = self._core.stages.stage(planned.node, timeout_s)
+            except KVStoreError as error:
+                self._failed(wanted, planned, plan, far, f"{planned.node.node_id}: {error}")
+                continue
+            part = RemotePart(wanted, positions, planned.path, planned.node, stage, self._paths.layer_group, self._paths.stall_s)
+            self._submit(part, planned, plan, stage)
+
+    def _start_own(
+        self, wanted: Wanted, positions: Positions, planned: PlannedPart | None = None, plan: Plan | None = None
+    ) -> None:
+        session = self._session
+        assert session is not None
+        part = LocalPart(wanted, positions, PATH_PREFILL, session, self._paths.layer_group, self._paths.stall_s)
+        self._submit(part, planned, plan, None)
+
+    def _submit(self, part: StagedPart, planned: PlannedPart | None, plan: Plan | None, stage: Stage | None) -> None:
+        self._running.append(_Running(part, planned, plan, self._pool.submit(part.run), stage))
+
+    def _watch(self, wanted: Wanted, far: Positions) -> None:
+        """Until all parts have ended: finds stalls, plans again what failed, tells the planner how far everything is."""
+        clock, stall_s = self._core.clock, self._paths.stall_s
+        while self._running:
+            done, _ = wait([one.future for one in self._running], _WATCH_S, FIRST_COMPLETED)
+            ended = [one for one in self._running if one.future in done]
+            self._running = [one for one in self._running if one.future not in done]
+            for one in ended:
+                self._ended(wanted, one, far)
+            for one in self._running:
+                if clock.now_s() - one.part.moved_s > stall_s and not one.part.over:
+                    self._core.incidents.report("client_parts_stalled_total", f"nothing moves over {one.part.node_id}")
+                    one.part.cancel()
+            self._report(far, finished=False)
+
+    def _ended(self, wanted: Wanted, one: _Running, far: Positions) -> None:
+        """A part has ended, and nothing writes to its memory: what it did not bring goes over another path."""
+        one.future.result()  # a bug of ours is raised here
+        part, tally = one.part, self._tally
+        left = part.positions[self._board.ready(part.positions) < self._core.shape.layers]
+        if not len(left):
+            self._tell_done(one)
+            return
+        if part.error is not None:
+            tally.note(part.error)
+            if one.stage is not None:
+                self._core.stages.lost(one.stage)
+            elif self._session is not None and means_lost(part.error) and self._core.local is not None:
+                self._core.local.lost(self._session, part.error)
+        unanswered = left[tally.outcomes[left] == Outcome.MISS] if part.error is not None or part.over else left[:0]
+        tally.outcomes[unanswered] = Outcome.UNAVAILABLE  # never answered: a failure, not a miss
+        again = left[_AGAIN[tally.outcomes[left]]]
+        final = np.setdiff1d(left, again, assume_unique=True)
+        if len(final):
+            self._board.lost(int(final[0]))
+        if not len(again) or self._operation.over:
+            self._tell_done(one)
+            if len(again):
+                tally.outcomes[again] = Outcome.TIMEOUT
+                tally.note(self._operation.error())
+                self._board.lost(int(again[0]))
+            return
+        why = f"{part.node_id} over {part.path}: {part.error or 'stalled'}"
+        self._core.incidents.report("client_parts_failed_total", f"a part of a load goes over another path; {why}")
+        if one.planned is not None and one.plan is not None:
+            self._failed(wanted, one.planned, one.plan, far, why)
+        else:
+            self._give_up(again)
+
+    def _failed(self, wanted: Wanted, planned: PlannedPart, plan: Plan, far: Positions, why: str) -> None:
+        """Plans a failed part anew; without a plan this host reads it, if it has not just failed to."""
+        self.trace.failures.append(why)
+        positions = far[planned.start : planned.start + planned.count]
+        here = self._board.ready(positions) == self._core.shape.layers
+        self._replans += 1
+        if self._replans <= self._paths.attempts:
+            arrived = [(planned.start + first, last - first) for first, last in spans(np.flatnonzero(here))]
+            try:
+                again = self._directory.replan_load(plan, planned, arrived, why, len(far), self._operation.left_s())
+            except KVStoreError as error:
+                self._core.incidents.report("client_plans_failed_total", "no other path: this host reads the rest", error)
+            else:
+                self.trace.plans.append(again)
+                self._start_parts(wanted, again, far)
+                return
+        if planned.path != PATH_PREFILL and self._session is not None and self._session.alive:
+            self._start_own(wanted, positions[~here])
+        else:
+            self._give_up(positions[~here])
+
+    def _give_up(self, positions: Positions) -> None:
+        """Nobody is left to read some blocks."""
+        self._tally.outcomes[positions] = Outcome.UNAVAILABLE
+        self._tally.note(Unavailable("no path to storage is left for a part of the load"))
+        if len(positions):
+            self._board.lost(int(positions[0]))
+
+    # ---- the planner's queues ----
+    def _report(self, far: Positions, *, finished: bool) -> None:
+        plans = {plan.plan_id for plan in self.trace.plans}
+        moved: dict[int, list[tuple[int, int]]] = {plan_id: [] for plan_id in plans} if finished else {}
+        for one in self._running:
+            if one.planned is None or one.plan is None:
+                continue
+            positions = far[one.planned.start : one.planned.start + one.planned.count]
+            done = int(self._board.ready(positions).sum()) // self._core.shape.layers
+            if done > one.told:
+                one.told = done
+                moved.setdefault(one.plan.plan_id, []).append((one.planned.index, done))
+        if moved:
+            self._directory.report_loads(moved, finished=finished)
+
+    def _tell_done(self, one: _Running) -> None:
+        if one.planned is not None and one.plan is not None:
+            self._directory.report_loads({one.plan.plan_id: [(one.planned.index, one.planned.count)]}, finished=False)
+
+    # ---- the end ----
+    def _result(self) -> LoadResult:
+        for index, done in enumerate(self._board.complete().tolist()):
+            if not done and self._tally.outcomes[index] == Outcome.HIT:
+                self._tally.outcomes[index] = Outcome.UNAVAILABLE  # by construction there is none; never a hit without its bytes
+        return finished_load(self._core, self._tally, self._operation)
+
+
+__all__ = ["PlanTrace", "PlannedLoad"]

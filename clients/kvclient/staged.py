@@ -1,0 +1,342 @@
+"""One part of a planned load: some blocks, read from storage by one node, and brought from there into the caller's buffer.
+
+The node is this host's (prefill path: the bytes are copied out of its arena) or another one (decode path and relays: the bytes
+come over the compute network, as soon as the node has them). Either way the node tells block by block, or layer group by layer
+group, what is ready, and the part follows.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from kvclient.arena import mismatches
+from kvclient.buffers import pick_blocks
+from kvclient.core import Core
+from kvclient.layer_board import LayerBoard
+from kvclient.operation import Operation
+from kvclient.results import NodeRef, Run
+from kvclient.session import Session, new_operation_id
+from kvclient.stages import Stage
+from kvclient.tally import Tally, spans
+from kvproto.v1 import node_pb2
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.errors import Internal, KVStoreError
+from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
+from kvstore.rpc.codec import unpack_u64
+from kvstore.rpc.errors import FailedCall, from_rpc_error
+from kvstore.transport.contract import ReadRequest
+
+Positions = npt.NDArray[np.intp]
+
+SLOWEST_BYTES_PER_S = 10e6
+"""A piece that a node has ready is given so much time for its bytes, beyond the time that a stall may take."""
+_COPY_THREADS = 1
+"""The wire is the limit."""
+_OUTCOMES = frozenset(map(int, Outcome))
+_TIERS = frozenset(map(int, Tier))
+
+
+class Wanted:
+    """What all parts of one load share: keys, where they are stored, the buffer, and the accounts.
+
+    Args:
+        core: the client's parts.
+        keys: consecutive keys of a chain.
+        packed: the same, packed.
+        parent: key before the first.
+        depth: position of the first.
+        runs: who has them in storage.
+        buffer: room for all of them.
+        operation: deadline and cancellation.
+        verify_copies: whether bytes are summed again after a copy from the local arena.
+        verify_wire: whether bytes are summed after they came over a wire.
+        tally: outcomes and sources.
+        board: layers.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        keys: Sequence[BlockKey],
+        packed: bytes,
+        parent: BlockKey | None,
+        depth: int,
+        runs: Sequence[Run],
+        buffer: BlockBuffer,
+        operation: Operation,
+        tally: Tally,
+        board: LayerBoard,
+        *,
+        verify_copies: bool,
+        verify_wire: bool,
+    ) -> None:
+        self.core = core
+        self.keys = keys
+        self.packed = packed
+        self.parent = parent
+        self.depth = depth
+        self.runs = runs
+        self.buffer = buffer
+        self.operation = operation
+        self.tally = tally
+        self.board = board
+        self.verify_copies = verify_copies
+        self.verify_wire = verify_wire
+
+    def request(self, session_id: bytes, start: int, stop: int, layer_group: int, first_layer: int) -> node_pb2.LoadRequest:
+        """What a node is asked for blocks ``[start, stop)``, to be read over its storage link."""
+        sources = []
+        for run in self.runs:
+            first, last = max(run.start, start), min(run.end, stop)
+            if first < last:
+                sources.append(
+                    node_pb2.LoadSource(
+                        start=first - start,
+                        count=last - first,
+                        node_id=run.node_id,
+                        control_address=run.node.control_address,
+                        data_address=run.node.storage,
+                        volume_id=run.volume_id,
+                    )
+                )
+        before = self.packed[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else self.parent or b""
+        return node_pb2.LoadRequest(
+            session_id=session_id,
+            operation_id=new_operation_id(),
+            keys=self.packed[start * KEY_BYTES : stop * KEY_BYTES],
+            sources=sources,
+            want_checksums=self.verify_copies,
+            parent=before,
+            depth=self.depth + start,
+            layer_group=layer_group,
+            first_layer=first_layer,
+        )
+
+
+class StagedPart(ABC):
+    """Some blocks over one node. ``run`` once, in a thread of its own; ``cancel`` from any thread.
+
+    Args:
+        wanted: the load.
+        positions: its blocks (rising).
+        path: how results call this path.
+        node_id: the node that reads.
+        layer_group: see ``Paths``.
+        stall_s: see ``Paths``.
+    """
+
+    def __init__(self, wanted: Wanted, positions: Positions, path: str, node_id: str, layer_group: int, stall_s: float) -> None:
+        self.positions = positions
+        self.path = path
+        self.node_id = node_id
+        self.moved_s = math.inf
+        """When something last moved; infinite until it begins."""
+        self.error: KVStoreError | None = None
+        self._wanted = wanted
+        self._layer_group = layer_group
+        self._stall_s = stall_s
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._call: Any = None
+        self._received = -1
+
+    def cancel(self) -> None:
+        """Ends ``run`` soon."""
+        with self._lock:
+            self._cancelled = True
+            call = self._call
+        if call is not None:
+            call.cancel()
+
+    @property
+    def over(self) -> bool:
+        """Whether to stop."""
+        return self._cancelled or self._wanted.operation.over
+
+    def run(self) -> None:
+        """Brings what can be brought. Failures of ours are left in ``error`` and in outcomes."""
+        wanted = self._wanted
+        layers = wanted.core.shape.layers
+        self.moved_s = wanted.core.clock.now_s()
+        try:
+            for start, stop in spans(self.positions):
+                ready = wanted.board.ready(np.arange(start, stop))
+                first_layer = int(ready.min()) if self._layer_group else 0  # what came in an earlier attempt is not read again
+                if first_layer < layers and not self.over:
+                    self._load(start, stop, first_layer)
+        except KVStoreError as error:
+            self.error = error
+
+    def _load(self, start: int, stop: int, first_layer: int) -> None:
+        with closing(self._progress(start, stop, first_layer)) as stream:
+            for progress in stream:
+                received = progress.bytes_received
+                if progress.runs or received != self._received:
+                    self.moved_s, self._received = self._wanted.core.clock.now_s(), received
+                for run in progress.runs:
+                    self._take(run, start, stop - start, progress.granted_ms)
+                    if self.over:
+                        return
+                if progress.lease_id:
+                    self._release(progress.lease_id)
+
+    def _progress(self, start: int, stop: int, first_layer: int) -> Any:  # noqa: ANN401  # a generator of LoadProgress
+        """The messages of one call."""
+        wanted = self._wanted
+        request = wanted.request(self._session_id(), start, stop, self._layer_group, first_layer)
+        self._began_s = wanted.core.clock.now_s()
+        try:
+            call = self._stub().Load(request, timeout=max(0.001, wanted.operation.left_s()))
+        except ValueError:  # the channel was closed under us
+            self._cancelled = True
+            return
+        with self._lock:
+            self._call = call
+            cancelled = self._cancelled
+        if cancelled:
+            call.cancel()
+        try:
+            with wanted.operation.on_cancel(call.cancel):
+                yield from call
+        except grpc.RpcError as failed:
+            self.error = from_rpc_error(cast("FailedCall", failed))
+        finally:
+            call.cancel()  # no effect where it has ended
+
+    def _take(self, run: node_pb2.LoadedRun, base: int, count: int, granted_ms: int) -> None:
+        """One answered run: checked, its bytes brought, its layers told."""
+        wanted, layers = self._wanted, self._wanted.core.shape.layers
+        outcome, tier = int(run.outcome), int(run.tier)
+        if run.count == 0 or run.start + run.count > count or outcome not in _OUTCOMES:
+            raise Internal("the node answers for blocks that were not asked for", start=run.start, count=run.count)
+        positions = np.arange(base + run.start, base + run.start + run.count)
+        first_layer, layer_count = (run.first_layer, run.layer_count) if run.layer_count else (0, layers)
+        if outcome != Outcome.HIT:
+            missing = positions[wanted.board.ready(positions) < layers]
+            wanted.tally.outcomes[missing] = outcome
+            return
+        if tier not in _TIERS or first_layer + layer_count > layers:
+            raise Internal("the node answers layers that there are not", first_layer=first_layer, layer_count=layer_count)
+        good = self._bring(run, positions, first_layer, layer_count, granted_ms)
+        wanted.board.arrived(positions[good], first_layer, layer_count)
+        done = positions[good & (wanted.board.ready(positions) == layers)]
+        if len(done):
+            number = wanted.tally.node_number(run.source_node or self.node_id)
+            wanted.tally.record(done, Outcome.HIT, tier, number, self.path)
+        self.moved_s = wanted.core.clock.now_s()
+
+    @abstractmethod
+    def _bring(
+        self, run: node_pb2.LoadedRun, positions: Positions, first_layer: int, layer_count: int, granted_ms: int
+    ) -> npt.NDArray[np.bool_]:
+        """Brings ready layers into the buffer. Which blocks are good; the outcomes of the others are noted."""
+
+    @abstractmethod
+    def _stub(self) -> Any:  # noqa: ANN401  # a NodeStub
+        """Whom to ask."""
+
+    @abstractmethod
+    def _session_id(self) -> bytes:
+        """In which session."""
+
+    @abstractmethod
+    def _release(self, lease_id: int) -> None:
+        """What was told under a lease has been brought."""
+
+
+class LocalPart(StagedPart):
+    """The prefill path: this host's node reads into its arena, and we copy."""
+
+    def __init__(
+        self, wanted: Wanted, positions: Positions, path: str, session: Session, layer_group: int, stall_s: float
+    ) -> None:
+        super().__init__(wanted, positions, path, session.node_id, layer_group, stall_s)
+        self._session = session
+
+    def run(self) -> None:
+        try:
+            with self._session.used():
+                super().run()
+        except KVStoreError as error:
+            self.error = error
+
+    def _stub(self) -> Any:  # noqa: ANN401
+        return self._session.stub
+
+    def _session_id(self) -> bytes:
+        return self._session.session_id
+
+    def _bring(
+        self, run: node_pb2.LoadedRun, positions: Positions, first_layer: int, layer_count: int, granted_ms: int
+    ) -> npt.NDArray[np.bool_]:
+        wanted, core = self._wanted, self._wanted.core
+        count, first, shape = len(positions), int(positions[0]), core.shape
+        offsets = unpack_u64(run.offsets, "offsets", count)
+        if int(offsets.max()) + shape.block_bytes > self._session.arena.size:
+            raise Internal("the node answers with blocks outside its arena")
+        self._session.arena.copy_out(offsets, wanted.buffer, first, first_layer, layer_count, _COPY_THREADS)
+        good = np.ones(count, bool)
+        if wanted.verify_copies:
+            sums = unpack_u64(run.checksums, "checksums", count * layer_count).reshape(count, layer_count)
+            good = ~mismatches(wanted.buffer, first, count, first_layer, sums)
+            wanted.tally.outcomes[positions[~good]] = Outcome.CORRUPT
+        lease_end_s = self._began_s + granted_ms / 1000 + self._session.lease_s - core.options.lease_margin_s
+        if core.clock.now_s() > lease_end_s:  # what was copied may be another block's by now
+            core.incidents.report("client_lease_expired_blocks_total", "blocks were copied too late to trust them", amount=count)
+            wanted.tally.outcomes[positions] = Outcome.UNAVAILABLE
+            return np.zeros(count, bool)
+        return good
+
+    def _release(self, lease_id: int) -> None:
+        self._session.returner.release([lease_id], urgent=False)
+
+
+class RemotePart(StagedPart):
+    """The decode path, and relays: another host's node reads into its arena; we take it from there over the compute network."""
+
+    def __init__(
+        self, wanted: Wanted, positions: Positions, path: str, node: NodeRef, stage: Stage, layer_group: int, stall_s: float
+    ) -> None:
+        super().__init__(wanted, positions, path, node.node_id, layer_group, stall_s)
+        self._node = node
+        self._stage = stage
+
+    def _stub(self) -> Any:  # noqa: ANN401
+        return self._stage.stub
+
+    def _session_id(self) -> bytes:
+        return self._stage.session_id
+
+    def _bring(
+        self,
+        run: node_pb2.LoadedRun,  # noqa: ARG002  # offsets are of no use from afar
+        positions: Positions,
+        first_layer: int,
+        layer_count: int,
+        granted_ms: int,  # noqa: ARG002  # the node itself holds the lease against each read
+    ) -> npt.NDArray[np.bool_]:
+        wanted, core = self._wanted, self._wanted.core
+        size = len(positions) * layer_count * core.shape.layer_block_bytes
+        deadline_s = min(wanted.operation.deadline_s, core.clock.now_s() + self._stall_s + size / SLOWEST_BYTES_PER_S)
+        keys = [wanted.keys[position] for position in positions.tolist()]
+        request = ReadRequest(core.namespace, keys, first_layer, layer_count, 0, deadline_s)
+        result = core.peers.peer(self._node).read(request, pick_blocks(wanted.buffer, positions), verify=wanted.verify_wire)
+        outcomes = np.array(result.outcomes, np.uint8)
+        outcomes[outcomes == Outcome.TIMEOUT] = Outcome.UNAVAILABLE
+        good: npt.NDArray[np.bool_] = outcomes == Outcome.HIT
+        wanted.tally.outcomes[positions[~good]] = outcomes[~good]
+        if not good.all() and not self.over:
+            self.cancel()  # the rest over another node
+        return good
+
+    def _release(self, lease_id: int) -> None:
+        self._stage.returner.release([lease_id], urgent=False)

@@ -1,0 +1,198 @@
+"""Load plans over gRPC: the one planner of the cluster, fed with who lives and with what clients report.
+
+The planner itself is pure (``kvstore.dualpath``); here requests are checked, nodes made known to it, and its answers put into
+messages. Runs on the event loop only. With several workers each plans for the clients that are connected to it, and sees the
+queues that it charged itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.common_pb2 import NodeInfo
+from kvstore.core import limits
+from kvstore.core.clock import Clock
+from kvstore.core.errors import InvalidArgument, NotFound
+from kvstore.core.types import NodeId
+from kvstore.dualpath.contract import LoadPlan, PathPolicy, ReadRequest, ReadSide
+from kvstore.dualpath.planner import Planner
+from kvstore.dualpath.policies import policy_named
+from kvstore.metadata.nodes import NodeTable
+from kvstore.observe.counters import Counters
+from kvstore.rpc.codec import check_id, check_name
+
+DEFAULT_STORAGE_BYTES_PER_S: Final = 3_125_000_000.0
+"""25 Gbit/s: what a storage link is taken for whose bandwidth nobody said; the estimate soon replaces it."""
+DEFAULT_COMPUTE_SHARE: Final = 8.0
+"""A compute link of unknown bandwidth is taken for so many times the storage link, as in the paper's hosts."""
+RELAYS: Final = 8
+"""Idle third nodes that one plan considers."""
+ANSWERS_KEPT: Final = 4096
+"""Plans that a retry of the same operation is answered with."""
+MAX_REPORTS: Final = 4096
+MAX_RANGES: Final = 65_536
+
+_SIDES: Final = {
+    ReadSide.PREFILL: pb.READ_SIDE_PREFILL,
+    ReadSide.DECODE: pb.READ_SIDE_DECODE,
+    ReadSide.RELAY: pb.READ_SIDE_RELAY,
+}
+
+
+class Planning:
+    """The planner behind RPCs.
+
+    Args:
+        nodes: who is registered and alive.
+        policy: name of the policy that decides where a request names none.
+        counters: ``metadata_plans_total`` and its like.
+        clock: time.
+    """
+
+    def __init__(self, nodes: NodeTable, policy: str, counters: Counters, clock: Clock) -> None:
+        self._nodes = nodes
+        self._counters = counters
+        self._clock = clock
+        self._policies: dict[str, PathPolicy] = {}
+        self._default = policy
+        self.planner = Planner(self._policy(policy))
+        self._known: dict[NodeId, bytes] = {}  # boot of each node that the planner believes alive
+        self._answers: OrderedDict[bytes, pb.LoadPlan] = OrderedDict()
+        self._idle: frozenset[str] = frozenset()
+
+    def _policy(self, name: str) -> PathPolicy:
+        """One instance a policy: ``round_robin`` remembers whose turn it is."""
+        if name not in self._policies:
+            self._policies[name] = policy_named(name)
+        return self._policies[name]
+
+    # ---- requests ----
+    def plan(self, request: pb.PlanLoadRequest) -> pb.LoadPlan:
+        """Plans one load.
+
+        Raises:
+            InvalidArgument: malformed.
+            Unavailable: no node that could read is alive.
+        """
+        operation = check_id(request.operation_id, "operation_id")
+        answer = self._answers.get(operation)
+        if answer is not None:
+            return answer
+        check_name(request.prefill_node, "prefill_node")
+        if request.decode_node:
+            check_name(request.decode_node, "decode_node")
+        now_s = self._clock.now_s()
+        self._follow_nodes(now_s)
+        read = ReadRequest(
+            operation.hex(),
+            request.blocks,
+            request.block_bytes,
+            request.block_tokens,
+            request.prefill_node,
+            request.decode_node or None,
+            self._relays(request, now_s) if request.relays else (),
+        )
+        self.planner.policy = self._policy(request.policy or self._default)
+        answer = self._message(self.planner.plan(read, now_s))
+        self._counters.add("metadata_plans_total")
+        self._answers[operation] = answer
+        if len(self._answers) > ANSWERS_KEPT:
+            self._answers.popitem(last=False)
+        return answer
+
+    def report(self, request: pb.ReportLoadsRequest) -> pb.ReportLoadsResponse:
+        """Takes progress in.
+
+        Raises:
+            InvalidArgument: a part that its plan never had, or more blocks than it has.
+        """
+        if len(request.loads) > MAX_REPORTS:
+            raise InvalidArgument("too many loads in one report", got=len(request.loads), limit=MAX_REPORTS)
+        now_s = self._clock.now_s()
+        forgotten = []
+        for load in request.loads:
+            known = True
+            for part in load.parts:
+                known &= self.planner.progress(load.plan_id, part.index, part.blocks_done, now_s)
+            if load.finished:
+                known &= self.planner.finish(load.plan_id, now_s)
+            if not known:
+                forgotten.append(load.plan_id)
+        self._counters.add("metadata_plan_reports_total", len(request.loads))
+        return pb.ReportLoadsResponse(forgotten=forgotten)
+
+    def replan(self, request: pb.ReplanLoadRequest) -> pb.LoadPlan:
+        """Plans what a failed part did not bring anew.
+
+        Raises:
+            NotFound: the plan is over or was never.
+            InvalidArgument: the part is over, or the ranges are not within it.
+            Unavailable: no node is left.
+        """
+        if len(request.arrived) > MAX_RANGES:
+            raise InvalidArgument("too many ranges", got=len(request.arrived), limit=MAX_RANGES)
+        now_s = self._clock.now_s()
+        self._follow_nodes(now_s)
+        arrived = [(one.start, one.count) for one in request.arrived]
+        plan = self.planner.fail(request.plan_id, request.index, arrived, now_s)
+        self._counters.add("metadata_replans_total")
+        return self._message(plan)
+
+    # ---- time ----
+    def expire(self) -> None:
+        """Forgets plans whose clients are silent, and nodes that are. Called now and then."""
+        now_s = self._clock.now_s()
+        if over := self.planner.expire(now_s):
+            self._counters.add("metadata_plans_expired_total", len(over))
+        self._follow_nodes(now_s)
+
+    # ---- nodes ----
+    def _follow_nodes(self, now_s: float) -> None:  # noqa: ARG002  # the planner's own times come with each plan
+        """Makes joins, restarts and deaths known to the planner."""
+        records = self._nodes.view().nodes
+        for node_id, record in records.items():
+            alive = self._nodes.is_alive(node_id)
+            if not alive and node_id in self._known:
+                del self._known[node_id]
+                self.planner.node_gone(node_id)
+            elif alive and self._known.get(node_id) != record.boot_id:
+                self._known[node_id] = record.boot_id
+                storage = float(record.storage_bytes_per_s) or DEFAULT_STORAGE_BYTES_PER_S
+                self.planner.node_here(node_id, storage, float(record.compute_bytes_per_s) or storage * DEFAULT_COMPUTE_SHARE)
+        for node_id in self._known.keys() - records.keys():
+            del self._known[node_id]
+            self.planner.node_gone(node_id)
+
+    def _relays(self, request: pb.PlanLoadRequest, now_s: float) -> tuple[str, ...]:
+        """Third hosts with engines: a storage node has no link of its own to lend."""
+        records = self._nodes.last_view.nodes
+        unfit = {node_id for node_id, record in records.items() if not {"prefill", "decode"}.intersection(record.roles)}
+        return tuple(self.planner.queues.idlest(RELAYS, now_s, unfit | {request.prefill_node, request.decode_node}))
+
+    def _message(self, plan: LoadPlan) -> pb.LoadPlan:
+        records = self._nodes.last_view.nodes
+        answer = pb.LoadPlan(plan_id=plan.plan_id, attempt=plan.attempt, policy=plan.reasons.policy, reason=_told(plan))
+        for part in plan.parts:
+            info: NodeInfo | None = records.get(NodeId(part.node))
+            if info is None:
+                raise NotFound("a node left while a load was planned over it", node_id=part.node)
+            answer.parts.add(
+                index=part.index,
+                start=part.start,
+                count=part.count,
+                side=_SIDES[part.side],
+                node_id=part.node,
+                control_address=info.control_address,
+                data_address=info.data_address,
+            )
+        return answer
+
+
+def _told(plan: LoadPlan) -> str:
+    """The figures of a decision, for people."""
+    queues = ", ".join(
+        f"{state.node}: {state.pending_bytes / 1e6:.1f} MB queued at {state.snic / 1e6:.0f} MB/s" for state in plan.reasons.nodes
+    )
+    return f"{queues}; done in {plan.reasons.predicted_seconds:.3f} s"[: limits.MAX_NAME_BYTES * 4]

@@ -1,0 +1,231 @@
+"""Volumes of other nodes that this node mounts and reads directly, without their owner in the way.
+
+A mount may be slow or hang (its servers are not ours), and a read that hangs cannot be called back: the kernel may still write to
+the memory it was given, at any later time. So whatever touches a mounted folder runs in threads of the mount's own, waited for
+until part of the load's time has passed; memory of a read that did not come back in time rests until it has; and
+while anything is out, nobody asks that mount. Whatever the mount does not bring falls back to the other sources of the load.
+
+A block's place comes from the volume's roster, which is read on when a load wants blocks that it does not name yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstore.core.clock import Clock
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import BlockKey, Outcome, VolumeId
+from kvstore.node.config import MountConfig
+from kvstore.node.domain import Domain
+from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import Slot
+from kvstore.tiers.mounted import MountedSlab
+
+log = logging.getLogger(__name__)
+
+THREADS = 8
+"""Reads of one mount under way at once; each fills the device by itself."""
+TIME_SHARE = 0.5
+"""Part of a load's time that a mount may take, so that another source can still be asked."""
+REST_S = 5.0
+"""How long a mount that failed is left alone."""
+
+Wanted = Sequence[tuple[BlockKey, Slot, memoryview]]
+Answers = list[tuple[Outcome, bytes]]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Opened:
+    """The volume while it is open, and how many are at work with it: the last one closes it where it was given up."""
+
+    volume: MountedSlab
+    users: int = 0
+    given_up: bool = False
+
+
+class Mount:
+    """One mounted volume. Thread-safe. Opened when first used, and again after failures."""
+
+    def __init__(self, config: MountConfig, *, io_threads: int, counters: Counters, clock: Clock) -> None:
+        self.volume_id = VolumeId(config.volume_id)
+        self._config = config
+        self._io_threads = io_threads
+        self._counters = counters
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-mount")
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._opened: _Opened | None = None
+        self._resting_until = 0.0
+        self._trouble = "not read yet"
+        self._out = 0
+
+    def describe(self) -> str:
+        """What is in use, for people."""
+        opened = self._opened
+        state = self._trouble if opened is None else f"{opened.volume.io_engine}, {opened.volume.blocks} blocks known"
+        return f"{self.volume_id} mounted at {self._config.path}: {state}"
+
+    def find(self, domain: Domain, keys: Sequence[BlockKey]) -> list[Slot | None]:
+        """Where blocks are said to lie, as far as is known. Memory only; nothing while the mount is in trouble."""
+        opened = self._opened
+        if opened is None or not self._usable():
+            return [None] * len(keys)
+        return opened.volume.find(keys, domain.shape)
+
+    def catch_up(self, deadline_s: float) -> None:
+        """Takes in what the owner wrote since; opens the volume where it is not."""
+        self._bounded(lambda volume: volume.catch_up(), deadline_s, "its roster", _nothing)
+
+    def catch_up_soon(self) -> None:
+        """The same, in the background."""
+        self._bounded(lambda volume: volume.catch_up(), self._clock.now_s(), "its roster", _nothing, count=False)
+
+    def read(self, domain: Domain, wanted: Wanted, deadline_s: float, when_back: Callable[[], None]) -> Answers | None:
+        """Reads blocks into memory.
+
+        Returns:
+            One answer a block, as ``MountedSlab.read``; or None: in vain. Then ``when_back`` is called as soon as nothing
+            writes to the memory any more, perhaps at once.
+        """
+        return self._bounded(
+            lambda volume: volume.read(domain.namespace, domain.shape, wanted), deadline_s, f"{len(wanted)} blocks", when_back
+        )
+
+    def close(self) -> None:
+        """Closes the volume once nobody works with it. Does not wait for what hangs."""
+        self._give_up(self._opened, "closed")
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- bounded work ----
+    def _usable(self) -> bool:
+        return not self._out and self._resting_until <= self._clock.now_s()
+
+    def _bounded(
+        self,
+        work: Callable[[MountedSlab], T],
+        deadline_s: float,
+        what: str,
+        when_back: Callable[[], None],
+        *,
+        count: bool = True,
+    ) -> T | None:
+        """Does something in the mount's threads and waits a part of the time that is left. None: it failed or is still out."""
+        now_s = self._clock.now_s()
+        if not self._usable():
+            when_back()
+            return None
+        try:
+            future = self._pool.submit(self._do, work)
+        except RuntimeError:  # the node is stopping
+            when_back()
+            return None
+        wait([future], timeout=max(0.0, (deadline_s - now_s) * TIME_SHARE))
+        if not future.done():
+            with self._lock:
+                self._out += 1
+            if count:
+                self._counters.add("mount_stalled_total")
+                log.warning("volume %s: %s did not come in time; it is left alone until it has", self.volume_id, what)
+            future.add_done_callback(lambda _: self._came_back(when_back))
+            return None
+        result = future.result()
+        if result is None:
+            when_back()
+        return result
+
+    def _came_back(self, when_back: Callable[[], None]) -> None:
+        with self._lock:
+            self._out -= 1
+        when_back()
+
+    def _do(self, work: Callable[[MountedSlab], T]) -> T | None:
+        """In a thread of the mount: runs ``work``; None where the volume cannot be used, which then rests."""
+        opened: _Opened | None = None
+        try:
+            with self._in_use() as opened:
+                return work(opened.volume)
+        except (OSError, KVStoreError) as error:
+            self._counters.add("mount_errors_total")
+            log.warning(
+                "volume %s at %s cannot be read (%s): left alone for %.0f s", self.volume_id, self._config.path, error, REST_S
+            )
+            self._resting_until = self._clock.now_s() + REST_S
+            self._give_up(opened, str(error))
+            return None
+
+    @contextmanager
+    def _in_use(self) -> Iterator[_Opened]:
+        with self._opening:
+            if self._opened is None:
+                volume = MountedSlab(
+                    self._config.path,
+                    self.volume_id,
+                    io_threads=self._io_threads,
+                    direct=self._config.direct,
+                    counters=self._counters,
+                )
+                self._opened = _Opened(volume)
+            opened = self._opened
+            with self._lock:
+                opened.users += 1
+        try:
+            yield opened
+        finally:
+            with self._lock:
+                opened.users -= 1
+                last = opened.given_up and not opened.users
+            if last:
+                opened.volume.close()
+
+    def _give_up(self, opened: _Opened | None, why: str) -> None:
+        self._trouble = why
+        if opened is None:
+            return
+        with self._lock:
+            idle = not opened.given_up and not opened.users
+            opened.given_up = True
+            if self._opened is opened:
+                self._opened = None
+        if idle:
+            opened.volume.close()
+
+
+class Mounts:
+    """All mounts of a node, as a load asks them. Thread-safe."""
+
+    def __init__(self, mounts: Sequence[Mount]) -> None:
+        self._mounts = {mount.volume_id: mount for mount in mounts}
+
+    def __iter__(self) -> Iterator[Mount]:
+        return iter(self._mounts.values())
+
+    def start(self) -> None:
+        """Begins to read the rosters, in the background."""
+        for mount in self:
+            mount.catch_up_soon()
+
+    def get(self, volume_id: str) -> Mount | None:
+        """The mount of a volume, if there is one."""
+        return self._mounts.get(VolumeId(volume_id))
+
+    def close(self) -> None:
+        """Closes all."""
+        for mount in self:
+            mount.close()
+
+
+def make_mounts(configs: Sequence[MountConfig], *, io_threads: int, counters: Counters, clock: Clock) -> Mounts:
+    """The mounts of a node."""
+    return Mounts([Mount(config, io_threads=io_threads, counters=counters, clock=clock) for config in configs])
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,53 @@
+"""The decode side's wait for a whole prompt: its blocks come from a prefill engine, from loads over this node, or from both.
+
+Room for the whole prompt is taken in the decode buffer before anything is pinned, all or none; then every block is pinned as
+soon as it is resident, so that none leaves again while the others are on their way. What is not here in time is answered as such:
+the decode engine loads or recomputes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
+from kvstore.node.block import Block
+from kvstore.node.buffers import StagingBuffer
+from kvstore.node.domain import Domain
+from kvstore.node.loader import Part
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+
+
+class Prompts:
+    """Prompts that decode engines of this host wait for. Thread-safe; ``arrive`` may be driven from any thread."""
+
+    def __init__(self, node_id: NodeId, table: BlockTable, buffer: StagingBuffer, counters: Counters) -> None:
+        self._node_id = node_id
+        self._table = table
+        self._buffer = buffer
+        self._counters = counters
+
+    def arrive(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> Iterator[Part]:
+        """Yields parts as blocks become resident, until all are or the deadline has passed. The pins are the caller's."""
+        with self._buffer.room(len(keys) * domain.shape.block_bytes, deadline_s) as admitted:
+            if not admitted:
+                yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
+                return
+            left = list(range(len(keys)))
+            while left and self._table.await_stored(domain, keys[left[0]], deadline_s):
+                blocks = self._table.pin_resident(domain, [keys[position] for position in left])
+                came = [(position, block) for position, block in zip(left, blocks, strict=True) if block is not None]
+                left = [position for position, block in zip(left, blocks, strict=True) if block is None]
+                yield from self._parts(came)
+            for position in left:
+                yield Part(position, [Outcome.TIMEOUT], [None], Tier.DRAM, self._node_id)
+            self._counters.add("prompts_incomplete_total" if left else "prompts_complete_total")
+
+    def _parts(self, came: Sequence[tuple[int, Block]]) -> Iterator[Part]:
+        """Cuts what came into parts of consecutive positions."""
+        start = 0
+        for at in range(1, len(came) + 1):
+            if at == len(came) or came[at][0] != came[at - 1][0] + 1:
+                blocks: list[Block | None] = [block for _, block in came[start:at]]
+                yield Part(came[start][0], [Outcome.HIT] * len(blocks), blocks, Tier.DRAM, self._node_id)
+                start = at
