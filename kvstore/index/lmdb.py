@@ -121,6 +121,8 @@ class LmdbIndex(PrefixIndex):
             on_damage: called once, in the thread that met it, when LMDB reports damage: from then on nothing here can be
                 relied upon; close the index and open it anew.
 
+        On a full disk an index that is there opens too; changes are refused (``CapacityExceeded``) until there is room again.
+
         Raises:
             Conflict: this process has it open already.
             Unavailable: it cannot be opened, or is read-only and not there.
@@ -378,6 +380,7 @@ class LmdbIndex(PrefixIndex):
                 while True:
                     if self._closed is not None:
                         raise Unavailable(self._closed, path=self._files.path)
+                    self._files.make_writable()
                     try:
                         with self._env.begin(write=True) as txn:
                             return work(txn)

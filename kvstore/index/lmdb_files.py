@@ -15,6 +15,9 @@ dropped (logged and counted): the index is a hint and nodes fill it again. A ``d
 open is noticed only when LMDB reports it; then the index is marked, its owner is told, and it is dropped at the next opening.
 A file cut off while it is open is a SIGBUS, which no process survives: the next one finds it too short.
 
+On a full disk the index is opened all the same, if it is there: what it holds can be read, but before the state says that the
+file is in use, nothing is written to it (a crash would leave a torn file that is called clean). Each write tries to note it.
+
 Not ``writemap``: a full disk would then be a SIGBUS instead of an error. Deleting the files under a running process does not
 disturb it (it keeps the deleted files until it closes); processes started later would see a new, other index.
 """
@@ -47,6 +50,8 @@ MAX_MAP_BYTES = 1 << 46
 """Address space of a process ends at 2**47."""
 MAX_DATABASES = 8
 MAX_READERS = 1_024
+LOCK_FILE_BYTES = 128 + 64 * MAX_READERS
+"""What LMDB takes for its lock file: a header, and a cache line a reader."""
 CHECKSUM_BYTES_MAX = 4 << 30
 """Larger files are recognised by size alone: reading them would cost more than filling them again is worth."""
 OPENING_TIMEOUT_S = 30.0
@@ -83,6 +88,8 @@ class IndexFiles:
         self._count = count
         self._check = check
         self._writers: int | None = None
+        self._marked = False
+        """Whether state.json says that the file is in use, so that it may be written to."""
         self._real_path = os.path.realpath(path)
         with _open_paths_lock:
             if self._real_path in _open_paths:
@@ -93,6 +100,8 @@ class IndexFiles:
         except BaseException as error:
             self._forget()
             if isinstance(error, OSError):
+                if error.errno in _NO_ROOM:
+                    raise CapacityExceeded("no room on disk to open the index", path=path, reason=error) from error
                 raise Unavailable("the index cannot be opened", path=path, reason=error) from error
             raise
 
@@ -121,12 +130,63 @@ class IndexFiles:
             alone = _try_lock(self._writers, fcntl.LOCK_EX)
             if alone:
                 self._drop_untrusted()
-                self._write_state({"format": FORMAT, "clean": False, "machine_boot": _machine_boot()})
+                self._reserve_lock_file()
+                self._mark_at_opening()
+            else:
+                state = self._read_state()
+                self._marked = state is not None and not state.get("clean")
             env = self._open_checked(may_drop=alone)
             fcntl.flock(self._writers, fcntl.LOCK_SH)  # at once: the only exclusive holder turns it into shared
             return env
         finally:
             os.close(opening)
+
+    def _mark_at_opening(self) -> None:
+        try:
+            self._mark_in_use()
+        except OSError as error:
+            if error.errno not in _NO_ROOM or not (self.path / "data.mdb").exists():
+                raise
+            logger.exception("no room on disk for the index in %s: it can be read, and not be changed until there is", self.path)
+            self._count("index_read_only_total", 1)
+
+    def _mark_in_use(self) -> None:
+        self._write_state({"format": FORMAT, "clean": False, "machine_boot": _machine_boot()})
+        self._marked = True
+
+    def make_writable(self) -> None:
+        """To be called before each write: makes sure that state.json says that the file is in use.
+
+        Raises:
+            CapacityExceeded: there is no room on disk to say so.
+            Unavailable: the directory cannot be written to.
+        """
+        if self._marked:
+            return
+        try:
+            self._mark_in_use()
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise CapacityExceeded("no room on disk: the index can only be read", path=self.path, reason=error) from error
+            raise Unavailable("the index cannot be written to", path=self.path, reason=error) from error
+        logger.warning("the index in %s can be written to again", self.path)
+        self._count("index_writable_again_total", 1)
+
+    def _reserve_lock_file(self) -> None:
+        """Gives LMDB's lock file its blocks: it is mapped, and a page of it that finds no room later would be a SIGBUS.
+
+        Called alone and before LMDB opens it: closing a file lets go of all locks that the process has on it.
+        """
+        descriptor = _lock_file(self.path / "lock.mdb")
+        try:
+            os.posix_fallocate(descriptor, 0, LOCK_FILE_BYTES)
+        except OSError as error:
+            if not os.fstat(descriptor).st_blocks:
+                raise
+            # its first page, which serves dozens of readers, is there
+            logger.warning("the lock file of the index in %s gets no room of its own: %s", self.path, error)
+        finally:
+            os.close(descriptor)
 
     def _open_checked(self, *, may_drop: bool) -> lmdb.Environment:
         for _ in range(2):
@@ -222,10 +282,14 @@ class IndexFiles:
 
     def _write_state(self, state: dict[str, object]) -> None:
         scratch = self.path / "state.json.new"
-        with scratch.open("w") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with scratch.open("w") as file:
+                json.dump(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
         scratch.replace(self.path / "state.json")
         directory = os.open(self.path, os.O_RDONLY)
         try:
@@ -278,7 +342,7 @@ class IndexFiles:
                 self.env.sync(True)
             self.env.close()
             data, state = self.path / "data.mdb", self._read_state()
-            if alone and state is not None and not state.get("damaged"):
+            if alone and self._marked and state is not None and not state.get("damaged"):
                 self._write_state({"format": FORMAT, "clean": True, "bytes": data.stat().st_size, "checksum": _checksum(data)})
         finally:
             os.close(opening)
