@@ -32,7 +32,13 @@ class Session(NamedTuple):
     turns: tuple[Turn, ...]
 
 
-def sessions_of(requests: Iterable[TraceRequest], block_tokens: int, *, append_factor: float = 1.0) -> list[Session]:
+def sessions_of(
+    requests: Iterable[TraceRequest],
+    block_tokens: int,
+    *,
+    append_factor: float = 1.0,
+    most_tokens: int | None = None,
+) -> list[Session]:
     """Sessions of a workload; what hits is what an unbounded store would hold.
 
     Sessions begin when the workload says; inside one each turn follows the one before at once, as if tools took no time.
@@ -42,11 +48,13 @@ def sessions_of(requests: Iterable[TraceRequest], block_tokens: int, *, append_f
         block_tokens: tokens of a block of the workload.
         append_factor: makes every turn's new tokens so many times as many (context grows along); hits are then taken to be
             everything before the appended tokens.
+        most_tokens: a session ends before the first turn whose prompt is longer.
     """
     table = ChainTable()
     turns: dict[str, list[Turn]] = {}
     starts: dict[str, float] = {}
     grown: dict[str, int] = {}
+    ended: set[str] = set()
     for request in requests:
         known = len(table)
         ids = np.concatenate((request.block_ids, request.answer_ids)) if len(request.answer_ids) else request.block_ids
@@ -59,6 +67,9 @@ def sessions_of(requests: Iterable[TraceRequest], block_tokens: int, *, append_f
             hit = (hit + before) // block_tokens * block_tokens if hit else 0
             grown[request.session] = before + round(new * (append_factor - 1))
             new = max(1, round(new * append_factor))
+        if most_tokens is not None and (hit + new > most_tokens or request.session in ended):
+            ended.add(request.session)
+            continue
         starts.setdefault(request.session, request.timestamp_ms / 1000)
         turns.setdefault(request.session, []).append(Turn(hit, new, max(1, request.output_tokens)))
     return [Session(starts[name], tuple(found)) for name, found in turns.items()]
