@@ -334,6 +334,26 @@ def test_a_link_that_got_slower_gets_less() -> None:
     assert 80 <= shares["p"] <= 87  # 5 : 1 is 83
 
 
+def test_a_plan_lives_as_long_as_it_is_heard_of() -> None:
+    planner = Planner(Split(least_blocks=1, least_bytes=0), plan_life_s=LIFE)
+    for node in ("p", "d", "r"):
+        planner.node_here(node, 1e9, 8e9)
+    silent, heard, replanned = (
+        planner.plan(ReadRequest(name, 10, 1_000, 64, "p", "d", ("r",)), 0.0).plan_id for name in ("silent", "heard", "replanned")
+    )
+    assert planner.expire(LIFE - 0.1) == []
+    assert planner.progress(heard, 0, 1, LIFE / 2)
+    planner.fail(replanned, 0, [], LIFE / 2)
+    assert planner.expire(LIFE) == [silent]
+    assert not planner.progress(silent, 0, 1, LIFE)
+    assert planner.expire(LIFE * 1.5 - 0.1) == []
+    assert sorted(planner.expire(LIFE * 1.5)) == [heard, replanned]
+    for node in ("p", "d", "r"):
+        state = planner.queues.state(node, LIFE)
+        assert state is not None
+        assert state.pending_bytes == 0
+
+
 def test_bad_reports_are_refused() -> None:
     planner = two_nodes()
     plan = planner.plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
