@@ -87,6 +87,7 @@ def fetch_status(config: Config) -> dict[str, Any]:
                     }
                     for volume in known.node.volumes
                 ],
+                "mounts": list(known.node.mounts),
             }
             for known in nodes.nodes
         ],
@@ -117,5 +118,7 @@ def _print(found: dict[str, Any]) -> None:
             click.echo(f"  {volume['id']:<{width}}  {volume['tier']:<4}  {fill}  {volume['blocks']:>11,} blocks")
             if volume["read_only"]:
                 click.echo(f"    takes no blocks, serves what it holds: {volume['read_only']}")
+        for mount in node["mounts"]:
+            click.echo(f"  reads {mount} directly")
     if not found["nodes"]:
         click.echo("no nodes yet; kvstore node starts one")

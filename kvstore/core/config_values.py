@@ -104,6 +104,20 @@ def parse_volume(value: object) -> object:
     return {"path": path, "capacity": size}
 
 
+def parse_mount(value: object) -> object:
+    """Reads ``"storage-1/nvme0=/path"`` as ``{"volume": …, "path": …}``; leaves anything else to pydantic.
+
+    Raises:
+        ValueError: a text without both parts.
+    """
+    if not isinstance(value, str):
+        return value
+    volume, _, path = value.partition("=")
+    if not path or not volume:
+        raise ValueError(f'a mount looks like "storage-1/nvme0=/path", with no comma in the path, not {value!r}')
+    return {"volume": volume, "path": path}
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """How a field's values are written for people: part of its annotation."""

@@ -98,7 +98,7 @@ def test_mounts_are_named_by_volume_and_path(tmp_path: Path) -> None:
     assert [str(mount) for mount in one.node.mounts] == ["s1/nvme0=/a", "s2/nvme0=/b (buffered)"]
     two, _ = load(flags=("node.mounts=s1/nvme0=/with=sign, s2/nvme0=/b",))
     assert [(mount.volume, str(mount.path)) for mount in two.node.mounts] == [("s1/nvme0", "/with=sign"), ("s2/nvme0", "/b")]
-    assert [mount.volume_id for mount in node_config(two).mounts] == ["s1/nvme0", "s2/nvme0"]
+    assert [mount.volume_id for mount in settings.node_config(two).mounts] == ["s1/nvme0", "s2/nvme0"]
 
 
 def test_variables_that_others_make_are_left_alone() -> None:
