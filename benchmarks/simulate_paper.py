@@ -42,6 +42,8 @@ One choice was made with the published figures in view, once, for all rows: the 
 stored. With one byte an element (its Table 1) the published 660B baseline would read at half the rate of its two storage
 links, though it is called storage-bound; with two bytes at three quarters. So the 660B rows use two bytes an element, and
 one row shows what one byte gives. The 27B rows use one.
+
+Gains compare the times until 95 % of the requests are done; see below why.
 """
 
 WHY = """
@@ -54,6 +56,9 @@ WHY = """
   prefill, still overlaps loads of waiting requests with computing as far as HBM allows, and batches all that is loaded.
 * **The scheduler gains less over taking turns**: simulated engines and links do not stray (no jitter, no slow disk), so
   that turns are less unfair than in a real cluster.
+* **The tail.** The spread of turns a trajectory is inferred from means (log-normal), and its longest trajectories are longer
+  than the published JCTs allow: 1,024 agents wait for one of them while the cluster idles. Hence gains are taken at 95 % of
+  the requests; gains by JCT stand beside them.
 * **The storage format** is the largest unknown: see the row with one byte an element.
 * **Balance** is over windows of the whole run; the paper's over an unspecified short window of three machines.
 * **Online capacity** uses mean TTFT and TPOT over the requests after the first session time; the paper ends a run when
@@ -103,9 +108,9 @@ class Bench:
         return simulate(config)
 
     def gain(self, model: str, over: str, variant: str, agents: int, **cluster: float) -> float:
-        """JCT of ``over`` as a multiple of that of ``variant``."""
-        first, second = (self.offline(model, name, agents, **cluster) for name in (over, variant))  # type: ignore[arg-type]
-        return first.seconds / second.seconds
+        """Time until 95 % of the requests are done: of ``over`` as a multiple of that of ``variant``."""
+        first, second = (self.offline(model, name, agents, **cluster) for name in (over, variant))
+        return first.most_done_s / second.most_done_s
 
     def heading(self, title: str) -> None:
         """Begins a table."""
@@ -140,6 +145,11 @@ def offline(bench: Bench) -> None:
         seconds = bench.offline(LARGE, variant, many * factor).seconds * bench.every
         name = "basic" if variant == "basic" else "dual"
         bench.row(f"660b_{factor}_{name}_s", f"660B, {many * factor} agents: JCT of {name}", seconds, paper, "s", "~")
+        if variant == DUAL:
+            jct = bench.offline(LARGE, "basic", many * factor).seconds * bench.every / seconds
+            bench.row(
+                f"660b_{factor}_jct", f"660B, {many * factor} agents: Basic / DualPath by JCT", jct, 1.84 if factor == 1 else 1.87
+            )
     bench.row("660b_oracle", "660B: DualPath / Oracle", 1 / bench.gain(LARGE, "oracle", DUAL, many))
     bench.row("660b_fp8", "660B, KV of one byte: Basic / DualPath", bench.gain(LARGE_FP8, "basic", DUAL, many), 1.84, about="~")
     bench.row("27b", "27B 1P1D: Basic / DualPath", bench.gain(SMALL, "basic", DUAL, many), 1.78)
@@ -162,11 +172,11 @@ def ablation(bench: Bench) -> None:
 
 def prefill_to_decode(bench: Bench) -> None:
     """Figure 9: P/D sweep on the small model."""
-    bench.heading("P:D on 27B: JCT of Basic 1P1D over that of each")
+    bench.heading("P:D on 27B: time of Basic 1P1D over that of each")
     clusters = ((1, 1), (1, 2), (2, 1))
-    base = bench.offline(SMALL, "basic", bench.agents, 1, 1).seconds
+    base = bench.offline(SMALL, "basic", bench.agents, 1, 1).most_done_s
     seconds = {
-        (variant, *cluster): bench.offline(SMALL, variant, bench.agents, *cluster).seconds
+        (variant, *cluster): bench.offline(SMALL, variant, bench.agents, *cluster).most_done_s
         for variant in ("basic", DUAL, "+split")
         for cluster in clusters
     }
@@ -213,12 +223,12 @@ def online(bench: Bench) -> None:
 def scale(bench: Bench) -> None:
     """Table 3: many units as one."""
     units = bench.options.pick(full=8, quick=4, smoke=2)
-    bench.heading(f"Scale: {2 * units}P{4 * units}D with {units} times the agents (paper: 48P96D, 24 times), JCT against 2P4D")
+    bench.heading(f"Scale: {2 * units}P{4 * units}D with {units} times the agents (paper: 48P96D, 24 times), time against 2P4D")
     seconds = []
     for factor in (1, units):
         load = bench.load(bench.agents * factor, every=bench.every * 4)
         config = uniform(model_named(LARGE), H100, load, prefill_nodes=2 * factor, decode_nodes=4 * factor, variant=LADDER[DUAL])
-        seconds.append(simulate(config).seconds)
+        seconds.append(simulate(config).most_done_s)
     bench.row("scale", f"660B, {units} units / one", seconds[1] / seconds[0], 3201 / 3167)
 
 

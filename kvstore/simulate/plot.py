@@ -48,8 +48,8 @@ def plot(results: Sequence[SimResult], config: SimConfig, gains: Mapping[str, Se
     figure, axes = plt.subplots(2, 2 if not gains else 3, figsize=(11 if not gains else 16, 8))
     panels: list[Axes] = list(axes.flat)
     names = [result.variant for result in results]
-    panels[0].bar(names, [result.seconds for result in results])
-    panels[0].set(title="time until all is done", ylabel="seconds")
+    panels[0].bar(names, [result.most_done_s for result in results])
+    panels[0].set(title="time until 95 % of the requests are done (simulated)", ylabel="seconds")
     panels[0].tick_params(axis="x", rotation=20)
     for result in results:
         _cdf(panels[1], result.ttfts, result.variant)
@@ -65,8 +65,11 @@ def plot(results: Sequence[SimResult], config: SimConfig, gains: Mapping[str, Se
         panel.legend(fontsize="small")
     if gains:
         for column, name in enumerate(names):
-            panels[4].plot(list(gains), [seconds[column] for seconds in gains.values()], marker="o", label=name)
-        panels[4].set(title="time by prefill:decode nodes", ylabel="seconds", ylim=(0, None))
+            panels[4].plot(range(len(gains)), [seconds[column] for seconds in gains.values()], marker="o", label=name)
+        panels[4].set(
+            title="the same by prefill and decode nodes", ylabel="seconds", xticks=range(len(gains)), xticklabels=list(gains)
+        )
+        panels[4].set_ylim(bottom=0)
         panels[4].legend(fontsize="small")
         panels[5].axis("off")
     figure.tight_layout()

@@ -50,6 +50,7 @@ class SimResult:
         variant: what was switched on.
         requests: asked for in all; ``finished`` of them.
         seconds: simulated time: the job completion time of an offline batch.
+        most_done_s: when 95 % of the finished requests were: throughput without the tail of the longest sessions.
         ttft: from a request's arrival to its first token.
         ttst: from the first to the second.
         tpot: a token after the second.
@@ -73,6 +74,7 @@ class SimResult:
     requests: int
     finished: int
     seconds: float
+    most_done_s: float
     ttft: Latency
     ttst: Latency
     tpot: Latency
@@ -110,6 +112,7 @@ class SimResult:
             "requests",
             "finished",
             "seconds",
+            "most_done_s",
             "sessions_s",
             "read_bytes",
             "snic_use",
@@ -149,6 +152,7 @@ def collect(config: SimConfig, jobs: Sequence[Job], traffic: Traffic, loop: Even
         requests=total,
         finished=len(done),
         seconds=seconds,
+        most_done_s=float(np.percentile(ended, 95)) if len(ended) else math.nan,
         ttft=_latency(first - arrivals),
         ttst=_latency(second - first),
         tpot=_latency(tpots),

@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said_in_a_line(arguments: list[str], code: int, words:
 
 def test_a_plot_is_a_png_or_says_what_it_takes(tmp_path: Path) -> None:
     out = tmp_path / "out.png"
-    shown = CliRunner().invoke(root, [*SMALL, "--plot", str(out)])
+    shown = CliRunner().invoke(root, [*SMALL, "--sweep-pd", "1:1,1:2", "--plot", str(out)])
     if importlib.util.find_spec("matplotlib") is None:
         assert shown.exit_code == 1
         assert "kvstore-dualpath[plots]" in shown.output
