@@ -207,7 +207,7 @@ def online(bench: Bench) -> None:
         found = {}
         for variant in ("basic", DUAL, "+split"):
             config: SimConfig = uniform(model_named(model), H100, (), variant=VARIANTS[variant])
-            lives = bench.options.pick(full=6.0, quick=4.0, smoke=1.2)
+            lives = bench.options.pick(full=5.0, quick=4.0, smoke=1.2)
             found[variant] = capacity(config, pool, every=every, lives=lives, first_guess=guess, seed=bench.options.seed)
             guess = max(guess, found[variant].agents_s)
         name = model.removesuffix("-bf16")

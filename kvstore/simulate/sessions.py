@@ -11,6 +11,9 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.workload.chains import ChainTable
 from kvstore.workload.requests import TraceRequest
 
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, spread evenly however many are drawn."""
+
 
 class Turn(NamedTuple):
     """One request."""
@@ -78,12 +81,15 @@ def sessions_of(
 def thinned(sessions: Iterable[Session], every: int) -> list[Session]:
     """One turn in ``every`` of each session, the rest taken as done before: the same load at any moment, for less time.
 
-    A run takes about 1/``every`` of the time; arrivals come ``every`` times as fast to keep as many sessions alive.
+    Which turns are kept differs evenly from session to session, so that early and late ones are kept alike; a short session
+    may keep none. A run takes about 1/``every`` of the time; arrivals come ``every`` times as fast to keep as many sessions
+    alive.
     """
     if every < 1:
         raise InvalidArgument("turns are kept one in so many", every=every)
     return [
-        Session(session.start_s / every, session.turns[(every - 1) // 2 :: every] or session.turns[-1:]) for session in sessions
+        Session(session.start_s / every, session.turns[int(index * _GOLDEN % 1 * every) :: every])
+        for index, session in enumerate(sessions)
     ]
 
 

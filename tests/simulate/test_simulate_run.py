@@ -164,10 +164,13 @@ def test_dense_models_too() -> None:
 
 
 def test_turns_are_thinned_and_arrivals_drawn_by_seed() -> None:
-    sessions = [Session(0.0, tuple(Turn(64 * i, 1, 1) for i in range(1, 11))), Session(8.0, (Turn(0, 1, 1),))]
+    sessions = [Session(8.0, tuple(Turn(64 * i, 1, 1) for i in range(1, 11)))] * 40
     thin = thinned(sessions, 4)
-    assert [len(session.turns) for session in thin] == [3, 1]
-    assert thin[1].start_s == 2.0
+    assert thinned(sessions, 1) == sessions
+    assert {session.start_s for session in thin} == {2.0}
+    kept = [turn.hit for session in thin for turn in session.turns]
+    assert len(kept) == pytest.approx(100, abs=5)
+    assert sum(kept) / len(kept) == pytest.approx(64 * 5.5, rel=0.05)
     assert arriving(sessions, 2.0, 5) == arriving(sessions, 2.0, 5)
     assert arriving(sessions, 2.0, 5) != arriving(sessions, 2.0, 6)
     with pytest.raises(InvalidArgument):
