@@ -59,6 +59,7 @@ def metadata_config(config: Config) -> MetadataConfig:
         map_bytes=section.index_size,
         heartbeat_interval_ms=section.heartbeat_interval,
         node_ttl_ms=section.node_ttl,
+        node_forget_ms=section.node_forget,
         path_policy=section.path_policy,
         workers=section.workers,
         tls=tls(section.tls),

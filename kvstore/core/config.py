@@ -46,6 +46,9 @@ class MetadataSection(Section):
     index_size: Size = Field(default=16 << 30, description="the most that the index may grow to (address space until used)")
     heartbeat_interval: DurationMs = Field(default=500, description="how often nodes call")
     node_ttl: DurationMs = Field(default=2_500, description="silence after which a node is hidden")
+    node_forget: DurationMs = Field(
+        default=86_400_000, description="silence after which a node is forgotten, with what it published"
+    )
     path_policy: Literal["prefill_only", "round_robin", "shorter_queue", "split"] = Field(
         default="split", description="which hosts' storage links a load is read over, where the client does not say"
     )

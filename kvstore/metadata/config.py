@@ -23,6 +23,7 @@ class MetadataConfig:
         map_bytes: the most that the index may grow to on disk (address space only, until it is used).
         heartbeat_interval_ms: how often nodes are asked to call.
         node_ttl_ms: silence after which a node is hidden from lookups.
+        node_forget_ms: silence after which a node is forgotten, with all that it published.
         path_policy: over which nodes' storage links loads are read, where a client does not say; ``kvstore.dualpath.policies``.
         workers: server processes that share the port and the index.
         tls: this server's identity; None: plain text.
@@ -38,6 +39,7 @@ class MetadataConfig:
     map_bytes: int = 16 << 30
     heartbeat_interval_ms: int = 500
     node_ttl_ms: int = 2_500
+    node_forget_ms: int = 86_400_000
     path_policy: str = "split"
     workers: int = 1
     tls: TlsConfig | None = None
@@ -53,6 +55,10 @@ class MetadataConfig:
                 "a node must be asked to call more often than its silence is tolerated, at most every 10 ms",
                 heartbeat_interval_ms=self.heartbeat_interval_ms,
                 node_ttl_ms=self.node_ttl_ms,
+            )
+        if self.node_forget_ms < self.node_ttl_ms:
+            raise InvalidArgument(
+                "a node is hidden before it is forgotten", node_forget_ms=self.node_forget_ms, node_ttl_ms=self.node_ttl_ms
             )
         if not 1 <= self.workers <= _MAX_WORKERS:
             raise InvalidArgument("workers is out of range", workers=self.workers, least=1, most=_MAX_WORKERS)

@@ -141,6 +141,19 @@ class NodeTable:
             )
         return answer
 
+    def long_silent(self, forget_s: float) -> list[tuple[NodeId, BootId]]:
+        """Boots that have not called for so long, none of whose volumes a living node serves in its place."""
+        oldest_s = self._clock.now_s() - forget_s
+        view = self.view()
+        served = {view.places[life].node_id for life in self._stand_ins if life in view.places}
+        silent = []
+        for node_id, record in view.nodes.items():
+            beat = self._beat_of(node_id, BootId(record.boot_id))
+            heard_s = max(self._started_s, beat.at_s if beat is not None else self._started_s)
+            if heard_s < oldest_s and node_id not in served:
+                silent.append((node_id, BootId(record.boot_id)))
+        return silent
+
     # ---- liveness ----
     def beat(self, report: HeartbeatRequest) -> bool:
         """Takes a heartbeat in.
@@ -176,7 +189,8 @@ class NodeTable:
             # a time ahead of now is from before the host was restarted, when its monotonic clock began anew
             if beat is not None and beat.at_s <= now_s and (known is None or beat.at_s > known.at_s):
                 self._beats[node_id] = beat
-        self.view()
+        known_nodes = self.view().nodes
+        self._beats = {node_id: beat for node_id, beat in self._beats.items() if node_id in known_nodes}
         self._judge()
 
     def _beat_of(self, node_id: NodeId, boot_id: BootId) -> Beat | None:

@@ -80,7 +80,14 @@ class MetadataServer:
                 reuse_port=config.workers > 1,
             )
             self._upkeep = Upkeep(
-                index, nodes, writes, self.counters, ttl_s=ttl_s, sweeps=self._worker == 0, also=planning.expire
+                index,
+                nodes,
+                writes,
+                self.counters,
+                ttl_s=ttl_s,
+                forget_s=config.node_forget_ms / 1000,
+                sweeps=self._worker == 0,
+                also=planning.expire,
             )
             self._upkeep.start()
             await self._bound.start()

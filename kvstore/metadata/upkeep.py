@@ -1,4 +1,4 @@
-"""What a server process does by itself: share heartbeats, notice silent nodes, sweep what dead lives left in the index."""
+"""What a server process does by itself: share heartbeats, notice silent nodes, forget those silent for long, sweep the index."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.writes import forget_node
 from kvstore.observe.counters import Counters
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class Upkeep:
         thread: changes the index.
         counters: events of this process.
         ttl_s: silence after which a node is hidden.
-        sweeps: whether this process sweeps; one of several workers does.
+        forget_s: silence after which a node is forgotten.
+        sweeps: whether this process forgets and sweeps; one of several workers does.
         also: called at each tick.
     """
 
@@ -44,6 +46,7 @@ class Upkeep:
         counters: Counters,
         *,
         ttl_s: float,
+        forget_s: float,
         sweeps: bool,
         also: Callable[[], None],
     ) -> None:
@@ -52,6 +55,7 @@ class Upkeep:
         self._thread = thread
         self._counters = counters
         self._tick_s = min(max(ttl_s / _TICKS_PER_TTL, _MIN_TICK_S), _MAX_TICK_S)
+        self._forget_s = forget_s
         self._sweeps = sweeps
         self._also = also
         self._tasks: list[asyncio.Task[None]] = []
@@ -76,11 +80,19 @@ class Upkeep:
                 finally:
                     self._nodes.exchange_beats()  # who is silent is hidden also where nothing can be written
                 self._also()
+                if self._sweeps:
+                    await self._forget()
             except KVStoreError:
                 # a full disk, an index that does not answer: lookups go on with what is known, the next tick tries again
                 self._counters.add("metadata_upkeep_failures_total")
                 logger.exception("cannot exchange heartbeats with the index")
             await asyncio.sleep(self._tick_s)
+
+    async def _forget(self) -> None:
+        for node_id, boot_id in self._nodes.long_silent(self._forget_s):
+            logger.warning("node %s was silent for %.0f s: forgotten, with all that it published", node_id, self._forget_s)
+            self._counters.add("metadata_nodes_forgotten_total")
+            await self._thread.run(forget_node, self._index, node_id, boot_id)
 
     def _share(self, notes: list[tuple[str, bytes]]) -> None:
         for name, value in notes:

@@ -15,7 +15,7 @@ from kvstore.core.digests import key_range
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.notes import encode_life, node_note, sequence_note, synced_note
+from kvstore.metadata.notes import beat_note, encode_life, node_note, sequence_note, synced_note
 from kvstore.metadata.sequence import SequenceState, Verdict
 
 
@@ -77,6 +77,20 @@ def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
         VolumeNeed(volume_id=volume_id, inventory_needed=index.note(synced_note(volume_id)) != encode_life(life))
         for volume_id, life in lives.items()
     ]
+
+
+def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
+    """Drops a boot that was silent for long: its lives, which hides all it held, and its notes. It may register anew."""
+    note = index.note(node_note(node_id))
+    if note is None or NodeInfo.FromString(note).boot_id != boot_id:
+        return  # another boot of it has come
+    for life in index.lives():
+        if life.node_id == node_id:
+            index.close_life(life.life)
+            index.put_note(synced_note(life.volume_id), None)
+    for name in (beat_note(node_id), sequence_note(node_id)):
+        index.put_note(name, None, announce=False)
+    index.put_note(node_note(node_id), None)  # last: a crash before it leaves what is forgotten at the next tick
 
 
 # ---- publishing ----

@@ -1,0 +1,117 @@
+"""Nodes silent for long are forgotten with what they published; steps of the wall clock mean nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of, until
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
+from kvstore.core.clock import ManualClock, MonotonicClock
+from kvstore.core.errors import InvalidArgument, NotFound
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.server import MetadataServer
+from kvstore.metadata.writes import register_node
+from kvstore.observe.counters import Counters
+from kvstore.rpc.client import call_aio, connect_aio
+
+TTL_MS, FORGET_MS = 1_000, 60_000
+
+
+async def nodes(peer: Peer) -> list[pb.NodeStatus]:
+    """All nodes that the server knows."""
+    return list((await call_aio(peer.stub.ListNodes, pb.ListNodesRequest(), TIMEOUT_S)).nodes)
+
+
+@pytest.fixture
+async def forgetful(tmp_path: Path) -> AsyncIterator[Running]:
+    """A server that forgets after a minute of the test's clock."""
+    config = MetadataConfig(
+        index_path=tmp_path / "index",
+        listen="127.0.0.1:0",
+        map_bytes=64 << 20,
+        heartbeat_interval_ms=200,
+        node_ttl_ms=TTL_MS,
+        node_forget_ms=FORGET_MS,
+    )
+    clock = ManualClock()
+    server = MetadataServer(config, clock=clock)
+    address = await server.start()
+    async with connect_aio(address) as channel:
+        yield Running(server, clock, channel, address)
+    await server.stop(0.0)
+
+
+async def test_a_node_silent_for_long_is_forgotten_with_its_blocks(forgetful: Running) -> None:
+    gone, stays, keys = forgetful.peer("gone"), forgetful.peer("stays"), chain("a", 40)
+    for peer, stop in ((gone, 40), (stays, 20)):
+        await peer.register()
+        await peer.publish(peer.nvme, run_of(keys, 0, stop), sync_end=True)
+    for _ in range(70):
+        forgetful.clock.advance(0.9)
+        await stays.beat()
+
+    async def forgotten() -> bool:
+        await stays.beat()
+        return (await stays.counters()).get("metadata_nodes_forgotten_total", 0) == 1
+
+    await until(forgotten)
+    assert [status.node.node_id for status in await nodes(stays)] == ["stays"]
+    assert await stays.hit(keys) == 20
+    assert (await gone.beat()).register_again
+    with pytest.raises(NotFound):
+        await gone.send(gone.batch(gone.nvme, [run_of(keys)]))
+    gone.sequence = 0
+    assert await gone.register() == {gone.dram: True, gone.nvme: True}, "nothing of it is left, so all is wanted"
+    await gone.publish(gone.nvme, run_of(keys))
+    assert await gone.hit(keys) == 40
+
+
+async def test_a_node_is_not_forgotten_before_its_time(forgetful: Running) -> None:
+    peer, keys = forgetful.peer(), chain("a", 10)
+    await peer.register()
+    await peer.publish(peer.nvme, run_of(keys), sync_end=True)
+    forgetful.clock.advance(FORGET_MS / 1000 - 1)
+
+    async def hidden() -> bool:
+        return (await peer.counters()).get("metadata_nodes_expired_total", 0) == 1
+
+    await until(hidden)
+    assert await peer.hit(keys) == 0
+    assert not (await peer.beat()).register_again
+    assert await peer.hit(keys) == 10
+
+
+def test_a_node_is_hidden_before_it_is_forgotten(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument):
+        MetadataConfig(index_path=tmp_path, node_ttl_ms=1_000, node_forget_ms=999)
+
+
+@pytest.mark.parametrize("step_s", [-1e9, 1e9])
+def test_steps_of_the_wall_clock_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """On the host's own clock: nobody dies and nobody is forgotten when the time of day jumps by thirty years."""
+    index = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20)
+    info = NodeInfo(node_id="n", boot_id=b"b" * 16, volumes=[VolumeInfo(volume_id="v", tier="TIER_NVME")])
+    register_node(index, info)
+    nodes_known = NodeTable(index, MonotonicClock(), 60.0, Counters())
+    assert nodes_known.beat(pb.HeartbeatRequest(node_id="n", boot_id=info.boot_id))
+    for name, value in nodes_known.unshared_beats():
+        index.put_note(name, value, announce=False)
+    real_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: real_s + step_s)
+    monkeypatch.setattr(time, "time_ns", lambda: int((real_s + step_s) * 1e9))
+    another_worker = NodeTable(index, MonotonicClock(), 60.0, Counters())
+    for table in (nodes_known, another_worker):
+        table.exchange_beats()
+        (status,) = table.statuses()
+        assert status.alive
+        assert status.heartbeat_age_ms < 60_000
+        assert len(table.visible) == 1
+        assert table.long_silent(60.0) == []
+    index.close()
