@@ -22,6 +22,7 @@ from kvclient.buffers import as_block_buffer
 from kvclient.calls import Call, Caller
 from kvclient.core import Core, check_keys, check_place
 from kvclient.directory import Directory, by_roles
+from kvclient.handoff import AwaitedPrompt, Handoff
 from kvclient.incidents import Incidents
 from kvclient.layer_store import StoreHandle
 from kvclient.layers import LayerGate, LoadHandle
@@ -371,6 +372,66 @@ class KVClient:
         handle = StoreHandle(self._core, keys, packed, parent, depth, operation, self._find_store_node)
         self._handles.add(handle)
         return handle
+
+    # ---- hand-over of prompts ----
+    def tail_key(self, tokens: Tokens, parent: BlockKey | None = None) -> BlockKey:
+        """Key of a prompt's partial last block; see ``kvstore.core.keys.KeyChain.tail``."""
+        return self._chain.tail(tokens, parent)
+
+    def begin_handoff(
+        self,
+        keys: Keys,
+        decode_node: str,
+        *,
+        parent: BlockKey | None = None,
+        depth: int = 0,
+        tail: bool = False,
+        deadline_s: float | None = None,
+    ) -> Handoff:
+        """Prefill side: begins to hand a prompt over to the host of the engine that will decode it, layer by layer.
+
+        Args:
+            keys: consecutive keys of the prompt: hit and new blocks alike. What the decode host holds is not sent.
+            decode_node: its node.
+            parent: the key before the first, where that is not the head of its chain.
+            depth: position of the first in its chain.
+            tail: the last key is ``tail_key``'s: handed over, but not kept.
+            deadline_s: bound, up to the commit.
+
+        Raises:
+            InvalidArgument: keys that do not fit.
+        """
+        self._check_usable()
+        keys, _ = check_keys(keys)
+        check_place(parent, depth)
+        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
+        node, failed = None, None
+        try:
+            if self._directory is None:
+                raise Unavailable("without a metadata server the decode node cannot be found")
+            node = self._directory.node(decode_node, min(operation.left_s(), self._core.options.lookup_deadline_s))
+        except KVStoreError as error:
+            failed = error
+            self._core.incidents.report("client_handoffs_failed_total", "the decode node is not found", error)
+        return Handoff(self._core, node, keys, parent, depth, operation, failed, tail=tail)
+
+    def await_prompt(self, keys: Keys, *, deadline_s: float | None = None) -> AwaitedPrompt:
+        """Decode side: takes room for a prompt in this host's decode buffer and waits, in the background, until it is complete.
+
+        Args:
+            keys: all keys of the prompt, a partial last block's included.
+            deadline_s: how long it may take; None: the option's.
+
+        Raises:
+            InvalidArgument: malformed keys.
+            CapacityExceeded: too much runs in the background already.
+        """
+        self._check_usable()
+        keys, packed = check_keys(keys)
+        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
+        prompt = AwaitedPrompt(self._core, keys, packed, operation)
+        prompt.begin(self._part_pool().submit(prompt.run))
+        return prompt
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Waits until everything that was stored on the local node so far is durable.

@@ -31,6 +31,7 @@ _ONCE_MORE = RetryPolicy(attempts=2, first_backoff_s=0.01)
 _PLAN_TIMEOUT_S = 0.5
 """A plan that takes longer costs more than it gains."""
 _MOST_WHY = 256
+_NODES_VALID_S = 5.0
 _LEAST_CALL_S = 0.001
 """With less time than this not even a healthy server answers."""
 _TELLING_S = 0.05
@@ -59,6 +60,7 @@ class Directory:
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
         self._registered = False
+        self._nodes: tuple[dict[str, NodeRef], float] = ({}, 0.0)
         self._reporter = Reporter(lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents)
 
     def register(self, timeout_s: float) -> None:
@@ -100,6 +102,25 @@ class Directory:
         """
         answer = self._call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
         return [status.node for status in answer.nodes if status.alive]
+
+    def node(self, node_id: str, timeout_s: float) -> NodeRef:
+        """Where a living node is reached; asked anew every few seconds.
+
+        Raises:
+            NotFound: no living node of that name.
+            KVStoreError: the server does not answer.
+        """
+        now_s = self._clock.now_s()
+        known, until_s = self._nodes
+        if node_id not in known or now_s > until_s:
+            known = {
+                one.node_id: NodeRef(NodeId(one.node_id), one.control_address, one.data_address, one.storage_address)
+                for one in self.nodes(timeout_s)
+            }
+            self._nodes = (known, now_s + _NODES_VALID_S)
+        if node_id not in known:
+            raise NotFound("no living node of this name", node_id=node_id)
+        return known[node_id]
 
     # ---- plans ----
     def plan_load(

@@ -6,7 +6,8 @@ For block ``i`` of a chain (``‖`` joins bytes)::
     key(i) = H(key(i-1)  ‖ tokens(i) ‖ extra(i))
 
 * ``tokens(i)``: the ids of exactly ``block_tokens`` tokens, uint32 little-endian. The length is fixed by the namespace, so where
-  tokens end and ``extra`` begins is never in doubt. A last, incomplete block has no key.
+  tokens end and ``extra`` begins is never in doubt. A last, incomplete block has no key that others could ask for; for the
+  hand-over of a whole prompt it has one of its own (``KeyChain.tail``).
 * ``extra(i)``: what else the KV of this block depends on (LoRA adapter, images, a cache salt), made by ``encode_extra``; mostly
   nothing, and then nothing is hashed. An extra of one block reaches all later ones through the chain.
 * ``H``: xxh3-128 (seed 0, canonical big-endian digest) or the first 16 bytes of SHA-256.
@@ -36,6 +37,8 @@ Tokens: TypeAlias = "npt.NDArray[np.integer[Any]] | array[int] | bytes | bytearr
 
 _TOKEN_BYTES = 4
 _TOKEN_MAX = 2**32 - 1
+_TAIL_MARK = b"\0\0tail"
+"""No extra begins with a kind of no bytes."""
 
 
 def encode_extra(parts: Iterable[tuple[str, bytes]]) -> bytes:
@@ -112,6 +115,27 @@ class KeyChain:
                 previous = digest(previous + data[at : at + step])
                 append(previous)
         return cast("list[BlockKey]", keys)
+
+    def tail(self, tokens: Tokens, parent: BlockKey | None = None) -> BlockKey:
+        """Key of a partial block: the tokens behind the last full block of a prompt.
+
+        It is no key of a full block, whatever that holds: tokens are padded to a whole block, and what follows them is no extra.
+
+        Args:
+            tokens: 1 to ``block_tokens`` - 1 ids.
+            parent: key of the block before; None where there is none.
+
+        Raises:
+            InvalidArgument: no tokens, a whole block of them or more, or tokens that are none.
+        """
+        if parent is not None and len(parent) != KEY_BYTES:
+            raise InvalidArgument("a parent key takes 16 bytes", bytes=len(parent))
+        data = token_bytes(tokens)
+        if not 0 < len(data) < self._step:
+            raise InvalidArgument("a tail is shorter than a block, and not empty", tokens=len(data) // _TOKEN_BYTES)
+        previous: bytes = self.spec.namespace if parent is None else parent
+        content = previous + data.ljust(self._step, b"\0") + _TAIL_MARK + struct.pack("<I", len(data) // _TOKEN_BYTES)
+        return BlockKey(hashlib.sha256(content).digest()[:KEY_BYTES] if self._sha else xxhash.xxh3_128_digest(content))
 
     def _with_extras(
         self, data: bytes, end: int, previous: bytes, extras: Mapping[int, bytes], first_block: int

@@ -76,6 +76,8 @@ class Prepared:
     """Granted and not yet completed, in order of the run."""
     depths: dict[BlockKey, int] = field(default_factory=dict)
     parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
+    tail: BlockKey | None = None
+    """A partial block among them: handed over to whoever waits for it, neither written behind nor kept."""
     guarded: Block | None = None
     """The parent of the run, where it lies in DRAM only: pinned, so that making room for the children does not push it out."""
 

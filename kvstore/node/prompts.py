@@ -28,26 +28,21 @@ class Prompts:
         self._counters = counters
 
     def arrive(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> Iterator[Part]:
-        """Yields parts as blocks become resident, until all are or the deadline has passed. The pins are the caller's."""
+        """Yields the prompt's blocks, once all are resident or the deadline has passed. Their pins are the caller's.
+
+        Nothing is yielded before, so that the time in which the caller must have copied begins when it can.
+        """
         with self._buffer.room(len(keys) * domain.shape.block_bytes, deadline_s) as admitted:
             if not admitted:
                 yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
                 return
+            found: list[Block | None] = [None] * len(keys)
             left = list(range(len(keys)))
             while left and self._table.await_stored(domain, keys[left[0]], deadline_s):
                 blocks = self._table.pin_resident(domain, [keys[position] for position in left])
-                came = [(position, block) for position, block in zip(left, blocks, strict=True) if block is not None]
-                left = [position for position, block in zip(left, blocks, strict=True) if block is None]
-                yield from self._parts(came)
-            for position in left:
-                yield Part(position, [Outcome.TIMEOUT], [None], Tier.DRAM, self._node_id)
+                for position, block in zip(left, blocks, strict=True):
+                    found[position] = block
+                left = [position for position in left if found[position] is None]
+            outcomes = [Outcome.HIT if block is not None else Outcome.TIMEOUT for block in found]
             self._counters.add("prompts_incomplete_total" if left else "prompts_complete_total")
-
-    def _parts(self, came: Sequence[tuple[int, Block]]) -> Iterator[Part]:
-        """Cuts what came into parts of consecutive positions."""
-        start = 0
-        for at in range(1, len(came) + 1):
-            if at == len(came) or came[at][0] != came[at - 1][0] + 1:
-                blocks: list[Block | None] = [block for _, block in came[start:at]]
-                yield Part(came[start][0], [Outcome.HIT] * len(blocks), blocks, Tier.DRAM, self._node_id)
-                start = at
+            yield Part(0, outcomes, found, Tier.DRAM, self._node_id)

@@ -61,6 +61,8 @@ class NodeProvider(BlockProvider):
         domain = self._domains.of_shape(request.run.namespace, request.shape)
         now_s = self._clock.now_s()
         prepared = self._table.prepare(domain, request.run, min(request.deadline_s, now_s + WRITE_ROOM_WAIT_S))
+        if request.tail:
+            prepared.tail = request.run.keys[-1]
         if request.durable:
             self._hold_to_durability(domain, prepared, request)
         return _Grant(self._table, prepared, request)

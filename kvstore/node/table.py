@@ -107,7 +107,7 @@ class BlockTable:
                 if block is not None:
                     prepared.outcomes.append(StoreOutcome.EXISTS if block.domain is domain else StoreOutcome.SKIPPED)
                     known.append(key)
-                elif key in self._preparing:
+                elif key in self._preparing or key in self._loading:  # a load may be fetching it from elsewhere right now
                     prepared.outcomes.append(StoreOutcome.IN_PROGRESS)
                 else:
                     prepared.outcomes.append(StoreOutcome.STORED)
@@ -177,7 +177,10 @@ class BlockTable:
                 block = Block(prepared.domain, key, prepared.parents[key], prepared.depths[key], checksum)
                 self._blocks[key] = block
                 self._set_dram(block, slot)
-                if self._writes_behind:
+                if key == prepared.tail:
+                    block.expendable = block.passing = True
+                    block.ours = False
+                elif self._writes_behind:
                     self._enqueue(block)
                 else:
                     block.expendable = True

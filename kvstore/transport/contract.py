@@ -67,6 +67,8 @@ class WriteRequest:
     shape: BlockShape
     durable: bool
     deadline_s: float
+    tail: bool = False
+    """The last key is a partial block: it is for whoever waits for this prompt, and is not kept beyond that."""
 
 
 class WriteGrant(ABC):
@@ -128,6 +130,40 @@ LayerProgress = Callable[[int, int], None]
 """``on_layers(first_layer, layer_count)``: these layers of *all* blocks that can arrive have arrived (verified)."""
 
 
+class LayerWrite(ABC):
+    """A write under way. Exactly one of ``commit`` and ``abort`` ends it; thread-safe."""
+
+    granted: npt.NDArray[np.intp]
+    """Positions of the keys whose bytes are wanted, rising; the others are held already, or there is no room."""
+
+    @property
+    @abstractmethod
+    def outcomes(self) -> Sequence[StoreOutcome]:
+        """One a key of the run, as far as known."""
+
+    @abstractmethod
+    def put(self, first_layer: int, source: BlockBuffer) -> None:
+        """Sends layers ``[first_layer, first_layer + source.shape.layers)``; only granted blocks of ``source`` are read.
+
+        Raises:
+            InvalidArgument: no such layers, or put before, or a buffer of another size.
+            KVStoreError: the write broke; nothing becomes visible.
+        """
+
+    @abstractmethod
+    def commit(self) -> Sequence[StoreOutcome]:
+        """Makes the blocks visible, once all layers were put; the outcomes.
+
+        Raises:
+            InvalidArgument: layers are missing.
+            KVStoreError: it broke; it is not known whether they are visible.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Gives it up. No effect after ``commit``; never raises."""
+
+
 class BlockPeer(ABC):
     """A connection (or a few) to one node's transport server. Thread-safe; several reads may run at once."""
 
@@ -162,6 +198,14 @@ class BlockPeer(ABC):
 
         Raises:
             InvalidArgument, Unavailable, PermissionDenied, Unauthenticated: as ``read``.
+        """
+
+    @abstractmethod
+    def begin_write(self, request: WriteRequest) -> LayerWrite:
+        """Begins a write that is sent layer by layer.
+
+        Raises:
+            InvalidArgument, Unavailable, DeadlineExceeded, PermissionDenied, Unauthenticated: as ``read``.
         """
 
     @abstractmethod

@@ -11,6 +11,9 @@ All integers are little-endian. A dialogue (client left, server right; ``request
     WRITE {run}                           ->  GRANT {outcomes}
         PAYLOAD + bytes of the granted                                                (only where something was granted)
         CHECKSUMS {of the granted}        ->  WRITTEN {outcomes of the granted}
+    WRITE {run, layerwise}                ->  GRANT {outcomes}
+        LAYERS {which} + bytes, CHECKSUMS     as often as it takes until all layers are there, in any order
+                                          ->  WRITTEN {outcomes of the granted}
     PING                                  ->  PONG
     anything                              ->  ERROR {kind, message}         ends that request; the connection lives on if the
                                                                             stream is still in step, else it is closed
@@ -49,10 +52,11 @@ _READ = struct.Struct(
 )  # namespace, layers, layer block bytes, first layer, layer count, layer group, budget ms, keys
 _DATA = struct.Struct("<IIIIIII")  # first key, keys, hits, first layer, layer count, tier, zero
 _WRITE = struct.Struct("<16s16sIIIIII")  # namespace, parent, flags, depth, layers, layer block bytes, budget ms, keys
+_LAYERS = struct.Struct("<II")  # first layer, layer count
 _COUNT = struct.Struct("<I")
 _ERROR = struct.Struct("<HH")  # bytes of the kind, bytes of the message
 
-_HAS_PARENT, _DURABLE = 1, 2
+_HAS_PARENT, _DURABLE, _LAYERWISE, _TAIL = 1, 2, 4, 8
 _NO_PARENT = bytes(KEY_BYTES)
 
 MAX_BUDGET_MS = (1 << 32) - 1
@@ -77,6 +81,7 @@ class FrameKind(IntEnum):
     PING = 11
     PONG = 12
     CHECKSUMS = 13
+    LAYERS = 14
 
 
 HEADER_LIMITS: dict[FrameKind, int] = {
@@ -93,10 +98,11 @@ HEADER_LIMITS: dict[FrameKind, int] = {
     FrameKind.PING: 0,
     FrameKind.PONG: 0,
     FrameKind.CHECKSUMS: limits.MAX_FRAME_HEADER_BYTES,
+    FrameKind.LAYERS: _LAYERS.size,
 }
 """The longest header a frame of each kind may announce."""
 
-_WITH_PAYLOAD = (FrameKind.DATA, FrameKind.PAYLOAD)
+_WITH_PAYLOAD = (FrameKind.DATA, FrameKind.PAYLOAD, FrameKind.LAYERS)
 MAX_PAYLOAD_BYTES = limits.MAX_KEYS_PER_CALL * limits.MAX_BLOCK_BYTES
 
 _KINDS = {int(kind): kind for kind in FrameKind}
@@ -160,6 +166,10 @@ class WriteFrame:
     shape: BlockShape
     durable: bool
     budget_ms: int
+    layerwise: bool = False
+    """Its bytes come layer by layer."""
+    tail: bool = False
+    """Its last key is a partial block: handed over, not kept."""
 
 
 def encode_head(kind: FrameKind, request_id: int, header_bytes: int = 0, payload_bytes: int = 0) -> bytes:
@@ -291,7 +301,10 @@ def encode_write(request_id: int, frame: WriteFrame) -> bytes:
     header = _WRITE.pack(
         run.namespace,
         _NO_PARENT if run.parent is None else run.parent,
-        (0 if run.parent is None else _HAS_PARENT) | (_DURABLE if frame.durable else 0),
+        (0 if run.parent is None else _HAS_PARENT)
+        | (_DURABLE if frame.durable else 0)
+        | (_LAYERWISE if frame.layerwise else 0)
+        | (_TAIL if frame.tail else 0),
         run.depth,
         shape.layers,
         shape.layer_block_bytes,
@@ -313,13 +326,32 @@ def decode_write(header: bytes) -> WriteFrame:
     shape = check_shape(layers, layer_block_bytes)
     if not 0 < count <= max_write_keys(layers) or len(header) != _WRITE.size + KEY_BYTES * count:
         raise BadFrame("WRITE names another number of keys than it holds", keys=count, layers=layers, bytes=len(header))
-    if flags & ~(_HAS_PARENT | _DURABLE) or depth + count > limits.MAX_DEPTH:
+    if flags & ~(_HAS_PARENT | _DURABLE | _LAYERWISE | _TAIL) or depth + count > limits.MAX_DEPTH:
         raise BadFrame("malformed WRITE", flags=flags, depth=depth)
     if not flags & _HAS_PARENT and parent != _NO_PARENT:
         raise BadFrame("WRITE with a parent that it says it has not")
     keys = tuple(_split_keys(header, _WRITE.size, count))
     run = BlockRun(NamespaceId(namespace), BlockKey(parent) if flags & _HAS_PARENT else None, depth, keys)
-    return WriteFrame(run, shape, bool(flags & _DURABLE), budget_ms)
+    return WriteFrame(run, shape, bool(flags & _DURABLE), budget_ms, bool(flags & _LAYERWISE), bool(flags & _TAIL))
+
+
+def encode_layers(request_id: int, first_layer: int, layer_count: int, payload_bytes: int) -> bytes:
+    """A LAYERS frame up to its payload: these layers of each granted block, in order."""
+    return encode_head(FrameKind.LAYERS, request_id, _LAYERS.size, payload_bytes) + _LAYERS.pack(first_layer, layer_count)
+
+
+def decode_layers(header: bytes, layers: int) -> tuple[int, int]:
+    """First layer and number of layers of a LAYERS frame.
+
+    Raises:
+        BadFrame: there are no such layers.
+    """
+    if len(header) != _LAYERS.size:
+        raise BadFrame("malformed LAYERS", bytes=len(header))
+    first_layer, layer_count = _LAYERS.unpack(header)
+    if not 0 < layer_count <= layers - first_layer:
+        raise BadFrame("no such layers", layers=layers, first_layer=first_layer, layer_count=layer_count)
+    return first_layer, layer_count
 
 
 def encode_checksums(request_id: int, checksums: Checksums) -> bytes:

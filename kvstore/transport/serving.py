@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.core.errors import (
     DeadlineExceeded,
@@ -201,7 +202,7 @@ class ServerConnection:
     def _serve_write(self, request_id: int, frame: WriteFrame) -> None:
         self._counters.add("transport_writes_total")
         deadline_s = self._deadline_s(frame.budget_ms)
-        request = WriteRequest(frame.run, frame.shape, frame.durable, deadline_s)
+        request = WriteRequest(frame.run, frame.shape, frame.durable, deadline_s, frame.tail)
         grant: WriteGrant | None = None  # until it is committed
         try:
             if self._known_shape(frame.run.namespace, frame.shape) is None:
@@ -212,7 +213,8 @@ class ServerConnection:
             self._answer(frames.encode_store_outcomes(FrameKind.GRANT, request_id, grant.outcomes), deadline_s)
             if not grant.views:
                 return
-            checksums, good = self._receive_payload(request_id, grant, frame.shape, deadline_s)
+            receive = self._receive_layers if frame.layerwise else self._receive_payload
+            checksums, good = receive(request_id, grant, frame.shape, deadline_s)
             taken, grant = grant, None
             outcomes = self._asking(lambda: taken.commit(checksums, good))
             self._answer(frames.encode_store_outcomes(FrameKind.WRITTEN, request_id, outcomes), deadline_s + _GRACE_S)
@@ -236,16 +238,45 @@ class ServerConnection:
             )
         found = receive_summed(self._wire, grant.views, shape.layer_block_bytes, deadline_s)
         self._counters.add("transport_bytes_received_total", expected)
+        checksums = self._receive_checksums(request_id, len(grant.views), shape.layers, deadline_s)
+        return checksums, self._judged((found.reshape(checksums.shape) == checksums).all(axis=1))
+
+    def _receive_layers(
+        self, request_id: int, grant: WriteGrant, shape: BlockShape, deadline_s: float
+    ) -> tuple[Checksums, list[bool]]:
+        """As ``_receive_payload``, from LAYERS frames; between them the peer computes, for as long as its deadline allows."""
+        count, size = len(grant.views), shape.layer_block_bytes
+        checksums = np.zeros((count, shape.layers), np.uint64)
+        left, good = np.ones(shape.layers, bool), np.ones(count, bool)
+        while left.any():
+            self._wire.stall_s = None
+            head = frames.decode_head(self._wire.receive(frames.HEAD_BYTES, deadline_s))
+            self._wire.stall_s = self._times.stall_s
+            if (head.kind, head.request_id) != (FrameKind.LAYERS, request_id):
+                raise frames.BadFrame("a layer-wise write goes on with layers", kind=head.kind.name)
+            first, layers = frames.decode_layers(bytes(self._wire.receive(head.header_bytes, deadline_s)), shape.layers)
+            span = slice(first, first + layers)
+            if head.payload_bytes != count * layers * size or not left[span].all():
+                raise frames.BadFrame("layers of another size, or sent before", first=first, bytes=head.payload_bytes)
+            pieces = [view[first * size : (first + layers) * size] for view in grant.views]
+            found = receive_summed(self._wire, pieces, size, deadline_s).reshape(count, layers)
+            self._counters.add("transport_bytes_received_total", head.payload_bytes)
+            checksums[:, span] = self._receive_checksums(request_id, count, layers, deadline_s)
+            good &= (found == checksums[:, span]).all(axis=1)
+            left[span] = False
+        return checksums, self._judged(good)
+
+    def _receive_checksums(self, request_id: int, blocks: int, layers: int, deadline_s: float) -> Checksums:
         head = frames.decode_head(self._wire.receive(frames.HEAD_BYTES, deadline_s))
-        if (head.kind, head.request_id, head.header_bytes) != (FrameKind.CHECKSUMS, request_id, found.nbytes):
+        if (head.kind, head.request_id, head.header_bytes) != (FrameKind.CHECKSUMS, request_id, blocks * layers * 8):
             raise frames.BadFrame("bytes are followed by their checksums", kind=head.kind.name, bytes=head.header_bytes)
-        header = bytes(self._wire.receive(head.header_bytes, deadline_s))
-        checksums = frames.decode_checksums(header, len(grant.views), shape.layers)
-        good = (found.reshape(checksums.shape) == checksums).all(axis=1)
+        return frames.decode_checksums(bytes(self._wire.receive(head.header_bytes, deadline_s)), blocks, layers)
+
+    def _judged(self, good: npt.NDArray[np.bool_]) -> list[bool]:
         if corrupt := len(good) - int(good.sum()):
             self._counters.add("transport_corrupt_blocks_total", corrupt)
             log.warning("%d of %d blocks written by a peer did not match their checksums", corrupt, len(good))
-        return checksums, good.tolist()
+        return [bool(matched) for matched in good]
 
     # ---------------------------------------------------------------- helpers
 

@@ -35,8 +35,9 @@ from kvstore.observe.counters import Counters
 from kvstore.transport import frames
 from kvstore.transport.arrival import send_summed
 from kvstore.transport.breaker import CircuitBreaker
-from kvstore.transport.contract import BlockPeer, Checksums, LayerProgress, ReadRequest, ReadResult, WriteRequest
+from kvstore.transport.contract import BlockPeer, Checksums, LayerProgress, LayerWrite, ReadRequest, ReadResult, WriteRequest
 from kvstore.transport.frames import FrameKind, WriteFrame
+from kvstore.transport.layer_write import TcpLayerWrite
 from kvstore.transport.layout import Layout
 from kvstore.transport.pool import AnsweredError, Connection, ConnectionPool, Ticket
 from kvstore.transport.reading import UNIT_KEYS, UNITS_AHEAD, ReadState, Unit, budget_ms
@@ -181,6 +182,24 @@ class TcpPeer(BlockPeer):
         if lost := outcomes.count(StoreOutcome.LOST):
             self._counters.add("transport_peer_writes_lost_total", lost)
         return outcomes
+
+    def begin_write(self, request: WriteRequest) -> LayerWrite:
+        _check_run(request)
+        self._check_open()
+        fresh = False
+        while True:
+            connection = self._pool.take(request.deadline_s, fresh=fresh)
+            assert connection is not None, "take waits"
+            reused = connection.reused
+            try:
+                return TcpLayerWrite(self._pool, connection, request, self._broke, self._count_sent)
+            except (Unavailable, Unauthenticated):
+                if not reused or fresh:
+                    raise
+                fresh = True  # it had died while idle, or its ticket had run out: that says nothing of the peer
+
+    def _count_sent(self, size: int) -> None:
+        self._counters.add("transport_peer_bytes_sent_total", size)
 
     def ping(self, deadline_s: float) -> float:
         """Seconds that a round trip takes.
@@ -396,6 +415,16 @@ def _runs(run: BlockRun, shape: BlockShape, start: int) -> list[tuple[int, Block
     ]
 
 
+def _check_run(request: WriteRequest) -> tuple[BlockRun, BlockShape]:
+    run, shape = request.run, _check_shape(request.shape)
+    if len(run.keys) > frames.max_write_keys(shape.layers) and request.tail:
+        raise InvalidArgument("too many keys for one write", keys=len(run.keys))
+    if not 0 <= run.depth <= limits.MAX_DEPTH - len(run.keys):
+        raise InvalidArgument("chain too long", depth=run.depth, keys=len(run.keys))
+    _check_ids(run.namespace, run.keys if run.parent is None else (run.parent, *run.keys))
+    return run, shape
+
+
 def _check_read(request: ReadRequest, destination: BlockBuffer) -> None:
     shape = _check_shape(destination.shape)
     if destination.count < len(request.keys) or len(request.keys) > limits.MAX_KEYS_PER_CALL:
@@ -408,14 +437,11 @@ def _check_read(request: ReadRequest, destination: BlockBuffer) -> None:
 
 
 def _check_write(request: WriteRequest, source: BlockBuffer, checksums: Checksums | None) -> None:
-    run, shape = request.run, _check_shape(request.shape)
+    run, shape = _check_run(request)
     if source.shape != shape or source.count < len(run.keys) or len(run.keys) > limits.MAX_KEYS_PER_CALL:
         raise InvalidArgument("the source is not what is to be written", shape=source.shape, expected=shape, keys=len(run.keys))
     if checksums is not None and checksums.shape != (len(run.keys), shape.layers):
         raise InvalidArgument("one checksum a Layer Block", shape=checksums.shape, expected=(len(run.keys), shape.layers))
-    if not 0 <= run.depth <= limits.MAX_DEPTH - len(run.keys):
-        raise InvalidArgument("chain too long", depth=run.depth, keys=len(run.keys))
-    _check_ids(run.namespace, run.keys if run.parent is None else (run.parent, *run.keys))
 
 
 def _check_shape(shape: BlockShape) -> BlockShape:

@@ -1,0 +1,330 @@
+"""The hand-over of a prompt from the prefill engine to the decode engine's host, and the decode engine's wait for it.
+
+The prefill side pushes Layer Blocks into the decode node's arena as layers are computed. What that node holds already, because it
+was read over its storage link, is not sent: only the rest goes over the compute network. The decode side takes the prompt when it
+is complete, and only then needs memory of its own for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self, cast
+
+import grpc
+import numpy as np
+
+from kvclient.arena import mismatches
+from kvclient.buffers import as_block_buffer
+from kvclient.core import Core
+from kvclient.operation import Operation, check_seconds
+from kvclient.results import PATH_LOCAL, LoadResult, NodeRef, Outcomes, StoreResult
+from kvclient.session import Session, means_lost, new_operation_id
+from kvclient.store import count_store, skip_rest
+from kvclient.tally import Tally, spans
+from kvproto.v1 import node_pb2
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, Outcome, StoreOutcome, Tier
+from kvstore.rpc.codec import unpack_u64
+from kvstore.rpc.errors import FailedCall, from_rpc_error
+from kvstore.transport.contract import LayerWrite, WriteRequest
+
+
+class Handoff:
+    """The prefill side: ``put_layer`` once a layer, in any order, then ``commit``. Thread-safe; a context manager that aborts.
+
+    Room on the decode host is asked for with the first layer, not before: by then a load over that host has claimed the blocks
+    that it brings, and they need not be sent. Failures of ours end in outcomes; the prefill goes on.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        node: NodeRef | None,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        depth: int,
+        operation: Operation,
+        error: KVStoreError | None,
+        *,
+        tail: bool,
+    ) -> None:
+        self._core = core
+        self._node = node
+        self._keys = keys
+        self._parent = parent
+        self._depth = depth
+        self._operation = operation
+        self._tail = tail
+        self._lock = threading.Lock()
+        self._write: LayerWrite | None = None
+        self._left = np.ones(core.shape.layers, bool)
+        self._finished = False
+        self._result = StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8), error=error)
+
+    @property
+    def bytes_sent_a_layer(self) -> int:
+        """How much of each layer goes over the compute network; 0 until the first was put."""
+        return 0 if self._write is None else len(self._write.granted) * self._core.shape.layer_block_bytes
+
+    def put_layer(self, layer: int, data: object) -> None:
+        """Hands over one layer of all blocks.
+
+        Args:
+            layer: 0-based.
+            data: ``[blocks, layer_block_bytes]``: whatever ``as_block_buffer`` takes, one Layer Block a key, a partial last block
+                included (its unused part may hold anything). Only what the decode host lacks is read, before the call returns.
+
+        Raises:
+            InvalidArgument: wrong size or layer, a layer put twice, or a hand-over that is finished.
+        """
+        shape = self._core.shape
+        if not isinstance(layer, int) or not 0 <= layer < shape.layers:
+            raise InvalidArgument("no such layer", layer=layer, layers=shape.layers)
+        rows = as_block_buffer(data, BlockShape(1, shape.layer_block_bytes), len(self._keys), writable=False)
+        with self._lock:
+            if self._finished or not self._left[layer]:
+                raise InvalidArgument("the layer was put before, or the hand-over is finished", layer=layer)
+            self._left[layer] = False
+            if self._result.error is not None or not self._keys:
+                return
+            try:
+                self._put(layer, rows)
+            except KVStoreError as error:
+                self._give_up(error)
+
+    def _put(self, layer: int, rows: BlockBuffer) -> None:
+        if self._operation.over:
+            raise self._operation.error()
+        if self._write is None:
+            if self._node is None:
+                raise Unavailable("no node to hand over to")
+            run = BlockRun(self._core.namespace, self._parent, self._depth, tuple(self._keys))
+            request = WriteRequest(run, self._core.shape, False, self._operation.deadline_s, self._tail)
+            self._write = self._core.peers.peer(self._node).begin_write(request)
+        self._write.put(layer, rows)
+
+    def commit(self) -> StoreResult:
+        """Makes the prompt whole on the decode host. Every layer must have been put.
+
+        Raises:
+            InvalidArgument: a layer is missing, or the hand-over is finished.
+        """
+        with self._lock:
+            if self._finished:
+                raise InvalidArgument("the hand-over is finished")
+            if self._keys and self._left.any():
+                raise InvalidArgument("layers are missing", missing=int(self._left.sum()))
+            self._finished = True
+            result = self._result
+            if self._write is not None and result.error is None:
+                try:
+                    outcomes: Outcomes = np.array(self._write.commit(), np.uint8)
+                    skip_rest(outcomes)
+                    result.outcomes = outcomes
+                    stored = int(np.count_nonzero(outcomes[self._write.granted] == StoreOutcome.STORED))
+                    result.bytes_stored = stored * self._core.shape.block_bytes
+                except KVStoreError as error:
+                    self._give_up(error)
+            result.seconds = self._operation.elapsed_s()
+            count_store(self._core, result)
+            self._core.incidents.counters.add("client_handoff_bytes_total", result.bytes_stored)
+            return result
+
+    def abort(self) -> None:
+        """Hands nothing over. No effect on a finished hand-over."""
+        self._operation.cancel()
+        with self._lock:
+            self._finished = True
+            if self._write is not None:
+                self._write.abort()
+
+    def _give_up(self, error: KVStoreError) -> None:
+        self._result.error = error
+        self._core.incidents.report("client_handoffs_failed_total", "a prompt is not handed over whole", error)
+        if self._write is not None:
+            self._write.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._finished:
+            self.abort()
+
+
+class AwaitedPrompt:
+    """The decode side: a prompt on its way into the arena of this host. Thread-safe; a context manager that cancels.
+
+    Room in the decode buffer is taken when it begins. ``wait`` until it is complete, then ``take`` it into the engine's memory.
+    """
+
+    def __init__(self, core: Core, keys: Sequence[BlockKey], packed: bytes, operation: Operation) -> None:
+        self._core = core
+        self._keys = keys
+        self._packed = packed
+        self._operation = operation
+        operation.cancellable = True
+        self._tally = Tally(len(keys))
+        self._tally.outcomes[:] = Outcome.UNAVAILABLE
+        self._offsets = np.zeros(len(keys), np.uint64)
+        self._checksums: dict[int, bytes] = {}
+        self._session: Session | None = None
+        self._lease_ids: list[int] = []
+        self._lease_end_s = 0.0
+        self._future: Future[None] | None = None
+
+    def begin(self, future: Future[None]) -> None:
+        """For the client: ``run`` is under way."""
+        self._future = future
+
+    def run(self) -> None:
+        """For the client, in a thread: waits for the node's answers. Failures of ours are left in outcomes."""
+        local = self._core.local
+        session = local.session() if local is not None else None
+        if session is None or local is None:
+            self._tally.note(Unavailable("no session with the local node at the moment"))
+            return
+        try:
+            session.acquire()
+        except KVStoreError as error:
+            self._tally.note(error)
+            return
+        self._session = session
+        request = node_pb2.AwaitPromptRequest(
+            session_id=session.session_id, operation_id=new_operation_id(), keys=self._packed, want_checksums=True
+        )
+        began_s = self._core.clock.now_s()
+        try:
+            call = session.stub.AwaitPrompt(request, timeout=max(0.001, self._operation.left_s()))
+            with self._operation.on_cancel(call.cancel):
+                for progress in call:
+                    self._take_in(progress, session, began_s)
+        except grpc.RpcError as failed:
+            why = from_rpc_error(cast("FailedCall", failed))
+            self._tally.note(self._operation.error() if self._operation.over else why)
+            if means_lost(why):
+                local.lost(session, why)
+        except KVStoreError as error:
+            self._tally.note(error)
+
+    def _take_in(self, progress: node_pb2.LoadProgress, session: Session, began_s: float) -> None:
+        shape, count = self._core.shape, len(self._keys)
+        if progress.lease_id:
+            self._lease_ids.append(progress.lease_id)
+        for run in progress.runs:
+            if run.count == 0 or run.start + run.count > count:
+                raise Internal("the node answers for blocks that were not asked for", start=run.start, count=run.count)
+            span = slice(run.start, run.start + run.count)
+            self._tally.outcomes[span] = int(run.outcome)
+            if int(run.outcome) != Outcome.HIT:
+                continue
+            offsets = unpack_u64(run.offsets, "offsets", run.count)
+            if int(offsets.max()) + shape.block_bytes > session.arena.size:
+                raise Internal("the node answers with blocks outside its arena")
+            sums = unpack_u64(run.checksums, "checksums", run.count * shape.layers)
+            self._offsets[span] = offsets
+            row = shape.layers
+            for at in range(run.count):
+                self._checksums[run.start + at] = sums[at * row : (at + 1) * row].tobytes()
+        self._lease_end_s = began_s + progress.granted_ms / 1000 + session.lease_s - self._core.options.lease_margin_s
+
+    @property
+    def done(self) -> bool:
+        """Whether the wait is over, one way or the other."""
+        return self._future is not None and self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the prompt. True: all of it is here.
+
+        Args:
+            timeout_s: how long; None: as long as was given at its beginning.
+
+        Raises:
+            InvalidArgument: ``timeout_s`` is no number of seconds.
+        """
+        left_s = self._operation.left_s() + _GRACE_S
+        if timeout_s is not None:
+            left_s = min(left_s, check_seconds("timeout_s", timeout_s, zero=True))
+        assert self._future is not None
+        try:
+            self._future.result(left_s)
+        except TimeoutError:
+            return False
+        return bool((self._tally.outcomes == Outcome.HIT).all())
+
+    def take(self, buffer: object, *, verify: bool = False) -> LoadResult:
+        """Copies what is here into memory of the engine's, and gives the decode buffer back. Once, after ``wait``.
+
+        Args:
+            buffer: room for all blocks; see ``as_block_buffer``.
+            verify: compare checksums after the copy.
+
+        Raises:
+            InvalidArgument: a buffer that does not fit.
+        """
+        blocks = as_block_buffer(buffer, self._core.shape, len(self._keys))
+        if not self.done:
+            self._operation.cancel()
+            assert self._future is not None
+            self._future.result()
+        tally, session = self._tally, self._session
+        try:
+            here = np.flatnonzero(tally.outcomes == Outcome.HIT)
+            if session is not None and len(here):
+                for start, stop in spans(here):
+                    self._copy(session, blocks, start, stop, verify=verify)
+                number = tally.node_number(session.node_id)
+                good = here[tally.outcomes[here] == Outcome.HIT]
+                if self._core.clock.now_s() > self._lease_end_s:
+                    self._core.incidents.report(
+                        "client_lease_expired_blocks_total", "a prompt was taken too late", amount=len(good)
+                    )
+                    tally.outcomes[good] = Outcome.UNAVAILABLE
+                else:
+                    tally.record(good, Outcome.HIT, int(Tier.DRAM), number, PATH_LOCAL)
+        finally:
+            self._let_go()
+        result = tally.result(self._core.shape.block_bytes)
+        result.seconds = self._operation.elapsed_s()
+        self._core.incidents.counters.add("client_prompts_total")
+        self._core.incidents.counters.add("client_prompt_blocks_total", result.count(Outcome.HIT))
+        return result
+
+    def _copy(self, session: Session, blocks: BlockBuffer, start: int, stop: int, *, verify: bool) -> None:
+        layers = self._core.shape.layers
+        session.arena.copy_out(self._offsets[start:stop], blocks, start, 0, layers, _COPY_THREADS)
+        if verify:
+            sums = np.frombuffer(b"".join(self._checksums[at] for at in range(start, stop)), np.uint64)
+            bad = mismatches(blocks, start, stop - start, 0, sums.reshape(stop - start, layers))
+            self._tally.outcomes[start + np.flatnonzero(bad)] = Outcome.CORRUPT
+
+    def cancel(self) -> None:
+        """Gives the prompt up, and its room back."""
+        self._operation.cancel()
+        if self._future is not None:
+            self._future.result()  # bounded: the call is cancelled
+        self._let_go()
+
+    def _let_go(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            if self._lease_ids:
+                session.returner.release(self._lease_ids, urgent=True)
+                self._lease_ids = []
+            session.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._session is not None or not self.done:
+            self.cancel()
+
+
+_GRACE_S = 0.5
+"""Between the deadline and the end of the last piece of work."""
+_COPY_THREADS = 2

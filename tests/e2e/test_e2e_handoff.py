@@ -1,0 +1,141 @@
+"""Prefill hands a prompt over to decode: which bytes travel, what arrives, and what happens when a side is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from conftest import Engine, Store, until
+from kvclient import Outcome, Paths, StoreOutcome
+from kvstore.core.types import BlockKey
+from kvstore.testing.cluster import NodeSpec
+
+LAYERS, LAYER_BYTES = 6, 8192
+
+
+@pytest.fixture
+def store(make_store: Callable[..., Store]) -> Store:
+    return make_store(
+        NodeSpec("storage-0", ("storage",), dram_bytes=64 << 20, nvme_bytes=128 << 20),
+        NodeSpec("prefill-0", ("prefill",), dram_bytes=64 << 20, settings=(("keep_loaded", "false"),)),
+        NodeSpec("decode-0", ("decode",), dram_bytes=64 << 20, write_behind_to="storage-0"),
+    )
+
+
+def engine(store: Store, node: str) -> Engine:
+    return store.engine(node, layers=LAYERS, layer_bytes=LAYER_BYTES)
+
+
+class Prompt:
+    """A prompt of which the first ``hit`` blocks lie in storage; the rest, and a partial block, are new."""
+
+    def __init__(self, writer: Engine, name: str, hit: int, new: int) -> None:
+        self.hit = hit
+        tokens = np.random.default_rng(list(name.encode())).integers(0, 50_000, (hit + new) * 16 + 5, dtype=np.uint32)
+        full = writer.client.keys(tokens)
+        self.keys: list[BlockKey] = [*full, writer.client.tail_key(tokens[len(full) * 16 :], full[-1])]
+        self.bytes = writer.room(len(self.keys))
+        writer.payloads.fill(self.keys, self.bytes)
+        stored = writer.client.store(self.keys[:hit], self.bytes[:hit], durable=True, wait_visible=True)
+        assert stored.durable
+        self.layers = self.bytes.reshape(len(self.keys), LAYERS, LAYER_BYTES)
+
+
+@pytest.mark.parametrize(("policy", "sent"), [("prefill_only", 20), ("shorter_queue", None), ("split", None)])
+@pytest.mark.parametrize("layer_group", [0, 2])
+def test_a_prompt_reaches_decode_whole_and_only_what_it_lacks_travels(
+    store: Store, policy: str, sent: int | None, layer_group: int
+) -> None:
+    writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
+    prompt = Prompt(writer, f"{policy}{layer_group}", hit=16, new=3)
+    store.evict("storage-0")
+    keys, room = prompt.keys, prefill.room(16)
+    with decode.client.await_prompt(keys, deadline_s=20) as awaited:
+        lookup = prefill.client.lookup(keys[:16])
+        assert lookup.hit_blocks == 16
+        paths = Paths(decode_node="decode-0", policy=policy, layer_group=layer_group)
+        with (
+            prefill.client.start_load(lookup, room, paths=paths) as load,
+            prefill.client.begin_handoff(keys, "decode-0", tail=True) as handoff,
+        ):
+            for layer in range(LAYERS):
+                assert load.wait_layer(layer)
+                computed = np.concatenate([room.reshape(16, LAYERS, LAYER_BYTES)[:, layer], prompt.layers[16:, layer]])
+                handoff.put_layer(layer, computed)
+                assert handoff.bytes_sent_a_layer <= 20 * LAYER_BYTES
+            loaded = load.result()
+            given = handoff.commit()
+        assert loaded.hit_blocks == 16
+        assert given.error is None
+        over_decode = loaded.bytes_by_path.get("decode", 0) // prompt.bytes[0].nbytes
+        assert int(np.count_nonzero(given.outcomes == StoreOutcome.STORED)) == 20 - over_decode
+        assert sent is None or over_decode == 20 - sent
+        assert awaited.wait(10)
+        taken = decode.room(len(keys))
+        result = awaited.take(taken, verify=True)
+    assert result.hit_blocks == len(keys)
+    assert (taken == prompt.bytes).all()
+
+
+def test_new_blocks_become_durable_from_decode_and_the_partial_one_is_not_kept(store: Store) -> None:
+    writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
+    prompt = Prompt(writer, "kept", hit=2, new=4)
+    awaited = decode.client.await_prompt(prompt.keys, deadline_s=20)
+    handoff = prefill.client.begin_handoff(prompt.keys, "decode-0", tail=True)
+    for layer in reversed(range(LAYERS)):
+        handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
+    assert handoff.commit().error is None
+    assert awaited.wait(10)
+    assert awaited.take(decode.room(len(prompt.keys))).hit_blocks == len(prompt.keys)
+    assert decode.client.flush(10)
+    until(lambda: writer.load_keys(prompt.keys[:-1]).hit_blocks == 6, "the new blocks lie in storage")
+    until(lambda: decode.load_keys([*prompt.keys]).outcome(6) is Outcome.MISS, "the partial block is gone")
+
+
+def test_without_its_blocks_a_prompt_is_incomplete_in_time_and_says_which(store: Store) -> None:
+    writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
+    prompt = Prompt(writer, "incomplete", hit=2, new=2)
+    decode.client.store(prompt.keys[:2], prompt.bytes[:2])
+    awaited = decode.client.await_prompt(prompt.keys, deadline_s=0.5)
+    assert not awaited.wait()
+    taken = decode.room(len(prompt.keys))
+    result = awaited.take(taken)
+    assert [result.outcome(at) for at in range(2)] == [Outcome.HIT] * 2
+    assert {result.outcome(at) for at in range(2, 5)} <= {Outcome.TIMEOUT, Outcome.UNAVAILABLE}
+    assert (taken[:2] == prompt.bytes[:2]).all()
+
+
+def test_prefill_that_dies_half_way_leaves_nothing_behind(store: Store) -> None:
+    writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
+    prefill = engine(store, "prefill-0")
+    prompt = Prompt(writer, "dies", hit=1, new=5)
+    handoff = prefill.client.begin_handoff(prompt.keys, "decode-0", tail=True)
+    handoff.put_layer(0, np.ascontiguousarray(prompt.layers[:, 0]))
+    handoff.abort()
+    assert decode.load_keys(prompt.keys[1:-1], parent=prompt.keys[0], depth=1).hit_blocks == 0
+
+    def handed_over() -> bool:
+        again = prefill.client.begin_handoff(prompt.keys, "decode-0", tail=True)
+        for layer in range(LAYERS):
+            again.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
+        return again.commit().held_blocks == len(prompt.keys)
+
+    until(handed_over, "slots of the hand-over that was given up are free again")
+    with decode.client.await_prompt(prompt.keys, deadline_s=10) as awaited:
+        assert awaited.wait()
+        taken = decode.room(len(prompt.keys))
+        assert awaited.take(taken, verify=True).hit_blocks == len(prompt.keys)
+    assert (taken == prompt.bytes).all()
+
+
+def test_a_decode_node_that_is_not_there_costs_the_prefill_nothing(store: Store) -> None:
+    writer, prefill = engine(store, "storage-0"), engine(store, "prefill-0")
+    prompt = Prompt(writer, "nobody", hit=1, new=1)
+    handoff = prefill.client.begin_handoff(prompt.keys, "nobody", tail=True)
+    for layer in range(LAYERS):
+        handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
+    result = handoff.commit()
+    assert result.error is not None
+    assert result.held_blocks == 0
