@@ -34,20 +34,26 @@ LONGEST = 65_536
 INTRODUCTION = """# The simulator against the DualPath paper
 
 Made by `benchmarks/simulate_paper.py`; do not edit. "Paper" is arXiv 2602.21548; "~" marks what was read off a figure.
-No parameter was fitted to any row: GPUs by data sheet, efficiencies from DeepSeek's published inference overview and
+No parameter of the model was fitted to any row: GPUs by data sheet, efficiencies from DeepSeek's published inference overview and
 kernel figures (`kvstore/engine/hardware.py`), workload from the paper's Table 2, links as the paper states them (one
 400 Gb/s storage link a node, one compute link a GPU).
 
-One choice was made with the published figures in view, once, for all rows: the paper does not say in which format KV is
-stored. With one byte an element (its Table 1) the published 660B baseline would read at half the rate of its two storage
-links, though it is called storage-bound; with two bytes at three quarters. So the 660B rows use two bytes an element, and
-one row shows what one byte gives. The 27B rows use one.
+What was chosen with the published figures in view, for all rows alike, and so is no evidence of agreement by itself:
 
-Gains compare the times until 95 % of the requests are done; see below why.
+* The storage format of KV, which the paper does not tell. With one byte an element (its Table 1) the published 660B baseline
+  would read at half the rate of its two storage links, though it is called storage-bound; with two bytes at three quarters.
+  The 660B rows use two bytes, and one row shows what one byte gives. The 27B rows use one.
+* Gains compare the times until 95 % of the requests are done. By JCT an earlier run gave 1.13x for 1,024 agents on 660B, since
+  one very long trajectory ended last; it thinned sessions with a bias to late turns (since mended), which made that worse. Gains
+  by JCT stand beside the others.
+* How sessions are thinned where appends are longer, and how long an online run lasts, were set between runs, because
+  few turns were left of a session or queues had no time to grow.
 """
 
 WHY = """
 ## Where it differs, and why
+
+What is said of causes follows from how the model differs from a real cluster; only where a measurement is named was it isolated.
 
 * **The ceiling is the model of computing.** Prefill at 15 % of the FP8 peak (a production average) sets what the oracle
   reaches, and so the gain on 660B, which is Oracle/Basic and no matter of links. GPUs that compute faster make the
@@ -57,14 +63,15 @@ WHY = """
   jitter, no slow disk, exact rooflines), so that turns are less unfair than in a real cluster.
 * **27B with three nodes gains more than published**: simulated storage links carry their full rate whatever runs beside.
 * **The storage format** is the largest unknown: see the row with one byte an element.
-* **Appends**: where they are longer, the baseline waits for HBM (whole prompts lie in it while they load) more than the
-  published one does, whose memory is not described; this is the largest disagreement.
+* **Appends** three times as long are the largest disagreement. It lies in the baseline: layer-wise prefill alone made it 2.6 times
+  as fast in a coarser run (1.3 times with plain appends), so that what hurts is HBM, in which whole prompts lie while they
+  load. The memory of the published baseline is not described.
 * **Balance** is over windows of the whole run; the paper's over an unspecified short window of three machines.
 * **Online capacity** uses mean TTFT and TPOT over the requests after the first session time; the paper ends a run when
-  "TTFT" exceeds 4 s and does not say which statistic. The limit is found to 6 % with one seed of arrivals; the baseline's,
-  where queues grow steeply, moves by a quarter with the choice of turns and of the run's length.
+  "TTFT" exceeds 4 s and does not say which statistic. The limit is found to 6 % with one seed of arrivals; that of
+  the 660B baseline came out between 0.15 and 0.25 with other choices of turns and of the run's length (gain 1.9 to 2.8).
 * **Scale**: fewer turns an agent are simulated than elsewhere, so that the ramp at the start and the tail of long
-  trajectories weigh more, and fewer units than the paper's 24. What also costs at scale: engine groups fetch from one queue,
+  trajectories weigh more, and fewer units than the paper's 24. What may also cost: engine groups fetch from one queue,
   and a group that fetches first takes up to 5 s of work while others would be idle; the paper does not tell its period.
 * **The tail**: the spread of turns a trajectory is inferred from means (log-normal); a few very long trajectories end last.
   Gains are taken at 95 % of the requests for that reason; gains by JCT stand beside them.
