@@ -63,7 +63,7 @@ What is said of causes follows from how the model differs from a real cluster; o
   jitter, no slow disk, exact rooflines), so that turns are less unfair than in a real cluster.
 * **27B with three nodes gains more than published**: simulated storage links carry their full rate whatever runs beside.
 * **The storage format** is the largest unknown: see the row with one byte an element.
-* **Appends** three times as long are the largest disagreement. It lies in the baseline: layer-wise prefill alone made it 2.6 times
+* **Appends** three times as long disagree most. It lies in the baseline: layer-wise prefill alone made it 2.6 times
   as fast in a coarser run (1.3 times with plain appends), so that what hurts is HBM, in which whole prompts lie while they
   load. The memory of the published baseline is not described.
 * **Balance** is over windows of the whole run; the paper's over an unspecified short window of three machines.
