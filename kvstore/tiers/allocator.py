@@ -281,7 +281,7 @@ class SlotAllocator:
         pool = bytearray(self._pool)
         from_pool = self._slots_in_pool(size_class, pool, count - free)
         plan: list[BlockKey] = []
-        left: dict[int, int] = {}  # first chunk of a foreign span -> slots it would still hold
+        left: dict[int, int] = {}  # first chunk of a span -> slots it would still hold
         while free + from_pool < count:
             entry = next(coldest, None) if len(plan) < limit else None
             if entry is None:
@@ -292,12 +292,13 @@ class SlotAllocator:
                 raise Internal("a block to be evicted lies in a slot that is not held", slot=slot)
             plan.append(key)
             span = place[0]
-            if span.size == size_class.size:
-                free += 1
-                continue
+            ours = span.size == size_class.size
+            free += ours
             remaining = left.get(span.first, span.slots - span.free) - 1
             left[span.first] = remaining
             if not remaining:
+                if ours:  # its slots go back to the pool, where a longer span may be cut
+                    free -= span.slots
                 pool[span.first : span.first + span.chunks] = _FREE * span.chunks
                 from_pool = self._slots_in_pool(size_class, pool, count - free)
         return plan
