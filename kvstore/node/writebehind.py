@@ -1,9 +1,10 @@
 """Write-behind: takes completed blocks from DRAM to where they are durable, in batches, in the order of their completion.
 
 Order is what makes it safe. Per batch: verify the bytes in DRAM against the producer's checksums, write header and data, commit
-(sync data, then the catalog's transaction), and only then does the table call the blocks durable. Where room is needed, victims
-leave the catalog first, in a commit of their own, and only then are their slots used again: at no instant does the catalog
-name a slot with other content.
+(sync data, then the catalog's transaction), and only then does the table call the blocks durable. Two batches are written at
+once, so that the disk has work while one of them ends and commits; but they commit and are reported in the order of completion:
+a batch waits for its *turn*. Where room is needed, victims leave the catalog first, in a commit of their own, and only then are
+their slots used again: at no instant does the catalog name a slot with other content.
 
 A target that fails is left alone for ``REST_S``; blocks that come meanwhile stay in DRAM only, counted: stores are skipped, reads
 go on.
@@ -14,7 +15,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -37,7 +39,10 @@ log = logging.getLogger(__name__)
 
 BATCH_BLOCKS = 1024
 BATCH_BYTES = 32 << 20
+WRITERS = 2
+"""Batches written at once."""
 REST_S = 2.0
+_STALL_LOG_S = 10.0
 IDLE_WAIT_S = 0.5
 REMOTE_DEADLINE_S = 30.0
 EVICT_AHEAD = 4
@@ -47,8 +52,12 @@ EVICT_AHEAD = 4
 class Target(Protocol):
     """Where blocks become durable."""
 
-    def persist(self, blocks: Sequence[Block]) -> None:
-        """Makes blocks of one namespace durable and tells the table, exactly once for each, what became of it."""
+    def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+        """Makes blocks of one namespace durable and tells the table, exactly once for each, what became of it.
+
+        Called by several threads at once. ``turn`` returns once all that was handed over before is done and reported; it comes
+        before a block is made durable or reported.
+        """
 
 
 class LocalTarget:
@@ -60,14 +69,15 @@ class LocalTarget:
         self._clock = clock
         self._resting_until: dict[int, float] = {}
 
-    def persist(self, blocks: Sequence[Block]) -> None:
+    def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
         for home in sorted(self._table.homes, key=self._room, reverse=True):
             if self._resting_until.get(id(home), 0.0) > self._clock.now_s():
                 continue
-            left = self._write(home, blocks)
+            left = self._write(home, blocks, turn)
             if not left:
                 return
             blocks = left
+        turn()
         self._counters.add("write_behind_dropped_blocks_total", len(blocks))
         for block in blocks:
             self._table.not_persisted(block)
@@ -77,7 +87,7 @@ class LocalTarget:
         usage = home.volume.usage()
         return usage.capacity_bytes - usage.used_bytes
 
-    def _write(self, home: Home, blocks: Sequence[Block]) -> list[Block]:
+    def _write(self, home: Home, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Block]:
         """Writes to one volume; returns the blocks it did not take."""
         slots = self._slots(home, blocks)
         taken, left = blocks[: len(slots)], list(blocks[len(slots) :])
@@ -91,6 +101,7 @@ class LocalTarget:
         errors = home.volume.write(items)
         written = [(block, slot) for block, slot, error in zip(taken, slots, errors, strict=True) if error is None]
         failed = [(block, slot, error) for block, slot, error in zip(taken, slots, errors, strict=True) if error is not None]
+        turn()
         try:
             home.volume.commit([(slot, block.record()) for block, slot in written], [])
         except (OSError, KVStoreError) as error:
@@ -141,7 +152,8 @@ class RemoteTarget:
         self._clock = clock
         self._resting_until = 0.0
 
-    def persist(self, blocks: Sequence[Block]) -> None:
+    def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+        turn()  # the storage node, too, takes parents before their children
         durable: set[int] = set()
         if self._resting_until <= self._clock.now_s():
             try:
@@ -187,18 +199,45 @@ class FindNode(Protocol):
         """
 
 
+class _Turns:
+    """Who comes when: batches are numbered as they are handed over, and done in that order."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._changed = threading.Condition()
+
+    def wait(self, number: int) -> None:
+        """Waits until all before ``number`` are done: as long as their I/O takes, which ends in some way."""
+        with self._changed:
+            while self._done < number:
+                if not self._changed.wait(_STALL_LOG_S):
+                    log.warning("write-behind waits for a batch that has not ended for %.0f s", _STALL_LOG_S)
+
+    def done(self, number: int) -> None:
+        """``number`` is done, and so is all before it."""
+        self.wait(number)
+        with self._changed:
+            self._done = number + 1
+            self._changed.notify_all()
+
+
 class WriteBehind:
-    """The two threads that carry blocks to the target: one checks their bytes while the other writes those before."""
+    """The threads that carry blocks to the target: one checks their bytes while the others write those before."""
 
     def __init__(self, table: BlockTable, target: Target, counters: Counters) -> None:
         self._table = table
         self._target = target
         self._counters = counters
         self._stopping = threading.Event()
-        self._checked: queue.Queue[list[Block] | None] = queue.Queue(maxsize=1)
+        self._checked: queue.Queue[tuple[int, list[Block]] | None] = queue.Queue(maxsize=1)
+        self._turns = _Turns()
+        writers = [
+            threading.Thread(target=self._persist_for_ever, name=f"kvstore-write-behind-{number}", daemon=True)
+            for number in range(WRITERS)
+        ]
         self._threads = [
             threading.Thread(target=self._check_for_ever, name="kvstore-write-behind-check", daemon=True),
-            threading.Thread(target=self._persist_for_ever, name="kvstore-write-behind", daemon=True),
+            *writers,
         ]
 
     def start(self) -> None:
@@ -213,22 +252,28 @@ class WriteBehind:
             thread.join(timeout_s)
 
     def _check_for_ever(self) -> None:
+        number = 0
         while not self._stopping.is_set():
             blocks = self._table.take_pending(BATCH_BLOCKS, BATCH_BYTES, IDLE_WAIT_S)
             if sound := [block for block in blocks if self._sound(block)]:
-                self._checked.put(sound)
-        self._checked.put(None)
+                self._checked.put((number, sound))
+                number += 1
+        for _ in range(WRITERS):
+            self._checked.put(None)
 
     def _persist_for_ever(self) -> None:
-        while (blocks := self._checked.get()) is not None:
+        while (batch := self._checked.get()) is not None:
+            number, blocks = batch
             try:
-                self._target.persist(blocks)
+                self._target.persist(blocks, partial(self._turns.wait, number))
             except Exception:  # process edge: a bug here must not end write-behind for good, nor leave blocks pending
                 self._counters.add("write_behind_bugs_total")
                 log.exception("write-behind of %d blocks failed", len(blocks))
+                self._turns.wait(number)
                 for block in blocks:
                     if block.pending:
                         self._table.not_persisted(block)
+            self._turns.done(number)
 
     def _sound(self, block: Block) -> bool:
         """Whether the bytes in DRAM are those that the producer summed; if not, the block leaves at once."""
