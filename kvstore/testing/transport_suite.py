@@ -127,6 +127,19 @@ def store(
     return peer.write(WriteRequest(run, shape, False, time.monotonic() + within_s), source, checksums if summed else None)
 
 
+def write_of(numbers: Sequence[int], shape: BlockShape) -> WriteRequest:
+    """A request to write test blocks."""
+    run = BlockRun(NAMESPACE, BlockKey(b"p" * 16), 7, tuple(block_key(number) for number in numbers))
+    return WriteRequest(run, shape, False, time.monotonic() + PATIENCE_S)
+
+
+def layers_of(source: BlockBuffer, first_layer: int, layer_count: int) -> DenseBlocks:
+    """Some layers of each block, in memory of their own."""
+    joined = [b"".join(source.segments(block, first_layer, layer_count)) for block in range(source.count)]
+    shape = (source.count, layer_count, source.shape.layer_block_bytes)
+    return DenseBlocks(np.frombuffer(b"".join(joined), np.uint8).reshape(shape))
+
+
 class TransportSuite(ABC):
     """What every transport must do."""
 
@@ -357,6 +370,49 @@ class TransportSuite(ABC):
         assert store(peer, filled(dense, [1, 2], shape), [1, 2]) == [StoreOutcome.EXISTS] * 2
         assert store(peer, dense(0, shape), []) == []
         provider.settle()  # the grant is given up after the answer
+        assert (provider.commits, provider.aborts) == (0, 1)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_a_write_layer_by_layer_is_stored_whole(self, provider: MemoryProvider, peer: BlockPeer, shape: BlockShape) -> None:
+        provider.declare(NAMESPACE, shape)
+        provider.put(NAMESPACE, [3])
+        provider.refuse = {block_key(5)}
+        numbers = range(9)
+        source = filled(dense, numbers, shape)
+        write = peer.begin_write(write_of(numbers, shape))
+        assert write.granted.tolist() == [0, 1, 2, 4, 6, 7, 8]
+        for first in reversed(range(0, shape.layers, 2)):  # in any order, in groups of any size
+            write.put(first, layers_of(source, first, min(2, shape.layers - first)))
+            assert provider.held(NAMESPACE, 0) is None, "visible before all of it was there"
+        outcomes = dict.fromkeys(numbers, StoreOutcome.STORED) | {3: StoreOutcome.EXISTS, 5: StoreOutcome.SKIPPED}
+        assert list(write.commit()) == list(outcomes.values())
+        assert provider.held(NAMESPACE, 8) == block_payload(8, shape)
+        assert peer.read(ask(numbers, shape.layers), dense(9, shape)).outcomes[8] is Outcome.HIT, "the connection is in step"
+
+    def test_a_write_layer_by_layer_that_is_given_up_leaves_nothing(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+        shape = BlockShape(3, 64)
+        provider.declare(NAMESPACE, shape)
+        source = filled(dense, [1, 2], shape)
+        write = peer.begin_write(write_of([1, 2], shape))
+        write.put(1, layers_of(source, 1, 1))
+        for wrong in (lambda: write.put(1, layers_of(source, 1, 1)), lambda: write.put(2, layers_of(source, 1, 2)), write.commit):
+            with pytest.raises(InvalidArgument):
+                wrong()
+        write.abort()
+        provider.settle()
+        assert (provider.commits, provider.aborts) == (0, 1)
+        with pytest.raises(Unavailable):
+            write.put(0, layers_of(source, 0, 1))
+        assert store(peer, source, [1, 2]) == [StoreOutcome.STORED] * 2
+
+    def test_a_write_layer_by_layer_of_nothing_granted_sends_nothing(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+        shape = BlockShape(2, 64)
+        provider.declare(NAMESPACE, shape)
+        provider.put(NAMESPACE, [1])
+        write = peer.begin_write(write_of([1], shape))
+        write.put(0, dense(1, shape))
+        assert list(write.commit()) == [StoreOutcome.EXISTS]
+        provider.settle()
         assert (provider.commits, provider.aborts) == (0, 1)
 
     # ---------------------------------------------------------------- trouble

@@ -37,6 +37,33 @@ def test_golden_keys(vector: dict[str, Any]) -> None:
     assert [key.hex() for key in keys] == vector["keys"]
 
 
+TAILS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "tails.json").read_text())["vectors"]
+
+
+@pytest.mark.parametrize("vector", TAILS, ids=range(len(TAILS)))
+def test_golden_tails(vector: dict[str, Any]) -> None:
+    spec = CacheSpec(**{**vector["spec"], "salt": bytes.fromhex(vector["spec"]["salt"])})
+    parent = None if vector["parent"] is None else BlockKey(bytes.fromhex(vector["parent"]))
+    assert KeyChain(spec).tail(vector["tokens"], parent).hex() == vector["key"]
+
+
+@given(chains, st.lists(st.integers(0, 3), min_size=1, max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=4))
+def test_tails_differ_by_tokens_and_from_full_blocks(chain: KeyChain, one: list[int], other: list[int]) -> None:
+    key = chain.tail(one)
+    if len(other) < 4:
+        assert (chain.tail(other) == key) == (one == other)
+    else:
+        assert chain.keys(other)[0] != key
+    assert chain.tail(one, BlockKey(b"p" * 16)) != key
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2, 3, 4], [1, 2, 3, 4, 5], [-1]])
+def test_what_is_no_tail(tokens: list[int]) -> None:
+    for chain in CHAINS:
+        with pytest.raises(InvalidArgument):
+            chain.tail(tokens)
+
+
 @given(chains, tokens_lists, tokens_lists, extras_maps, extras_maps)
 def test_equal_keys_where_and_only_where_everything_before_is_equal(
     chain: KeyChain, one: list[int], other: list[int], one_extras: dict[int, bytes], other_extras: dict[int, bytes]

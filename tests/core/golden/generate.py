@@ -89,6 +89,15 @@ def chain(spec: Spec, tokens: list[int], extras: dict[int, list[tuple[str, str]]
     return keys
 
 
+def tail(spec: Spec, tokens: list[int], parent: bytes | None) -> str:
+    content = parent if parent is not None else namespace(spec)
+    content += b"".join(struct.pack("<I", token) for token in tokens) + bytes(4 * (spec["block_tokens"] - len(tokens)))
+    content += b"\0\0tail" + struct.pack("<I", len(tokens))
+    if spec["hash_algorithm"] == "sha256-128":
+        return hashlib.sha256(content).digest()[:16].hex()
+    return xxhash.xxh3_128(content).hexdigest()
+
+
 def token_rows() -> list[tuple[list[int], dict[int, list[tuple[str, str]]]]]:
     counting = list(range(16))
     mixed = [(7919 * position * position + 104729) % 2**32 for position in range(70)]
@@ -134,6 +143,13 @@ def main() -> None:
             row = {"spec": spec, "tokens": tokens, "extras": {str(block): parts for block, parts in extras.items()}}
             keys.append({**row, "keys": chain(spec, tokens, extras)})
     write("keys.json", "tokens and extras (by block: kind, value in hex) -> keys; encoding: kvstore/core/keys.py", keys)
+    tails = []
+    for algorithm in ("xxh3-128", "sha256-128"):
+        spec = {**BASE, "block_tokens": 16, "hash_algorithm": algorithm}
+        for tokens, parent in (([0], None), ([1, 2, 3], b"p" * 16), ([2**32 - 1] * 15, b"\0" * 16)):
+            shown = parent.hex() if parent is not None else None
+            tails.append({"spec": spec, "tokens": tokens, "parent": shown, "key": tail(spec, tokens, parent)})
+    write("tails.json", "tokens of a partial block and the key before it -> key; encoding: kvstore/core/keys.py", tails)
     write(
         "checksums.json",
         "block whose byte i is (i * 31 + i // 256) mod 256 -> packed checksums; encoding: kvstore/core/checksum.py",
