@@ -9,7 +9,7 @@ the one before.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ Measured: with 32 KiB the calls cost more than the cache saves, with 1 MiB hashi
 SENT_STRETCH_BYTES = 1 << 20
 """What is hashed and then sent at once: the hash leaves it in the second-level cache, from where the kernel copies it. Measured:
 with 128 KiB a write takes a tenth longer."""
+UNSUMMED_STRETCH_BYTES = 4 << 20
+"""What is received at once where nothing is hashed: whoever watches the read hears of it so often."""
 _SMALL_BYTES = 32 << 10
 
 _digest = xxhash.xxh3_64_intdigest
@@ -41,6 +43,7 @@ def receive_blocks(
     deadline_s: float,
     *,
     verify: bool,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.bool_]:
     """Receives Layer Blocks into pieces of memory.
 
@@ -51,6 +54,7 @@ def receive_blocks(
         layer_block_bytes: length of each.
         deadline_s: when to give up.
         verify: False: take the bytes as they come.
+        on_bytes: told of bytes as they come, a stretch at a time.
 
     Returns:
         One a block: whether all its layers matched (True throughout without ``verify``).
@@ -59,14 +63,23 @@ def receive_blocks(
         KVStoreError: as ``Wire.receive_into``.
     """
     if not verify:
-        wire.receive_into(pieces, deadline_s)
+        for stretch in _stretches(pieces, UNSUMMED_STRETCH_BYTES):
+            wire.receive_into(stretch, deadline_s)
+            if on_bytes is not None:
+                on_bytes(sum(map(len, stretch)))
         return np.ones(len(expected), np.bool_)
-    found = receive_summed(wire, pieces, layer_block_bytes, deadline_s)
+    found = receive_summed(wire, pieces, layer_block_bytes, deadline_s, on_bytes)
     good: npt.NDArray[np.bool_] = (found.reshape(expected.shape) == expected).all(axis=1)
     return good
 
 
-def receive_summed(wire: Wire, pieces: Sequence[memoryview], layer_block_bytes: int, deadline_s: float) -> npt.NDArray[np.uint64]:
+def receive_summed(
+    wire: Wire,
+    pieces: Sequence[memoryview],
+    layer_block_bytes: int,
+    deadline_s: float,
+    on_bytes: Callable[[int], None] | None = None,
+) -> npt.NDArray[np.uint64]:
     """Receives whole Layer Blocks into pieces of memory.
 
     Returns:
@@ -79,6 +92,8 @@ def receive_summed(wire: Wire, pieces: Sequence[memoryview], layer_block_bytes: 
     for stretch in _stretches(pieces, _stretch_bytes(layer_block_bytes, STRETCH_BYTES)):
         wire.receive_into(stretch, deadline_s)
         hasher.update(stretch)
+        if on_bytes is not None:
+            on_bytes(sum(map(len, stretch)))
     return hasher.digests()
 
 

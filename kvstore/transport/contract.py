@@ -14,8 +14,10 @@ called from many threads at once.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -130,6 +132,56 @@ LayerProgress = Callable[[int, int], None]
 """``on_layers(first_layer, layer_count)``: these layers of *all* blocks that can arrive have arrived (verified)."""
 
 
+class ReadWatch:
+    """Follows one read from another thread, and ends it early. Thread-safe.
+
+    A read may take long because the wire is slow, or because it is dead; only bytes as they come in tell one from the other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._ended = False
+        self._end: Callable[[], None] | None = None
+
+    @property
+    def bytes_heard(self) -> int:
+        """Bytes that have come in so far, heads of frames included."""
+        return self._bytes
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``end`` was called."""
+        return self._ended
+
+    def end(self) -> None:
+        """Nobody wants the read any more: it returns soon, with what has arrived whole."""
+        with self._lock:
+            self._ended = True
+            end = self._end
+        if end is not None:
+            end()
+
+    def heard(self, size: int) -> None:
+        """For transports: bytes came in."""
+        with self._lock:
+            self._bytes += size
+
+    @contextmanager
+    def ends_by(self, end: Callable[[], None]) -> Iterator[None]:
+        """For transports: how to end the read that runs inside. Called at once where ``end`` came before; must not block."""
+        with self._lock:
+            self._end = end
+            ended = self._ended
+        try:
+            if ended:
+                end()
+            yield
+        finally:
+            with self._lock:
+                self._end = None
+
+
 class LayerWrite(ABC):
     """A write under way. Exactly one of ``commit`` and ``abort`` ends it; thread-safe."""
 
@@ -175,6 +227,7 @@ class BlockPeer(ABC):
         *,
         verify: bool = True,
         on_layers: LayerProgress | None = None,
+        watch: ReadWatch | None = None,
     ) -> ReadResult:
         """Reads blocks into ``destination`` (block i of the request to block i of the buffer; layer l to layer l).
 

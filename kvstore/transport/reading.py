@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,13 +85,21 @@ class ReadState:
         streams: most connections to use.
         verify: whether checksums are compared.
         on_layers: told of layers that are complete.
+        on_bytes: told of bytes as they come: long before anything is complete they show that the other side lives.
 
     Raises:
         InvalidArgument: read-only destination.
     """
 
     def __init__(
-        self, request: ReadRequest, destination: BlockBuffer, streams: int, *, verify: bool, on_layers: LayerProgress | None
+        self,
+        request: ReadRequest,
+        destination: BlockBuffer,
+        streams: int,
+        *,
+        verify: bool,
+        on_layers: LayerProgress | None,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         count = len(request.keys)
         self.request = request
@@ -99,6 +107,7 @@ class ReadState:
         self._layout = Layout(destination, writable=True)
         self._verify = verify
         self._on_layers = on_layers
+        self._on_bytes = on_bytes
         bytes_a_block = request.layer_count * self._shape.layer_block_bytes
         self._units, self.streams = cut(count, bytes_a_block, streams, request.layer_group)
         self._lock = threading.Lock()
@@ -116,6 +125,8 @@ class ReadState:
         self._connections: set[Connection] = set()
         self.reached = False
         """Whether a connection was had at all."""
+        self.abandoned = False
+        """Whether the caller has ended it: what breaks then says nothing of the peer."""
 
     # ---------------------------------------------------------------- connections
 
@@ -124,6 +135,9 @@ class ReadState:
         with self._lock:
             self._connections.add(connection)
             self.reached = True
+            abandoned = self.abandoned
+        if abandoned:
+            connection.wire.shut()
 
     def dismiss(self, connection: Connection) -> None:
         """It no longer does."""
@@ -131,12 +145,12 @@ class ReadState:
             self._connections.discard(connection)
 
     def abandon(self) -> None:
-        """Ends all streams at once: the caller was interrupted."""
+        """Ends all streams at once: the caller was interrupted, or wants nothing more."""
         with self._lock:
+            self.abandoned = True
             self._units.clear()
-            connections = list(self._connections)
-        for connection in connections:
-            connection.wire.shut()
+            for connection in self._connections:  # within the lock: one that was dismissed may serve somebody else by now
+                connection.wire.shut()
 
     # ---------------------------------------------------------------- units
 
@@ -148,7 +162,8 @@ class ReadState:
     def return_units(self, units: Sequence[Unit]) -> None:
         """Gives back units of which nothing has been answered."""
         with self._lock:
-            self._units.extendleft(reversed(units))
+            if not self.abandoned:
+                self._units.extendleft(reversed(units))
 
     def begun(self, units: Sequence[Unit]) -> bool:
         """Whether anything of these units has arrived."""
@@ -201,7 +216,13 @@ class ReadState:
             self._tiers[these] = data.tier
         pieces = self._layout.pieces(hits, data.first_layer, data.layer_count)
         good = receive_blocks(
-            connection.wire, pieces, data.checksums, self._shape.layer_block_bytes, asked.deadline_s, verify=self._verify
+            connection.wire,
+            pieces,
+            data.checksums,
+            self._shape.layer_block_bytes,
+            asked.deadline_s,
+            verify=self._verify,
+            on_bytes=self._on_bytes,
         )
         self._checksums[hits, layer : layer + data.layer_count] = data.checksums
         bad = hits[~good]

@@ -35,7 +35,16 @@ from kvstore.observe.counters import Counters
 from kvstore.transport import frames
 from kvstore.transport.arrival import send_summed
 from kvstore.transport.breaker import CircuitBreaker
-from kvstore.transport.contract import BlockPeer, Checksums, LayerProgress, LayerWrite, ReadRequest, ReadResult, WriteRequest
+from kvstore.transport.contract import (
+    BlockPeer,
+    Checksums,
+    LayerProgress,
+    LayerWrite,
+    ReadRequest,
+    ReadResult,
+    ReadWatch,
+    WriteRequest,
+)
 from kvstore.transport.frames import FrameKind, WriteFrame
 from kvstore.transport.layer_write import TcpLayerWrite
 from kvstore.transport.layout import Layout
@@ -114,13 +123,21 @@ class TcpPeer(BlockPeer):
         *,
         verify: bool = True,
         on_layers: LayerProgress | None = None,
+        watch: ReadWatch | None = None,
     ) -> ReadResult:
         _check_read(request, destination)
-        state = ReadState(request, destination, self._streams, verify=verify, on_layers=on_layers)
+        watch = ReadWatch() if watch is None else watch
+
+        def on_bytes(size: int) -> None:
+            watch.heard(size)
+            self._counters.add("transport_peer_bytes_received_total", size)
+
+        state = ReadState(request, destination, self._streams, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
         if not request.keys:
             return state.result()
         self._check_open()
-        error = self._run_streams(state)
+        with watch.ends_by(state.abandon):
+            error = self._run_streams(state)
         if state.error is not None:
             raise state.error
         if error is not None and not state.begun([Unit(0, len(request.keys))]):
@@ -131,9 +148,7 @@ class TcpPeer(BlockPeer):
         if state.corrupt:
             self._counters.add("transport_peer_corrupt_blocks_total", state.corrupt)
             log.warning("%d blocks from %s did not match their checksums: taken as misses", state.corrupt, self.address)
-        result = state.result()
-        self._counters.add("transport_peer_bytes_received_total", result.bytes_received)
-        return result
+        return state.result()
 
     def write(self, request: WriteRequest, source: BlockBuffer, checksums: Checksums | None = None) -> list[StoreOutcome]:
         _check_write(request, source, checksums)
@@ -273,7 +288,7 @@ class TcpPeer(BlockPeer):
                 raise
             finally:
                 state.dismiss(connection)
-            if not again:
+            if not again or state.abandoned:
                 return error
             fresh = True
 
@@ -297,6 +312,7 @@ class TcpPeer(BlockPeer):
                     frame = frames.encode_read(request_id, state.read_frame(unit, deadline_s - time.monotonic()))
                     connection.wire.send((frame,), deadline_s)
                 if not ahead:
+                    state.dismiss(connection)
                     self._pool.give_back(connection)
                     if answered:
                         self._pool.went_well()
@@ -321,7 +337,8 @@ class TcpPeer(BlockPeer):
             if units:
                 state.unit_failed(units[0], error)
                 state.return_units(units[1:])  # another stream may fare better
-            self._broke(error)
+            if not state.abandoned:
+                self._broke(error)
             return error, False
 
     # ---------------------------------------------------------------- writes
