@@ -52,7 +52,29 @@ class MetadataSection(Section):
     path_policy: Literal["prefill_only", "round_robin", "shorter_queue", "split"] = Field(
         default="split", description="which hosts' storage links a load is read over, where the client does not say"
     )
-    workers: int = Field(default=1, ge=1, le=64, description="server processes that share port and index")
+    alpha_tokens: int = Field(
+        default=75_000,
+        ge=1,
+        description="a host's reading queue above this is long. Measure: bytes/s of its storage link when busy"
+        " (25 Gbit/s: 3.1e9) x 3 s / KV bytes a token (Llama-3-8B: 131,072)",
+    )
+    beta_tokens: int = Field(
+        default=100_000,
+        ge=1,
+        description="a prefill engine with more tokens than this gets no more. Measure: tokens/s of prompts, hits"
+        " included, that one engine gets through under load x 5 s",
+    )
+    engine_ttl: DurationMs = Field(default=5_000, description="silence after which an engine group's requests go to others")
+    request_ttl: DurationMs = Field(
+        default=21_600_000, description="requests are forgotten so long after they came, if engines never said they are done"
+    )
+    max_requests: int = Field(default=100_000, ge=1, le=1_000_000, description="requests waiting or under way; more are refused")
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="server processes that share port and index; requests are scheduled only where it is one",
+    )
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
     ready_file: Path | None = Field(default=None, description="written as JSON once the server answers")
@@ -138,7 +160,7 @@ class NodeSection(Section):
     compute_bandwidth: Size = Field(default=0, description="bytes a second of the compute link; 0: not known")
     prefill_buffer: Size = Field(default=0, description="the most that layer-wise loads may hold; 0: a quarter of the arena")
     decode_buffer: Size = Field(default=0, description="the most that awaited prompts may hold; 0: a quarter of the arena")
-    keep_loaded: bool = Field(default=True, description="keep what was fetched from other nodes in DRAM as a cache")
+    keep_loaded: bool = Field(default=True, description="keep what loads bring into DRAM there, as a cache")
     peer_streams: int = Field(default=4, ge=1, le=64, description="connections of a fetch from a peer")
     anti_entropy_interval: DurationMs = Field(default=30_000, description="how often it compares notes with the index")
     tls: TlsSection = TlsSection()

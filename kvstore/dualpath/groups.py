@@ -205,6 +205,13 @@ class DecodeGroups:
         self._names.append(group.name)
         self._load, self._most = np.append(self._load, np.int64(0)), np.append(self._most, np.int64(-1))
 
+    def leave(self, name: str) -> None:
+        """The group is known no longer."""
+        place = self._place.pop(name)
+        del self.groups[name], self._names[place]
+        self._place = {other: position for position, other in enumerate(self._names)}
+        self._load, self._most = np.delete(self._load, place), np.delete(self._most, place)
+
     def refresh(self, name: str, waiting_tokens: int) -> None:
         """A group's numbers have changed.
 

@@ -256,6 +256,23 @@ class Scheduler:
             self._refresh(group)
         return tuple(reversed(back))
 
+    def group_gone(self, group: str) -> None:
+        """A group that has no engine any more is forgotten; its name may come back with either role.
+
+        Raises:
+            NotFound: no such group.
+            Conflict: it has engines.
+        """
+        known = self._groups.get(group)
+        if known is None:
+            raise NotFound("group is not known", group=group)
+        if len(known):
+            raise Conflict("group has engines", group=group, engines=len(known))
+        del self._groups[group]
+        if known.role is Role.DECODE:  # its private queue went back to the global one with its last engine
+            self._decode_groups.leave(group)
+            del self._private[group], self._private_tokens[group]
+
     def report(self, reports: Iterable[EngineReport]) -> None:
         """What engines say of themselves; of engines that are not known it is ignored."""
         touched = {}

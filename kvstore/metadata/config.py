@@ -25,6 +25,12 @@ class MetadataConfig:
         node_ttl_ms: silence after which a node is hidden from lookups.
         node_forget_ms: silence after which a node is forgotten, with all that it published.
         path_policy: over which nodes' storage links loads are read, where a client does not say; ``kvstore.dualpath.policies``.
+        alpha_tokens: a node whose reading queue is longer is passed over where another prefill engine has room: tokens that its
+            storage link reads in about 3 s.
+        beta_tokens: a prefill engine with more tokens than this gets no more requests: what it computes in about 5 s.
+        engine_ttl_ms: silence after which an engine group is dead, and what it had is given to others.
+        request_ttl_ms: requests are forgotten so long after they came, if engines never said that they are done.
+        max_requests: requests that wait or are under way; one more is refused.
         workers: server processes that share the port and the index.
         tls: this server's identity; None: plain text.
         ready_file: written atomically as JSON ``{"address", "pid"}`` once calls are answered.
@@ -41,6 +47,11 @@ class MetadataConfig:
     node_ttl_ms: int = 2_500
     node_forget_ms: int = 86_400_000
     path_policy: str = "split"
+    alpha_tokens: int = 75_000
+    beta_tokens: int = 100_000
+    engine_ttl_ms: int = 5_000
+    request_ttl_ms: int = 21_600_000
+    max_requests: int = 100_000
     workers: int = 1
     tls: TlsConfig | None = None
     ready_file: Path | None = None
@@ -59,6 +70,15 @@ class MetadataConfig:
         if self.node_forget_ms < self.node_ttl_ms:
             raise InvalidArgument(
                 "a node is hidden before it is forgotten", node_forget_ms=self.node_forget_ms, node_ttl_ms=self.node_ttl_ms
+            )
+        if min(self.alpha_tokens, self.beta_tokens, self.max_requests) < 1 or not 10 <= self.engine_ttl_ms < self.request_ttl_ms:
+            raise InvalidArgument(
+                "scheduling takes limits above 0, and groups that are given up sooner than requests",
+                alpha_tokens=self.alpha_tokens,
+                beta_tokens=self.beta_tokens,
+                max_requests=self.max_requests,
+                engine_ttl_ms=self.engine_ttl_ms,
+                request_ttl_ms=self.request_ttl_ms,
             )
         if not 1 <= self.workers <= _MAX_WORKERS:
             raise InvalidArgument("workers is out of range", workers=self.workers, least=1, most=_MAX_WORKERS)

@@ -7,10 +7,12 @@ import functools
 import logging
 
 from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.planning import Planning
+from kvstore.metadata.scheduling import Scheduling
 from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_to_server
 from kvstore.metadata.upkeep import Upkeep
 from kvstore.metadata.writer import IndexThread
@@ -70,7 +72,8 @@ class MetadataServer:
             nodes = NodeTable(index, self._clock, ttl_s, self.counters)
             nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
             planning = Planning(nodes, config.path_policy, self.counters, self._clock)
-            parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms, planning)
+            scheduling = self._scheduling(planning) if config.workers == 1 else None
+            parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms, planning, scheduling)
             self._bound = await build_aio_server(
                 [functools.partial(add_to_server, MetadataService(parts))],
                 addresses=[config.listen],
@@ -87,7 +90,7 @@ class MetadataServer:
                 ttl_s=ttl_s,
                 forget_s=config.node_forget_ms / 1000,
                 sweeps=self._worker == 0,
-                also=planning.expire,
+                also=[planning.expire, *([scheduling.expire] if scheduling is not None else [])],
             )
             self._upkeep.start()
             await self._bound.start()
@@ -97,6 +100,17 @@ class MetadataServer:
         (address,) = self._bound.addresses
         logger.info("metadata server listens on %s, index epoch %s", address, index.epoch.hex())
         return address
+
+    def _scheduling(self, planning: Planning) -> Scheduling:
+        config = self._config
+        return Scheduling(
+            SchedulerLimits(config.alpha_tokens, config.beta_tokens, max_waiting=config.max_requests),
+            planning.planner.queues,
+            engine_ttl_s=config.engine_ttl_ms / 1000,
+            request_ttl_s=config.request_ttl_ms / 1000,
+            counters=self.counters,
+            clock=self._clock,
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new calls, lets those in progress end for up to ``grace_s``, and lets go of everything."""

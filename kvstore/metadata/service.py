@@ -15,7 +15,7 @@ from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import CacheSpec, NodeInfo
 from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
-from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unsupported
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.anti_entropy import differing_ranges
@@ -23,6 +23,7 @@ from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.publishing import PublishStream
+from kvstore.metadata.scheduling import MAX_BUDGET_S, Scheduling
 from kvstore.metadata.writer import IndexThread
 from kvstore.metadata.writes import register_node, repair_range
 from kvstore.observe.counters import Counters
@@ -44,6 +45,7 @@ class Parts:
         counters: events of this process.
         heartbeat_interval_ms: what nodes are told.
         planning: load plans.
+        scheduling: of requests; None where several workers would each know a part of the engines.
     """
 
     index: PrefixIndex
@@ -53,6 +55,7 @@ class Parts:
     counters: Counters
     heartbeat_interval_ms: int
     planning: Planning
+    scheduling: Scheduling | None
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -154,14 +157,35 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     async def ReplanLoad(self, request: pb.ReplanLoadRequest, context: object) -> pb.LoadPlan:
         return self._parts.planning.replan(request)
 
+    async def ReportEngines(self, request: pb.ReportEnginesRequest, context: object) -> pb.ReportEnginesResponse:
+        return self._scheduling.report(request)
+
+    async def AssignRequest(
+        self,
+        request: pb.AssignRequestRequest,
+        context: grpc.aio.ServicerContext[pb.AssignRequestRequest, pb.Assignment],
+    ) -> pb.Assignment:
+        left_s = context.time_remaining()
+        return await self._scheduling.assign(request, MAX_BUDGET_S if left_s is None else left_s)
+
+    async def CancelRequest(self, request: pb.CancelRequestRequest, context: object) -> pb.CancelRequestResponse:
+        return pb.CancelRequestResponse(known=self._scheduling.cancel(request))
+
     async def GetStats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
         stats = self._parts.index.stats()
+        gauges = self._parts.scheduling.gauges() if self._parts.scheduling is not None else {}
         return pb.GetStatsResponse(
             blocks=stats.blocks,
             index_bytes=stats.bytes,
             index_epoch=self._parts.index.epoch,
-            counters=self._parts.counters.snapshot(),
+            counters={**self._parts.counters.snapshot(), **gauges},
         )
+
+    @property
+    def _scheduling(self) -> Scheduling:
+        if self._parts.scheduling is None:
+            raise Unsupported("requests are scheduled by one process that knows all engines: set metadata.workers to 1")
+        return self._parts.scheduling
 
     def _check_room_for(self, info: NodeInfo) -> None:
         """Refuses what must not be registered now: too many nodes, or a volume that a living node has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.core.errors import KVStoreError
@@ -35,7 +35,7 @@ class Upkeep:
         ttl_s: silence after which a node is hidden.
         forget_s: silence after which a node is forgotten.
         sweeps: whether this process forgets and sweeps; one of several workers does.
-        also: called at each tick.
+        also: called at each tick, one after the other.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Upkeep:
         ttl_s: float,
         forget_s: float,
         sweeps: bool,
-        also: Callable[[], None],
+        also: Sequence[Callable[[], None]],
     ) -> None:
         self._index = index
         self._nodes = nodes
@@ -79,7 +79,8 @@ class Upkeep:
                     await self._thread.run(self._share, self._nodes.unshared_beats())
                 finally:
                     self._nodes.exchange_beats()  # who is silent is hidden also where nothing can be written
-                self._also()
+                for due in self._also:
+                    due()
                 if self._sweeps:
                     await self._forget()
             except KVStoreError:

@@ -113,6 +113,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.private[group] = [job for job in self.private[group] if job.ask.hbm_bytes <= room]
             self.decode_queue = stranded + self.decode_queue
 
+    @rule(group=st.sampled_from(sorted(GROUPS)))
+    def group_gone(self, group: str) -> None:
+        if group not in self.groups:
+            with pytest.raises(NotFound):
+                self.scheduler.group_gone(group)
+        elif self.groups[group]:
+            with pytest.raises(Conflict):
+                self.scheduler.group_gone(group)
+        else:
+            self.scheduler.group_gone(group)
+            del self.groups[group]
+            assert not self.private.get(group)
+
     # ---- requests ----
 
     @rule(tokens=st.integers(1, 15), hbm=st.sampled_from([0, 5, 20, 30, 100]))

@@ -14,10 +14,19 @@ class ReadSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     READ_SIDE_PREFILL: _ClassVar[ReadSide]
     READ_SIDE_DECODE: _ClassVar[ReadSide]
     READ_SIDE_RELAY: _ClassVar[ReadSide]
+
+class EngineRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_ROLE_UNSPECIFIED: _ClassVar[EngineRole]
+    ENGINE_ROLE_PREFILL: _ClassVar[EngineRole]
+    ENGINE_ROLE_DECODE: _ClassVar[EngineRole]
 READ_SIDE_UNSPECIFIED: ReadSide
 READ_SIDE_PREFILL: ReadSide
 READ_SIDE_DECODE: ReadSide
 READ_SIDE_RELAY: ReadSide
+ENGINE_ROLE_UNSPECIFIED: EngineRole
+ENGINE_ROLE_PREFILL: EngineRole
+ENGINE_ROLE_DECODE: EngineRole
 
 class RegisterNodeRequest(_message.Message):
     __slots__ = ("operation_id", "node")
@@ -332,6 +341,148 @@ class BlockRange(_message.Message):
     start: int
     count: int
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ReportEnginesRequest(_message.Message):
+    __slots__ = ("group", "boot_id", "role", "sequence", "engines", "prefilled", "finished", "membership", "acknowledged")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    boot_id: bytes
+    role: EngineRole
+    sequence: int
+    engines: _containers.RepeatedCompositeFieldContainer[EngineState]
+    prefilled: _containers.RepeatedScalarFieldContainer[int]
+    finished: _containers.RepeatedScalarFieldContainer[int]
+    membership: bytes
+    acknowledged: int
+    def __init__(self, group: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., role: _Optional[_Union[EngineRole, str]] = ..., sequence: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ..., prefilled: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[int]] = ..., membership: _Optional[bytes] = ..., acknowledged: _Optional[int] = ...) -> None: ...
+
+class EngineState(_message.Message):
+    __slots__ = ("engine", "node", "address", "hbm_tokens", "sequences", "tokens", "free_hbm_tokens", "read_tokens")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HBM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FREE_HBM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    node: str
+    address: str
+    hbm_tokens: int
+    sequences: int
+    tokens: int
+    free_hbm_tokens: int
+    read_tokens: int
+    def __init__(self, engine: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., hbm_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., free_hbm_tokens: _Optional[int] = ..., read_tokens: _Optional[int] = ...) -> None: ...
+
+class ReportEnginesResponse(_message.Message):
+    __slots__ = ("membership", "events")
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    membership: bytes
+    events: _containers.RepeatedCompositeFieldContainer[SchedulerEvent]
+    def __init__(self, membership: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[SchedulerEvent, _Mapping]]] = ...) -> None: ...
+
+class SchedulerEvent(_message.Message):
+    __slots__ = ("number", "assigned", "revoked")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    assigned: ScheduledRequest
+    revoked: RevokedRequest
+    def __init__(self, number: _Optional[int] = ..., assigned: _Optional[_Union[ScheduledRequest, _Mapping]] = ..., revoked: _Optional[_Union[RevokedRequest, _Mapping]] = ...) -> None: ...
+
+class ScheduledRequest(_message.Message):
+    __slots__ = ("request_id", "generation", "engine", "prompt_tokens", "hit_tokens", "expected_output_tokens", "prefill", "decode")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    generation: int
+    engine: str
+    prompt_tokens: int
+    hit_tokens: int
+    expected_output_tokens: int
+    prefill: EngineRef
+    decode: EngineRef
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[int] = ..., engine: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., prefill: _Optional[_Union[EngineRef, _Mapping]] = ..., decode: _Optional[_Union[EngineRef, _Mapping]] = ...) -> None: ...
+
+class RevokedRequest(_message.Message):
+    __slots__ = ("request_id", "generation")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    generation: int
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class EngineRef(_message.Message):
+    __slots__ = ("engine", "node", "group", "address")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    node: str
+    group: str
+    address: str
+    def __init__(self, engine: _Optional[str] = ..., node: _Optional[str] = ..., group: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class AssignRequestRequest(_message.Message):
+    __slots__ = ("operation_id", "request_id", "prompt_tokens", "hit_tokens", "expected_output_tokens", "budget_ms", "after_generation")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    request_id: str
+    prompt_tokens: int
+    hit_tokens: int
+    expected_output_tokens: int
+    budget_ms: int
+    after_generation: int
+    def __init__(self, operation_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., budget_ms: _Optional[int] = ..., after_generation: _Optional[int] = ...) -> None: ...
+
+class Assignment(_message.Message):
+    __slots__ = ("generation", "prefill", "decode")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    prefill: EngineRef
+    decode: EngineRef
+    def __init__(self, generation: _Optional[int] = ..., prefill: _Optional[_Union[EngineRef, _Mapping]] = ..., decode: _Optional[_Union[EngineRef, _Mapping]] = ...) -> None: ...
+
+class CancelRequestRequest(_message.Message):
+    __slots__ = ("operation_id", "request_id")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    request_id: str
+    def __init__(self, operation_id: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class CancelRequestResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: _Optional[bool] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

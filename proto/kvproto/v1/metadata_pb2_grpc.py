@@ -94,6 +94,21 @@ class MetadataStub:
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.ReplanLoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LoadPlan.FromString,
                 _registered_method=True)
+        self.ReportEngines = channel.unary_unary(
+                '/kvstore.v1.Metadata/ReportEngines',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.ReportEnginesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.ReportEnginesResponse.FromString,
+                _registered_method=True)
+        self.AssignRequest = channel.unary_unary(
+                '/kvstore.v1.Metadata/AssignRequest',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.AssignRequestRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.Assignment.FromString,
+                _registered_method=True)
+        self.CancelRequest = channel.unary_unary(
+                '/kvstore.v1.Metadata/CancelRequest',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.CancelRequestRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.CancelRequestResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/kvstore.v1.Metadata/GetStats',
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.GetStatsRequest.SerializeToString,
@@ -191,6 +206,30 @@ class MetadataServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportEngines(self, request, context):
+        """The leader of an engine group reports for all its engines and fetches what is assigned to them; called every few to 100 ms.
+        The first report joins the group; an engine no longer reported, or a group silent for the server's engine_ttl, is gone, and
+        what it had not finished goes to others, under a new generation. What is told stays in the answers until it is acknowledged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AssignRequest(self, request, context):
+        """A router asks for a prefill and a decode engine, and waits until both are found. Called again with the same operation id,
+        it waits for the same request; with after_generation, for the engines that take over when one of those died.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequest(self, request, context):
+        """Nobody wants a request's answer any more, at whatever state it is; engines are told to drop it. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counters and sizes, for people and tests.
         """
@@ -260,6 +299,21 @@ def add_MetadataServicer_to_server(servicer, server):
                     servicer.ReplanLoad,
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.ReplanLoadRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_metadata__pb2.LoadPlan.SerializeToString,
+            ),
+            'ReportEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportEngines,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.ReportEnginesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.ReportEnginesResponse.SerializeToString,
+            ),
+            'AssignRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.AssignRequest,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.AssignRequestRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.Assignment.SerializeToString,
+            ),
+            'CancelRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequest,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.CancelRequestRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.CancelRequestResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -591,6 +645,87 @@ class Metadata:
             '/kvstore.v1.Metadata/ReplanLoad',
             kvstore_dot_v1_dot_metadata__pb2.ReplanLoadRequest.SerializeToString,
             kvstore_dot_v1_dot_metadata__pb2.LoadPlan.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/ReportEngines',
+            kvstore_dot_v1_dot_metadata__pb2.ReportEnginesRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.ReportEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AssignRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/AssignRequest',
+            kvstore_dot_v1_dot_metadata__pb2.AssignRequestRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.Assignment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/CancelRequest',
+            kvstore_dot_v1_dot_metadata__pb2.CancelRequestRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.CancelRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

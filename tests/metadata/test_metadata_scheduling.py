@@ -1,0 +1,389 @@
+"""The scheduler's shell with a clock that the test owns: who is told what, what is told again, and what silence does."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvstore.core.clock import ManualClock
+from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, InvalidArgument, NotFound
+from kvstore.dualpath.queues import ReadQueues
+from kvstore.dualpath.scheduler import SchedulerLimits
+from kvstore.metadata import scheduling as module
+from kvstore.metadata.scheduling import Scheduling
+from kvstore.observe.counters import Counters
+
+ALPHA, BETA = 1_000, 100
+TTL_S = 5.0
+PREFILL, DECODE = pb.ENGINE_ROLE_PREFILL, pb.ENGINE_ROLE_DECODE
+
+
+@dataclass
+class Shell:
+    """A scheduler behind its door, and what it is made of."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+    queues: ReadQueues = field(default_factory=ReadQueues)
+    counters: Counters = field(default_factory=Counters)
+    most: int = 1_000
+
+    def __post_init__(self) -> None:
+        limits = SchedulerLimits(ALPHA, BETA, max_waiting=self.most)
+        self.door = Scheduling(
+            limits, self.queues, engine_ttl_s=TTL_S, request_ttl_s=1_000.0, counters=self.counters, clock=self.clock
+        )
+
+    def ask(self, name: str, tokens: int = 10, **more: int | bytes) -> pb.AssignRequestRequest:
+        operation = secrets.token_bytes(16)
+        fields = {"operation_id": operation, "request_id": name, "prompt_tokens": tokens, "budget_ms": 60_000, **more}
+        return pb.AssignRequestRequest(**fields)  # type: ignore[arg-type]
+
+    async def asked(self, request: pb.AssignRequestRequest) -> asyncio.Task[pb.Assignment]:
+        """A router that waits."""
+        waits = asyncio.create_task(self.door.assign(request))
+        await asyncio.sleep(0)
+        return waits
+
+
+class Leader:
+    """Reports for a group; keeps what it is told as an engine would."""
+
+    def __init__(self, shell: Shell, group: str, role: pb.EngineRole, *engines: pb.EngineState) -> None:
+        self.shell, self.group, self.role = shell, group, role
+        self.engines = list(engines)
+        self.boot = secrets.token_bytes(16)
+        self.sequence = self.acknowledged = 0
+        self.membership = b""
+        self.work: dict[str, pb.ScheduledRequest] = {}
+        self.revoked: list[str] = []
+
+    def request(self, prefilled: Iterable[int] = (), finished: Iterable[int] = ()) -> pb.ReportEnginesRequest:
+        self.sequence += 1
+        return pb.ReportEnginesRequest(
+            group=self.group,
+            boot_id=self.boot,
+            role=self.role,
+            sequence=self.sequence,
+            engines=self.engines,
+            prefilled=prefilled,
+            finished=finished,
+            membership=self.membership,
+            acknowledged=self.acknowledged,
+        )
+
+    def take(self, answer: pb.ReportEnginesResponse) -> list[pb.ScheduledRequest]:
+        """Keeps an answer that arrived; what was assigned by it."""
+        if answer.membership != self.membership:
+            self.membership, self.acknowledged = answer.membership, 0
+            self.work.clear()
+        told = []
+        for event in answer.events:
+            if event.number <= self.acknowledged:
+                continue
+            self.acknowledged = event.number
+            if event.HasField("assigned"):
+                self.work[event.assigned.request_id] = event.assigned
+                told.append(event.assigned)
+            else:
+                self.work.pop(event.revoked.request_id, None)
+                self.revoked.append(event.revoked.request_id)
+        return told
+
+    def report(self, prefilled: Iterable[int] = (), finished: Iterable[int] = ()) -> list[pb.ScheduledRequest]:
+        return self.take(self.shell.door.report(self.request(prefilled, finished)))
+
+
+def engine(name: str, node: str = "", **figures: int) -> pb.EngineState:
+    return pb.EngineState(engine=name, node=node or f"node-{name}", address=f"{name}:80", **figures)
+
+
+def pair_of_groups(shell: Shell) -> tuple[Leader, Leader]:
+    prefill = Leader(shell, "P", PREFILL, engine("p"))
+    decode = Leader(shell, "D", DECODE, engine("d", hbm_tokens=1_000))
+    for leader in (prefill, decode):
+        leader.report()
+    return prefill, decode
+
+
+async def test_a_request_is_told_to_both_groups_and_to_its_router() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    router = await shell.asked(shell.ask("r", hit_tokens=7, expected_output_tokens=5))
+    (alone,) = prefill.report()
+    assert (alone.engine, alone.prompt_tokens, alone.hit_tokens, alone.expected_output_tokens) == ("p", 10, 7, 5)
+    assert alone.prefill.engine == "p"
+    assert not alone.HasField("decode")
+    assert not router.done()
+    (both,) = decode.report()
+    assert (both.prefill.node, both.decode.node, both.prefill.address) == ("node-p", "node-d", "p:80")
+    (told,) = prefill.report()  # of the engine that it lacked
+    assert told.decode.engine == "d"
+    answer = await router
+    assert answer.generation == both.generation == told.generation == alone.generation != 0
+    assert (answer.prefill, answer.decode) == (both.prefill, both.decode)
+    prefill.report(prefilled=[answer.generation])
+    assert shell.door.gauges()["metadata_scheduler_requests"] == 1
+    decode.report(finished=[answer.generation])
+    assert shell.door.gauges() == {
+        "metadata_scheduler_engines": 2,
+        "metadata_scheduler_requests": 0,
+        "metadata_scheduler_waiting_prefill": 0,
+        "metadata_scheduler_waiting_decode": 0,
+    }
+
+
+async def test_an_answer_that_was_lost_is_told_again_and_counts_for_the_engine() -> None:
+    shell = Shell()
+    leader = Leader(shell, "P", PREFILL, engine("p", sequences=0, tokens=0), engine("q", sequences=0, tokens=0))
+    leader.report()
+    for name in ("a", "b"):
+        await shell.asked(shell.ask(name, 60))
+    lost = leader.request()
+    first = shell.door.report(lost)  # never taken
+    assert [event.assigned.engine for event in first.events] == ["p", "q"]
+    assert shell.door.report(lost) == first  # the retry
+    await shell.asked(shell.ask("c", 30))
+    # the engines still say that they have nothing; had they been believed, both would be far below beta
+    await shell.asked(shell.ask("d", 30))
+    await shell.asked(shell.ask("e", 90))
+    told = leader.report()
+    assert [(one.request_id, one.engine) for one in told] == [("a", "p"), ("b", "q"), ("c", "p"), ("d", "q"), ("e", "p")]
+    leader.engines = [engine("p", sequences=3, tokens=180), engine("q", sequences=2, tokens=90)]
+    await shell.asked(shell.ask("f"))
+    await shell.asked(shell.ask("g"))
+    assert [(one.request_id, one.engine) for one in leader.report()] == [("f", "q"), ("g", "q")]
+
+
+async def test_planned_reads_and_reported_ones_make_a_long_queue() -> None:
+    shell = Shell()
+    for node in ("node-p", "node-q"):
+        shell.queues.join(node, 1e9, 1e9)
+    leader = Leader(shell, "P", PREFILL, engine("p"), engine("q"))
+    leader.report()
+    charge = shell.queues.charge("node-p", None, 101, 1_000, 10, shell.clock.now_s())
+    await shell.asked(shell.ask("a"))
+    assert [one.engine for one in leader.report()] == ["q"]  # p has fewer or as many tokens, and a longer queue than alpha
+    shell.queues.credit(charge, 101, shell.clock.now_s(), moved=False)
+    leader.engines = [engine("p"), engine("q", read_tokens=ALPHA + 1)]
+    await shell.asked(shell.ask("b"))
+    await shell.asked(shell.ask("c"))
+    assert [one.engine for one in leader.report()] == ["p", "p"]
+    leader.engines = [engine("p", read_tokens=ALPHA + 1), engine("q", read_tokens=ALPHA + 1)]
+    await shell.asked(shell.ask("d"))
+    assert [one.engine for one in leader.report()] == ["q"]  # all are long: the fewest tokens
+
+
+async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    wanted = shell.ask("r")
+    router = await shell.asked(wanted)
+    prefill.report()
+    (before,) = decode.report()
+    answer = await router
+    await shell.asked(shell.ask("later"))
+    shell.clock.advance(TTL_S)
+    prefill.report()
+    shell.clock.advance(TTL_S / 2)
+    shell.door.expire()  # the decode group is gone
+    (again,) = prefill.report()
+    assert again.request_id == "r"
+    assert again.generation > before.generation
+    assert not again.HasField("decode")
+    waits = asyncio.create_task(shell.door.assign(pb.AssignRequestRequest.FromString(wanted.SerializeToString()), 60.0))
+    follow = pb.AssignRequestRequest.FromString(wanted.SerializeToString())
+    follow.after_generation = answer.generation
+    follows = await shell.asked(follow)
+    other = Leader(shell, "E", DECODE, engine("e", hbm_tokens=1_000))
+    assert [one.request_id for one in other.report()] == ["r", "later"]
+    for call in (waits, follows):
+        assert (await call).decode.engine == "e"
+        assert (await call).generation == again.generation
+    # the dead one was only slow: what it says of before is void, and it begins anew
+    membership = decode.membership
+    decode.report(finished=[before.generation])
+    assert decode.membership != membership
+    assert decode.work == {}
+    assert shell.counters.get("metadata_scheduler_void_reports_total") == 1
+    assert shell.door.gauges()["metadata_scheduler_requests"] == 2
+
+
+async def test_a_dead_decode_engine_costs_a_computed_prompt_and_a_prefill_engine_that_left_after_it_nothing() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    wanted = shell.ask("r")
+    router = await shell.asked(wanted)
+    (one,) = prefill.report()
+    decode.report()
+    await router
+    prefill.engines = [engine("p2")]  # p leaves in the very report that says it is done
+    prefill.report(prefilled=[one.generation])
+    assert (await shell.door.assign(wanted)).prefill.engine == "p"  # a late retry is told who did it
+    assert shell.counters.get("metadata_requests_given_back_total") == 0
+    decode.engines = []
+    assert decode.report() == []
+    assert [(again.request_id, again.engine) for again in prefill.report()] == [("r", "p2")]
+
+
+async def test_a_leader_that_was_restarted_takes_the_place_of_its_former_self() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    router = await shell.asked(shell.ask("r"))
+    prefill.report()
+    fresh = Leader(shell, "P", PREFILL, engine("p"))
+    assert [one.request_id for one in fresh.report()] == ["r"]
+    with pytest.raises(Conflict):
+        prefill.report()
+    (told,) = decode.report()
+    assert told.generation == (await router).generation == fresh.work["r"].generation
+
+
+async def test_called_off_it_is_dropped_wherever_it_is() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    waiting, running = shell.ask("waiting", 500), shell.ask("running")
+    router = await shell.asked(running)
+    prefill.report(), decode.report()
+    await router
+    waits = await shell.asked(waiting)
+    for wanted in (waiting, running):
+        cancel = pb.CancelRequestRequest(operation_id=wanted.operation_id, request_id=wanted.request_id)
+        other = pb.CancelRequestRequest(operation_id=secrets.token_bytes(16), request_id=wanted.request_id)
+        assert not shell.door.cancel(other)
+        assert shell.door.cancel(cancel)
+        assert not shell.door.cancel(cancel)
+        with pytest.raises(NotFound):  # a retry that comes late begins nothing
+            await shell.door.assign(wanted)
+    with pytest.raises(NotFound):
+        await waits
+    prefill.report(), decode.report()
+    assert (prefill.revoked, decode.revoked) == (["running"], ["running"])
+    assert shell.door.gauges()["metadata_scheduler_requests"] == 0
+    again = await shell.asked(shell.ask("running"))  # the name is free
+    prefill.report(), decode.report()
+    assert (await again).decode.engine == "d"
+
+
+async def test_without_engines_in_time_it_is_dropped_and_says_so_again() -> None:
+    shell = Shell()
+    prefill, _ = pair_of_groups(shell)
+    wanted = shell.ask("r", budget_ms=1)
+    with pytest.raises(DeadlineExceeded):
+        await shell.door.assign(wanted)
+    with pytest.raises(DeadlineExceeded):
+        await shell.door.assign(wanted)
+    gone = shell.ask("gone", budget_ms=2_000)
+    router = await shell.asked(gone)
+    router.cancel()  # its connection broke: it may come again until its time is up
+    await asyncio.gather(router, return_exceptions=True)
+    assert [one.request_id for one in prefill.report()] == ["gone"]
+    shell.clock.advance(2.0)
+    shell.door.expire()
+    prefill.report()
+    assert prefill.revoked == ["gone"]
+    with pytest.raises(DeadlineExceeded):
+        await shell.door.assign(gone)
+    assert shell.door.gauges()["metadata_scheduler_requests"] == 0
+
+
+async def test_what_engines_never_end_is_forgotten() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    wanted = shell.ask("r")
+    router = await shell.asked(wanted)
+    prefill.report(), decode.report()
+    first = await router
+    wanted.after_generation = first.generation
+    follows = await shell.asked(wanted)
+    for _ in range(500):
+        shell.clock.advance(2.0)
+        prefill.report(), decode.report()
+        shell.door.expire()
+    with pytest.raises(NotFound):
+        await follows
+    assert shell.counters.get("metadata_requests_forgotten_total") == 1
+    assert decode.revoked == []
+
+
+async def test_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = Shell(most=3)
+    monkeypatch.setattr(module, "MAX_WAITING_CALLS", 4)
+    calls = [await shell.asked(shell.ask(f"r{number}")) for number in range(3)]
+    with pytest.raises(CapacityExceeded):
+        await shell.door.assign(shell.ask("one more"))
+    monkeypatch.setattr(module, "MAX_WAITING_CALLS", 3)
+    with pytest.raises(CapacityExceeded):
+        await shell.door.assign(shell.ask("and one"))
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    monkeypatch.setattr(module, "MAX_GROUPS", 1)
+    Leader(shell, "P", PREFILL, engine("p")).report()
+    with pytest.raises(CapacityExceeded):
+        Leader(shell, "Q", PREFILL, engine("q")).report()
+
+
+async def test_a_group_that_does_not_listen_gets_no_more_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = Shell()
+    monkeypatch.setattr(module, "EVENTS_AT_ONCE", 2)
+    monkeypatch.setattr(module, "MAX_UNREAD", 2)
+    deaf = Leader(shell, "D", DECODE, engine("d", hbm_tokens=10_000))
+    for number in range(6):
+        await shell.asked(shell.ask(f"r{number}"))
+    assert len(shell.door.report(deaf.request()).events) == 2
+    await shell.asked(shell.ask("late"))
+    assert len(shell.door.report(deaf.request()).events) == 2
+    assert shell.counters.get("metadata_fetches_skipped_total") == 1
+    shell.door.expire()
+    assert shell.counters.get("metadata_groups_lost_total") == 1
+    assert shell.door.gauges()["metadata_scheduler_waiting_decode"] == 7
+
+
+async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    shell = Shell()
+    prefill, _ = pair_of_groups(shell)
+    stolen = Leader(shell, "Q", PREFILL, engine("p"))
+    for leader in (stolen, Leader(shell, "D", PREFILL, engine("p"))):
+        with pytest.raises(Conflict):
+            leader.report()
+    bad = [
+        Leader(shell, "", PREFILL, engine("x")),
+        Leader(shell, "X" * 600, PREFILL, engine("x")),
+        Leader(shell, "X", pb.ENGINE_ROLE_UNSPECIFIED, engine("x")),
+        Leader(shell, "X", PREFILL, engine("x", hbm_tokens=1)),
+        Leader(shell, "X", PREFILL, engine("x", tokens=1)),
+        Leader(shell, "X", DECODE, engine("x", hbm_tokens=2**63)),
+        Leader(shell, "X", DECODE, engine("x", read_tokens=2**50)),
+        Leader(shell, "X", DECODE, engine("x"), engine("x")),
+        Leader(shell, "X", DECODE, engine("\n")),
+        Leader(shell, "X", DECODE, *(engine(f"x{number}") for number in range(5_000))),
+    ]
+    for leader in bad:
+        with pytest.raises(InvalidArgument):
+            leader.report()
+    with pytest.raises(InvalidArgument):
+        prefill.report(finished=[1])
+    prefill.acknowledged = 99
+    with pytest.raises(InvalidArgument):
+        prefill.report()
+    for wanted in (
+        shell.ask("r", 0),
+        shell.ask("r", 5, hit_tokens=6),
+        shell.ask("r", budget_ms=0),
+        shell.ask("r", operation_id=b"short"),
+        shell.ask(""),
+        shell.ask("\x00"),
+    ):
+        with pytest.raises(InvalidArgument):
+            await shell.door.assign(wanted)
+    with pytest.raises(NotFound):
+        await shell.door.assign(shell.ask("r", after_generation=7))
+    await shell.asked(shell.ask("r"))
+    with pytest.raises(Conflict):
+        await shell.door.assign(shell.ask("r"))
+    assert shell.door.gauges()["metadata_scheduler_engines"] == 2
