@@ -208,7 +208,8 @@ class StagedPart(ABC):
             with wanted.operation.on_cancel(call.cancel):
                 yield from call
         except grpc.RpcError as failed:
-            self.error = from_rpc_error(cast("FailedCall", failed))
+            if not self.over:  # we ended it ourselves: that says nothing of the session
+                self.error = from_rpc_error(cast("FailedCall", failed))
         finally:
             call.cancel()  # no effect where it has ended
 
