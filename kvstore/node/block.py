@@ -83,6 +83,17 @@ class Prepared:
 
 
 @dataclass(slots=True)
+class Vigil:
+    """Keys that somebody waits for. Guarded by the table's lock."""
+
+    domain: Domain
+    missing: dict[BlockKey, list[int]] = field(default_factory=dict)
+    """Positions of each key that is not there yet."""
+    came: list[tuple[int, Block]] = field(default_factory=list)
+    """(position, block), pinned and not yet told."""
+
+
+@dataclass(slots=True)
 class Claim:
     """What a load may do about each key (positions among those asked for)."""
 

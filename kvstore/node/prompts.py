@@ -37,12 +37,15 @@ class Prompts:
                 yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
                 return
             found: list[Block | None] = [None] * len(keys)
-            left = list(range(len(keys)))
-            while left and self._table.await_stored(domain, keys[left[0]], deadline_s):
-                blocks = self._table.pin_resident(domain, [keys[position] for position in left])
-                for position, block in zip(left, blocks, strict=True):
-                    found[position] = block
-                left = [position for position in left if found[position] is None]
+            left = len(keys)
+            vigil = self._table.watch(domain, keys)
+            try:
+                while left and (came := self._table.came(vigil, deadline_s)):
+                    for position, block in came:
+                        found[position] = block
+                    left -= len(came)
+            finally:
+                self._table.unwatch(vigil)
             outcomes = [Outcome.HIT if block is not None else Outcome.TIMEOUT for block in found]
             self._counters.add("prompts_incomplete_total" if left else "prompts_complete_total")
             yield Part(0, outcomes, found, Tier.DRAM, self._node_id)

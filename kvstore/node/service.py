@@ -9,15 +9,16 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
-from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
+from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
+from kvstore.node.lanes import Lanes
 from kvstore.node.loader import Loader, Part, Source, offsets_of
 from kvstore.node.peers import PeerAddress
 from kvstore.node.prompts import Prompts
@@ -38,6 +39,8 @@ MAX_WAIT_S = 300.0
 TICKET_VALID_S = 60.0
 MAX_SOURCES = 4096
 MAX_PROMPTS = 256
+MAX_STAGED = 256
+"""Loads in layer groups under way at once."""
 SIGN_OF_LIFE_S = 0.2
 """How often a load that waits tells that bytes come in."""
 _RECEIVED = "transport_peer_bytes_received_total"
@@ -74,7 +77,6 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._loader = loader
         self._stager = stager
         self._prompts = prompts
-        self._prompts_waiting = 0
         self._log = replica_log
         self._authority = authority
         self._counters = counters
@@ -85,12 +87,15 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._prefaulted = prefaulted
         self._io_engines = io_engines
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
-        self._waiting = ThreadPoolExecutor(MAX_PROMPTS, thread_name_prefix="kvstore-prompts")
+        self._staging_lanes = Lanes(MAX_STAGED, "staged-loads")
+        self._prompt_lanes = Lanes(MAX_PROMPTS, "prompts")
+        self._ending: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
         """Ends the pool; waits in it are bounded by their deadlines or ended by ``BlockTable.close``."""
-        for pool in (self._pool, self._waiting):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._staging_lanes.close()
+        self._prompt_lanes.close()
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -188,10 +193,13 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             if request.first_layer >= layers:
                 raise InvalidArgument("no such layer", first_layer=request.first_layer, layers=layers)
             groups = {"layer_group": min(request.layer_group, layers), "first_layer": request.first_layer}
+            self._staging_lanes.enter()
             parts = self._stager.load(session.domain, keys, deadline_s, **place, **groups)  # type: ignore[arg-type]
+            lanes = self._staging_lanes
         else:
             parts = self._loader.load(session.domain, keys, deadline_s, **place)  # type: ignore[arg-type]
-        async for progress in self._stream(session, parts, self._pool, want_checksums=request.want_checksums):
+            lanes = None
+        async for progress in self._stream(session, parts, lanes, want_checksums=request.want_checksums):
             yield progress
 
     async def AwaitPrompt(  # noqa: N802
@@ -200,28 +208,19 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         check_id(request.operation_id, "operation_id")
         keys = keys_from_packed(request.keys)
-        with self._a_prompt():
-            parts = self._prompts.arrive(session.domain, keys, self._deadline_s(context))
-            async for progress in self._stream(session, parts, self._waiting, want_checksums=request.want_checksums):
-                yield progress
-
-    @contextmanager
-    def _a_prompt(self) -> Iterator[None]:
-        """Each prompt that is waited for keeps a thread: no more of them than there are threads."""
-        if self._prompts_waiting >= MAX_PROMPTS:
-            raise CapacityExceeded("too many prompts are waited for on this node", limit=MAX_PROMPTS)
-        self._prompts_waiting += 1
-        try:
-            yield
-        finally:
-            self._prompts_waiting -= 1
+        self._prompt_lanes.enter()
+        parts = self._prompts.arrive(session.domain, keys, self._deadline_s(context))
+        async for progress in self._stream(session, parts, self._prompt_lanes, want_checksums=request.want_checksums):
+            yield progress
 
     async def _stream(
-        self, session: Session, parts: Iterator[Part], pool: ThreadPoolExecutor, *, want_checksums: bool
+        self, session: Session, parts: Iterator[Part], lanes: Lanes | None, *, want_checksums: bool
     ) -> AsyncIterator[node_pb2.LoadProgress]:
-        """The parts of a load as they travel, each under a lease; the waiting for them is done in ``pool``.
+        """The parts of a load as they travel, each under a lease.
 
-        While the next part takes its time, a message without runs shows from time to time that bytes still come in.
+        The waiting for them is done in a thread of ``lanes``, which the caller has entered (they are left when no thread works
+        for the load any more), or (None) of the common pool. While the next part takes its time, a message without runs shows
+        from time to time that bytes still come in.
         """
         began_s = self._clock.now_s()
         taken: Part | None = None
@@ -240,11 +239,14 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 parts.close()  # type: ignore[attr-defined]  # a generator, by construction
 
         loop = asyncio.get_running_loop()
+        pool = self._pool if lanes is None else lanes.pool
+        coming: asyncio.Future[Part | None] | None = None
         told = 0
         try:
             while True:
                 coming = loop.run_in_executor(pool, following)
                 while not (await asyncio.wait((coming,), timeout=SIGN_OF_LIFE_S))[0]:
+                    session.used_s = self._clock.now_s()
                     received = self._counters.get(_RECEIVED)
                     if received != told:
                         told = received
@@ -252,13 +254,28 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 part = coming.result()
                 if part is None:
                     return
+                granted_ms = int((self._clock.now_s() - began_s) * 1000)  # before the lease is: never too late
+                taken = None  # from here on its pins are the lease's
                 progress = self._progress(session, part, want_checksums=want_checksums)
-                progress.granted_ms = int((self._clock.now_s() - began_s) * 1000)
-                taken = None
+                progress.granted_ms = granted_ms
                 yield progress
         finally:
+            ending = loop.create_task(self._end_stream(coming, pool, stop, lanes))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    async def _end_stream(
+        self, coming: asyncio.Future[Part | None] | None, pool: ThreadPoolExecutor, stop: Callable[[], None], lanes: Lanes | None
+    ) -> None:
+        """Gives back what a load still holds, once no thread drives it any more; until then none waits for that."""
+        try:
+            if coming is not None and not (await asyncio.wait((coming,)))[0].pop().cancelled():
+                coming.exception()  # told where it was waited for, or of no interest to anybody
             with suppress(RuntimeError):  # the pool is closed: so is the table
-                pool.submit(stop)
+                await asyncio.get_running_loop().run_in_executor(pool, stop)
+        finally:
+            if lanes is not None:
+                lanes.leave()
 
     def _sources(self, sources: Sequence[node_pb2.LoadSource]) -> list[Source]:
         if len(sources) > MAX_SOURCES:
@@ -271,6 +288,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         ]
 
     def _progress(self, session: Session, part: Part, *, want_checksums: bool) -> node_pb2.LoadProgress:
+        """A part as it travels. Its pins are the lease's, or, where this raises, given back."""
+        pinned = part.pinned()
+        lease_id = self._sessions.lease(session, pinned) if pinned else 0
         runs = []
         for start, end in runs_of_outcome(part.outcomes):
             outcome = part.outcomes[start]
@@ -288,8 +308,6 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                     hits = sum(one is Outcome.HIT for one in part.outcomes[:start])
                     run.checksums = part.sums[hits : hits + len(blocks)].astype("<u8", copy=False).tobytes()
             runs.append(run)
-        pinned = part.pinned()
-        lease_id = self._sessions.lease(session, pinned) if pinned else 0
         return node_pb2.LoadProgress(runs=runs, lease_id=lease_id, bytes_received=self._counters.get(_RECEIVED))
 
     async def Release(self, request: node_pb2.ReleaseRequest, context: Context) -> node_pb2.ReleaseResponse:  # noqa: N802, ARG002

@@ -105,11 +105,15 @@ class Sessions:
         """The engine's connection ended: whatever it held is given back."""
         with self._lock:
             session = self._sessions.pop(session_id, None)
-        if session is None:
-            return
-        for store in session.stores.values():
+            if session is None:
+                return
+            # taken out under the lock: a call of the engine's that is still under way must not give them back once more
+            stores, leases = list(session.stores.values()), list(session.leases.values())
+            session.stores.clear()
+            session.leases.clear()
+        for store in stores:
             self._table.abandon(store.prepared)
-        for lease in session.leases.values():
+        for lease in leases:
             self._table.unpin(lease.blocks)
         self._counters.add("sessions_ended_total")
 

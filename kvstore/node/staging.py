@@ -6,7 +6,11 @@ which is told offsets and layers as they come, and, through the data plane, the 
 node reads (the decode path, and relays). A block whose layers have all arrived is adopted by the table like any fetched block.
 
 A slot lives by its pins: the load itself holds one until it ends, each part handed out holds another. So bytes that arrive late,
-after the caller has gone, land in memory that is still theirs.
+after the caller has gone, land in memory that is still theirs; and what was told can be read for as long as its lease lasts,
+also where the block never becomes whole here.
+
+Reads may end in any order and fail one by one. A layer counts only when all wanted layers below it are there: so a block with a
+hole is never told, never read by others, never adopted.
 """
 
 from __future__ import annotations
@@ -39,17 +43,47 @@ log = logging.getLogger(__name__)
 
 READS_IN_FLIGHT = 2
 """Of one load: the next read is asked for while this one still comes."""
+TRIES_AT_OTHERS = 3
+"""How often a block that another load was to bring, and did not, is asked for again."""
 
 
-@dataclass(slots=True)
 class _Arrival:
-    """One block on its way: layers below ``ready`` are in its slot, their checksums in ``sums``."""
+    """One block on its way. Guarded by the stager's lock.
 
-    block: Block
-    sums: npt.NDArray[np.uint64]
-    first: int
-    """Layers below were not asked for: they are not there."""
-    ready: int
+    Args:
+        block: the block, pinned in its slot.
+        first: layers below were not asked for: they are not there.
+        sources: who is said to have it, best first.
+    """
+
+    __slots__ = ("_have", "_sources", "block", "first", "ready", "sums")
+
+    def __init__(self, block: Block, first: int, sources: Sequence[Source]) -> None:
+        layers = block.domain.shape.layers
+        self.block = block
+        self.first = first
+        self.ready = first
+        """Layers from ``first`` up to here are in the slot, without a hole."""
+        self.sums: npt.NDArray[np.uint64] = np.zeros(layers, np.uint64)
+        self._have = np.zeros(layers, bool)
+        self._sources = deque(sources)
+
+    def have(self, layers: slice, sums: npt.NDArray[np.uint64]) -> None:
+        """Some layers are in the slot."""
+        self.sums[layers] = sums
+        self._have[layers] = True
+        left = np.flatnonzero(~self._have[self.ready :])
+        self.ready = self.ready + int(left[0]) if len(left) else len(self._have)
+
+    @property
+    def source(self) -> Source | None:
+        """Whom to ask; None: nobody is left."""
+        return self._sources[0] if self._sources else None
+
+    def failed(self, source: Source) -> None:
+        """A source did not deliver: the next is asked for whatever is missing."""
+        if self._sources and self._sources[0] == source:
+            self._sources.popleft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +135,7 @@ class Stager:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-stage")
         self._lock = threading.Lock()
         self._arriving: dict[BlockKey, _Arrival] = {}
+        self._left_over: dict[BlockKey, _Arrival] = {}  # their loads have ended, leases of theirs perhaps have not
 
     def close(self) -> None:
         """Waits for reads under way (bounded by their deadlines)."""
@@ -117,7 +152,7 @@ class Stager:
         with self._lock:
             found: list[_Arrival] = []
             for key in keys:
-                one = self._arriving.get(key)
+                one = self._arriving.get(key) or self._left_over.get(key)
                 if (
                     one is None
                     or one.block.domain is not domain
@@ -129,7 +164,8 @@ class Stager:
             if not found:
                 return None
             blocks = [one.block for one in found]
-            self._table.pin_again(blocks)  # within the lock: the load's own pin is still there
+            if not self._table.pin_if_pinned(blocks):
+                return None
             return blocks, np.stack([one.sums for one in found])
 
     # ---------------------------------------------------------------- loads
@@ -158,6 +194,12 @@ class Stager:
             first_layer: layers below are not wanted.
         """
         staged, rest = self._split(domain, keys, sources)
+        if len(staged) * domain.shape.block_bytes > self._buffer.capacity_bytes:
+            self._counters.add("staged_loads_too_large_total")
+            log.info(
+                "a load of %d blocks is larger than the prefill buffer: block by block instead of layer by layer", len(staged)
+            )
+            staged, rest = [], [(0, len(keys))]
         for start, count in rest:
             moved = [replace(one, start=one.start - start) for one in sources]
             place = (keys[start - 1] if start else parent, depth + start)
@@ -193,6 +235,7 @@ class Stager:
     ) -> Iterator[Part]:
         table, shape = self._table, chain.domain.shape
         size = len(positions) * shape.block_bytes
+        others: list[int] = []
         with self._buffer.room(size, chain.deadline_s) as admitted:
             slots = table.reserve(shape, len(positions), chain.deadline_s) if admitted else None
             if slots is None:
@@ -204,24 +247,47 @@ class Stager:
             table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
             table.unpin(claim.resident.values())
             table.unreserve(slots[len(mine) :])
-            arrivals = self._begin(chain, mine, slots[: len(mine)], first_layer)
+            arrivals = self._begin(chain, mine, slots[: len(mine)], sources, first_layer)
             try:
-                yield from self._fill(chain, arrivals, sources, layer_group, first_layer)
+                yield from self._fill(chain, arrivals, layer_group, first_layer)
             finally:
                 self._end(arrivals)
         for position in others:
-            for part in self._loader.load(chain.domain, [chain.keys[position]], chain.deadline_s):
-                part.first += position
-                yield part
+            yield self._from_others(chain, position, sources)
 
-    def _begin(self, chain: _Chain, mine: Sequence[int], slots: Sequence[Slot], first_layer: int) -> dict[int, _Arrival]:
+    def _from_others(self, chain: _Chain, position: int, sources: Sequence[Source]) -> Part:
+        """A block that somebody else brings in; where they give it up, it is fetched here."""
+        parent = chain.keys[position - 1] if position else chain.parent
+        holding = [replace(one, start=0, count=1) for one in sources if one.start <= position < one.start + one.count]
+        for left in reversed(range(TRIES_AT_OTHERS)):
+            (part,) = self._loader.load(
+                chain.domain,
+                [chain.keys[position]],
+                chain.deadline_s,
+                parent=parent,
+                depth=chain.depth + position,
+                sources=holding,
+            )
+            if part.outcomes[0] is not Outcome.TIMEOUT or self._clock.now_s() >= chain.deadline_s or not left:
+                break
+        part.first += position
+        return part
+
+    def _begin(
+        self, chain: _Chain, mine: Sequence[int], slots: Sequence[Slot], sources: Sequence[Source], first_layer: int
+    ) -> dict[int, _Arrival]:
         arrivals: dict[int, _Arrival] = {}
+        holding: dict[int, list[Source]] = {position: [] for position in mine}
+        for source in sources:
+            for position in range(max(0, source.start), min(len(chain.keys), source.start + source.count)):
+                if position in holding:
+                    holding[position].append(source)
         with self._lock:
             for position, slot in zip(mine, slots, strict=True):
                 key = chain.keys[position]
                 parent = chain.keys[position - 1] if position else chain.parent
                 block = self._table.arriving(Block(chain.domain, key, parent, chain.depth + position, b""), slot)
-                arrival = _Arrival(block, np.zeros(chain.domain.shape.layers, np.uint64), first_layer, first_layer)
+                arrival = _Arrival(block, first_layer, holding[position])
                 arrivals[position] = self._arriving[key] = arrival
         return arrivals
 
@@ -231,55 +297,69 @@ class Stager:
             for one in arrivals.values():
                 if self._arriving.get(one.block.key) is one:
                     del self._arriving[one.block.key]
+                if one.block.arriving and one.ready > one.first:
+                    self._left_over[one.block.key] = one
         self._table.unclaim([one.block.key for one in arrivals.values() if one.block.arriving], ())
         self._table.unpin([one.block for one in arrivals.values()])
+        with self._lock:
+            for key in [key for key, one in self._left_over.items() if one.block.dram is None]:
+                del self._left_over[key]
 
-    def _fill(
-        self, chain: _Chain, arrivals: dict[int, _Arrival], sources: Sequence[Source], layer_group: int, first_layer: int
-    ) -> Iterator[Part]:
+    def _fill(self, chain: _Chain, arrivals: dict[int, _Arrival], layer_group: int, first_layer: int) -> Iterator[Part]:
         """Reads group after group, a few reads ahead, and answers them in order."""
-        steps = deque(self._steps(chain, sorted(arrivals), sources, layer_group, first_layer))
+        steps = deque(self._steps(chain, arrivals, layer_group, first_layer))
         in_flight: deque[tuple[_Step, Future[Part]]] = deque()
         lost: set[int] = set()
         try:
             while steps or in_flight:
                 while steps and len(in_flight) < READS_IN_FLIGHT:
                     step = steps.popleft()
-                    left = [position for position in step.positions if position not in lost]
-                    if left:
-                        step = _Step(left, step.first_layer, step.layer_count, step.source)
+                    for source, left in _by_source(arrivals, [at for at in step.positions if at not in lost]):
+                        step = _Step(left, step.first_layer, step.layer_count, source)
                         in_flight.append((step, self._pool.submit(self._read, chain, arrivals, step)))
                 if not in_flight:
                     break
                 step, future = in_flight[0]
                 wait((future,))
                 in_flight.popleft()
-                for part in self._answer(step, future.result(), arrivals, chain.domain.shape.layers):
-                    lost.update(part.first + at for at, outcome in enumerate(part.outcomes) if outcome is not Outcome.HIT)
-                    yield part
+                for settled, read in self._settled(chain, arrivals, step, future.result()):
+                    for part in self._answer(settled, read, arrivals, chain.domain.shape.layers, lost):
+                        lost.update(part.first + at for at, outcome in enumerate(part.outcomes) if outcome is not Outcome.HIT)
+                        yield part
         finally:
             for _, future in in_flight:  # the caller stopped early, but these still write into our slots
                 if not future.cancel():
                     wait((future,))
 
-    def _steps(
-        self, chain: _Chain, mine: Sequence[int], sources: Sequence[Source], layer_group: int, first_layer: int
-    ) -> Iterator[_Step]:
+    def _steps(self, chain: _Chain, arrivals: dict[int, _Arrival], layer_group: int, first_layer: int) -> Iterator[_Step]:
         """All reads of a load, in order: by layer group, then by source, then in windows."""
         shape = chain.domain.shape
-        by_source: list[tuple[Source, list[int]]] = []
-        taken: set[int] = set()
-        for source in sources:
-            chosen = [p for p in mine if source.start <= p < source.start + source.count and p not in taken]
-            taken.update(chosen)
-            if chosen:
-                by_source.append((source, chosen))
+        by_source = _by_source(arrivals, sorted(arrivals))
         for layer in range(first_layer, shape.layers, layer_group):
             layers = min(layer_group, shape.layers - layer)
             most = max(1, self._window_bytes // (layers * shape.layer_block_bytes))
             for source, chosen in by_source:
                 for at in range(0, len(chosen), most):
                     yield _Step(chosen[at : at + most], layer, layers, source)
+
+    def _settled(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step, read: Part) -> Iterator[tuple[_Step, Part]]:
+        """A read, and those of other sources for what its own did not bring: before it is answered, for layers come in order."""
+        failed = [at for at, outcome in zip(step.positions, read.outcomes, strict=True) if outcome is not Outcome.HIT]
+        with self._lock:
+            for position in failed:
+                arrivals[position].failed(step.source)
+        again = _by_source(arrivals, failed) if self._clock.now_s() < chain.deadline_s else []
+        if not again:
+            yield step, read
+            return
+        elsewhere = {position for _, positions in again for position in positions}
+        kept = [index for index, position in enumerate(step.positions) if position not in elsewhere]
+        if kept:
+            yield replace(step, positions=[step.positions[index] for index in kept]), _picked(read, kept)
+        for source, positions in again:
+            self._counters.add("staged_blocks_from_second_source_total", len(positions))
+            retry = _Step(positions, step.first_layer, step.layer_count, source)
+            yield from self._settled(chain, arrivals, retry, self._pool.submit(self._read, chain, arrivals, retry).result())
 
     def _read(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step) -> Part:
         """One read, in a pool thread. The part has one outcome a position of the step (``first`` has no meaning yet)."""
@@ -310,21 +390,27 @@ class Stager:
             for index, position in enumerate(step.positions):
                 if result.checksums is None or result.outcomes[index] is not Outcome.HIT:
                     continue
-                arrivals[position].sums[layers] = result.checksums[index]
-                arrivals[position].ready = layers.stop
+                arrivals[position].have(layers, result.checksums[index])
         self._counters.add("staged_bytes_total", result.bytes_received)
         return part
 
-    def _answer(self, step: _Step, read: Part, arrivals: dict[int, _Arrival], layers: int) -> Iterator[Part]:
-        """Adopts what is whole, and cuts a step's answer into parts of consecutive positions, each with pins of its own."""
+    def _answer(self, step: _Step, read: Part, arrivals: dict[int, _Arrival], layers: int, lost: set[int]) -> Iterator[Part]:
+        """Adopts what is whole, and cuts a step's answer into parts of consecutive positions, each with pins of its own.
+
+        Blocks of which an earlier layer was lost were answered then; a later one that was on its way by then does not count.
+        """
+        kept = [index for index, position in enumerate(step.positions) if position not in lost]
+        step, read = replace(step, positions=[step.positions[index] for index in kept]), _picked(read, kept)
         whole = step.first_layer + step.layer_count == layers
         for index, position in enumerate(step.positions):
             one = arrivals[position]
+            if read.outcomes[index] is Outcome.HIT:
+                assert one.ready >= step.first_layer + step.layer_count, "layers are answered in order"
             if whole and read.outcomes[index] is Outcome.HIT and one.first == 0:
                 one.block.checksums = one.sums.astype("<u8", copy=False).tobytes()
                 self._table.arrived(one.block)
         start = 0
-        for at in range(1, len(step.positions) + 1):
+        for at in range(1, len(step.positions) + 1 if step.positions else 0):
             if at < len(step.positions) and step.positions[at] == step.positions[at - 1] + 1:
                 continue
             outcomes = list(read.outcomes[start:at])
@@ -338,8 +424,12 @@ class Stager:
             start = at
 
     def _answers(self, positions: Sequence[int], outcome: Outcome) -> Iterator[Part]:
-        for position in positions:
-            yield Part(position, [outcome], [None], Tier.NVME, self._node_id)
+        start = 0
+        for at in range(1, len(positions) + 1):
+            if at == len(positions) or positions[at] != positions[at - 1] + 1:
+                count = at - start
+                yield Part(positions[start], [outcome] * count, [None] * count, Tier.NVME, self._node_id)
+                start = at
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,3 +441,25 @@ class _Chain:
     parent: BlockKey | None
     depth: int
     deadline_s: float
+
+
+def _by_source(arrivals: dict[int, _Arrival], positions: Sequence[int]) -> list[tuple[Source, list[int]]]:
+    """Positions by whom to ask for them; those that nobody is left for are left out."""
+    found: dict[Source, list[int]] = {}
+    for position in positions:
+        source = arrivals[position].source
+        if source is not None:
+            found.setdefault(source, []).append(position)
+    return list(found.items())
+
+
+def _picked(read: Part, indices: Sequence[int]) -> Part:
+    """Some of a read's blocks; its checksums are one row a block, hit or not."""
+    return Part(
+        read.first,
+        [read.outcomes[index] for index in indices],
+        [read.blocks[index] for index in indices],
+        read.tier,
+        read.node,
+        sums=None if read.sums is None else read.sums[list(indices)],
+    )

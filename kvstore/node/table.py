@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
-from kvstore.node.block import Block, Claim, Home, Prepared
+from kvstore.node.block import Block, Claim, Home, Prepared, Vigil
 from kvstore.node.domain import Domain
 from kvstore.node.replicas import ReplicaLog
 from kvstore.observe.counters import Counters
@@ -70,6 +70,7 @@ class BlockTable:
         self._blocks: dict[BlockKey, Block] = {}
         self._preparing: dict[BlockKey, Prepared] = {}
         self._loading: set[BlockKey] = set()
+        self._vigils: dict[BlockKey, list[Vigil]] = {}
         self._pending: deque[Block] = deque()
         self._pending_bytes = 0
         self._pending_limit = int(dram.usage().capacity_bytes * PENDING_SHARE)
@@ -224,6 +225,15 @@ class BlockTable:
             self._dram_policy.touch(used)
         return found
 
+    def pin_if_pinned(self, blocks: Sequence[Block]) -> bool:
+        """One more pin on blocks whose slots are kept by somebody's pins; none where one of them has none any more."""
+        with self._lock:
+            if any(block.pins == 0 or block.dram is None for block in blocks):
+                return False
+            for block in blocks:
+                block.pins += 1
+            return True
+
     def pin_again(self, blocks: Iterable[Block]) -> None:
         """One more pin on blocks that the caller has pinned."""
         with self._lock:
@@ -290,13 +300,42 @@ class BlockTable:
             block.pins += 1
             return block
 
-    def await_stored(self, domain: Domain, key: BlockKey, deadline_s: float) -> bool:
-        """Waits until a key lies in DRAM, whoever brings it. A hint: pin it to be sure."""
+    def watch(self, domain: Domain, keys: Sequence[BlockKey]) -> Vigil:
+        """Waits for keys, whoever brings them: each block is pinned the moment it lies in DRAM. End it with ``unwatch``."""
+        vigil = Vigil(domain)
         with self._lock:
-            while (block := self._blocks.get(key)) is None or block.dram is None or block.domain is not domain:
+            here: list[BlockKey] = []
+            for position, key in enumerate(keys):
+                block = self._blocks.get(key)
+                if block is not None and block.dram is not None and block.domain is domain:
+                    block.pins += 1
+                    vigil.came.append((position, block))
+                    here.append(key)
+                    continue
+                if key not in vigil.missing:
+                    self._vigils.setdefault(key, []).append(vigil)
+                vigil.missing.setdefault(key, []).append(position)
+            self._dram_policy.touch(here)
+        return vigil
+
+    def came(self, vigil: Vigil, deadline_s: float) -> list[tuple[int, Block]]:
+        """Waits for more of a vigil: (position, block), whose pins are the caller's. Empty: nothing more in time."""
+        with self._lock:
+            while not vigil.came and vigil.missing:
                 if not self._wait(self._changed, deadline_s):
-                    return False
-            return True
+                    break
+            came, vigil.came = vigil.came, []
+            return came
+
+    def unwatch(self, vigil: Vigil) -> None:
+        """Ends a vigil; pins that nobody took are given back."""
+        with self._lock:
+            for key in vigil.missing:
+                others = [one for one in self._vigils.pop(key) if one is not vigil]
+                if others:
+                    self._vigils[key] = others
+            came, vigil.came, vigil.missing = vigil.came, [], {}
+        self.unpin([block for _, block in came])
 
     def reserve(self, shape: BlockShape, count: int, deadline_s: float) -> list[Slot] | None:
         """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
@@ -316,6 +355,7 @@ class BlockTable:
     def promoted(self, block: Block, slot: Slot) -> None:
         """A claimed durable block now lies in DRAM too; the claim's pin becomes the caller's."""
         with self._lock:
+            block.passing = not self.keep_loaded
             self._set_dram(block, slot)
             self._loading.discard(block.key)
             self._changed.notify_all()
@@ -536,6 +576,11 @@ class BlockTable:
                     assert slot.offset not in slots, "a slot both held and being written"
                     slots.add(slot.offset)
             assert len(self._dram_policy) == sum(block.dram is not None for block in self._blocks.values())
+            for key, vigils in self._vigils.items():
+                held = self._blocks.get(key)
+                for vigil in vigils:
+                    assert key in vigil.missing, "a vigil that nobody keeps"
+                    assert held is None or held.dram is None or held.domain is not vigil.domain, "a vigil for what is there"
             for home in self.homes:
                 assert len(home.policy) == sum(block.nvme_home is home for block in self._blocks.values())
 
@@ -600,6 +645,21 @@ class BlockTable:
         block.dram = slot
         self._dram_policy.insert(block.key, block.parent)
         self._log.stored(self.dram.volume_id, block)
+        if block.key in self._vigils:
+            self._end_vigils(block)
+
+    def _end_vigils(self, block: Block) -> None:
+        """A block that somebody waits for is there: theirs before it can leave again."""
+        others: list[Vigil] = []
+        for vigil in self._vigils.pop(block.key):
+            if vigil.domain is not block.domain:
+                others.append(vigil)
+                continue
+            for position in vigil.missing.pop(block.key):
+                block.pins += 1
+                vigil.came.append((position, block))
+        if others:
+            self._vigils[block.key] = others
 
     def _set_nvme(self, block: Block, home: Home, slot: Slot) -> None:
         block.nvme, block.nvme_home, block.expendable = slot, home, True
