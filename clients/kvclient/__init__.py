@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvclient.options import ClientOptions
     from kvclient.paths import Paths
     from kvclient.results import LoadResult, Lookup, NodeRef, Run, StoreResult
+    from kvclient.scheduler_client import AsyncGroupLeader, AsyncSchedulerClient, GroupLeader, SchedulerClient
+    from kvclient.scheduling import Assigned, Assignment, EngineFigures, EnginePlace, EngineRequest, GroupNews, Revoked
     from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
     from kvstore.core.keys import encode_extra
     from kvstore.core.spec import CacheSpec
@@ -33,13 +35,22 @@ if TYPE_CHECKING:
     from kvstore.core.types import BlockKey, BlockShape, Outcome, StoreOutcome, Tier
 
 _HOMES = {
+    "Assigned": "kvclient.scheduling",
+    "Assignment": "kvclient.scheduling",
+    "AsyncGroupLeader": "kvclient.scheduler_client",
     "AsyncKVClient": "kvclient.aio",
+    "AsyncSchedulerClient": "kvclient.scheduler_client",
     "BlockBuffer": "kvstore.core.buffers",
     "BlockKey": "kvstore.core.types",
     "BlockShape": "kvstore.core.types",
     "CacheSpec": "kvstore.core.spec",
     "ClientOptions": "kvclient.options",
     "DenseBlocks": "kvstore.core.buffers",
+    "EngineFigures": "kvclient.scheduling",
+    "EnginePlace": "kvclient.scheduling",
+    "EngineRequest": "kvclient.scheduling",
+    "GroupLeader": "kvclient.scheduler_client",
+    "GroupNews": "kvclient.scheduling",
     "KVClient": "kvclient.client",
     "LoadHandle": "kvclient.layers",
     "LoadResult": "kvclient.results",
@@ -47,8 +58,10 @@ _HOMES = {
     "NodeRef": "kvclient.results",
     "Outcome": "kvstore.core.types",
     "Paths": "kvclient.paths",
+    "Revoked": "kvclient.scheduling",
     "Run": "kvclient.results",
     "ScatteredBlocks": "kvstore.core.buffers",
+    "SchedulerClient": "kvclient.scheduler_client",
     "StoreHandle": "kvclient.layer_store",
     "StoreOutcome": "kvstore.core.types",
     "StoreResult": "kvclient.results",
@@ -82,6 +95,17 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "ScatteredBlocks",
     "as_block_buffer",
     "encode_extra",
+    "SchedulerClient",
+    "AsyncSchedulerClient",
+    "EngineRequest",
+    "Assignment",
+    "EnginePlace",
+    "GroupLeader",
+    "AsyncGroupLeader",
+    "EngineFigures",
+    "GroupNews",
+    "Assigned",
+    "Revoked",
 ]
 
 
