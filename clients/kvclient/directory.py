@@ -32,6 +32,7 @@ _PLAN_TIMEOUT_S = 0.5
 """A plan that takes longer costs more than it gains."""
 _MOST_WHY = 256
 _NODES_VALID_S = 5.0
+_STORAGE = "storage"
 _LEAST_CALL_S = 0.001
 """With less time than this not even a healthy server answers."""
 _TELLING_S = 0.05
@@ -113,10 +114,7 @@ class Directory:
         now_s = self._clock.now_s()
         known, until_s = self._nodes
         if node_id not in known or now_s > until_s:
-            known = {
-                one.node_id: NodeRef(NodeId(one.node_id), one.control_address, one.data_address, one.storage_address)
-                for one in self.nodes(timeout_s)
-            }
+            known = {one.node_id: _node(one) for one in self.nodes(timeout_s)}
             self._nodes = (known, now_s + _NODES_VALID_S)
         if node_id not in known:
             raise NotFound("no living node of this name", node_id=node_id)
@@ -207,7 +205,7 @@ def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:
     """The runs of an answer, checked: they steer where bytes are read from and written to."""
     if answer.hit_blocks > count:
         raise Internal("the metadata server answers for more keys than asked", hit_blocks=answer.hit_blocks, keys=count)
-    nodes = [NodeRef(NodeId(one.node_id), one.control_address, one.data_address, one.storage_address) for one in answer.nodes]
+    nodes = [_node(one) for one in answer.nodes]
     runs = []
     for run in answer.runs:
         if run.node >= len(nodes) or run.start + run.count > count:
@@ -215,6 +213,12 @@ def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:
         tier, volume_id = _volume(answer.nodes[run.node], run.volume)
         runs.append(Run(run.start, run.count, nodes[run.node], tier, volume_id))
     return tuple(runs)
+
+
+def _node(info: common_pb2.NodeInfo) -> NodeRef:
+    """How we speak of a node."""
+    storage_only = bool(info.roles) and set(info.roles) == {_STORAGE}
+    return NodeRef(NodeId(info.node_id), info.control_address, info.data_address, info.storage_address, storage_only)
 
 
 def _volume(node: common_pb2.NodeInfo, position: int) -> tuple[Tier, VolumeId]:

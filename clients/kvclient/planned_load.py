@@ -128,7 +128,7 @@ class PlannedLoad:
             self._packed,
             self._parent,
             self._depth,
-            [run for run in self._runs if run.tier is Tier.NVME and run.node_id != session.node_id],
+            self._stored(session),
             self._buffer,
             self._operation,
             self._tally,
@@ -153,13 +153,22 @@ class PlannedLoad:
 
     # ---- what goes where ----
     def _far(self, session: Session | None) -> Positions:
-        """Blocks that no DRAM and no volume of this host holds, as far as the lookup knows."""
+        """Blocks that lie beyond storage links only: in no engine host's DRAM and on no volume of this one, says the lookup."""
         far = np.zeros(len(self._keys), bool)
         near = np.zeros(len(self._keys), bool)
         for run in self._runs:
             own = session is not None and run.node_id == session.node_id
-            (near if own or run.tier is not Tier.NVME else far)[run.start : run.end] = True
+            (near if own or not _beyond(run) else far)[run.start : run.end] = True
         return np.flatnonzero(far & ~near)
+
+    def _stored(self, session: Session) -> list[Run]:
+        """Runs that are read over storage links: what a node has on NVMe is asked of it once, whatever lies in its DRAM too."""
+        stored: list[Run] = []
+        for run in sorted((run for run in self._runs if _beyond(run)), key=lambda run: run.tier, reverse=True):
+            covered = any(one.node_id == run.node_id and one.start <= run.start and run.end <= one.end for one in stored)
+            if run.node_id != session.node_id and not covered:
+                stored.append(run)
+        return stored
 
     def _plainly(self) -> LoadResult:
         """Everything the usual way: there is nothing to plan, or no node on this host."""
@@ -371,6 +380,11 @@ class PlannedLoad:
             if not done and self._tally.outcomes[index] == Outcome.HIT:
                 self._tally.outcomes[index] = Outcome.UNAVAILABLE  # by construction there is none; never a hit without its bytes
         return finished_load(self._core, self._tally, self._operation)
+
+
+def _beyond(run: Run) -> bool:
+    """Whether another host would read a run over its storage link."""
+    return run.tier is Tier.NVME or run.node.storage_only
 
 
 __all__ = ["PlanTrace", "PlannedLoad"]

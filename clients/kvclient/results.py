@@ -30,6 +30,8 @@ class NodeRef:
     """Data plane on the compute network."""
     storage_address: str = ""
     """Data plane on the storage network; empty: there is but one network."""
+    storage_only: bool = False
+    """It hosts no engines: all it has, its DRAM too, lies beyond storage links."""
 
     @property
     def storage(self) -> str:

@@ -41,6 +41,8 @@ DISK_WINDOWS = 16
 """A window that a disk reads is this fraction (1/n) of the read-ahead."""
 PEER_WINDOWS = 2
 """A window that a peer sends is this fraction of it: each is a request over all connections to that peer."""
+TRIES = 3
+"""A block that others were to bring, and that is not there when they are done, is claimed so often in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class Loader:
             blocks = min(2, self._ahead_bytes // (DISK_WINDOWS // 2) // block_bytes)
         return max(1, blocks)
 
-    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Part:
+    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], tries: int = TRIES) -> Part:
         """One window, in a pool thread: claim, take room, read or fetch, wait for what others bring."""
         keys = chain.keys[start:end]
         part = Part(start, [Outcome.MISS] * len(keys), [None] * len(keys), Tier.NVME, self._node_id)
@@ -263,6 +265,11 @@ class Loader:
             found = self._table.await_resident(chain.domain, keys[position], chain.deadline_s)
             part.blocks[position] = found
             part.outcomes[position] = Outcome.HIT if found is not None else Outcome.TIMEOUT
+            at = start + position
+            if found is None and tries > 1 and self._clock.now_s() < chain.deadline_s:
+                # whoever brought it failed, or it was only passing through: now it is ours to bring
+                again = self._run(chain, at, at + 1, sources, tries - 1)
+                part.blocks[position], part.outcomes[position] = again.blocks[0], again.outcomes[0]
         return part
 
     def _reserve(self, chain: _Chain, count: int) -> list[Slot] | None:
