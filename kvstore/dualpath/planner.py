@@ -40,6 +40,8 @@ class _Live:
     """A plan under way. A part that is over (failed) has no charge."""
 
     request: ReadRequest
+    policy: PathPolicy
+    """As it was when the plan was made: whoever plans with another one meanwhile does not decide about its re-plans."""
     attempt: int
     deadline: float
     parts: list[Part] = field(default_factory=list)
@@ -56,6 +58,8 @@ class Planner:
         plan_life_s: a plan without a report for this long expires.
         decisions_kept: how many recent plans ``decisions`` shows.
         relays: how many of the idlest nodes to offer to the policy as relays where a request names none.
+        first_plan: id of the first plan, above 0. Where plans outlive the planner that made them, planners start at places far
+            from each other: or reports of old plans would speak of new ones.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Planner:
         plan_life_s: float = PLAN_LIFE_S,
         decisions_kept: int = DECISIONS_KEPT,
         relays: int = 0,
+        first_plan: int = 1,
     ) -> None:
         self.policy = policy
         self.queues = ReadQueues() if queues is None else queues
@@ -73,7 +78,7 @@ class Planner:
         self.plan_life_s = plan_life_s
         self.relays = relays
         self._live: dict[int, _Live] = {}
-        self._next = 1
+        self._next = first_plan
         self._deadlines: list[tuple[float, int]] = []
         self._decisions: deque[LoadPlan] = deque(maxlen=decisions_kept)
 
@@ -118,7 +123,7 @@ class Planner:
             pair = {request.prefill_node, request.decode_node or request.prefill_node}
             request = replace(request, relays=tuple(self.queues.idlest(self.relays, now, pair)))
         plan_id = self._next
-        live = _Live(request, 0, now + self.plan_life_s)
+        live = _Live(request, self.policy, 0, now + self.plan_life_s)
         answer = self._decide(plan_id, live, [(0, request.blocks)] if request.blocks else [], now)
         self._next += 1
         self._live[plan_id] = live
@@ -266,7 +271,7 @@ class Planner:
                 raise Unavailable("no node can read", request=request.request_id, excluded=",".join(excluded))
             prefill = self.queues.state(request.prefill_node, now)
             asked = request if blocks == request.blocks else replace(request, blocks=blocks)
-            shares = self.policy.choose(asked, usable, prefill)
+            shares = live.policy.choose(asked, usable, prefill)
             states = {state.node: state for state, _ in usable}
             predicted = finish_seconds(
                 ((states[share.node], share.side, share.blocks * request.block_bytes) for share in shares), prefill
@@ -276,7 +281,7 @@ class Planner:
             sink = None if part.side is ReadSide.PREFILL else request.prefill_node
             live.parts.append(part)
             live.charges.append(self.queues.charge(part.node, sink, part.count, request.block_bytes, request.block_tokens, now))
-        reasons = Reasons(self.policy.name, now, tuple(state for state, _ in usable), predicted, tuple(excluded))
+        reasons = Reasons(live.policy.name, now, tuple(state for state, _ in usable), predicted, tuple(excluded))
         answer = LoadPlan(plan_id, live.attempt, request, parts, reasons)
         self._decisions.append(answer)
         return answer

@@ -7,6 +7,7 @@ queues that it charged itself.
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from typing import Final
 
@@ -31,6 +32,9 @@ RELAYS: Final = 8
 """Idle third nodes that one plan considers."""
 ANSWERS_KEPT: Final = 4096
 """Plans that a retry of the same operation is answered with."""
+PLAN_ID_BITS: Final = 32
+"""Of a plan id, that tell one planner from another; below them are the ``PLAN_COUNT_BITS`` that it counts with."""
+PLAN_COUNT_BITS: Final = 32
 MAX_REPORTS: Final = 4096
 MAX_RANGES: Final = 65_536
 
@@ -57,10 +61,10 @@ class Planning:
         self._clock = clock
         self._policies: dict[str, PathPolicy] = {}
         self._default = policy
-        self.planner = Planner(self._policy(policy))
+        # clients report to whoever answers at this address: a server started anew, or another worker, must not know their plans
+        self.planner = Planner(self._policy(policy), first_plan=(secrets.randbits(PLAN_ID_BITS - 1) << PLAN_COUNT_BITS) + 1)
         self._known: dict[NodeId, bytes] = {}  # boot of each node that the planner believes alive
         self._answers: OrderedDict[bytes, pb.LoadPlan] = OrderedDict()
-        self._idle: frozenset[str] = frozenset()
 
     def _policy(self, name: str) -> PathPolicy:
         """One instance a policy: ``round_robin`` remembers whose turn it is."""
@@ -106,21 +110,30 @@ class Planning:
         """Takes progress in.
 
         Raises:
-            InvalidArgument: a part that its plan never had, or more blocks than it has.
+            InvalidArgument: a part that its plan never had, or more blocks than it has; everything else was taken in.
         """
         if len(request.loads) > MAX_REPORTS:
             raise InvalidArgument("too many loads in one report", got=len(request.loads), limit=MAX_REPORTS)
+        parts = sum(len(load.parts) for load in request.loads)
+        if parts > MAX_RANGES:
+            raise InvalidArgument("too many parts in one report", got=parts, limit=MAX_RANGES)
         now_s = self._clock.now_s()
         forgotten = []
+        wrong: InvalidArgument | None = None
         for load in request.loads:
             known = True
             for part in load.parts:
-                known &= self.planner.progress(load.plan_id, part.index, part.blocks_done, now_s)
+                try:
+                    known &= self.planner.progress(load.plan_id, part.index, part.blocks_done, now_s)
+                except InvalidArgument as error:  # reports of many loads travel together: the others count
+                    wrong = error
             if load.finished:
                 known &= self.planner.finish(load.plan_id, now_s)
             if not known:
                 forgotten.append(load.plan_id)
         self._counters.add("metadata_plan_reports_total", len(request.loads))
+        if wrong is not None:
+            raise wrong
         return pb.ReportLoadsResponse(forgotten=forgotten)
 
     def replan(self, request: pb.ReplanLoadRequest) -> pb.LoadPlan:
