@@ -153,18 +153,18 @@ class KVClient:
     def lookup_call(self, keys: Keys, deadline_s: float | None) -> Call[Lookup]:
         """The work of ``lookup``, checked but not begun."""
         self._check_usable()
-        keys, _ = check_keys(keys)
+        keys, packed = check_keys(keys)
         operation = self._operation(deadline_s, self._core.options.lookup_deadline_s)
-        return Call(operation, partial(self._look_up, keys, operation), lambda error: Lookup(keys, error=error))
+        return Call(operation, partial(self._look_up, keys, packed, operation), lambda error: Lookup(keys, error=error))
 
-    def _look_up(self, keys: Sequence[BlockKey], operation: Operation) -> Lookup:
+    def _look_up(self, keys: Sequence[BlockKey], packed: bytes, operation: Operation) -> Lookup:
         """Asks the metadata server; without an answer, a miss."""
         counters = self._core.incidents.counters
         counters.add("client_lookups_total")
         if not keys or self._directory is None:
             return Lookup(keys)
         try:
-            found = self._directory.lookup(keys, operation.left_s())
+            found = self._directory.lookup(keys, packed, operation.left_s())
         except KVStoreError as error:
             self._core.incidents.report("client_lookups_failed_total", "lookup failed: a miss", error)
             return Lookup(keys, seconds=operation.elapsed_s(), error=error)
@@ -268,8 +268,8 @@ class KVClient:
         def work() -> LoadResult:
             found = lookup
             if found is None:
-                head = keys if parent is None else ()  # the index knows chains from their head only
-                found = self._look_up(head, Operation(self._core.clock, operation.left_s() * _LOOKUP_SHARE))
+                head = (keys, packed) if parent is None else ((), b"")  # the index knows chains from their head only
+                found = self._look_up(*head, Operation(self._core.clock, operation.left_s() * _LOOKUP_SHARE))
             place = (keys, packed, found.runs, parent, depth, blocks, operation, verify, gate)
             load: Load | PlannedLoad
             if paths is not None and self._directory is not None:

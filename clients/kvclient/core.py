@@ -54,7 +54,7 @@ def check_keys(keys: Sequence[BlockKey] | bytes) -> tuple[Sequence[BlockKey], by
             raise InvalidArgument("every key takes bytes", got=sorted({type(key).__name__ for key in keys}))
         chain = cast("Sequence[BlockKey]", keys)
         packed = pack_keys(chain)  # type: ignore[arg-type]  # any sequence of bytes joins
-        if any(map(KEY_BYTES.__ne__, map(len, chain))):
+        if not set(map(len, chain)) <= {KEY_BYTES}:
             raise InvalidArgument("every key takes 16 bytes")
     if len(chain) > MAX_KEYS_PER_CALL:
         raise InvalidArgument("too many keys in one call: split it", keys=len(chain), limit=MAX_KEYS_PER_CALL)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from kvclient.incidents import Incidents
 from kvclient.options import ClientOptions
-from kvclient.paths import Plan, PlannedPart, plan_from_proto
+from kvclient.paths import Plan, PlannedPart, plan_from_proto, replan_from_proto
 from kvclient.reporter import Reporter
 from kvclient.results import Lookup, NodeRef, Run
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
@@ -19,7 +19,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
-from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId, pack_keys
+from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId
 from kvstore.rpc.client import RetryPolicy, UnaryMethod, call, connect
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
 from kvstore.transport.breaker import CircuitBreaker
@@ -76,8 +76,8 @@ class Directory:
             raise Internal("the metadata server derives another namespace from this spec: its version differs")
         self._registered = True
 
-    def lookup(self, keys: Sequence[BlockKey], timeout_s: float) -> Lookup:
-        """The longest hit of a chain, from its head.
+    def lookup(self, keys: Sequence[BlockKey], packed: bytes, timeout_s: float) -> Lookup:
+        """The longest hit of a chain, from its head; ``packed`` are the same keys.
 
         Raises:
             KVStoreError: the server does not answer, or not sensibly.
@@ -85,7 +85,7 @@ class Directory:
         started_s = self._clock.now_s()
         if not self._registered:  # connect() found no server
             self.register(timeout_s)
-        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=pack_keys(keys))  # type: ignore[arg-type]
+        request = metadata_pb2.LookupRequest(namespace_id=self._spec.namespace, keys=packed)
         try:
             answer = self._call(self._stub.Lookup, request, timeout_s)
         except NotFound:  # the server lost its index and with it the namespace
@@ -150,9 +150,7 @@ class Directory:
         )
         return plan_from_proto(self._call(self._stub.PlanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
 
-    def replan_load(
-        self, plan: Plan, part: PlannedPart, arrived: Sequence[tuple[int, int]], why: str, blocks: int, budget_s: float
-    ) -> Plan:
+    def replan_load(self, plan: Plan, part: PlannedPart, arrived: Sequence[tuple[int, int]], why: str, budget_s: float) -> Plan:
         """Who reads what a failed part has not brought.
 
         Args:
@@ -160,7 +158,6 @@ class Directory:
             part: the part.
             arrived: (start, count) of what it brought, numbered as in the plan.
             why: for people.
-            blocks: blocks of the plan.
             budget_s: time left.
 
         Raises:
@@ -169,7 +166,8 @@ class Directory:
         request = metadata_pb2.ReplanLoadRequest(plan_id=plan.plan_id, index=part.index, why=why[:_MOST_WHY])
         for start, count in arrived:
             request.arrived.add(start=start, count=count)
-        return plan_from_proto(self._call(self._stub.ReplanLoad, request, min(budget_s, _PLAN_TIMEOUT_S)), blocks)
+        answer = self._call(self._stub.ReplanLoad, request, min(budget_s, _PLAN_TIMEOUT_S))
+        return replan_from_proto(answer, plan, part, arrived)
 
     def report_loads(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
         """Tells, soon, how far planned loads are: plan -> (part, blocks done)."""
