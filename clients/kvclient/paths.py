@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvclient.operation import check_seconds
@@ -44,6 +45,8 @@ class Paths:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidArgument("the option takes an integer", option=name, value=value, least=least)
+        if not isinstance(self.relays, bool):
+            raise InvalidArgument("the option is True or False", option="relays", got=type(self.relays).__name__)
         for name in ("decode_node", "policy"):
             if not isinstance(getattr(self, name), str | None):
                 raise InvalidArgument("the option takes a name", option=name, got=type(getattr(self, name)).__name__)
@@ -73,12 +76,37 @@ class Plan:
 
 
 def plan_from_proto(answer: metadata_pb2.LoadPlan, blocks: int) -> Plan:
-    """A plan, checked: it steers where bytes are written to.
+    """A plan for all of ``blocks`` (or, the oracle's, for none), checked: it steers where bytes are written to.
 
     Raises:
-        Internal: parts that overlap, or lie outside of what was asked for.
+        Internal: parts that overlap, leave something out, or lie outside of what was asked for.
     """
-    taken = bytearray(blocks)
+    return _checked(answer, bytearray(blocks), whole=bool(answer.parts))
+
+
+def replan_from_proto(answer: metadata_pb2.LoadPlan, before: Plan, part: PlannedPart, arrived: Iterable[tuple[int, int]]) -> Plan:
+    """A plan for what a part did not bring, checked.
+
+    Args:
+        answer: the server's.
+        before: the plan whose part it is.
+        part: the part.
+        arrived: (start, count) of what it brought, numbered as in the plan.
+
+    Raises:
+        Internal: it is for another plan, an old one, or for anything else than what is missing.
+    """
+    if answer.plan_id != before.plan_id or answer.attempt <= before.attempt:
+        raise Internal("the metadata server answers about another plan", plan_id=answer.plan_id, attempt=answer.attempt)
+    taken = bytearray(b"\1" * part.start + bytes(part.count))
+    for start, count in arrived:
+        taken[start : start + count] = b"\1" * count
+    return _checked(answer, taken, whole=True)
+
+
+def _checked(answer: metadata_pb2.LoadPlan, taken: bytearray, *, whole: bool) -> Plan:
+    """A plan whose parts keep out of what is taken and of each other and, ``whole``, leave nothing out."""
+    blocks = len(taken)
     parts = []
     for part in answer.parts:
         end = part.start + part.count
@@ -87,4 +115,6 @@ def plan_from_proto(answer: metadata_pb2.LoadPlan, blocks: int) -> Plan:
         taken[part.start : end] = b"\1" * part.count
         node = NodeRef(NodeId(part.node_id), part.control_address, part.data_address)
         parts.append(PlannedPart(part.index, part.start, part.count, PATHS_BY_SIDE[part.side], node))
+    if whole and not all(taken):
+        raise Internal("the metadata server answers a plan that leaves blocks out", first=taken.index(0))
     return Plan(answer.plan_id, answer.attempt, tuple(parts), answer.policy, answer.reason)

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvclient.buffers import pick_blocks
 from kvclient.core import Core
@@ -26,7 +27,6 @@ from kvclient.paths import Paths, Plan, PlannedPart
 from kvclient.results import PATH_PREFILL, LoadResult, Run, outcome_table
 from kvclient.session import Session, means_lost
 from kvclient.staged import LocalPart, Positions, RemotePart, StagedPart, Wanted
-from kvclient.stages import Stage
 from kvclient.tally import Tally, spans
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import KVStoreError, Unavailable
@@ -34,7 +34,6 @@ from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
 
 _WATCH_S = 0.05
 """How often stalls are looked for, and progress is told."""
-_OPEN_STAGE_S = 2.0
 _AGAIN = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM)
 """What is worth another path; a MISS or CORRUPT of storage is the same over every path."""
 
@@ -48,7 +47,6 @@ class _Running:
     """None: not of a plan, but what this host reads after planning failed."""
     plan: Plan | None
     future: Future[None]
-    stage: Stage | None = None
     told: int = 0
 
 
@@ -111,6 +109,7 @@ class PlannedLoad:
         self._board = LayerBoard(len(keys), core.shape.layers, gate)
         self._session: Session | None = None
         self._running: list[_Running] = []
+        self._final = np.zeros(len(keys), bool)  # given up: the engine was told that they will not come
         self._replans = 0
         self.trace = PlanTrace()
 
@@ -251,21 +250,25 @@ class PlannedLoad:
     def _start_parts(self, wanted: Wanted, plan: Plan, far: Positions) -> None:
         for planned in plan.parts:
             positions = far[planned.start : planned.start + planned.count]
-            positions = positions[self._board.ready(positions) < self._core.shape.layers]
+            positions = positions[self._missing(positions)]
             if not len(positions):
                 continue
             if planned.path == PATH_PREFILL or (self._session is not None and planned.node.node_id == self._session.node_id):
                 self._start_own(wanted, positions, planned, plan)
                 continue
-            stage = None
-            try:
-                timeout_s = min(_OPEN_STAGE_S, max(0.001, self._operation.left_s()))
-                stage = self._core.stages.stage(planned.node, timeout_s)
-            except KVStoreError as error:
-                self._failed(wanted, planned, plan, far, f"{planned.node.node_id}: {error}")
-                continue
-            part = RemotePart(wanted, positions, planned.path, planned.node, stage, self._paths.layer_group, self._paths.stall_s)
-            self._submit(part, planned, plan, stage)
+            part = RemotePart(wanted, positions, planned.path, planned.node, self._paths.layer_group, self._paths.stall_s)
+            self._submit(part, planned, plan)
+
+    def _missing(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        """Which of some blocks are not here, and may still come."""
+        missing: npt.NDArray[np.bool_] = (self._board.ready(positions) < self._core.shape.layers) & ~self._final[positions]
+        return missing
+
+    def _give_up(self, positions: Positions) -> None:
+        """Some blocks will not come, and the engine is told so: nothing may bring them later on."""
+        if len(positions):
+            self._final[positions] = True
+            self._board.lost(int(positions.min()))
 
     def _start_own(
         self, wanted: Wanted, positions: Positions, planned: PlannedPart | None = None, plan: Plan | None = None
@@ -273,10 +276,10 @@ class PlannedLoad:
         session = self._session
         assert session is not None
         part = LocalPart(wanted, positions, PATH_PREFILL, session, self._paths.layer_group, self._paths.stall_s)
-        self._submit(part, planned, plan, None)
+        self._submit(part, planned, plan)
 
-    def _submit(self, part: StagedPart, planned: PlannedPart | None, plan: Plan | None, stage: Stage | None) -> None:
-        self._running.append(_Running(part, planned, plan, self._pool.submit(part.run), stage))
+    def _submit(self, part: StagedPart, planned: PlannedPart | None, plan: Plan | None) -> None:
+        self._running.append(_Running(part, planned, plan, self._pool.submit(part.run)))
 
     def _watch(self, wanted: Wanted, far: Positions) -> None:
         """Until all parts have ended: finds stalls, plans again what failed, tells the planner how far everything is."""
@@ -288,7 +291,7 @@ class PlannedLoad:
             for one in ended:
                 self._ended(wanted, one, far)
             for one in self._running:
-                if clock.now_s() - one.part.moved_s > stall_s and not one.part.over:
+                if one.part.still_for(clock.now_s()) > stall_s and not one.part.over:
                     self._core.incidents.report("client_parts_stalled_total", f"nothing moves over {one.part.node_id}")
                     one.part.cancel()
             self._report(far, finished=False)
@@ -297,46 +300,44 @@ class PlannedLoad:
         """A part has ended, and nothing writes to its memory: what it did not bring goes over another path."""
         one.future.result()  # a bug of ours is raised here
         part, tally = one.part, self._tally
-        left = part.positions[self._board.ready(part.positions) < self._core.shape.layers]
+        left = part.positions[self._missing(part.positions)]
         if not len(left):
             self._tell_done(one)
             return
         if part.error is not None:
             tally.note(part.error)
-            if one.stage is not None:
-                self._core.stages.lost(one.stage)
-            elif self._session is not None and means_lost(part.error) and self._core.local is not None:
+            own = isinstance(part, LocalPart)
+            if own and self._session is not None and means_lost(part.error) and self._core.local is not None:
                 self._core.local.lost(self._session, part.error)
         unanswered = left[tally.outcomes[left] == Outcome.MISS] if part.error is not None or part.over else left[:0]
         tally.outcomes[unanswered] = Outcome.UNAVAILABLE  # never answered: a failure, not a miss
         again = left[_AGAIN[tally.outcomes[left]]]
         final = np.setdiff1d(left, again, assume_unique=True)
-        if len(final):
-            self._board.lost(int(final[0]))
+        self._give_up(final)
         if not len(again) or self._operation.over:
             self._tell_done(one)
             if len(again):
                 tally.outcomes[again] = Outcome.TIMEOUT
                 tally.note(self._operation.error())
-                self._board.lost(int(again[0]))
+                self._give_up(again)
             return
         why = f"{part.node_id} over {part.path}: {part.error or 'stalled'}"
         self._core.incidents.report("client_parts_failed_total", f"a part of a load goes over another path; {why}")
         if one.planned is not None and one.plan is not None:
             self._failed(wanted, one.planned, one.plan, far, why)
         else:
-            self._give_up(again)
+            self._no_path(again)
 
     def _failed(self, wanted: Wanted, planned: PlannedPart, plan: Plan, far: Positions, why: str) -> None:
         """Plans a failed part anew; without a plan this host reads it, if it has not just failed to."""
         self.trace.failures.append(why)
         positions = far[planned.start : planned.start + planned.count]
-        here = self._board.ready(positions) == self._core.shape.layers
+        here = ~self._missing(positions)
         self._replans += 1
         if self._replans <= self._paths.attempts:
             arrived = [(planned.start + first, last - first) for first, last in spans(np.flatnonzero(here))]
             try:
-                again = self._directory.replan_load(plan, planned, arrived, why, len(far), self._operation.left_s())
+                again = self._directory.replan_load(plan, planned, arrived, why, self._operation.left_s())
             except KVStoreError as error:
                 self._core.incidents.report("client_plans_failed_total", "no other path: this host reads the rest", error)
             else:
@@ -346,14 +347,13 @@ class PlannedLoad:
         if planned.path != PATH_PREFILL and self._session is not None and self._session.alive:
             self._start_own(wanted, positions[~here])
         else:
-            self._give_up(positions[~here])
+            self._no_path(positions[~here])
 
-    def _give_up(self, positions: Positions) -> None:
+    def _no_path(self, positions: Positions) -> None:
         """Nobody is left to read some blocks."""
         self._tally.outcomes[positions] = Outcome.UNAVAILABLE
         self._tally.note(Unavailable("no path to storage is left for a part of the load"))
-        if len(positions):
-            self._board.lost(int(positions[0]))
+        self._give_up(positions)
 
     # ---- the planner's queues ----
     def _report(self, far: Positions, *, finished: bool) -> None:

@@ -24,7 +24,7 @@ from kvclient.core import Core
 from kvclient.layer_board import LayerBoard
 from kvclient.operation import Operation
 from kvclient.results import NodeRef, Run
-from kvclient.session import Session, new_operation_id
+from kvclient.session import Session, means_lost, new_operation_id
 from kvclient.stages import Stage
 from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
@@ -33,12 +33,16 @@ from kvstore.core.errors import Internal, KVStoreError
 from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
-from kvstore.transport.contract import ReadRequest
+from kvstore.transport.contract import ReadRequest, ReadWatch
 
 Positions = npt.NDArray[np.intp]
 
 SLOWEST_BYTES_PER_S = 10e6
 """A piece that a node has ready is given so much time for its bytes, beyond the time that a stall may take."""
+MAX_SOURCES = 4_096
+"""Runs that one part names to a node; more are left out (a node reads at most so many)."""
+OPEN_STAGE_S = 2.0
+"""Opening a session with another host's node takes at most so long."""
 _COPY_THREADS = 1
 """The wire is the limit."""
 _OUTCOMES = frozenset(map(int, Outcome))
@@ -94,8 +98,10 @@ class Wanted:
 
     def request(self, session_id: bytes, start: int, stop: int, layer_group: int, first_layer: int) -> node_pb2.LoadRequest:
         """What a node is asked for blocks ``[start, stop)``, to be read over its storage link."""
-        sources = []
+        sources: list[node_pb2.LoadSource] = []
         for run in self.runs:
+            if len(sources) == MAX_SOURCES:
+                break
             first, last = max(run.start, start), min(run.end, stop)
             if first < last:
                 sources.append(
@@ -142,7 +148,7 @@ class StagedPart(ABC):
         """When something last moved; infinite until it begins."""
         self.error: KVStoreError | None = None
         self._wanted = wanted
-        self._layer_group = layer_group
+        self._layer_group = min(layer_group, wanted.core.shape.layers)
         self._stall_s = stall_s
         self._lock = threading.Lock()
         self._cancelled = False
@@ -156,6 +162,10 @@ class StagedPart(ABC):
             call = self._call
         if call is not None:
             call.cancel()
+
+    def still_for(self, now_s: float) -> float:
+        """For how many seconds nothing has moved; below 0 where it has not begun."""
+        return now_s - self.moved_s
 
     @property
     def over(self) -> bool:
@@ -182,12 +192,14 @@ class StagedPart(ABC):
                 received = progress.bytes_received
                 if progress.runs or received != self._received:
                     self.moved_s, self._received = self._wanted.core.clock.now_s(), received
-                for run in progress.runs:
-                    self._take(run, start, stop - start, progress.granted_ms)
-                    if self.over:
-                        return
-                if progress.lease_id:
-                    self._release(progress.lease_id)
+                try:
+                    for run in progress.runs:
+                        self._take(run, start, stop - start, progress.granted_ms)
+                        if self.over:
+                            return
+                finally:
+                    if progress.lease_id:
+                        self._release(progress.lease_id)
 
     def _progress(self, start: int, stop: int, first_layer: int) -> Any:  # noqa: ANN401  # a generator of LoadProgress
         """The messages of one call."""
@@ -227,7 +239,11 @@ class StagedPart(ABC):
             return
         if tier not in _TIERS or first_layer + layer_count > layers:
             raise Internal("the node answers layers that there are not", first_layer=first_layer, layer_count=layer_count)
-        good = self._bring(run, positions, first_layer, layer_count, granted_ms)
+        behind = int(wanted.board.ready(positions).min()) - first_layer
+        if behind >= layer_count:
+            return  # they have it all
+        behind = max(0, behind)  # layers that all of them have are not written again: the engine may be reading them
+        good = self._bring(run, positions, first_layer + behind, layer_count - behind, behind, granted_ms)
         wanted.board.arrived(positions[good], first_layer, layer_count)
         done = positions[good & (wanted.board.ready(positions) == layers)]
         if len(done):
@@ -237,9 +253,13 @@ class StagedPart(ABC):
 
     @abstractmethod
     def _bring(
-        self, run: node_pb2.LoadedRun, positions: Positions, first_layer: int, layer_count: int, granted_ms: int
+        self, run: node_pb2.LoadedRun, positions: Positions, first_layer: int, layer_count: int, behind: int, granted_ms: int
     ) -> npt.NDArray[np.bool_]:
-        """Brings ready layers into the buffer. Which blocks are good; the outcomes of the others are noted."""
+        """Brings ready layers into the buffer; the run has ``behind`` layers before these.
+
+        Returns:
+            Which blocks are good; the outcomes of the others are noted.
+        """
 
     @abstractmethod
     def _stub(self) -> Any:  # noqa: ANN401  # a NodeStub
@@ -277,7 +297,7 @@ class LocalPart(StagedPart):
         return self._session.session_id
 
     def _bring(
-        self, run: node_pb2.LoadedRun, positions: Positions, first_layer: int, layer_count: int, granted_ms: int
+        self, run: node_pb2.LoadedRun, positions: Positions, first_layer: int, layer_count: int, behind: int, granted_ms: int
     ) -> npt.NDArray[np.bool_]:
         wanted, core = self._wanted, self._wanted.core
         count, first, shape = len(positions), int(positions[0]), core.shape
@@ -287,8 +307,8 @@ class LocalPart(StagedPart):
         self._session.arena.copy_out(offsets, wanted.buffer, first, first_layer, layer_count, _COPY_THREADS)
         good = np.ones(count, bool)
         if wanted.verify_copies:
-            sums = unpack_u64(run.checksums, "checksums", count * layer_count).reshape(count, layer_count)
-            good = ~mismatches(wanted.buffer, first, count, first_layer, sums)
+            sums = unpack_u64(run.checksums, "checksums", count * (behind + layer_count)).reshape(count, behind + layer_count)
+            good = ~mismatches(wanted.buffer, first, count, first_layer, sums[:, behind:])
             wanted.tally.outcomes[positions[~good]] = Outcome.CORRUPT
         lease_end_s = self._began_s + granted_ms / 1000 + self._session.lease_s - core.options.lease_margin_s
         if core.clock.now_s() > lease_end_s:  # what was copied may be another block's by now
@@ -304,12 +324,45 @@ class LocalPart(StagedPart):
 class RemotePart(StagedPart):
     """The decode path, and relays: another host's node reads into its arena; we take it from there over the compute network."""
 
-    def __init__(
-        self, wanted: Wanted, positions: Positions, path: str, node: NodeRef, stage: Stage, layer_group: int, stall_s: float
-    ) -> None:
+    def __init__(self, wanted: Wanted, positions: Positions, path: str, node: NodeRef, layer_group: int, stall_s: float) -> None:
         super().__init__(wanted, positions, path, node.node_id, layer_group, stall_s)
         self._node = node
-        self._stage = stage
+        self._opened: Stage | None = None
+        self._watch: ReadWatch | None = None
+        self._heard = 0
+
+    def run(self) -> None:
+        self.moved_s = self._wanted.core.clock.now_s()
+        timeout_s = min(OPEN_STAGE_S, self._stall_s, self._wanted.operation.left_s())
+        try:
+            self._opened = self._wanted.core.stages.stage(self._node, max(0.001, timeout_s))
+        except KVStoreError as error:
+            self.error = error
+            return
+        super().run()
+        if self.error is not None and means_lost(self.error):
+            self._wanted.core.stages.lost(self._opened)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._end_read()
+
+    def still_for(self, now_s: float) -> float:
+        watch = self._watch
+        if watch is not None and watch.bytes_heard != self._heard:  # a large read moves long before it is done
+            self._heard, self.moved_s = watch.bytes_heard, now_s
+        return super().still_for(now_s)
+
+    def _end_read(self) -> None:
+        with self._lock:
+            watch = self._watch
+        if watch is not None:
+            watch.end()
+
+    @property
+    def _stage(self) -> Stage:
+        assert self._opened is not None, "opened before anything is asked"
+        return self._opened
 
     def _stub(self) -> Any:  # noqa: ANN401
         return self._stage.stub
@@ -323,6 +376,7 @@ class RemotePart(StagedPart):
         positions: Positions,
         first_layer: int,
         layer_count: int,
+        behind: int,  # noqa: ARG002
         granted_ms: int,  # noqa: ARG002  # the node itself holds the lease against each read
     ) -> npt.NDArray[np.bool_]:
         wanted, core = self._wanted, self._wanted.core
@@ -330,7 +384,15 @@ class RemotePart(StagedPart):
         deadline_s = min(wanted.operation.deadline_s, core.clock.now_s() + self._stall_s + size / SLOWEST_BYTES_PER_S)
         keys = [wanted.keys[position] for position in positions.tolist()]
         request = ReadRequest(core.namespace, keys, first_layer, layer_count, 0, deadline_s)
-        result = core.peers.peer(self._node).read(request, pick_blocks(wanted.buffer, positions), verify=wanted.verify_wire)
+        watch = ReadWatch()
+        with self._lock:
+            self._watch, self._heard = watch, 0
+        if self.over:  # a cancellation that came before the watch was there
+            watch.end()
+        with wanted.operation.on_cancel(watch.end):
+            result = core.peers.peer(self._node).read(
+                request, pick_blocks(wanted.buffer, positions), verify=wanted.verify_wire, watch=watch
+            )
         outcomes = np.array(result.outcomes, np.uint8)
         outcomes[outcomes == Outcome.TIMEOUT] = Outcome.UNAVAILABLE
         good: npt.NDArray[np.bool_] = outcomes == Outcome.HIT
