@@ -47,6 +47,8 @@ ENDED_KEPT: Final = 65_536
 """Requests that are over and whose late retries are told so."""
 FORMER_BOOTS: Final = 8
 
+_FINISHED: Final = NotFound("the request is finished")
+
 
 @dataclass(slots=True, eq=False)
 class _Request:
@@ -61,6 +63,8 @@ class _Request:
     prefill: Engine | None = None
     decode: Engine | None = None
     prefilled: bool = False
+    before: list[int] = field(default_factory=list)
+    """Earlier generations under which its present decode engine had it: that one may finish it under any of them."""
     over: bool = False
     waiting: list[asyncio.Future[pb.Assignment]] = field(default_factory=list)
 
@@ -71,8 +75,9 @@ class _Request:
 
     @property
     def load(self) -> Load:
-        """What it costs an engine. Room is counted in tokens: any unit does, so long as both sides use it."""
-        return Load(1, self.wanted.prompt_tokens, self.wanted.prompt_tokens + self.wanted.expected_output_tokens)
+        """What it costs an engine."""
+        ask = _ask(self.wanted)
+        return Load(1, ask.tokens, ask.hbm_bytes)
 
 
 class Scheduling:
@@ -111,6 +116,7 @@ class Scheduling:
         self._ended: OrderedDict[bytes, tuple[ErrorKind, str]] = OrderedDict()
         self._deadlines: list[tuple[float, int, _Request]] = []
         self._waiting_calls = 0
+        self._paired_s = clock.now_s()  # when a request last got its second engine
 
     def gauges(self) -> dict[str, int]:
         """How much there is of everything, for people."""
@@ -244,6 +250,8 @@ class Scheduling:
             if other is not None:
                 self._tell(other, entry)
                 self._answer(entry)
+        if fetched.pairs:
+            self._paired_s = self._clock.now_s()
         if fetched.assigned:
             self._counters.add("metadata_requests_assigned_total", len(fetched.assigned))
             self._counters.add("metadata_requests_paired_total", len(fetched.pairs))
@@ -253,26 +261,31 @@ class Scheduling:
         void = 0
         for generation in request.prefilled:
             entry = self._own(group, generation)
-            if entry is not None and self._scheduler.prefill_done(entry.wanted.request_id, entry.turn):
+            current = entry is not None and entry.generation == generation
+            if entry is not None and current and self._scheduler.prefill_done(entry.wanted.request_id, entry.turn):
                 entry.prefilled = True
             else:
                 void += 1
         for generation in request.finished:
             entry = self._own(group, generation)
-            if entry is not None and self._scheduler.finish(entry.wanted.request_id, entry.turn):
-                self._end(entry, NotFound("the request is finished"))
-                self._counters.add("metadata_requests_finished_total")
-            else:
+            if entry is None:
                 void += 1
+                continue
+            self._counters.add("metadata_requests_finished_total")
+            if entry.generation == generation and self._scheduler.finish(entry.wanted.request_id, entry.turn):
+                self._end(entry, _FINISHED)
+            else:  # its prefill engine died after it had done its part: whoever was to compute the prompt again need not
+                self._drop(entry, _FINISHED)
         if void:
             self._counters.add("metadata_scheduler_void_reports_total", void)
 
     def _own(self, group: Group, generation: int) -> _Request | None:
         """The request of a generation, if an engine of the group has it."""
         entry = self._attempts.get(generation)
-        if entry is None or group.name not in {engine.group for engine in (entry.prefill, entry.decode) if engine is not None}:
+        if entry is None:
             return None
-        return entry
+        engine = entry.prefill if group.role is Role.PREFILL else entry.decode
+        return entry if engine is not None and engine.group == group.name else None
 
     # ---- requests ----
     async def assign(self, request: pb.AssignRequestRequest, left_s: float = MAX_BUDGET_S) -> pb.Assignment:
@@ -333,9 +346,8 @@ class Scheduling:
 
     def _submit(self, request: pb.AssignRequestRequest, budget_s: float) -> _Request:
         name, now_s = request.request_id, self._clock.now_s()
-        ask = Ask(name, request.prompt_tokens, request.prompt_tokens + request.expected_output_tokens)
         try:
-            self._scheduler.submit(ask)
+            self._scheduler.submit(_ask(request))
         except CapacityExceeded:
             self._counters.add("metadata_requests_refused_total")
             raise
@@ -377,6 +389,9 @@ class Scheduling:
                 self._lose(group, f"was silent for {now_s - group.heard_s:.1f} s")
             elif len(group.mail) > MAX_UNREAD:
                 self._lose(group, "acknowledges nothing that it is told")
+        if now_s - self._paired_s > self._engine_ttl_s:
+            self._paired_s = now_s
+            self._untangle()
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, _, entry = heapq.heappop(self._deadlines)
             if not entry.over and not entry.paired and entry.deadline_s <= now_s:
@@ -389,6 +404,26 @@ class Scheduling:
             self._scheduler.cancel(entry.wanted.request_id)
             self._end(entry, NotFound("the request is older than the server keeps requests"))
             self._counters.add("metadata_requests_forgotten_total")
+
+    def _untangle(self) -> None:
+        """Ends a standstill: some hold prefill engines and wait for room to decode, which others hold that wait to be prefilled.
+
+        In order of arrival nobody waits in a circle; but what the dead give back goes before what came earlier. Those that hold room
+        queue anew: it serves the others first.
+        """
+        halves = [entry for entry in self._requests.values() if (entry.prefill is None) != (entry.decode is None)]
+        holding = [entry for entry in halves if entry.decode is not None]
+        if not holding or len(holding) == len(halves):
+            return
+        for entry in holding:
+            self._scheduler.cancel(entry.wanted.request_id)
+            self._revoke(entry)
+            self._forget_attempts(entry)
+            entry.generation, entry.turn, entry.decode = next(self._generations), 0, None
+            self._attempts[entry.generation] = entry
+            self._scheduler.submit(_ask(entry.wanted))
+        self._counters.add("metadata_requests_requeued_total", len(holding))
+        logger.warning("no request got both engines for %.1f s: %d that held one queue anew", self._engine_ttl_s, len(holding))
 
     def _wait_until(self, entry: _Request, deadline_s: float) -> None:
         entry.deadline_s = deadline_s
@@ -406,7 +441,10 @@ class Scheduling:
     def _given_back(self, back: GivenBack) -> None:
         """A request lost an engine: it waits again, as long as it was allowed to at first."""
         entry = self._requests[back.request_id]
-        del self._attempts[entry.generation]
+        if back.left is not None and back.left.role is Role.DECODE:
+            entry.before.append(entry.generation)
+        else:
+            self._forget_attempts(entry)
         entry.generation, entry.turn = next(self._generations), back.generation
         self._attempts[entry.generation] = entry
         entry.prefill = back.left if back.left is not None and back.left.role is Role.PREFILL else None
@@ -419,16 +457,27 @@ class Scheduling:
     def _drop(self, entry: _Request, why: KVStoreError) -> None:
         """A request leaves the scheduler without being finished; engines that have it are told."""
         self._scheduler.cancel(entry.wanted.request_id)
+        self._revoke(entry)
+        self._end(entry, why)
+
+    def _revoke(self, entry: _Request) -> None:
+        """Engines that have something to do for the request are told to leave it."""
         for engine in (None if entry.prefilled else entry.prefill, entry.decode):
             group = self._groups.get(engine.group) if engine is not None else None
             if group is not None:
                 revoked = pb.RevokedRequest(request_id=entry.wanted.request_id, generation=entry.generation)
                 group.mail.put(pb.SchedulerEvent(revoked=revoked))
-        self._end(entry, why)
+
+    def _forget_attempts(self, entry: _Request) -> None:
+        """What engines say of the request's attempts until now is void."""
+        for generation in (*entry.before, entry.generation):
+            del self._attempts[generation]
+        entry.before.clear()
 
     def _end(self, entry: _Request, why: KVStoreError) -> None:
         entry.over = True
-        del self._requests[entry.wanted.request_id], self._attempts[entry.generation]
+        del self._requests[entry.wanted.request_id]
+        self._forget_attempts(entry)
         self._remember(entry.wanted.operation_id, why)
         for call in entry.waiting:
             if not call.done():
@@ -467,6 +516,11 @@ class Scheduling:
         group = self._groups.get(engine.group)
         known = group.refs.get(engine.engine) if group is not None else None
         return known or pb.EngineRef(engine=engine.engine, node=engine.node, group=engine.group)
+
+
+def _ask(request: pb.AssignRequestRequest) -> Ask:
+    """A request as the rules see it. Room is counted in tokens: any unit does, so long as engines use the same."""
+    return Ask(request.request_id, request.prompt_tokens, request.prompt_tokens + request.expected_output_tokens)
 
 
 def _check_request(request: pb.AssignRequestRequest) -> int:

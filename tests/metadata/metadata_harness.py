@@ -162,7 +162,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 SCRIPT = """
-import logging, sys
+import json, logging, sys
 from pathlib import Path
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.main import run
@@ -170,15 +170,16 @@ if __name__ == "__main__":
     logging.basicConfig(level="INFO")
     folder, listen, workers, ttl_ms = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     run(MetadataConfig(index_path=folder / "index", listen=listen, workers=workers, ready_file=folder / "ready",
-                       map_bytes=64 << 20, heartbeat_interval_ms=ttl_ms // 5, node_ttl_ms=ttl_ms))
+                       map_bytes=64 << 20, heartbeat_interval_ms=ttl_ms // 5, node_ttl_ms=ttl_ms, **json.loads(sys.argv[5])))
 """
 
 
 class ServerProcess:
     """The real server process over a folder of its own."""
 
-    def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500) -> None:
+    def __init__(self, folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int) -> None:
         self.folder, self.workers, self.ttl_ms = folder, workers, ttl_ms
+        self.settings = json.dumps(settings)
         self.script = folder / "serve_metadata.py"  # a file: spawned workers import it again
         self.script.write_text(SCRIPT)
         self.address = "127.0.0.1:0"
@@ -188,7 +189,7 @@ class ServerProcess:
         """Starts (again, on the port of the first time) and waits until calls are answered."""
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
-        arguments = [str(self.folder), self.address, str(self.workers), str(self.ttl_ms)]
+        arguments = [str(self.folder), self.address, str(self.workers), str(self.ttl_ms), self.settings]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen([sys.executable, str(self.script), *arguments], stdout=log, stderr=log)
         deadline = time.monotonic() + 30
@@ -226,9 +227,9 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500) -> Iterator[ServerProcess]:
-    """A running server process, killed at the end if it still runs."""
-    server = ServerProcess(folder, workers, ttl_ms)
+def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settings: int) -> Iterator[ServerProcess]:
+    """A running server process with further ``MetadataConfig`` settings, killed at the end if it still runs."""
+    server = ServerProcess(folder, workers, ttl_ms, **settings)
     server.start()
     try:
         yield server

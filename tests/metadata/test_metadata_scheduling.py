@@ -387,3 +387,44 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     with pytest.raises(Conflict):
         await shell.door.assign(shell.ask("r"))
     assert shell.door.gauges()["metadata_scheduler_engines"] == 2
+
+
+async def test_a_standstill_after_deaths_ends() -> None:
+    shell = Shell()
+    prefill, decode = (
+        Leader(shell, "P", PREFILL, engine("p"), engine("q")),
+        Leader(shell, "D", DECODE, engine("d", hbm_tokens=150)),
+    )
+    prefill.report(), decode.report()
+    calls = [await shell.asked(shell.ask(name, 110)) for name in ("old", "young")]
+    assert [one.engine for one in prefill.report()] == ["p", "q"]
+    assert [one.request_id for one in decode.report()] == ["old"]
+    await calls[0]
+    prefill.engines = [engine("q")]  # old has room and no prefill engine; young has that, and no room
+    prefill.report()
+    for _ in range(3):
+        shell.clock.advance(TTL_S * 0.6)
+        prefill.report(), decode.report()
+        shell.door.expire()
+    assert (await calls[1]).prefill.engine == "q"
+    assert decode.revoked == ["old"]
+    assert shell.counters.get("metadata_requests_requeued_total") == 1
+    generation = (await calls[1]).generation
+    prefill.report(prefilled=[generation])
+    decode.report(finished=[generation])
+    prefill.report()
+    assert prefill.work["old"].decode.engine == decode.work["old"].decode.engine == "d"
+
+
+async def test_a_decode_engine_may_finish_what_a_prefill_engine_died_after() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    router = await shell.asked(shell.ask("r"))
+    prefill.report(), decode.report()
+    generation = (await router).generation
+    prefill.engines = [engine("p2")]
+    assert [one.request_id for one in prefill.report()] == ["r"]  # nobody had said that the prompt is computed
+    decode.report(finished=[generation])
+    prefill.report()
+    assert prefill.revoked == ["r"]
+    assert shell.door.gauges()["metadata_scheduler_requests"] == 0

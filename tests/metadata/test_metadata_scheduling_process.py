@@ -1,0 +1,284 @@
+"""Scheduling with the real server process and the real clients: the rules, dead engines, a restarted server, a crowd."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from metadata_harness import TIMEOUT_S, Peer, server_process, until
+
+from kvclient import (
+    AsyncSchedulerClient,
+    ClientOptions,
+    EngineFigures,
+    EngineRequest,
+    GroupNews,
+    SchedulerClient,
+)
+from kvclient.scheduling import EngineRole
+from kvproto.v1 import metadata_pb2 as pb
+from kvstore.core.errors import (
+    CapacityExceeded,
+    Conflict,
+    DeadlineExceeded,
+    InvalidArgument,
+    KVStoreError,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
+from kvstore.rpc.client import call_aio, connect_aio
+
+POLL_S = 0.005
+TTL_MS = 400
+
+
+class Engines:
+    """A group whose leader polls as in production; each request is computed, or generated, between two polls."""
+
+    def __init__(self, client: AsyncSchedulerClient, group: str, role: EngineRole, *, ends: bool = True) -> None:
+        self.client, self.group, self.role, self.ends = client, group, role, ends
+        room = 1_000_000 if role == "decode" else 0
+        self.figures = [EngineFigures(f"{group}-{number}", f"node-{group}", hbm_tokens=room) for number in range(2)]
+        self.served: list[str] = []
+        self.news: list[GroupNews] = []
+        self.task = asyncio.create_task(self.run())
+
+    async def run(self) -> None:
+        leader = self.client.leader(self.group, self.role)
+        done: list[int] = []
+        while True:
+            with suppress(Unavailable, DeadlineExceeded):
+                if self.role == "prefill":
+                    news = await leader.report(self.figures, prefilled=done)
+                else:
+                    news = await leader.report(self.figures, finished=done)
+                if news.anew:
+                    self.news.append(news)
+                both = [one for one in news.assigned if one.prefill is not None and one.decode is not None]
+                self.served.extend(one.request_id for one in both)
+                done = [one.generation for one in both] if self.ends else []
+            await asyncio.sleep(POLL_S)
+
+    async def die(self) -> None:
+        """Falls silent."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def client_of(address: str) -> AsyncIterator[AsyncSchedulerClient]:
+    """A client whose breaker is quick to try again."""
+    async with AsyncSchedulerClient(address, options=ClientOptions(breaker_pause_s=0.05)) as client:
+        yield client
+
+
+async def test_assignment_follows_the_rules(tmp_path: Path) -> None:
+    with server_process(tmp_path, alpha_tokens=1_000, beta_tokens=100) as server, SchedulerClient(server.address) as client:
+        async with connect_aio(server.address) as channel:
+            nodes = [Peer(channel, name) for name in ("busy", "idle")]
+            for node in nodes:
+                await node.register()
+            plan = await call_aio(
+                nodes[0].stub.PlanLoad,
+                pb.PlanLoadRequest(
+                    operation_id=secrets.token_bytes(16),
+                    policy="prefill_only",
+                    prefill_node="busy",
+                    blocks=101,
+                    block_bytes=1_000,
+                    block_tokens=10,
+                    budget_ms=600_000,
+                ),
+                TIMEOUT_S,
+            )
+            prefill, decode = client.leader("P", "prefill"), client.leader("D", "decode")
+            computing = [
+                EngineFigures("overloaded", "idle", sequences=1, tokens=101),
+                EngineFigures("long-queue", "busy", sequences=0, tokens=0),  # the planner knows that its node has much to read
+                EngineFigures("short-queue", "idle", "10.0.0.3:8000", sequences=1, tokens=50),
+            ]
+            generating = [
+                EngineFigures("d0", "idle", hbm_tokens=10_000, sequences=3, tokens=0, free_hbm_tokens=10_000),
+                EngineFigures("d1", "busy", hbm_tokens=10_000, sequences=1, tokens=40, free_hbm_tokens=10_000),
+            ]
+            assert prefill.report(computing).anew
+            assert decode.report(generating).anew
+            requests = [EngineRequest(f"r{number}", 60, 30, 100) for number in range(4)]
+            async with client_of(server.address) as routers:
+                calls = []
+                for number, request in enumerate(requests):
+                    calls.append(asyncio.create_task(routers.assign(request, 60)))
+                    await until(lambda count=number + 1: _waiting(nodes[0], count))  # type: ignore[misc]
+                # C2 first: the only one with a short queue, until it has more than beta; then C3, until that has too
+                assert [(one.request_id, one.engine) for one in prefill.report(computing).assigned] == [
+                    ("r0", "short-queue"),
+                    ("r1", "long-queue"),
+                    ("r2", "long-queue"),
+                ]
+                # Z = 1.05 x (240 + 40) / 2 = 147: fewest sequences of those that stay below it, then fewest tokens
+                told = decode.report(generating).assigned
+                assert [(one.request_id, one.engine) for one in told] == [("r0", "d1"), ("r1", "d0"), ("r2", "d0"), ("r3", "d1")]
+                answers = await asyncio.gather(*calls[:3])
+                assert [(one.prefill.engine, one.decode.engine) for one in answers] == [
+                    ("short-queue", "d1"),
+                    ("long-queue", "d0"),
+                    ("long-queue", "d0"),
+                ]
+                assert answers[0].prefill.address == "10.0.0.3:8000"
+                computing[1] = EngineFigures("long-queue", "busy", sequences=2, tokens=120)
+                computing[2] = EngineFigures("short-queue", "idle", "10.0.0.3:8000", sequences=2, tokens=110)
+                assert [one.decode and one.decode.node for one in prefill.report(computing).assigned] == ["busy", "idle", "idle"]
+                # what was read is no longer waited for
+                finished = pb.LoadReport(plan_id=plan.plan_id, finished=True)
+                await call_aio(nodes[0].stub.ReportLoads, pb.ReportLoadsRequest(loads=[finished]), TIMEOUT_S)
+                computing[1] = EngineFigures("long-queue", "busy", sequences=0, tokens=0)
+                (last,) = prefill.report(computing, prefilled=[one.generation for one in answers]).assigned
+                assert (last.request_id, last.engine) == ("r3", "long-queue")
+                assert (await calls[3]).generation == last.generation
+                decode.report(generating, finished=[last.generation, *(one.generation for one in answers)])
+                assert (await nodes[0].counters())["metadata_scheduler_requests"] == 0
+                with pytest.raises(NotFound):
+                    await routers.assign(requests[0], 1)
+
+
+async def _waiting(peer: Peer, count: int) -> bool:
+    return (await peer.counters())["metadata_scheduler_waiting_prefill"] == count
+
+
+async def test_a_router_hears_of_the_engines_that_take_over_from_dead_ones(tmp_path: Path) -> None:
+    with server_process(tmp_path, ttl_ms=TTL_MS, engine_ttl_ms=TTL_MS) as server:
+        async with client_of(server.address) as client:
+            prefill, first = Engines(client, "P", "prefill"), Engines(client, "D", "decode", ends=False)
+            request = EngineRequest("r", 1_000)
+            answer = await client.assign(request, 20)
+            assert answer.decode.group == "D"
+            second = Engines(client, "E", "decode", ends=False)
+            waits = asyncio.create_task(client.again(request, answer, 20))
+            with pytest.raises(DeadlineExceeded):
+                await client.again(request, answer, 0.05)  # all is well
+            await first.die()
+            again = await waits
+            assert again.decode.group == "E"
+            assert again.generation > answer.generation
+            assert again == await client.assign(request, 20)
+            assert await client.cancel(request)
+            assert not await client.cancel(request)
+            with pytest.raises(NotFound):
+                await client.again(request, again, 20)
+            for engines in (prefill, second):
+                await engines.die()
+        assert "was silent for" in server.log()
+
+
+async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server:
+        async with client_of(server.address) as client:
+            running, waiting = EngineRequest("running", 1_000), EngineRequest("waiting", 1_000)
+            groups = [Engines(client, "P", "prefill", ends=False), Engines(client, "D", "decode", ends=False)]
+            answer = await client.assign(running, 20)
+            await groups[0].die()
+            waits = asyncio.create_task(client.assign(waiting, 30))
+            async with connect_aio(server.address) as channel:
+                await until(lambda: _waiting(Peer(channel), 1))
+            server.stop(signal.SIGKILL)
+            server.start()
+            groups.append(Engines(client, "Q", "prefill", ends=False))
+            assert (await waits).prefill.group == "Q"
+            with pytest.raises(NotFound):
+                await client.again(running, answer, 20)
+            anew = await client.assign(running, 20)
+            assert anew.generation != answer.generation
+            assert len(groups[1].news) == 2  # it joined twice, by itself
+            for engines in groups:
+                await engines.die()
+
+
+async def test_a_crowd_is_served_once_each_and_one_that_finds_no_engine_is_turned_away(tmp_path: Path) -> None:
+    with server_process(tmp_path, max_requests=500) as server:
+        async with connect_aio(server.address) as channel:
+            peer = Peer(channel)
+            budget = {"prompt_tokens": 1, "budget_ms": 2_000}
+            calls = [
+                call_aio(
+                    peer.stub.AssignRequest,
+                    pb.AssignRequestRequest(operation_id=secrets.token_bytes(16), request_id=f"x{number}", **budget),
+                    TIMEOUT_S,
+                )
+                for number in range(3_000)
+            ]
+            together = asyncio.gather(*calls, return_exceptions=True)
+            await peer.register()
+            assert not (await peer.beat()).register_again  # nodes are not shut out
+            ended = Counter(type(error) for error in await together)
+            # those that the library itself turns away before they are looked at are Unavailable
+            assert sum(ended.values()) == len(calls)
+            assert set(ended) <= {CapacityExceeded, DeadlineExceeded, Unavailable}
+            assert ended[DeadlineExceeded] >= 500
+            assert ended[CapacityExceeded] >= 500
+            assert (await peer.counters())["metadata_scheduler_requests"] == 0
+        async with client_of(server.address) as client:
+            groups = [Engines(client, group, role) for group, role in (("P", "prefill"), ("D", "decode"), ("E", "decode"))]  # type: ignore[arg-type]
+            requests = [EngineRequest(f"r{number}", 100) for number in range(2_000)]
+            answers = await asyncio.gather(*(client.assign(request, 60) for request in requests))
+            assert len({one.generation for one in answers}) == len(requests)
+
+            async def all_served() -> bool:
+                return len(groups[1].served) + len(groups[2].served) >= len(requests)
+
+            await until(all_served)
+            assert sorted(groups[1].served + groups[2].served) == sorted(request.request_id for request in requests)
+            for engines in groups:
+                await engines.die()
+
+
+async def test_a_router_that_gives_up_calls_its_request_off(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server:
+        async with connect_aio(server.address) as channel, client_of(server.address) as client:
+            peer = Peer(channel)
+            waits = asyncio.create_task(client.assign(EngineRequest("r", 10), 600))
+            await until(lambda: _waiting(peer, 1))
+            waits.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waits
+            await until(lambda: _waiting(peer, 0))
+
+
+def test_calls_have_deadlines_and_errors_are_typed(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server, SchedulerClient(server.address) as client:
+        leader, twin = client.leader("P", "prefill"), client.leader("P", "prefill")
+        leader.report([EngineFigures("p", "n")])
+        assert twin.report([EngineFigures("p", "n")]).anew
+        with pytest.raises(Conflict):
+            leader.report([EngineFigures("p", "n")])
+        with pytest.raises(DeadlineExceeded):
+            client.assign(EngineRequest("r", 10), 0.2)
+        with pytest.raises(InvalidArgument):
+            client.assign(EngineRequest("r\n", 10), 1)
+        with pytest.raises(InvalidArgument):
+            client.leader("P", "storage")  # type: ignore[arg-type]
+        for wrong in ({"prompt_tokens": 0}, {"prompt_tokens": 2**32}, {"prompt_tokens": 1, "hit_tokens": 2}):
+            with pytest.raises(InvalidArgument):
+                EngineRequest("r", **wrong)
+        twin.leave()
+        assert twin.report([EngineFigures("p", "n")]).anew
+        server.stop(signal.SIGKILL)
+        refused: list[type[KVStoreError]] = []
+        for _ in range(4):  # the last one is not sent at all
+            with pytest.raises(Unavailable) as caught:
+                twin.report([], finished=[])
+            refused.append(type(caught.value))
+        assert "not asked again" in str(caught.value)
+
+
+async def test_several_workers_schedule_nothing_and_say_so(tmp_path: Path) -> None:
+    with server_process(tmp_path, workers=2) as server:
+        async with client_of(server.address) as client:
+            with pytest.raises(Unsupported):
+                await client.assign(EngineRequest("r", 10), 5)
