@@ -408,8 +408,8 @@ class Scheduling:
     def _untangle(self) -> None:
         """Ends a standstill: some hold prefill engines and wait for room to decode, which others hold that wait to be prefilled.
 
-        In order of arrival nobody waits in a circle; but what the dead give back goes before what came earlier. Those that hold room
-        queue anew: it serves the others first.
+        In order of arrival nobody waits in a circle; but what the dead give back goes before what came earlier. Those that hold
+        room queue anew: it serves the others first.
         """
         halves = [entry for entry in self._requests.values() if (entry.prefill is None) != (entry.decode is None)]
         holding = [entry for entry in halves if entry.decode is not None]

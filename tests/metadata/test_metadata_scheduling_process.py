@@ -265,7 +265,7 @@ def test_calls_have_deadlines_and_errors_are_typed(tmp_path: Path) -> None:
             client.leader("P", "storage")  # type: ignore[arg-type]
         for wrong in ({"prompt_tokens": 0}, {"prompt_tokens": 2**32}, {"prompt_tokens": 1, "hit_tokens": 2}):
             with pytest.raises(InvalidArgument):
-                EngineRequest("r", **wrong)
+                EngineRequest("r", **wrong)  # type: ignore[arg-type]
         twin.leave()
         assert twin.report([EngineFigures("p", "n")]).anew
         server.stop(signal.SIGKILL)
