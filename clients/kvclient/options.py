@@ -7,6 +7,8 @@ from typing import Literal
 
 from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
+from kvstore.transport.marking import CS1
+from kvstore.transport.traffic import TrafficClass
 
 Verify = Literal["auto", "always", "never"]
 """When the client itself checks checksums of what it loads.
@@ -46,6 +48,10 @@ class ClientOptions:
         read_streams: nodes read from at once, in the whole client.
         part_workers: parts of planned loads under way at once, in the whole client; more wait for their turn.
         tcp_streams: connections to each node.
+        kv_dscp: mark of KV traffic (DSCP), 0 to 63; 8 is CS1, a low class; 0: unmarked.
+        compute_cap: the most bytes a second that this process's client moves to and from other hosts, each direction; 0: no cap.
+        compute_yield: make way for other traffic on the link to other hosts, and never fill it; needs a mark.
+        compute_bandwidth: bytes a second of that link, for ``compute_yield``; 0: as the NIC's driver says.
         breaker_failures: unanswered calls in a row after which calls to the metadata server fail at once.
         breaker_pause_s: how long, until one call is let through to probe.
         reopen_pause_s: least time between two attempts to open a lost session anew.
@@ -74,6 +80,10 @@ class ClientOptions:
     read_streams: int = 8
     part_workers: int = 64
     tcp_streams: int = 4
+    kv_dscp: int = CS1
+    compute_cap: int = 0
+    compute_yield: bool = False
+    compute_bandwidth: int = 0
     breaker_failures: int = 3
     breaker_pause_s: float = 1.0
     reopen_pause_s: float = 0.25
@@ -100,5 +110,14 @@ class ClientOptions:
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         for name in ("room_wait_s", "lease_margin_s", "log_interval_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name), zero=True))
+        self.traffic_class()
         if self.verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", option="verify", value=self.verify, choices=VERIFY_CHOICES)
+
+    def traffic_class(self) -> TrafficClass:
+        """The class of this client's KV traffic.
+
+        Raises:
+            InvalidArgument: ``kv_dscp``, ``compute_cap`` or ``compute_bandwidth`` is impossible.
+        """
+        return TrafficClass(self.kv_dscp, self.compute_cap, self.compute_yield, self.compute_bandwidth)

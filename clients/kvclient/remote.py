@@ -23,6 +23,7 @@ from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tls import ssl_context
+from kvstore.transport.traffic import KvTraffic
 
 _Result = TypeVar("_Result")
 
@@ -41,6 +42,7 @@ class PeerPool:
         self._options = options
         self._incidents = incidents
         self._lock = threading.Lock()
+        self._traffic = KvTraffic(options.traffic_class(), incidents.counters)
         self._open: OrderedDict[NodeRef, tuple[BlockPeer, grpc.Channel]] = OrderedDict()
         self._readers: ThreadPoolExecutor | None = None
         self._closed = False
@@ -75,7 +77,12 @@ class PeerPool:
             return bytes(call(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, RetryPolicy(attempts=2)).ticket)
 
         peer = TcpPeer(
-            node.data_address, ticket=ticket, streams=self._options.tcp_streams, tls=self._ssl, counters=self._incidents.counters
+            node.data_address,
+            ticket=ticket,
+            streams=self._options.tcp_streams,
+            tls=self._ssl,
+            counters=self._incidents.counters,
+            traffic=self._traffic,
         )
         return peer, channel
 
@@ -99,6 +106,7 @@ class PeerPool:
             _close(entry)
         if readers is not None:
             readers.shutdown(wait=True)
+        self._traffic.close()
 
 
 def _close(entry: tuple[BlockPeer, grpc.Channel]) -> None:

@@ -14,6 +14,7 @@ from kvstore.core.config import Config, TlsSection
 from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
+from kvstore.transport.traffic import TrafficClass
 
 _MAX_FOLDER_NAME = 32
 
@@ -101,6 +102,7 @@ def node_config(config: Config) -> NodeConfig:
         storage_advertise_host=section.storage_advertise_host,
         storage_bytes_per_s=section.storage_bandwidth,
         compute_bytes_per_s=section.compute_bandwidth,
+        traffic=TrafficClass(section.kv_dscp, section.compute_cap, section.compute_yield, section.compute_bandwidth),
         prefill_buffer_bytes=section.prefill_buffer,
         decode_buffer_bytes=section.decode_buffer,
         keep_loaded=section.keep_loaded,

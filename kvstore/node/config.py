@@ -8,6 +8,7 @@ from pathlib import Path
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.node_id import check_node_id
 from kvstore.core.tls import TlsConfig
+from kvstore.transport.traffic import TrafficClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,14 @@ class NodeConfig:
     """Bandwidth of the storage link, for the planner; 0: not known, it is estimated from what is measured."""
     compute_bytes_per_s: int = 0
     """Bandwidth of the compute link; 0: not known."""
+    traffic: TrafficClass = field(default_factory=TrafficClass)
+    """Mark of KV traffic; its cap and its yielding on the compute network. ``link_bytes_per_s`` of 0: ``compute_bytes_per_s``."""
     prefill_buffer_bytes: int = 0
     """The most that loads in layer groups may hold together; 0: a quarter of the arena."""
     decode_buffer_bytes: int = 0
     """The most that awaited prompts may hold together; 0: a quarter of the arena."""
     keep_loaded: bool = True
-    """Keep what was fetched from other nodes in DRAM as a cache; False: it leaves as soon as nobody uses it."""
+    """Keep what loads bring in, from NVMe and from other nodes, in DRAM as a cache; False: it leaves as soon as nobody uses it."""
     peer_streams: int = 4
     """Connections of a peer fetch."""
     anti_entropy_interval_ms: int = 30_000

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import secrets
+import socket
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -44,12 +47,14 @@ from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import DurableVolume, Slot
 from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
+from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.shm import ArenaDoor
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import ssl_context
+from kvstore.transport.traffic import KvTraffic, TrafficClass
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +134,7 @@ class NodeDaemon:
             keep_loaded=config.keep_loaded,
         )
         self._recover(homes)
+        self._traffic = _compute_traffic(config, counters)
         self._peers = Peers(self._make_peer)
         self._mounts = make_mounts(config.mounts, io_threads=config.io_threads, counters=counters, clock=clock)
         self._loader = Loader(
@@ -161,8 +167,9 @@ class NodeDaemon:
         )
         self._authority = TicketAuthority(secrets.token_bytes(32), self._boot_id, clock)
         provider = NodeProvider(self._domains, self.table, self._loader, self._stager, clock)
-        self._data = self._data_server(provider, config.data_listen)
-        self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen)
+        self._data = self._data_server(provider, config.data_listen, self._traffic)
+        marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
+        self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
         self._door = ArenaDoor(self._arena_socket, self._hand_out_arena, self._engine_left)
         target = (
             LocalTarget(self.table, counters, clock)
@@ -171,7 +178,7 @@ class NodeDaemon:
         )
         self._write_behind = WriteBehind(self.table, target, counters)
 
-    def _data_server(self, provider: NodeProvider, listen: str) -> TcpServer:
+    def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic) -> TcpServer:
         tls = self.config.tls
         return TcpServer(
             provider,
@@ -179,6 +186,7 @@ class NodeDaemon:
             authority=self._authority,
             tls=ssl_context(tls, server_side=True) if tls is not None else None,
             counters=self.counters,
+            traffic=traffic,
         )
 
     def _recover(self, homes: list[Home]) -> None:
@@ -223,6 +231,7 @@ class NodeDaemon:
             tls=tls,
             server_name=name,
             counters=self.counters,
+            traffic=self._traffic,
         )
 
     def _find_storage_node(self) -> PeerAddress:
@@ -359,6 +368,7 @@ class NodeDaemon:
         self._loader.close()
         self._mounts.close()
         self._peers.close()
+        self._traffic.close()
         self._janitor.join(2.0)
         self._resumer.join(2.0)
         for volume in (self._arena, *self._slabs):
@@ -387,3 +397,15 @@ class NodeDaemon:
         waiting = [slab for slab in self._slabs if slab.read_only is not None]
         while waiting and not self._stopping.wait(RESUME_INTERVAL_S):
             waiting = [slab for slab in waiting if not slab.resume()]
+
+
+def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
+    """For all sockets but those that have the address listened on for the storage network: these are only marked."""
+    traffic = config.traffic
+    if not traffic.link_bytes_per_s:
+        traffic = replace(traffic, link_bytes_per_s=config.compute_bytes_per_s)
+    uncapped: set[str] = set()
+    if config.storage_listen is not None:
+        with contextlib.suppress(OSError):  # a name that nobody knows: listening there fails, and says so
+            uncapped = {str(found[4][0]) for found in socket.getaddrinfo(parse_address(config.storage_listen)[0], None)}
+    return KvTraffic(traffic, counters, uncapped)

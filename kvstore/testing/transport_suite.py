@@ -382,8 +382,8 @@ class TransportSuite(ABC):
         write = peer.begin_write(write_of(numbers, shape))
         assert write.granted.tolist() == [0, 1, 2, 4, 6, 7, 8]
         for first in reversed(range(0, shape.layers, 2)):  # in any order, in groups of any size
-            write.put(first, layers_of(source, first, min(2, shape.layers - first)))
             assert provider.held(NAMESPACE, 0) is None, "visible before all of it was there"
+            write.put(first, layers_of(source, first, min(2, shape.layers - first)))
         outcomes = dict.fromkeys(numbers, StoreOutcome.STORED) | {3: StoreOutcome.EXISTS, 5: StoreOutcome.SKIPPED}
         assert list(write.commit()) == list(outcomes.values())
         assert provider.held(NAMESPACE, 8) == block_payload(8, shape)

@@ -20,6 +20,7 @@ from kvstore.transport import frames
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.frames import FrameKind, Head
+from kvstore.transport.traffic import KvTraffic
 from kvstore.transport.wire import PlainWire, TlsWire, Wire, set_options
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class ConnectionPool:
         connect_timeout_s: for the dial, TLS and HELLO together.
         max_connections: in use at once, and idle at once.
         socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
+        traffic: class of the traffic; None: like any other.
         breaker: when to fail fast.
         counters: where events are counted.
     """
@@ -95,6 +97,7 @@ class ConnectionPool:
         socket_buffer_bytes: int | None,
         breaker: CircuitBreaker,
         counters: Counters,
+        traffic: KvTraffic | None = None,
     ) -> None:
         self.address = address
         self._host, self._port = parse_address(address)
@@ -105,6 +108,7 @@ class ConnectionPool:
         self._socket_buffer_bytes = socket_buffer_bytes
         self._breaker = breaker
         self._counters = counters
+        self._traffic = traffic
         self._lock = threading.Lock()
         self._max_connections = max_connections
         self._room = threading.Semaphore(max_connections)
@@ -227,9 +231,15 @@ class ConnectionPool:
         sock = socket.create_connection((self._host, self._port), timeout=max(until_s - time.monotonic(), 0.001))
         try:
             set_options(sock, self._socket_buffer_bytes)
+            if self._traffic is not None:
+                self._traffic.mark(sock)
+            wire: Wire
             if self._tls is None:
-                return PlainWire(sock)
-            return TlsWire(self._tls.wrap_socket(sock, server_hostname=self._server_name))
+                wire = PlainWire(sock)
+            else:
+                sock = self._tls.wrap_socket(sock, server_hostname=self._server_name)
+                wire = TlsWire(sock)
+            return wire if self._traffic is None else self._traffic.paced(wire, sock)
         except BaseException:
             sock.close()
             raise

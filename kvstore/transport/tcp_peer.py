@@ -50,6 +50,7 @@ from kvstore.transport.layer_write import TcpLayerWrite
 from kvstore.transport.layout import Layout
 from kvstore.transport.pool import AnsweredError, Connection, ConnectionPool, Ticket
 from kvstore.transport.reading import UNIT_KEYS, UNITS_AHEAD, ReadState, Unit, budget_ms
+from kvstore.transport.traffic import KvTraffic
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class TcpPeer(BlockPeer):
         breaker_open_s: ... for this long.
         socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
         counters: where events are counted.
+        traffic: class of the traffic; None: unmarked and without a cap.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class TcpPeer(BlockPeer):
         breaker_open_s: float = 1.0,
         socket_buffer_bytes: int | None = None,
         counters: Counters | None = None,
+        traffic: KvTraffic | None = None,
     ) -> None:
         if streams < 1:
             raise InvalidArgument("a peer takes at least one stream", streams=streams)
@@ -110,6 +113,7 @@ class TcpPeer(BlockPeer):
             socket_buffer_bytes=socket_buffer_bytes,
             breaker=CircuitBreaker(MonotonicClock(), failures=breaker_failures, open_s=breaker_open_s),
             counters=self._counters,
+            traffic=traffic,
         )
         self._helpers_lock = threading.Lock()
         self._helpers: ThreadPoolExecutor | None = None

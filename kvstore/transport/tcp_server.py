@@ -28,6 +28,7 @@ from kvstore.transport.addresses import format_address, parse_address
 from kvstore.transport.contract import BlockProvider
 from kvstore.transport.serving import ServerConnection, ServerTimes
 from kvstore.transport.tickets import TicketAuthority
+from kvstore.transport.traffic import KvTraffic
 from kvstore.transport.wire import PeerGone, PeerStalled, PlainWire, TlsWire, Wire, set_options
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class TcpServer:
         stall_timeout_s: how long a peer may neither take nor give a byte in the middle of a request.
         max_request_s: the longest a request may take, whatever deadline it names.
         socket_buffer_bytes: fixed socket buffers. None: the kernel sizes them.
+        traffic: class of the traffic. None: unmarked and without a cap.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class TcpServer:
         stall_timeout_s: float = 10.0,
         max_request_s: float = 120.0,
         socket_buffer_bytes: int | None = None,
+        traffic: KvTraffic | None = None,
     ) -> None:
         self._provider = provider
         self._listen = parse_address(listen)
@@ -77,6 +80,7 @@ class TcpServer:
         self._max_connections = max_connections
         self._times = ServerTimes(handshake_timeout_s, idle_timeout_s, stall_timeout_s, max_request_s)
         self._socket_buffer_bytes = socket_buffer_bytes
+        self._traffic = traffic
         self._lock = threading.Lock()
         self._stopping = False
         self._listener: socket.socket | None = None
@@ -103,6 +107,8 @@ class TcpServer:
             # sockets that are accepted inherit the buffer sizes, and windows are agreed on before accept returns
             listener = socket.create_server((host, port), family=family, backlog=min(self._max_connections, 128))
             set_options(listener, self._socket_buffer_bytes)
+            if self._traffic is not None:
+                self._traffic.mark(listener)  # what answers the dial; not all of it is inherited
         except OSError as error:
             raise Unavailable("cannot listen for data connections", listen=f"{host}:{port}", error=error) from error
         self._listener = listener
@@ -212,6 +218,8 @@ class TcpServer:
     def _secured(self, sock: socket.socket) -> Iterator[Wire]:
         """The connection as a wire, after the TLS handshake where there is one."""
         wire: Wire
+        if self._traffic is not None:
+            self._traffic.mark(sock)
         if self._tls is None:
             wire = PlainWire(sock, self._times.stall_s)
         else:
@@ -227,7 +235,8 @@ class TcpServer:
             wire = TlsWire(secured, self._times.stall_s)
             if stopping:
                 wire.shut()
+            sock = secured
         try:
-            yield wire
+            yield wire if self._traffic is None else self._traffic.paced(wire, sock)
         finally:
             wire.close()
