@@ -57,7 +57,7 @@ class BlockTable:
     ) -> None:
         self.dram = dram
         self.keep_loaded = keep_loaded
-        """Whether what was fetched from peers stays in DRAM as a cache. If not, the arena only stages it."""
+        """Whether DRAM is a cache. If not, it only stages: what nobody uses any more leaves, what was stored once it is durable."""
         self.homes = list(homes)
         self._dram_policy = dram_policy
         self._log = log
@@ -114,10 +114,9 @@ class BlockTable:
                     prepared.outcomes.append(StoreOutcome.STORED)
                     self._preparing[key] = prepared  # taken now: a key twice in one run is IN_PROGRESS the second time
                     wanted.append(position)
+            self._dram_policy.touch(known)
             if not wanted:
-                self._touch(known)
                 return prepared
-            self._touch(known)
             guarded = self._blocks.get(run.keys[wanted[0] - 1]) if wanted[0] else self._blocks.get(run.parent or BlockKey(b""))
             if guarded is not None and guarded.expendable and not guarded.durable:
                 guarded.pins += 1
@@ -182,6 +181,7 @@ class BlockTable:
                     block.expendable = block.passing = True
                     block.ours = False
                 elif self._writes_behind:
+                    block.passing = not self.keep_loaded
                     self._enqueue(block)
                 else:
                     block.expendable = True
@@ -589,15 +589,14 @@ class BlockTable:
         left_s = deadline_s - self._clock.now_s()
         return left_s > 0 and not self._closed and condition.wait(left_s)
 
-    def _touch(self, keys: Sequence[BlockKey]) -> None:
-        self._dram_policy.touch(keys)
-
     def _allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
         slots = self.dram.allocate(shape, count)
         if slots is None:
             cold: list[Block] = []
             plan = self.dram.room_plan(shape, count, self._coldest(self._dram_policy, None, cold), PLAN_LIMIT)
-            self._cascade(cold)
+            for block in cold:  # those that lie in DRAM only are written behind, so that they may leave
+                self._enqueue(block)
+            self._counters.add("cascaded_blocks_total", len(cold))
             if plan is None:
                 return None
             for key in plan:
@@ -605,13 +604,6 @@ class BlockTable:
             self._counters.add("evicted_dram_blocks_total", len(plan))
             slots = self.dram.allocate(shape, count)
         return slots
-
-    def _cascade(self, cold: Sequence[Block]) -> None:
-        """Sends cold blocks that lie in DRAM only to write-behind, so that they may leave."""
-        for block in cold:
-            self._enqueue(block)
-        if cold:
-            self._counters.add("cascaded_blocks_total", len(cold))
 
     @staticmethod
     def _idle(block: Block) -> bool:
@@ -672,7 +664,7 @@ class BlockTable:
             assert block.dram is not None
             self.dram.free((block.dram,))
             block.dram = None
-        elif block.dram is not None and block.expendable and self._idle(block):
+        elif block.dram is not None and block.expendable and self._idle(block) and (block.durable or not block.ours):
             self._evict_dram(block)
 
     def _evict_dram(self, block: Block) -> None:
@@ -700,4 +692,6 @@ class BlockTable:
         self._pending_bytes -= block.domain.shape.block_bytes
         self._in_write -= 1
         self._finished += 1
+        if block.passing and block.pins == 0:
+            self._let_go(block)
         self._changed.notify_all()

@@ -236,6 +236,25 @@ def test_a_block_that_lost_its_nvme_replica_is_written_again_before_it_leaves_dr
     node.close()
 
 
+def test_where_dram_only_stages_what_is_stored_leaves_it_once_it_is_durable_and_unused(tmp_path: Path) -> None:
+    node = make_harness(tmp_path / "slab")
+    node.table.keep_loaded = False
+    node.store(1, 0, 3)
+    used, *others = node.table.pin_resident(node.domains[0], [key_of(2, depth) for depth in range(3)])
+    node.table.unpin(block for block in others if block is not None)
+    assert node.arena.usage().blocks == 3, "not durable yet"
+    assert node.write_behind() == 3
+    assert node.arena.usage().blocks == 1, "in use"
+    assert used is not None
+    node.table.unpin([used])
+    assert node.arena.usage().blocks == 0
+    assert all(node.table.are_durable([key_of(2, depth) for depth in range(3)]))
+    node.store(2, 0, 1)
+    node.table.not_persisted(node.table.take_pending(1, 1 << 20, 0.0)[0])
+    assert node.arena.usage().blocks == 1, "what could not be written stays"
+    node.close()
+
+
 class TableMachine(RuleBasedStateMachine):
     """Random life of a node; whatever can be pinned must be what was stored."""
 
