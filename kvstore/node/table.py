@@ -57,7 +57,7 @@ class BlockTable:
     ) -> None:
         self.dram = dram
         self.keep_loaded = keep_loaded
-        """Whether DRAM is a cache. If not, it only stages: what nobody uses any more leaves, what was stored once it is durable."""
+        """Whether DRAM is a cache. If not, it only stages: what nobody uses leaves, what was stored once it is durable."""
         self.homes = list(homes)
         self._dram_policy = dram_policy
         self._log = log
