@@ -118,7 +118,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """Work that is wanted no longer."""
+    """Work that is wanted no longer: this attempt. A later generation of the request, told before or after, stays."""
 
     request_id: str
     generation: int
@@ -139,12 +139,13 @@ class GroupNews:
 
     @property
     def assigned(self) -> list[Assigned]:
-        """Of the events, those that are work."""
-        return [event for event in self.events if isinstance(event, Assigned)]
+        """Of the events, those that are work and were not called off in the same answer."""
+        off = {event.generation for event in self.revoked}
+        return [event for event in self.events if isinstance(event, Assigned) and event.generation not in off]
 
     @property
     def revoked(self) -> list[Revoked]:
-        """Of the events, those that call work off."""
+        """Of the events, those that call work off: of that generation alone, a later one of the same request may be in force."""
         return [event for event in self.events if isinstance(event, Revoked)]
 
 

@@ -71,7 +71,8 @@ class Group:
             assert one.engine in self.names
             self.work[one.request_id] = (one.generation, one.engine, one.prompt_tokens, None not in {one.prefill, one.decode})
         for gone in news.revoked:
-            self.work.pop(gone.request_id, None)
+            if gone.generation == self.work.get(gone.request_id, (0,))[0]:
+                del self.work[gone.request_id]
         if self.decodes:  # room was given out once
             assert all(figures.free_hbm_tokens is not None and figures.free_hbm_tokens >= 0 for figures in self.figures())
 
@@ -97,7 +98,6 @@ async def _serve(draw: random.Random, requests: int, losses: float) -> None:
         calls.append(asyncio.create_task(door.assign(wanted)))
     await asyncio.sleep(0)
     assert door.gauges()["metadata_scheduler_requests"] == requests
-    served: set[str] = set()
     rounds = 0
     while door.gauges()["metadata_scheduler_requests"]:
         rounds += 1
@@ -117,7 +117,6 @@ async def _serve(draw: random.Random, requests: int, losses: float) -> None:
         door.expire()
     for call in calls:
         assert (await call).decode.group in {"D1", "D2"}
-    served.update(f"r{number}" for number in range(requests))
     clock.advance(10 * TTL_S)
     door.expire()
     assert set(door.gauges().values()) == {0}

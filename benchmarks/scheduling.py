@@ -1,0 +1,236 @@
+"""Request scheduling over gRPC, by a real metadata server process: requests a second, and what a router waits.
+
+A request is all of it: a router asks and waits, a prefill and a decode group fetch it, say that its prompt is computed and that
+it is done. Routers (asyncio clients, as many requests in flight as are named) and leaders run in processes of their own. There are
+6 engines, 2 of them for prefill, each kind in one group, whose leaders report again as soon as they are answered (rate) or every
+5 ms (wait). Engines are never full, so that nothing but the scheduler is waited for.
+
+Held against, in the same run: the same rules called directly (the pure scheduler without a planner), and a gRPC server that
+answers a constant to as many calls in flight, which is the limit of one call a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from harness import Figure, Options, Reference, interleave, options
+from kvclient import AsyncSchedulerClient, EngineFigures, EngineRequest
+from kvclient.scheduling import EngineRole
+from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
+from kvproto.v1.metadata_pb2_grpc import MetadataStub
+from kvstore.core.errors import KVStoreError
+from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.scheduler import Ask, EngineReport, Scheduler, SchedulerLimits
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.main import run
+from kvstore.rpc.client import call_aio, connect_aio
+from peers.bare_grpc import BareGrpc
+
+GROUPS: dict[str, tuple[EngineRole, int]] = {"prefill-group": ("prefill", 2), "decode-group": ("decode", 4)}
+TOKENS = 30_000
+HIT_TOKENS = 29_000
+ENOUGH = 1 << 40
+DEADLINE_S = 30.0
+IN_FLIGHT = 256
+POLL_S = 0.005
+
+
+async def lead(client: AsyncSchedulerClient, group: str, pause_s: float) -> None:
+    """A leader whose engines are done with a request as soon as they know it."""
+    role, count = GROUPS[group]
+    room = ENOUGH if role == "decode" else 0
+    engines = [
+        EngineFigures(f"{group}-{number}", f"node-{number}", hbm_tokens=room, tokens=0, sequences=0) for number in range(count)
+    ]
+    leader = client.leader(group, role)
+    done: list[int] = []
+    while True:
+        news = await leader.report(engines, **{"finished" if role == "decode" else "prefilled": done}, deadline_s=DEADLINE_S)
+        done = [one.generation for one in news.assigned if one.prefill is not None and one.decode is not None]
+        if pause_s or not done:
+            await asyncio.sleep(pause_s or 0.0005)
+
+
+async def lead_all(address: str, pause_s: float) -> None:
+    """All groups, until the process is ended."""
+    async with AsyncSchedulerClient(address) as client:
+        await asyncio.gather(*(lead(client, group, pause_s) for group in GROUPS))
+
+
+def engines_process(address: str, pause_s: float) -> None:
+    """Leaders, in a process of their own."""
+    try:
+        asyncio.run(lead_all(address, pause_s))
+    except (KeyboardInterrupt, KVStoreError):
+        return
+
+
+async def ask(client: AsyncSchedulerClient, names: itertools.count[int], until_s: float, waits_s: list[float]) -> None:
+    """One request after the other."""
+    while time.perf_counter() < until_s:
+        begun_s = time.perf_counter()
+        await client.assign(EngineRequest(f"r{next(names)}", TOKENS, HIT_TOKENS, 500), DEADLINE_S)
+        waits_s.append(time.perf_counter() - begun_s)
+
+
+def router_process(address: str, pipe: Connection) -> None:
+    """Asks as told: (seconds, requests in flight) in, waits in seconds out."""
+
+    async def ask_all(seconds: float, in_flight: int) -> list[float]:
+        waits_s: list[float] = []
+        until_s = time.perf_counter() + seconds
+        async with AsyncSchedulerClient(address) as client:
+            await asyncio.gather(*(ask(client, names, until_s, waits_s) for _ in range(in_flight)))
+        return waits_s
+
+    names = itertools.count()
+    while (told := pipe.recv()) is not None:
+        pipe.send(asyncio.run(ask_all(*told)))
+
+
+class Bed:
+    """A server process, a process of leaders, and one of routers."""
+
+    def __init__(self, folder: Path, pause_s: float) -> None:
+        ready = folder / f"ready-{pause_s}"
+        self._server = subprocess.Popen([sys.executable, __file__, "--serve", str(folder / f"index-{pause_s}"), str(ready)])
+        deadline_s = time.monotonic() + 60
+        while not ready.exists():
+            if self._server.poll() is not None or time.monotonic() > deadline_s:
+                sys.exit("the metadata server did not start")
+            time.sleep(0.001)
+        address = json.loads(ready.read_text(encoding="utf-8"))["address"]
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._engines = context.Process(target=engines_process, args=(address, pause_s), daemon=True)
+        self._router = context.Process(target=router_process, args=(address, theirs), daemon=True)
+        self._engines.start()
+        self._router.start()
+
+    def waits_s(self, seconds: float, in_flight: int) -> list[float]:
+        """What requests waited, within so many seconds."""
+        self._pipe.send((seconds, in_flight))
+        waits: list[float] = self._pipe.recv()
+        return waits
+
+    def close(self) -> None:
+        """Ends all three."""
+        self._pipe.send(None)
+        self._router.join(10)
+        self._engines.terminate()
+        self._engines.join(10)
+        self._server.terminate()
+        self._server.wait(30)
+
+
+def pure_rate(seconds: float) -> float:
+    """Requests a second through the rules alone: submitted, fetched twice, computed, done."""
+    scheduler = Scheduler(SchedulerLimits(ENOUGH, ENOUGH))
+    for group, (role, count) in GROUPS.items():
+        for number in range(count):
+            scheduler.join(Engine(f"{group}-{number}", Role(role), group, f"node-{number}", ENOUGH))
+    names, served = itertools.count(), 0
+    begun_s = time.perf_counter()
+    while time.perf_counter() - begun_s < seconds:
+        for _ in range(IN_FLIGHT // 8):
+            scheduler.submit(Ask(f"r{next(names)}", TOKENS, TOKENS + 500))
+        for group, (_, count) in GROUPS.items():
+            reports = [EngineReport(f"{group}-{number}", read_tokens=0) for number in range(count)]
+            fetched = scheduler.fetch(group, reports)
+        for pair in fetched.pairs:
+            scheduler.prefill_done(pair.request_id, pair.generation)
+            scheduler.finish(pair.request_id, pair.generation)
+        served += len(fetched.pairs)
+    return served / (time.perf_counter() - begun_s)
+
+
+def bare_rate(bare: BareGrpc, seconds: float) -> float:
+    """Calls a second of a server that answers a constant."""
+
+    async def ask_all() -> int:
+        async with connect_aio(bare.address) as channel:
+            stub = MetadataStub(channel)
+            until_s = time.perf_counter() + seconds
+            calls = 0
+
+            async def ask_on() -> None:
+                nonlocal calls
+                while time.perf_counter() < until_s:
+                    await call_aio(stub.Lookup, LookupRequest(), DEADLINE_S)
+                    calls += 1
+
+            await asyncio.gather(*(ask_on() for _ in range(IN_FLIGHT)))
+            return calls
+
+    begun_s = time.perf_counter()
+    return asyncio.run(ask_all()) / (time.perf_counter() - begun_s)
+
+
+def measure(opts: Options, folder: Path) -> None:
+    """Both figures."""
+    seconds = opts.pick(full=3.0, quick=1.0, smoke=0.2)
+    with ExitStack() as stack:
+        busy, polled = Bed(folder, 0.0), Bed(folder, POLL_S)
+        stack.callback(busy.close)
+        stack.callback(polled.close)
+        bare = stack.enter_context(BareGrpc(LookupResponse(hit_blocks=1)))
+        rates = interleave(
+            {
+                "rpc": lambda: len(busy.waits_s(seconds, IN_FLIGHT)) / seconds,
+                "pure": lambda: pure_rate(seconds),
+                "bare": lambda: bare_rate(bare, seconds),
+            },
+            opts.repetitions,
+        )
+        opts.keep(
+            Figure("scheduling_rate", "Requests scheduled over gRPC", {"engines": 6, "in_flight": IN_FLIGHT}, "1/s"),
+            rates["rpc"],
+            limit=Reference("bare gRPC, one call", rates["bare"]),
+            peer=Reference("the rules alone", rates["pure"]),
+            transport="gRPC, loopback TCP",
+        )
+        waits = interleave({"p50": lambda: statistics.median(polled.waits_s(seconds, 8)) * 1e3}, opts.repetitions)
+        opts.keep(
+            Figure(
+                "scheduling_wait",
+                "What a router waits for its engines, p50",
+                {"engines": 6, "in_flight": 8, "poll_ms": POLL_S * 1e3},
+                "ms",
+                lower_is_better=True,
+            ),
+            waits["p50"],
+            transport="gRPC, loopback TCP",
+        )
+
+
+def main() -> None:
+    """Command line of all benchmarks."""
+    opts = options("scheduling", __doc__)
+    with tempfile.TemporaryDirectory(dir=opts.scratch) as folder:
+        measure(opts, Path(folder))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        run(
+            MetadataConfig(
+                index_path=Path(sys.argv[2]),
+                listen="127.0.0.1:0",
+                ready_file=Path(sys.argv[3]),
+                alpha_tokens=ENOUGH,
+                beta_tokens=ENOUGH,
+            )
+        )
+    else:
+        main()
