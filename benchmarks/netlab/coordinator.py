@@ -1,0 +1,296 @@
+"""Runs agents against the engines of a bed: submits their turns, assigns engines, and keeps book of every request.
+
+Requests are assigned by the same scheduler as in the metadata server, or in turns. A prefill engine has ``in_flight`` requests at
+a time; what else is assigned to it waits here, in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.scheduler import Ask, Pair, Scheduler, SchedulerLimits
+from kvstore.engine.roofline import Chunk
+from kvstore.testing.netlab_traffic import Recording
+from netlab.agents import Trajectory
+from netlab.bed import machine_times
+from netlab.engine_bed import EngineBed
+
+ALPHA_S, BETA_S = 3.0, 5.0
+_RUN_S = 150.0
+"""A run that takes longer is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How requests are served in a run.
+
+    Attributes:
+        name: as shown.
+        policy: name of a path policy.
+        layerwise: loads, computing and hand-over overlap layer by layer.
+        scheduled: engines are chosen by the paper's scheduler; else in turns.
+        layer_group: layers read from storage together; 0: whole blocks.
+    """
+
+    name: str
+    policy: str
+    layerwise: bool = True
+    scheduled: bool = True
+    layer_group: int = 0
+
+
+LADDER = (
+    Variant("basic", "prefill_only", layerwise=False, scheduled=False),
+    Variant("+ layer-wise", "prefill_only", scheduled=False),
+    Variant("+ both paths", "round_robin", scheduled=False),
+    Variant("+ scheduler", "shorter_queue"),
+    Variant("+ split", "split"),
+)
+"""Step after step, as in the paper; each name stands for everything up to it."""
+ORACLE = Variant("oracle", "oracle")
+
+
+@dataclass(slots=True)
+class Request:
+    """One turn of an agent, and its times (monotonic seconds)."""
+
+    name: str
+    agent: int
+    turn: int
+    prompt: int
+    known: int
+    out: int
+    submitted_s: float
+    dispatched_s: float = 0.0
+    prefill: str = ""
+    decode: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the prefill engine said."""
+    ends: dict[str, Any] = field(default_factory=dict)
+    """What the decode engine said."""
+
+    @property
+    def ttft_s(self) -> float:
+        """From submission to the first token, which prefill makes."""
+        return float(self.facts["first_s"]) - self.submitted_s
+
+    @property
+    def ttst_s(self) -> float:
+        """From the first token to the second: the hand-over, and one step."""
+        return float(self.ends["second_s"]) - float(self.facts["first_s"])
+
+    @property
+    def tpot_s(self) -> float:
+        """A token, from the first to the last."""
+        return (float(self.ends["last_s"]) - float(self.facts["first_s"])) / max(1, self.out - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run."""
+
+    variant: Variant
+    requests: tuple[Request, ...]
+    began_s: float
+    recording: Recording
+    machine_cpu: float
+    """Share of all cores that was busy, whoever used them."""
+    engines: tuple[dict[str, Any], ...]
+
+    @property
+    def jct_s(self) -> float:
+        """From the beginning to the last token of the last request."""
+        return max(float(request.ends["last_s"]) for request in self.requests) - self.began_s
+
+    def wrong(self) -> int:
+        """Blocks with wrong bytes, on either side."""
+        return sum(request.facts["wrong"] + request.ends["wrong"] for request in self.requests)
+
+
+class Coordinator:
+    """One run after the other on a bed.
+
+    Args:
+        bed: running.
+        trajectories: of all agents; agent i begins with the bed's i-th context.
+    """
+
+    def __init__(self, bed: EngineBed, trajectories: Sequence[Trajectory]) -> None:
+        if [one.context for one in trajectories] != bed.contexts:
+            raise InvalidArgument("agents begin with the bed's contexts")
+        self._bed = bed
+        self._trajectories = trajectories
+        self._runs = itertools.count(1)
+        self.limits = self._limits()
+
+    def run(self, variant: Variant, arrivals: Sequence[float]) -> RunResult:
+        """Agents begin at ``arrivals`` (seconds after the beginning, ascending), each its turns one after the other."""
+        bed = self._bed
+        number = next(self._runs)
+        described = {"policy": variant.policy, "layerwise": variant.layerwise, "layer_group": variant.layer_group}
+        bed.tell_all(do="run", run=number, variant=described)
+        before = machine_times()
+        with bed.lab.record() as recording:
+            one = _Run(bed, self._trajectories, number, variant, arrivals, self.limits)
+            one.drive()
+        busy, total = (now - then for now, then in zip(machine_times(), before, strict=True))
+        ends = bed.tell_all(do="end")
+        return RunResult(
+            variant, tuple(one.requests.values()), one.began_s, recording, busy / total if total else 0.0, tuple(ends)
+        )
+
+    def _limits(self) -> SchedulerLimits:
+        """As the paper profiles them: tokens that a storage link reads in 3 s, and that an engine processes in 5 s."""
+        bed = self._bed
+        read_rate = bed.settings.snic_bytes_per_s / bed.engine.model.token_bytes
+        prompts = [(one.known(0), one.prompt(0)) for one in self._trajectories]
+        seconds = sum(bed.engine.prefill_seconds((Chunk(known, prompt - known),)) for known, prompt in prompts)
+        computed = sum(prompt for _, prompt in prompts) / seconds * bed.settings.dilation
+        return SchedulerLimits(int(ALPHA_S * read_rate), int(BETA_S * computed))
+
+
+class _Run:
+    def __init__(
+        self,
+        bed: EngineBed,
+        trajectories: Sequence[Trajectory],
+        number: int,
+        variant: Variant,
+        arrivals: Sequence[float],
+        limits: SchedulerLimits,
+    ) -> None:
+        self._bed = bed
+        self._trajectories = trajectories
+        self._number = number
+        self._variant = variant
+        self._oracle = variant.policy == "oracle"
+        self.requests: dict[str, Request] = {}
+        self._assigner = Assigner(bed, variant, limits)
+        self._waiting: dict[str, deque[Request]] = {name: deque() for name in bed.bed.prefill_hosts}
+        self._busy = dict.fromkeys(bed.bed.prefill_hosts, 0)
+        self.began_s = time.monotonic()
+        self._arrivals = [(self.began_s + at, agent) for agent, at in enumerate(arrivals)]
+        heapq.heapify(self._arrivals)
+        self._left = sum(len(trajectories[agent].turns) for _, agent in self._arrivals)
+
+    def drive(self) -> None:
+        """Until every turn is done."""
+        while self._left:
+            now_s = time.monotonic()
+            if now_s - self.began_s > _RUN_S:
+                raise SystemExit(f"{self._left} turns were not done after {_RUN_S:.0f} s")
+            while self._arrivals and self._arrivals[0][0] <= now_s:
+                self._submit(heapq.heappop(self._arrivals)[1], 0)
+            wait_s = self._arrivals[0][0] - now_s if self._arrivals else 1.0
+            try:
+                _, event = self._bed.next_event(max(0.0005, wait_s))
+            except queue.Empty:
+                continue
+            self._take(event)
+
+    def _submit(self, agent: int, turn: int) -> None:
+        trajectory = self._trajectories[agent]
+        prompt, known = trajectory.prompt(turn), trajectory.known(turn)
+        request = Request(
+            f"{self._number}-{agent}-{turn}", agent, turn, prompt, known, trajectory.turns[turn].out, time.monotonic()
+        )
+        self.requests[request.name] = request
+        self._paired(self._assigner.submit(request.name, prompt, request.out))
+
+    def _paired(self, pairs: Sequence[tuple[str, str, str]]) -> None:
+        for name, prefill, decode in pairs:
+            request = self.requests[name]
+            request.prefill, request.decode = prefill, decode
+            self._waiting[prefill].append(request)
+            self._dispatch(prefill)
+
+    def _dispatch(self, prefill: str) -> None:
+        waiting = self._waiting[prefill]
+        while waiting and self._busy[prefill] < self._bed.settings.in_flight:
+            request = waiting.popleft()
+            self._busy[prefill] += 1
+            request.dispatched_s = time.monotonic()
+            if not self._oracle:
+                self._decode(request, bare=False)  # awaited before the first layer can be handed over
+            expect = min(request.known, request.prompt - 1) // self._bed.spec.block_tokens
+            self._bed.engines[prefill].tell(do="prefill", **self._named(request), expect=expect, decode=request.decode)
+
+    def _decode(self, request: Request, *, bare: bool) -> None:
+        self._bed.engines[request.decode].tell(do="decode", **self._named(request), out=request.out, bare=bare)
+
+    def _named(self, request: Request) -> dict[str, Any]:
+        return {"id": request.name, "agent": request.agent, "run": self._number, "prompt": request.prompt}
+
+    def _take(self, event: dict[str, Any]) -> None:
+        request = self.requests[event["id"]]
+        if event["did"] == "prefilled":
+            request.facts = event
+            self._busy[request.prefill] -= 1
+            if self._oracle:
+                self._decode(request, bare=True)
+            self._paired(self._assigner.prefilled(request.name))
+            self._dispatch(request.prefill)
+        else:
+            request.ends = event
+        if request.facts and request.ends:
+            self._left -= 1
+            self._paired(self._assigner.finished(request.name))
+            if request.turn + 1 < len(self._trajectories[request.agent].turns):
+                self._submit(request.agent, request.turn + 1)
+
+
+class Assigner:
+    """Who computes a request: by the paper's scheduler, or in turns. Answers are (request, prefill host, decode host)."""
+
+    def __init__(self, bed: EngineBed, variant: Variant, limits: SchedulerLimits) -> None:
+        self._prefill, self._decode = itertools.cycle(bed.bed.prefill_hosts), itertools.cycle(bed.bed.decode_hosts)
+        self._token_bytes = bed.engine.token_bytes
+        self._scheduler: Scheduler | None = None
+        self._groups: list[str] = []
+        self._generations: dict[str, int] = {}
+        if not variant.scheduled:
+            return
+        self._scheduler = Scheduler(limits)
+        for role, names in ((Role.PREFILL, bed.bed.prefill_hosts), (Role.DECODE, bed.bed.decode_hosts)):
+            room = int(bed.engine.kv_room_bytes) if role is Role.DECODE else 0
+            for name in names:
+                self._scheduler.join(Engine(name, role, group=name, node=name, hbm_bytes=room))
+                self._groups.append(name)
+
+    def submit(self, name: str, prompt: int, out: int) -> list[tuple[str, str, str]]:
+        """A new request; returns those that have both engines now."""
+        if self._scheduler is None:
+            return [(name, next(self._prefill), next(self._decode))]
+        self._scheduler.submit(Ask(name, prompt, int((prompt + out) * self._token_bytes)))
+        return self._fetch()
+
+    def prefilled(self, name: str) -> list[tuple[str, str, str]]:
+        """Its prompt is computed and handed over."""
+        if self._scheduler is None:
+            return []
+        self._scheduler.prefill_done(name, self._generations[name])
+        return self._fetch()
+
+    def finished(self, name: str) -> list[tuple[str, str, str]]:
+        """It is done."""
+        if self._scheduler is None:
+            return []
+        self._scheduler.finish(name, self._generations[name])
+        return self._fetch()
+
+    def _fetch(self) -> list[tuple[str, str, str]]:
+        assert self._scheduler is not None
+        pairs: list[Pair] = []
+        for group in self._groups:
+            pairs += self._scheduler.fetch(group).pairs
+        self._generations.update((pair.request_id, pair.generation) for pair in pairs)
+        return [(pair.request_id, pair.prefill.engine, pair.decode.engine) for pair in pairs]
