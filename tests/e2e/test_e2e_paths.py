@@ -1,0 +1,506 @@
+"""Loads over several hosts' storage links, with real processes: every policy and layer group, and whatever may fail on the way.
+
+Blocks lie on a storage node only. A load is right when every hit has its own bytes, every layer has its bytes at the moment at
+which it is announced, nothing waits much longer than it must, and nothing is written to the buffer after the load has returned.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conftest import Engine, Store, until
+from kvclient import LoadResult, Lookup, Paths
+from kvclient.staged import Wanted
+from kvproto.v1 import node_pb2
+from kvstore.core.types import Outcome, Tier
+from kvstore.testing.cluster import NodeSpec
+from kvstore.testing.fault_proxy import FaultProxy
+
+MIB = 1 << 20
+LAYERS = 6
+MakeStore = Callable[..., Store]
+POLICIES = ("prefill_only", "round_robin", "shorter_queue", "split")
+SETTINGS = (("keep_loaded", "false"), ("lease", "3s"))
+STALL_S = 0.5
+
+
+def three_nodes(**decode: object) -> tuple[NodeSpec, ...]:
+    """A storage node, a prefill node that writes behind to it, a decode node and one more; none keeps what it loaded."""
+    more = {"dram_bytes": 64 * MIB, "settings": SETTINGS, **decode}
+    return (
+        NodeSpec("s", roles=("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=SETTINGS),
+        NodeSpec("p", dram_bytes=64 * MIB, write_behind_to="s", settings=SETTINGS[1:]),
+        NodeSpec("d", roles=("decode",), **more),  # type: ignore[arg-type]
+        NodeSpec("r", roles=("decode",), dram_bytes=64 * MIB, settings=SETTINGS),
+    )
+
+
+def put(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup:
+    """Stores a chain so that it lies on the storage node's disk and nowhere else; the lookup that says so."""
+    assert engine.store(chain, blocks, durable=True).durable
+    return only_stored(store, engine, chain, blocks)
+
+
+def only_stored(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup:
+    found: list[Lookup] = []
+
+    def told() -> bool:
+        for node in ("s", "p", "d", "r"):
+            if node in store.cluster._daemons:
+                store.evict(node)
+        found[:] = [engine.client.lookup(engine.keys(chain, blocks))]
+        return found[0].hit_blocks == blocks and {run.tier for run in found[0].runs} == {Tier.NVME}
+
+    until(told, f"{chain} lies in storage alone")
+    return found[0]
+
+
+def paths(policy: str | None = "split", layer_group: int = 0, **more: object) -> Paths:
+    return Paths(decode_node="d", policy=policy, layer_group=layer_group, stall_s=STALL_S, **more)  # type: ignore[arg-type]
+
+
+def load(engine: Engine, found: Lookup, how: Paths, *, deadline_s: float = 8.0, verify: str = "auto") -> LoadResult:
+    """A load whose hits have their bytes, and whose buffer nobody writes to after it has returned."""
+    data = engine.room(len(found.keys))
+    result = engine.client.load(found, data, paths=how, deadline_s=deadline_s, verify=verify)  # type: ignore[arg-type]
+    check(engine, found, result, data)
+    return result
+
+
+def check(engine: Engine, found: Lookup, result: LoadResult, data: np.ndarray) -> None:  # type: ignore[type-arg]
+    hits = np.flatnonzero(result.outcomes == Outcome.HIT)
+    wrong = engine.payloads.wrong_blocks([found.keys[position] for position in hits], data[hits])
+    assert list(wrong) == [], "WRONG BYTES"
+
+
+def load_by_layers(engine: Engine, found: Lookup, how: Paths, *, deadline_s: float = 8.0) -> LoadResult:
+    """A load layer by layer: each announced layer has its bytes when it is announced."""
+    count, layers = len(found.keys), engine.spec.layers
+    size = engine.spec.layer_block_bytes
+    expected = engine.room(count)
+    engine.payloads.fill(list(found.keys), expected)
+    data = engine.room(count)
+    handle = engine.client.start_load(found, data, paths=how, deadline_s=deadline_s)
+    for layer in range(layers):
+        if not handle.wait_layer(layer):
+            break
+        promised = handle.promised_blocks
+        part = slice(layer * size, (layer + 1) * size)
+        if handle.done:
+            promised = min(promised, handle.result().hit_blocks)
+        elif promised > handle.promised_blocks:
+            continue  # it shrank while we looked: what it promised before is no longer said
+        assert (data[:promised, part] == expected[:promised, part]).all(), f"layer {layer} was announced before it was there"
+    result = handle.result()
+    assert handle.promised_blocks == result.hit_blocks
+    check(engine, found, result, data)
+    return result
+
+
+def canary(engine: Engine, found: Lookup, data: np.ndarray, wait_s: float) -> None:  # type: ignore[type-arg]
+    """A buffer that was given back stays as its owner left it."""
+    data[:] = 0xA5
+    end_s = time.monotonic() + wait_s
+    while time.monotonic() < end_s:
+        assert (data == 0xA5).all(), "a load wrote to memory that it had given back"
+        time.sleep(0.02)
+
+
+@contextmanager
+def stopped(store: Store, node: str) -> Iterator[None]:
+    """A node that is there and does nothing."""
+    process = store.cluster.node(node).process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def settled(store: Store, *nodes: str) -> None:
+    """No node keeps a slot for a load that has ended."""
+
+    def empty() -> bool:
+        for node in nodes:
+            store.evict(node)
+        return all(store.node_stats(node).tiers[0].used_bytes == 0 for node in nodes)
+
+    until(empty, "all slots are given back")
+
+
+def test_every_policy_and_layer_group_brings_every_byte(make_store: MakeStore) -> None:
+    store = make_store(*three_nodes())
+    engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
+    found = put(store, engine, "c", 120)
+    for policy in POLICIES:
+        for layer_group in (0, 1, 3):
+            found = only_stored(store, engine, "c", 120)
+            result = load(engine, found, paths(policy, layer_group))
+            assert result.hit_blocks == 120, (policy, layer_group, result)
+            assert sum(result.bytes_by_path.values()) == 120 * engine.spec.block_bytes
+            if policy == "prefill_only":
+                assert set(result.bytes_by_path) == {"prefill"}
+            elif policy == "split":
+                assert len(set(result.bytes_by_path)) >= 2, result.bytes_by_path
+            found = only_stored(store, engine, "c", 120)
+            assert load_by_layers(engine, found, paths(policy, layer_group)).hit_blocks == 120, (policy, layer_group)
+    settled(store, "p", "d", "r")
+
+
+def test_the_oracle_reads_nothing(make_store: MakeStore) -> None:
+    store = make_store(*three_nodes())
+    engine = store.engine("p", layers=LAYERS)
+    found = put(store, engine, "c", 20)
+    assert load(engine, found, paths("oracle")).hit_blocks == 0
+
+
+def test_what_is_checked_again_after_the_copy_comes_too(make_store: MakeStore) -> None:
+    store = make_store(*three_nodes())
+    engine = store.engine("p", layers=LAYERS)
+    found = put(store, engine, "c", 40)
+    for layer_group in (0, 2):
+        assert load(engine, only_stored(store, engine, "c", 40), paths("split", layer_group), verify="always").hit_blocks == 40
+    assert len(found.keys) == 40
+
+
+# ---------------------------------------------------------------- what may fail
+
+
+BLOCKS = 100
+"""About ten megabytes: half a second over a slow link that two hosts share out."""
+SLOW = 12e6
+
+
+@pytest.fixture
+def proxies() -> Iterator[Callable[[str], FaultProxy]]:
+    made: list[FaultProxy] = []
+
+    def make(target: str) -> FaultProxy:
+        made.append(FaultProxy(target))
+        return made[-1]
+
+    yield make
+    for proxy in made:
+        proxy.stop()
+
+
+def through(found: Lookup, address: str) -> Lookup:
+    """The same lookup, with storage reached over a proxy."""
+    return replace(found, runs=tuple(replace(run, node=replace(run.node, storage_address=address)) for run in found.runs))
+
+
+def slowly(store: Store, found: Lookup, proxies: Callable[[str], FaultProxy]) -> Lookup:
+    """Storage over slow links: there is a middle of the load in which something may happen."""
+    proxy = proxies(store.cluster.node("s").ready["data_address"])
+    proxy.to_client.bytes_per_s = SLOW
+    return through(found, proxy.address)
+
+
+@contextmanager
+def after(delay_s: float, what: Callable[[], object]) -> Iterator[None]:
+    """Something happens in the middle."""
+    timer = threading.Timer(delay_s, what)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+@pytest.fixture
+def ready(make_store: MakeStore) -> tuple[Store, Engine, Lookup]:
+    store = make_store(*three_nodes())
+    engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
+    return store, engine, put(store, engine, "c", BLOCKS)
+
+
+Ready = tuple[Store, Engine, Lookup]
+Proxies = Callable[[str], FaultProxy]
+BOTH = ("shorter_queue", "split")
+
+
+@pytest.mark.parametrize("layer_group", [0, 2])
+def test_the_decode_node_is_killed_in_the_middle(ready: Ready, proxies: Proxies, layer_group: int) -> None:
+    store, engine, found = ready
+    with after(0.2, lambda: store.cluster.node("d").process.kill()):
+        result = load_by_layers(engine, slowly(store, found, proxies), paths("round_robin", layer_group))
+    assert result.hit_blocks == BLOCKS
+    with after(0.2, lambda: store.cluster.node("r").process.kill()):
+        result = load_by_layers(
+            engine, slowly(store, only_stored_at(store, engine, ("s", "p")), proxies), paths("split", layer_group)
+        )
+    assert result.hit_blocks == BLOCKS
+
+
+def only_stored_at(store: Store, engine: Engine, nodes: tuple[str, ...]) -> Lookup:
+    """As ``only_stored`` where some nodes are dead."""
+    found: list[Lookup] = []
+
+    def told() -> bool:
+        for node in nodes:
+            store.evict(node)
+        found[:] = [engine.client.lookup(engine.keys("c", BLOCKS))]
+        return found[0].hit_blocks == BLOCKS and {run.tier for run in found[0].runs} == {Tier.NVME}
+
+    until(told, "the chain lies in storage alone")
+    return found[0]
+
+
+@pytest.mark.parametrize("layer_group", [0, 2])
+def test_the_decode_node_is_stopped_in_the_middle_and_writes_nothing_later(
+    ready: Ready, proxies: Proxies, layer_group: int
+) -> None:
+    store, engine, found = ready
+    data = engine.room(BLOCKS)
+    slow = slowly(store, found, proxies)
+    process = store.cluster.node("d").process
+    with after(0.15, lambda: process.send_signal(signal.SIGSTOP)):
+        result = engine.client.load(slow, data, paths=paths("split", layer_group), deadline_s=8.0)
+    check(engine, found, result, data)
+    assert result.hit_blocks == BLOCKS
+    data[:] = 0xA5
+    process.send_signal(signal.SIGCONT)
+    canary(engine, found, data, 0.7)
+    assert load(engine, only_stored(store, engine, "c", BLOCKS), paths("split", layer_group)).hit_blocks == BLOCKS
+    settled(store, "d", "r")
+
+
+@pytest.mark.parametrize("layer_group", [0, 2])
+@pytest.mark.parametrize("fault", ["cut", "stall"])
+def test_the_storage_link_of_the_other_hosts_fails_in_the_middle(
+    ready: Ready, proxies: Proxies, monkeypatch: pytest.MonkeyPatch, layer_group: int, fault: str
+) -> None:
+    store, engine, found = ready
+    bad = proxies(store.cluster.node("s").ready["data_address"])
+    if fault == "cut":
+        bad.to_client.cut_after = 700_000
+    else:
+        bad.to_client.stall_after = 700_000
+    local = engine.client._core.local
+    assert local is not None
+    session = local.session()
+    assert session is not None
+    asked = Wanted.request
+
+    def request(
+        self: Wanted, session_id: bytes, start: int, stop: int, layer_group: int, first_layer: int
+    ) -> node_pb2.LoadRequest:
+        made = asked(self, session_id, start, stop, layer_group, first_layer)
+        if session_id != session.session_id:
+            for source in made.sources:
+                source.data_address = bad.address
+        return made
+
+    monkeypatch.setattr(Wanted, "request", request)
+    result = load_by_layers(engine, slowly(store, found, proxies), paths("split", layer_group))
+    assert result.hit_blocks == BLOCKS
+    assert result.bytes_by_path["prefill"] > 0
+
+
+def test_without_a_metadata_server_this_host_reads_everything(ready: Ready) -> None:
+    store, engine, found = ready
+    store.cluster.kill("metadata")
+    for layer_group in (0, 2):
+        store.evict("p")
+        result = load_by_layers(engine, found, paths("split", layer_group))
+        assert result.hit_blocks == BLOCKS
+        assert set(result.bytes_by_path) <= {"prefill", "local"}
+
+
+def test_a_metadata_server_that_was_started_anew_knows_no_old_plan(ready: Ready, proxies: Proxies) -> None:
+    store, engine, found = ready
+
+    def restart() -> None:
+        store.cluster.kill("metadata")
+        store.cluster.start_metadata()
+        for node in ("d", "r"):
+            store.cluster.node(node).process.kill()
+
+    slow = slowly(store, found, proxies)
+    for other in (0, 1):  # plans of the new server, which the old plan must not be taken for
+        assert engine.client.lookup(engine.keys(f"other{other}", 4)).hit_blocks == 0
+    with after(0.1, restart):
+        result = load_by_layers(engine, slow, paths("split", 2), deadline_s=20.0)
+    assert result.hit_blocks == BLOCKS
+
+
+def test_with_the_storage_node_dead_all_is_missed_in_bounded_time(ready: Ready) -> None:
+    store, engine, found = ready
+    store.cluster.kill("s")
+    for layer_group in (0, 2):
+        begun_s = time.monotonic()
+        result = load(engine, found, paths("split", layer_group), deadline_s=5.0)
+        assert result.hit_blocks == 0
+        assert time.monotonic() - begun_s < 8.0
+    settled(store, "d", "r")
+
+
+def test_a_corrupt_block_shortens_the_hit_and_nothing_else(ready: Ready) -> None:
+    store, engine, found = ready
+    pattern = engine.room(BLOCKS)
+    engine.payloads.fill(list(found.keys), pattern)
+    slab = max(store.cluster.volume_path("s").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = slab.read_bytes()
+    with slab.open("r+b") as file:
+        for block in (37, 71):
+            at = content.index(pattern[block].tobytes()) + 5000
+            file.seek(at)
+            file.write(bytes([content[at] ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())
+    for layer_group in (0, 2):
+        result = load_by_layers(engine, found, paths("split", layer_group))
+        assert result.hit_blocks == 37
+        bad = [position for position in range(BLOCKS) if result.outcome(position) is not Outcome.HIT]
+        assert bad == [37, 71]
+        assert {result.outcome(position) for position in bad} <= {Outcome.CORRUPT, Outcome.MISS, Outcome.UNAVAILABLE}
+
+
+def test_a_decode_node_that_was_restarted_is_used_again(ready: Ready) -> None:
+    store, engine, found = ready
+    assert load(engine, found, paths("split", 2, relays=False)).bytes_by_path["decode"] > 0
+    store.cluster.kill("d")
+    store.cluster.start_node("d")
+
+    def again() -> bool:
+        result = load(engine, only_stored(store, engine, "c", BLOCKS), paths("split", 2, relays=False))
+        assert result.hit_blocks == BLOCKS
+        return "decode" in result.bytes_by_path
+
+    until(again, "loads go over the decode node again")
+
+
+def test_many_loads_over_one_node_with_little_room_all_end(make_store: MakeStore) -> None:
+    tight = (*SETTINGS, ("prefill_buffer", str(3 * MIB)), ("decode_buffer", str(3 * MIB)), ("load_threads", "2"))
+    store = make_store(*three_nodes(dram_bytes=12 * MIB, settings=tight)[:3])
+    engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
+    found = [put(store, engine, f"c{number}", 48) for number in range(4)]
+    failures: list[BaseException] = []
+    incomplete: list[LoadResult] = []
+
+    def work(number: int) -> None:
+        dice = random.Random(number)
+        try:
+            for _ in range(4):
+                which = found[dice.randrange(len(found))]
+                how = paths(dice.choice(("round_robin", "split", "shorter_queue")), dice.choice((1, 2, 4)), relays=False)
+                result = load(engine, which, how, deadline_s=15.0)
+                if result.hit_blocks < 48:
+                    incomplete.append(result)
+        except BaseException as error:  # noqa: BLE001  # told below, where it fails the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a load waits for ever"
+    assert failures == []
+    assert incomplete == []
+    settled(store, "d")
+
+
+@pytest.mark.parametrize("layer_group", [0, 1])
+def test_a_cancelled_load_leaves_the_buffer_alone(ready: Ready, proxies: Proxies, layer_group: int) -> None:
+    store, engine, found = ready
+    slow = slowly(store, found, proxies)
+    dice = random.Random(5)
+    for _ in range(4):
+        data = engine.room(BLOCKS)
+        handle = engine.client.start_load(slow, data, paths=paths("split", layer_group), deadline_s=8.0)
+        time.sleep(dice.random() * 0.3)  # somewhere in the middle
+        begun_s = time.monotonic()
+        result = handle.cancel()
+        assert time.monotonic() - begun_s < 3.0
+        check(engine, found, result, data)
+        canary(engine, found, data, 0.3)
+    assert load(engine, found, paths("split", layer_group)).hit_blocks == BLOCKS, "what was cancelled harms nobody"
+    settled(store, "d", "r")
+
+
+def soak(store: Store, engine: Engine, proxies: Proxies, seconds: float, seed: int) -> None:
+    """Loads from several threads while everything but this host's node fails at random."""
+    found = [only_stored(store, engine, f"c{number}", 40) for number in range(4)]
+    proxy = proxies(store.cluster.node("s").ready["data_address"])
+    proxy.to_client.bytes_per_s = 30e6
+    stop = threading.Event()
+    failures: list[BaseException] = []
+    hits = [0, 0]
+
+    def work(number: int) -> None:
+        dice = random.Random(seed * 100 + number)
+        try:
+            while not stop.is_set():
+                which = found[dice.randrange(len(found))]
+                which = through(which, proxy.address) if dice.random() < 0.8 else which
+                how = paths(dice.choice(POLICIES), dice.choice((0, 1, 2, 6)))
+                if dice.random() < 0.5:
+                    result = load_by_layers(engine, which, how, deadline_s=4.0)
+                else:
+                    result = load(engine, which, how, deadline_s=4.0)
+                hits[0] += result.hit_blocks
+                hits[1] += len(which.keys)
+        except BaseException as error:  # noqa: BLE001  # told below, where it fails the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    dice = random.Random(seed)
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s and not failures:
+        time.sleep(dice.random() * 0.6)
+        fault = dice.choice(("kill", "stop", "cut", "metadata", "evict"))
+        node = dice.choice(("d", "r"))
+        if fault == "kill":
+            store.cluster.kill(node)
+            store.cluster.start_node(node)
+        elif fault == "stop":
+            with stopped(store, node):
+                time.sleep(dice.random() * 1.2)
+        elif fault == "cut":
+            proxy.cut()
+        elif fault == "metadata":
+            store.cluster.kill("metadata")
+            store.cluster.start_metadata()
+        else:
+            store.evict(dice.choice(("s", "p", "d", "r")))
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a load waits for ever"
+    assert failures == []
+    assert hits[0] > 0
+    until(lambda: load(engine, found[0], paths("split", 2)).hit_blocks == 40, "after all that everything is served")
+    settled(store, "d", "r")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+def test_a_long_soak_with_random_faults(make_store: MakeStore, proxies: Proxies, seed: int) -> None:
+    store = make_store(*three_nodes())
+    engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
+    for number in range(4):
+        put(store, engine, f"c{number}", 40)
+    soak(store, engine, proxies, 60.0, seed)
+
+
+@pytest.mark.timeout(120)
+def test_a_short_soak_with_random_faults(make_store: MakeStore, proxies: Proxies) -> None:
+    store = make_store(*three_nodes())
+    engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
+    for number in range(4):
+        put(store, engine, f"c{number}", 40)
+    soak(store, engine, proxies, 6.0, 3)
