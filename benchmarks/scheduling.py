@@ -1,9 +1,9 @@
 """Request scheduling over gRPC, by a real metadata server process: requests a second, and what a router waits.
 
 A request is all of it: a router asks and waits, a prefill and a decode group fetch it, say that its prompt is computed and that
-it is done. Routers (asyncio clients, as many requests in flight as are named) and leaders run in processes of their own. There are
-6 engines, 2 of them for prefill, each kind in one group, whose leaders report again as soon as they are answered (rate) or every
-5 ms (wait). Engines are never full, so that nothing but the scheduler is waited for.
+it is done. Routers (asyncio clients, as many requests in flight as are named) and leaders run in processes of their own. Of 6
+engines 2 are for prefill, each kind in one group, whose leaders report again as soon as they are answered (rate) or every 5 ms
+(wait). Engines are never full, so that nothing but the scheduler is waited for.
 
 Held against, in the same run: the same rules called directly (the pure scheduler without a planner), and a gRPC server that
 answers a constant to as many calls in flight, which is the limit of one call a request.
@@ -179,7 +179,7 @@ def bare_rate(bare: BareGrpc, seconds: float) -> float:
 
 def measure(opts: Options, folder: Path) -> None:
     """Both figures."""
-    seconds = opts.pick(full=3.0, quick=1.0, smoke=0.2)
+    seconds = opts.pick(full=1.5, quick=1.0, smoke=0.2)
     with ExitStack() as stack:
         busy, polled = Bed(folder, 0.0), Bed(folder, POLL_S)
         stack.callback(busy.close)
