@@ -261,6 +261,8 @@ class Options:
     results: Path | None
     scratch: Path | None
     records: list[Record] = field(default_factory=list)
+    extra: argparse.Namespace = field(default_factory=argparse.Namespace)
+    """What the script's own arguments say."""
 
     def pick(self, *, full: T, quick: T, smoke: T) -> T:
         """A size by mode."""
@@ -346,13 +348,20 @@ def describe(record: Record) -> str:
     return line
 
 
-def options(script: str, description: str | None, *, repetitions: int = 5) -> Options:
+def options(
+    script: str,
+    description: str | None,
+    *,
+    repetitions: int = 5,
+    arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> Options:
     """Parses the command line that all benchmarks share.
 
     Args:
         script: names the file of results.
         description: shown by ``--help``: the module's docstring.
         repetitions: rounds that count in a full run.
+        arguments: adds the script's own; their values are in ``extra``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
@@ -376,8 +385,10 @@ def options(script: str, description: str | None, *, repetitions: int = 5) -> Op
     parser.add_argument(
         "--scratch", type=Path, help="folder for slabs and files (default: a temporary one); its filesystem is what is measured"
     )
+    if arguments is not None:
+        arguments(parser)
     parsed = parser.parse_args()
     mode: Mode = parsed.mode or "full"
     default = {"full": repetitions, "quick": 3, "smoke": 1}[mode]
     results = parsed.results or (None if mode == "smoke" else RESULTS)
-    return Options(script, mode, parsed.repetitions or default, parsed.seed, results, parsed.scratch)
+    return Options(script, mode, parsed.repetitions or default, parsed.seed, results, parsed.scratch, extra=parsed)
