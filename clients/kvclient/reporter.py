@@ -11,8 +11,8 @@ from kvstore.core.errors import KVStoreError
 
 MAX_PLANS = 4_096
 """Plans with something to tell; of more the planner hears nothing, and forgets them in time."""
-_PAUSE_S = 0.02
-"""Between two calls: reports of many loads go together."""
+_PAUSE_S = 0.005
+"""Between two calls: reports of many loads go together. Longer, and the next plan takes links for busy that are not any more."""
 
 Send = Callable[[metadata_pb2.ReportLoadsRequest], object]
 

@@ -339,8 +339,10 @@ class Stager:
             layers = min(layer_group, shape.layers - layer)
             most = max(1, self._window_bytes // (layers * shape.layer_block_bytes))
             for source, chosen in by_source:
-                for at in range(0, len(chosen), most):
-                    yield _Step(chosen[at : at + most], layer, layers, source)
+                windows = -(-len(chosen) // most)
+                size = -(-len(chosen) // windows)  # alike: a small rest would take the place of a read that fills the link
+                for at in range(0, len(chosen), size):
+                    yield _Step(chosen[at : at + size], layer, layers, source)
 
     def _settled(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step, read: Part) -> Iterator[tuple[_Step, Part]]:
         """A read, and those of other sources for what its own did not bring: before it is answered, for layers come in order."""
