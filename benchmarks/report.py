@@ -13,17 +13,23 @@ from harness import REPOSITORY, RESULTS, Parameter, Record
 
 ORDER = (
     "dram_hit",
-    "dram_copy",
     "nvme_load",
     "nvme_store_durable",
     "tcp_load",
     "lookup_p50",
     "lookup_keys",
     "lookup_growth",
+    "lookup_index_bytes",
+    "lookup_restart",
     "put",
     "get",
 )
 """Figures in the order of the table; others follow by name."""
+
+LAB = ("netlab_", "engines_", "traffic_class_")
+"""Figures of loading over two storage links, on emulated hosts: a table of their own. By the beginning of their names."""
+ELSEWHERE = ("simulate_",)
+"""Figures that have a table of their own elsewhere (``simulate.md``)."""
 
 BEGIN, END = "<!-- benchmark table: begin, made by benchmarks/report.py -->", "<!-- benchmark table: end -->"
 
@@ -140,11 +146,18 @@ def circumstances(records: list[Record]) -> str:
 
 
 def write() -> list[Record]:
-    """Writes both tables, the README's with only those figures that something is asked of; answers the records shown."""
-    records = [record for record in newest(read_records(RESULTS)) if record.mode != "smoke"]
-    text = table(records) + "\n" + circumstances(records)
-    asked = [record for record in records if record.target is not None]
-    short = table(asked) + "\n" + circumstances(asked)
+    """Writes both tables, the README's with only those figures that matter most and have a target; answers the records shown."""
+    records = [
+        record for record in newest(read_records(RESULTS)) if record.mode != "smoke" and not record.figure.startswith(ELSEWHERE)
+    ]
+    lab = [record for record in records if record.figure.startswith(LAB)]
+    store = [record for record in records if not record.figure.startswith(LAB)]
+    text = "## The store\n\n" + table(store) + "\n" + circumstances(store)
+    if lab:
+        text += "\n## Two storage links, on emulated hosts\n\n" + table(lab) + "\n" + circumstances(lab)
+    asked = [record for record in store if record.target is not None and record.figure in ORDER]
+    asked_of_lab = [record for record in lab if record.target is not None]
+    short = table(asked) + ("\n" + table(asked_of_lab) if asked_of_lab else "") + "\n" + circumstances(asked + asked_of_lab)
     (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(HEAD + text, encoding="utf-8")
     readme = REPOSITORY / "README.md"
     before, found, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
