@@ -12,7 +12,7 @@ from kvstore.core.errors import CapacityExceeded, LeaseLost
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.replicas import ReplicaLog
-from kvstore.node.sessions import MAX_STORES_PER_SESSION, UNCONNECTED_TTL_S, Session, Sessions
+from kvstore.node.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -182,3 +182,51 @@ def test_a_prepare_that_grants_nothing_pins_nothing(node: Node) -> None:
     more = BlockRun(node.domain.namespace, key_of(granted - 1), granted, (key_of(granted),))
     assert node.sessions.prepare(session, op(2), more, node.clock.now_s())[0] == bytes([StoreOutcome.SKIPPED])
     assert parent.pins == 0, "the parent is guarded only while children are being written"
+
+
+# ---- sessions of engines of other hosts ----
+def test_a_remote_session_has_no_door_and_ends_when_it_is_idle(node: Node) -> None:
+    session = node.sessions.open(node.domain, "far", remote=True)
+    assert not node.sessions.connect(session.session_id)
+    node.clock.advance(UNCONNECTED_TTL_S + 1)
+    node.sessions.expire()
+    assert node.sessions.get(session.session_id) is session, "it need not come to the door"
+    node.clock.advance(REMOTE_IDLE_TTL_S - 1)
+    node.sessions.expire()
+    assert node.sessions.get(session.session_id) is session, "it was used"
+    node.clock.advance(REMOTE_IDLE_TTL_S + 1)
+    node.sessions.expire()
+    with pytest.raises(LeaseLost):
+        node.sessions.get(session.session_id)
+
+
+def test_a_remote_session_with_a_lease_goes_on(node: Node) -> None:
+    local = node.open()
+    node.prepare(local, 0, 1)
+    node.complete(local, 0, 1)
+    session = node.sessions.open(node.domain, "far", remote=True)
+    node.clock.advance(REMOTE_IDLE_TTL_S + 1)
+    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    node.sessions.lease(session, blocks)
+    node.sessions.expire()
+    assert blocks[0].pins == 1
+    node.clock.advance(6.0)
+    node.sessions.expire()
+    node.sessions.expire()
+    assert blocks[0].pins == 0
+    with pytest.raises(LeaseLost):
+        node.sessions.get(session.session_id)
+
+
+def test_a_release_that_comes_with_the_end_gives_back_once(node: Node) -> None:
+    session = node.open()
+    node.prepare(session, 0, 1)
+    node.complete(session, 0, 1)
+    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    lease = node.sessions.lease(session, blocks)
+    node.sessions.end(session.session_id)
+    node.sessions.release(session, [lease])
+    assert blocks[0].pins == 0
+    with pytest.raises(LeaseLost):
+        node.sessions.lease(session, [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block])
+    assert blocks[0].pins == 0

@@ -20,7 +20,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from kvstore.core.checksum import layer_checksums, verify
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
-from kvstore.node.block import Block, Home, Prepared
+from kvstore.node.block import Block, Home, Prepared, Vigil
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.table import BlockTable
@@ -265,6 +265,9 @@ class TableMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.node = make_harness(Path(self.folder.name) / "slab")
         self.pinned: list[list[Block]] = []
+        self.arriving: list[Block] = []
+        self.halves: list[Block] = []
+        self.vigils: list[Vigil] = []
 
     def teardown(self) -> None:
         self.node.close()
@@ -322,17 +325,97 @@ class TableMachine(RuleBasedStateMachine):
         node.table.unclaim([keys[position] for position in claim.claimed_absent], [])
         self.pinned.append(done)
 
+    # ---- blocks that come from elsewhere, layer by layer ----
+    @rule(keep=st.booleans())
+    def keep_loaded(self, keep: bool) -> None:
+        self.node.table.keep_loaded = keep
+
+    @rule(chain=st.integers(0, 5), count=st.integers(1, 12), domain=st.integers(0, 1))
+    def begin_to_arrive(self, chain: int, count: int, domain: int) -> None:
+        node = self.node
+        where = node.domains[domain]
+        keys = [key_of(chain * 2 + domain, depth) for depth in range(count)]
+        claim = node.table.claim(where, keys)
+        node.table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
+        node.table.unpin(claim.resident.values())
+        mine = claim.claimed_absent
+        slots = node.table.reserve(where.shape, len(mine), node.clock.now_s()) if mine else []
+        if slots is None:
+            node.table.unclaim([keys[position] for position in mine], [])
+            return
+        for position, slot in zip(mine, slots, strict=True):
+            parent = keys[position - 1] if position else None
+            block = node.table.arriving(Block(where, keys[position], parent, position, b""), slot)
+            assert node.table.pin_resident(where, [block.key]) == [None], "half a block is found by its key"
+            self.arriving.append(block)
+
+    @rule(pins=st.integers(0, 2))
+    def lease_one_that_arrives(self, pins: int) -> None:
+        for block in self.arriving[:1]:
+            for _ in range(pins):
+                assert self.node.table.pin_if_pinned([block])
+                self.pinned.append([block])
+                self.halves.append(block)
+
+    @rule(whole=st.booleans())
+    def end_of_arrival(self, whole: bool) -> None:
+        if not self.arriving:
+            return
+        block = self.arriving.pop(0)
+        assert block.dram is not None
+        if whole:
+            shape = block.domain.shape
+            payload = payload_of(block.key, shape)
+            self.node.arena.view(block.dram, shape.block_bytes)[:] = payload
+            block.checksums = layer_checksums(memoryview(payload), shape)
+            self.node.table.arrived(block)
+            self.halves = [half for half in self.halves if half is not block]
+        else:
+            self.node.table.unclaim([block.key], [])
+        last = block.pins == 1
+        self.node.table.unpin([block])
+        if last and not whole:
+            assert block.dram is None, "nobody can use it: its slot is given back"
+            assert not self.node.table.pin_if_pinned([block])
+
+    @rule(chain=st.integers(0, 5), count=st.integers(1, 12), domain=st.integers(0, 1))
+    def watch(self, chain: int, count: int, domain: int) -> None:
+        keys = [key_of(chain * 2 + domain, depth) for depth in range(count)]
+        self.vigils.append(self.node.table.watch(self.node.domains[domain], keys))
+
+    @rule(take=st.booleans())
+    def unwatch(self, take: bool) -> None:
+        if self.vigils:
+            vigil = self.vigils.pop(0)
+            if take:
+                self.pinned.append([block for _, block in self.node.table.came(vigil, self.node.clock.now_s())])
+            self.node.table.unwatch(vigil)
+
+    @invariant()
+    def no_slot_leaks(self) -> None:
+        table = self.node.table
+        resident = sum(block.dram is not None for block in table.snapshot())
+        stores = {id(one): one for one in table._preparing.values()}.values()
+        halves = {id(block) for block in [*self.arriving, *(one for one in self.halves if one.arriving and one.pins)]}
+        assert self.node.arena.usage().blocks == resident + sum(len(one.slots) for one in stores) + len(halves)
+
     @invariant()
     def holds(self) -> None:
         self.node.table.check()
+        for vigil in self.vigils:
+            for _, block in vigil.came:
+                assert block.pins > 0
+                assert block.dram is not None
         for blocks in self.pinned:
             for block in blocks:
                 shape = block.domain.shape
                 assert block.dram is not None
+                if block.arriving:
+                    continue  # what of it is there, its load knows
                 view = self.node.arena.view(block.dram, shape.block_bytes)
                 assert bytes(view) == payload_of(block.key, shape)
                 assert verify(view, shape, block.checksums)
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestTableMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -1,0 +1,250 @@
+"""Plans, layers and reports of loads over several hosts' links: the parts that need no server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient.incidents import Incidents
+from kvclient.layer_board import LayerBoard
+from kvclient.layers import LayerGate
+from kvclient.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto
+from kvclient.reporter import MAX_PLANS, Reporter
+from kvclient.results import PATH_DECODE, NodeRef
+from kvclient.tally import Tally, spans
+from kvproto.v1 import metadata_pb2 as pb
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import Internal, InvalidArgument, Unavailable
+from kvstore.core.types import NodeId, Outcome, Tier
+
+LAYERS = 6
+WAIT_S = 10.0
+DECODE = pb.READ_SIDE_DECODE
+
+
+def answer(*parts: tuple[int, int], plan_id: int = 7, attempt: int = 0, side: pb.ReadSide = DECODE) -> pb.LoadPlan:
+    made = pb.LoadPlan(plan_id=plan_id, attempt=attempt)
+    for index, (start, count) in enumerate(parts):
+        made.parts.add(index=index, start=start, count=count, side=side, node_id="d", control_address="c", data_address="a")
+    return made
+
+
+# ---- plans ----
+def test_a_plan_for_everything_or_nothing_is_taken() -> None:
+    assert [(part.start, part.count) for part in plan_from_proto(answer((3, 2), (0, 3)), 5).parts] == [(3, 2), (0, 3)]
+    assert plan_from_proto(answer(), 5).parts == ()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0, 4)],
+        [(1, 4)],
+        [(0, 6)],
+        [(0, 3), (2, 3)],
+        [(0, 5), (5, 0)],
+        [(0, 5), (4_000_000_000, 1)],
+        [(0, 4_294_967_295)],
+        [(4_294_967_295, 4_294_967_295)],
+        [(0, 0)],
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(parts: list[tuple[int, int]]) -> None:
+    with pytest.raises(Internal):
+        plan_from_proto(answer(*parts), 5)
+
+
+def test_a_part_without_a_side_is_refused() -> None:
+    with pytest.raises(Internal):
+        plan_from_proto(answer((0, 5), side=pb.READ_SIDE_UNSPECIFIED), 5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6), st.integers(0, 12))
+def test_plans_are_judged_as_a_naive_reader_would(parts: list[tuple[int, int]], blocks: int) -> None:
+    named = [position for start, count in parts for position in range(start, start + count)]
+    good = not parts or (sorted(named) == list(range(blocks)) and all(count for _, count in parts))
+    try:
+        plan_from_proto(answer(*parts), blocks)
+        assert good
+    except Internal:
+        assert not good
+
+
+BEFORE = Plan(7, 0, (), "split", "")
+PART = PlannedPart(1, 10, 10, PATH_DECODE, NodeRef(NodeId("d"), "c", "a"))
+
+
+def test_a_new_plan_is_for_what_is_missing_of_the_part_and_nothing_else() -> None:
+    arrived = [(10, 3), (15, 1)]
+    good = replan_from_proto(answer((13, 2), (16, 4), attempt=1), BEFORE, PART, arrived)
+    assert [(part.start, part.count) for part in good.parts] == [(13, 2), (16, 4)]
+    wrong = [
+        answer((13, 2), (16, 4), attempt=1, plan_id=8),
+        answer((13, 2), (16, 4), attempt=0),
+        answer((13, 2), attempt=1),
+        answer((12, 3), (16, 4), attempt=1),
+        answer((13, 7), attempt=1),
+        answer((0, 6), attempt=1),
+        answer((13, 2), (16, 5), attempt=1),
+        answer(attempt=1),
+    ]
+    for one in wrong:
+        with pytest.raises(Internal):
+            replan_from_proto(one, BEFORE, PART, arrived)
+
+
+def test_choices_are_checked() -> None:
+    Paths()
+    for wrong in (
+        {"layer_group": -1}, {"layer_group": 1.5}, {"layer_group": True}, {"attempts": -1}, {"stall_s": 0}, {"stall_s": "x"},
+        {"decode_node": 3}, {"policy": 3}, {"relays": "yes"},
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument):
+            Paths(**wrong)  # type: ignore[arg-type]
+
+
+# ---- layers ----
+class NaiveBoard:
+    """Which layers each block has without a hole, block by block."""
+
+    def __init__(self, blocks: int) -> None:
+        self.ready = [0] * blocks
+        self.promised = blocks
+        self.announced = 0
+
+    def arrived(self, positions: Sequence[int], first: int, count: int) -> None:
+        for position in positions:
+            if self.ready[position] >= first:
+                self.ready[position] = max(self.ready[position], first + count)
+        self.look()
+
+    def lost(self, position: int) -> None:
+        self.promised = min(self.promised, position)
+        self.look()
+
+    def look(self) -> None:
+        if self.promised:
+            self.announced = max(self.announced, min(self.ready[: self.promised]))
+
+
+STEPS = st.one_of(
+    st.tuples(st.sets(st.integers(0, 7), min_size=1), st.integers(0, LAYERS - 1), st.integers(1, LAYERS)),
+    st.integers(0, 7),
+)
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], int, int] | int]) -> None:
+    gate = LayerGate(8)
+    board, naive = LayerBoard(8, LAYERS, gate), NaiveBoard(8)
+    for step in steps:
+        if isinstance(step, int):
+            board.lost(step)
+            naive.lost(step)
+        else:
+            positions, first, count = sorted(step[0]), step[1], min(step[2], LAYERS - step[1])
+            board.arrived(np.array(positions), first, count)
+            naive.arrived(positions, first, count)
+        assert board.ready(np.arange(8)).tolist() == naive.ready
+        assert gate.promised_blocks == naive.promised
+        for layer in range(LAYERS):
+            assert gate.wait(layer, 0.0) == (layer < naive.announced)
+    assert board.complete().tolist() == [ready == LAYERS for ready in naive.ready]
+
+
+# ---- accounts ----
+def test_the_account_of_a_part_is_taken_over() -> None:
+    whole, part = Tally(6), Tally(3)
+    whole.record(np.array([0, 1]), Outcome.HIT, Tier.NVME, whole.node_number("a"), "prefill")
+    part.record(np.array([0, 2]), Outcome.HIT, Tier.DRAM, part.node_number("b"), "local")
+    error = Unavailable("x")
+    part.note(error)
+    whole.absorb(3, part)
+    result = whole.result(10)
+    assert result.outcomes.tolist() == [1, 1, *[int(Outcome.MISS)], 1, *[int(Outcome.MISS)], 1]
+    assert result.bytes_by_node == {"a": 20, "b": 20}
+    assert result.bytes_by_path == {"prefill": 20, "local": 20}
+    assert result.bytes_by_tier == {Tier.NVME: 20, Tier.DRAM: 20}
+    assert result.error is error
+
+
+@given(st.sets(st.integers(0, 30)))
+def test_spans_are_the_positions(positions: set[int]) -> None:
+    found = spans(np.array(sorted(positions), np.intp))
+    assert [position for start, stop in found for position in range(start, stop)] == sorted(positions)
+    assert all(before[1] < after[0] for before, after in pairwise(found))
+
+
+# ---- reports ----
+class Server:
+    """Takes reports, or fails."""
+
+    def __init__(self) -> None:
+        self.seen: list[pb.ReportLoadsRequest] = []
+        self.fail = False
+        self.hold = threading.Event()
+        self.hold.set()
+        self.changed = threading.Condition()
+
+    def __call__(self, request: pb.ReportLoadsRequest) -> None:
+        self.hold.wait(WAIT_S)
+        with self.changed:
+            self.seen.append(request)
+            self.changed.notify_all()
+        if self.fail:
+            raise Unavailable("gone")
+
+    def wait(self, reports: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.seen) >= reports, WAIT_S)
+
+
+def told(request: pb.ReportLoadsRequest) -> Mapping[int, tuple[dict[int, int], bool]]:
+    return {load.plan_id: ({part.index: part.blocks_done for part in load.parts}, load.finished) for load in request.loads}
+
+
+def test_reports_go_together_and_the_last_word_counts() -> None:
+    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
+    reporter = Reporter(server, incidents)
+    reporter.tell({1: [(0, 3)]}, finished=False)
+    reporter.tell({1: [(0, 5), (1, 2)], 2: [(0, 1)]}, finished=False)
+    reporter.tell({2: []}, finished=True)
+    server.wait(1)
+    assert told(server.seen[0]) == {1: ({0: 5, 1: 2}, False), 2: ({0: 1}, True)}
+    reporter.close()
+
+
+def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
+    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
+    reporter = Reporter(server, incidents)
+    server.fail = True
+    reporter.tell({1: [(0, 3)]}, finished=False)
+    server.wait(1)
+    server.fail = False
+    reporter.tell({1: [(0, 4)]}, finished=True)
+    server.wait(2)
+    assert told(server.seen[1]) == {1: ({0: 4}, True)}
+    assert incidents.counters.get("client_reports_failed_total") == 1
+    reporter.close()
+
+
+def test_the_queue_of_reports_is_bounded_and_close_ends_the_thread() -> None:
+    server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
+    server.hold.clear()
+    reporter = Reporter(server, incidents)
+    for plan in range(3 * MAX_PLANS):
+        reporter.tell({plan: [(0, 1)]}, finished=False)
+    assert incidents.counters.get("client_reports_dropped_total") > 0
+    reporter.close()
+    server.hold.set()
+    thread = reporter._thread
+    assert thread is not None
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert all(len(request.loads) <= MAX_PLANS for request in server.seen)

@@ -1,0 +1,254 @@
+"""Load plans over a real socket: idempotent, bounded, true to who lives, and of no meaning to another server."""
+
+from __future__ import annotations
+
+import random
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metadata_harness import TIMEOUT_S, Peer, Running, until
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.common_pb2 import NodeInfo
+from kvstore.core.clock import ManualClock
+from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.dualpath.planner import PLAN_LIFE_S
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.server import MetadataServer
+from kvstore.rpc.client import call_aio, connect_aio
+
+
+class Host(Peer):
+    """A node with a role."""
+
+    def __init__(self, running: Running, node_id: str, *roles: str) -> None:
+        super().__init__(running.channel, node_id)
+        self.roles = roles or ("prefill",)
+
+    def info(self) -> NodeInfo:
+        info = super().info()
+        del info.roles[:]
+        info.roles.extend(self.roles)
+        info.storage_bytes_per_s = info.compute_bytes_per_s = 10**9
+        return info
+
+
+async def hosts(running: Running) -> dict[str, Host]:
+    made = {
+        name: Host(running, name, role) for name, role in (("p", "prefill"), ("d", "decode"), ("r", "decode"), ("s", "storage"))
+    }
+    for host in made.values():
+        await host.register()
+    return made
+
+
+def asked(blocks: int = 100, **more: Any) -> pb.PlanLoadRequest:
+    fields: dict[str, Any] = {
+        "operation_id": secrets.token_bytes(16), "prefill_node": "p", "decode_node": "d", "relays": True, "blocks": blocks,
+        "block_bytes": 1 << 20, "block_tokens": 64, "policy": "split", **more,
+    }  # fmt: skip
+    return pb.PlanLoadRequest(**fields)
+
+
+async def plan(peer: Peer, request: pb.PlanLoadRequest) -> pb.LoadPlan:
+    return await call_aio(peer.stub.PlanLoad, request, TIMEOUT_S)
+
+
+async def report(peer: Peer, *loads: pb.LoadReport) -> list[int]:
+    return list((await call_aio(peer.stub.ReportLoads, pb.ReportLoadsRequest(loads=loads), TIMEOUT_S)).forgotten)
+
+
+async def replan(peer: Peer, plan_id: int, index: int, *arrived: tuple[int, int]) -> pb.LoadPlan:
+    request = pb.ReplanLoadRequest(plan_id=plan_id, index=index, why="stalled")
+    for start, count in arrived:
+        request.arrived.add(start=start, count=count)
+    return await call_aio(peer.stub.ReplanLoad, request, TIMEOUT_S)
+
+
+def covered(answer: pb.LoadPlan) -> list[int]:
+    return sorted(position for part in answer.parts for position in range(part.start, part.start + part.count))
+
+
+async def pending(peer: Peer) -> int:
+    """Blocks that all queues together wait for, as the server tells with a plan that reads nothing."""
+    told = (await plan(peer, asked(policy="oracle"))).reason
+    return round(sum(float(found) for found in re.findall(r"([0-9.]+) MB queued", told)) * 1e6 / (1 << 20))
+
+
+async def test_a_plan_names_each_block_once_over_hosts_with_engines(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    for policy in ("prefill_only", "round_robin", "shorter_queue", "split", ""):
+        answer = await plan(p, asked(policy=policy))
+        assert covered(answer) == list(range(100)), policy
+        assert {part.node_id for part in answer.parts} <= {"p", "d", "r"}, "a storage node has no link to lend"
+        assert answer.plan_id
+    answer = await plan(p, asked(relays=False))
+    assert {part.node_id for part in answer.parts} == {"p", "d"}
+    assert (await plan(p, asked(policy="oracle"))).parts == []
+
+
+async def test_a_retry_gets_the_same_plan_and_charges_once(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    request = asked()
+    assert await plan(p, request) == await plan(p, request)
+    assert (await p.counters())["metadata_plans_total"] == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"operation_id": b"short"},
+        {"prefill_node": ""},
+        {"prefill_node": "x" * 5000},
+        {"decode_node": "a\nb"},
+        {"policy": "best"},
+        {"blocks": 4_000_000_000},
+        {"block_bytes": 1 << 60},
+        {"block_bytes": 0},
+        {"block_tokens": 0},
+    ],
+)
+async def test_malformed_requests_are_refused(running: Running, wrong: dict[str, Any]) -> None:
+    p = (await hosts(running))["p"]
+    with pytest.raises(InvalidArgument):
+        await plan(p, asked(**wrong))
+    assert covered(await plan(p, asked())) == list(range(100))
+
+
+async def test_a_failed_part_goes_to_others_without_what_arrived(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    first = await plan(p, asked())
+    part = next(part for part in first.parts if part.node_id == "d")
+    again = await replan(p, first.plan_id, part.index, (part.start, 3))
+    assert covered(again) == list(range(part.start + 3, part.start + part.count))
+    assert (again.plan_id, again.attempt) == (first.plan_id, 1)
+    assert "d" not in {one.node_id for one in again.parts}
+    assert not {one.index for one in again.parts} & {one.index for one in first.parts}
+    for wrong in ((part.index, ()), (99, ()), (again.parts[0].index, ((0, 1_000),)), (again.parts[0].index, ((part.start, 0),))):
+        with pytest.raises(InvalidArgument):
+            await replan(p, first.plan_id, wrong[0], *wrong[1])
+    with pytest.raises(NotFound):
+        await replan(p, first.plan_id + 1, 0)
+
+
+async def test_a_new_plan_is_made_by_the_policy_of_the_old_one(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    first = await plan(p, asked(policy="split"))
+    await plan(p, asked(policy="oracle"))  # somebody else plans nothing at all
+    part = first.parts[-1]
+    again = await replan(p, first.plan_id, part.index)
+    assert covered(again) == list(range(part.start, part.start + part.count))
+    assert again.policy == "split"
+
+
+async def test_progress_and_the_end_are_credited(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    answer = await plan(p, asked())
+    assert await pending(p) == 100
+    part = answer.parts[0]
+    moved = pb.LoadReport(plan_id=answer.plan_id, parts=[pb.PartReport(index=part.index, blocks_done=5)])
+    assert await report(p, moved, moved) == []
+    assert await pending(p) == 95
+    assert await report(p, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == []
+    assert await pending(p) == 0
+    assert await report(p, moved) == [answer.plan_id]
+
+
+async def test_one_wrong_report_does_not_swallow_the_others(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    one, two = await plan(p, asked()), await plan(p, asked())
+    wrong = pb.LoadReport(plan_id=one.plan_id, parts=[pb.PartReport(index=77, blocks_done=5)])
+    with pytest.raises(InvalidArgument):
+        await report(p, wrong, pb.LoadReport(plan_id=two.plan_id, finished=True))
+    assert await pending(p) == 100
+    with pytest.raises(InvalidArgument):
+        await report(p, *[pb.LoadReport(plan_id=1)] * 5_000)
+
+
+async def test_dead_nodes_get_no_work_and_come_back(running: Running) -> None:
+    made = await hosts(running)
+    p = made["p"]
+
+    async def readers() -> set[str]:
+        return {part.node_id for part in (await plan(p, asked())).parts}
+
+    async def without_d() -> bool:
+        running.clock.advance(0.06)
+        for name in ("p", "r", "s"):
+            await made[name].beat()
+        return await readers() <= {"p", "r"}
+
+    async def with_d() -> bool:
+        for host in made.values():
+            await host.beat()
+        return "d" in await readers()
+
+    async def nobody() -> bool:
+        running.clock.advance(0.06)
+        try:
+            await plan(p, asked())
+        except Unavailable:
+            return True
+        return False
+
+    for condition in (without_d, with_d, nobody):
+        await until(condition)
+
+
+async def test_a_silent_client_is_forgotten_and_its_bytes_given_back(running: Running) -> None:
+    made = await hosts(running)
+    p = made["p"]
+    answer = await plan(p, asked())
+    running.clock.advance(PLAN_LIFE_S + 1)
+
+    async def forgotten() -> bool:
+        for host in made.values():
+            await host.beat()
+        return await pending(p) == 0
+
+    await until(forgotten)
+    assert await report(p, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == [answer.plan_id]
+
+
+async def test_another_server_knows_none_of_these_plans(running: Running, tmp_path: Path) -> None:
+    p = (await hosts(running))["p"]
+    old = [await plan(p, asked()) for _ in range(3)]
+    config = MetadataConfig(index_path=tmp_path / "other", listen="127.0.0.1:0", map_bytes=64 << 20)
+    server = MetadataServer(config, clock=ManualClock())
+    address = await server.start()
+    async with connect_aio(address) as channel:
+        anew = Running(server, running.clock, channel, address)
+        fresh = (await hosts(anew))["p"]
+        for _ in range(3):
+            await plan(fresh, asked())
+        assert await report(fresh, *(pb.LoadReport(plan_id=one.plan_id, finished=True) for one in old)) == [
+            one.plan_id for one in old
+        ]
+        for one in old:
+            with pytest.raises(NotFound):
+                await replan(fresh, one.plan_id, one.parts[0].index)
+    await server.stop(0.0)
+
+
+async def test_random_calls_never_break_the_planner(running: Running) -> None:
+    dice = random.Random(11)
+    p = (await hosts(running))["p"]
+    plans = [await plan(p, asked(blocks=dice.randrange(50))) for _ in range(5)]
+    refused = 0
+    for _ in range(150):
+        one = dice.choice(plans)
+        plan_id = dice.choice((one.plan_id, one.plan_id + 1, 0, 2**64 - 1))
+        index = dice.choice((0, 1, 5, 2**32 - 1))
+        try:
+            if dice.random() < 0.5:
+                parts = [pb.PartReport(index=index, blocks_done=dice.choice((0, 1, 2**32 - 1)))]
+                await report(p, pb.LoadReport(plan_id=plan_id, parts=parts, finished=dice.random() < 0.1))
+            else:
+                await replan(p, plan_id, index, (dice.randrange(60), dice.randrange(60)))
+        except (InvalidArgument, NotFound, Unavailable):
+            refused += 1
+    assert refused
+    assert covered(await plan(p, asked())) == list(range(100))

@@ -1,0 +1,98 @@
+"""Room in the buffers: in order of arrival, all or none, never more than there is, and nobody waits beyond the deadline."""
+
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.core.clock import MonotonicClock
+from kvstore.node.buffers import StagingBuffer
+from kvstore.observe.counters import Counters
+
+SOON_S = 0.02
+LONG_S = 20.0
+
+
+def make(capacity: int) -> tuple[StagingBuffer, Counters, MonotonicClock]:
+    counters, clock = Counters(), MonotonicClock()
+    return StagingBuffer("b", capacity, clock, counters), counters, clock
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    buffer, counters, clock = make(10)
+    assert not buffer.admit(11, clock.now_s() + LONG_S)
+    assert counters.snapshot() == {"b_refused_total": 1}
+    assert buffer.admit(10, clock.now_s())
+    buffer.release(10)
+
+
+def test_who_waits_too_long_leaves_the_queue_and_those_behind_go_on() -> None:
+    buffer, counters, clock = make(10)
+    assert buffer.admit(6, clock.now_s())
+    small = threading.Thread(target=lambda: admitted.append(buffer.admit(4, clock.now_s() + LONG_S)))
+    admitted: list[bool] = []
+
+    def large() -> None:
+        small.start()
+        admitted.append(buffer.admit(8, clock.now_s() + SOON_S))
+
+    first = threading.Thread(target=large)
+    first.start()
+    first.join(LONG_S)
+    small.join(LONG_S)
+    assert sorted(admitted) == [False, True]
+    assert (buffer.used_bytes, buffer.waiting) == (10, 0)
+    assert counters.get("b_timeouts_total") == 1
+
+
+def test_a_small_one_does_not_overtake_a_large_one() -> None:
+    buffer, _, clock = make(10)
+    assert buffer.admit(6, clock.now_s())
+    order: list[int] = []
+
+    def wait(size: int) -> None:
+        assert buffer.admit(size, clock.now_s() + LONG_S)
+        order.append(size)
+        buffer.release(size)
+
+    threads = []
+    for number, size in enumerate((8, 1, 9, 2)):
+        threads.append(threading.Thread(target=wait, args=(size,)))
+        threads[-1].start()
+        while buffer.waiting != number + 1:
+            pass
+    assert order == [], "1 would fit, but 8 came first"
+    buffer.release(6)
+    for thread in threads:
+        thread.join(LONG_S)
+    assert order[0] == 8
+    assert sorted(order) == [1, 2, 8, 9]
+    assert buffer.used_bytes == 0
+
+
+@settings(max_examples=25)
+@given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=30), capacity=st.integers(1, 12))
+def test_never_over_capacity_and_everybody_is_served(sizes: list[int], capacity: int) -> None:
+    buffer, _, clock = make(capacity)
+    lock = threading.Lock()
+    inside, results = [0], []
+
+    def work(size: int) -> None:
+        with buffer.room(size, clock.now_s() + LONG_S) as admitted:
+            if admitted:
+                with lock:
+                    inside[0] += size
+                    assert inside[0] <= capacity
+                with lock:
+                    inside[0] -= size
+            results.append(admitted == (size <= capacity))
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert results == [True] * len(sizes)
+    assert (buffer.used_bytes, buffer.waiting) == (0, 0)

@@ -1,0 +1,139 @@
+"""Awaited prompts: every block is kept from the moment at which it comes, whoever brings it, and given back with the prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from test_node_staging import SHAPE, SPEC, Node, Storage, keys
+
+from kvstore.core.checksum import layer_checksums
+from kvstore.core.types import BlockRun, NamespaceId, Outcome, StoreOutcome
+from kvstore.node.loader import Part
+from kvstore.node.prompts import Prompts
+from kvstore.testing.memory_provider import block_payload
+
+LONG_S = 20.0
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node(arena_bytes=40 * SHAPE.block_bytes)
+    yield made
+    made.empty()
+    made.close()
+
+
+def store(node: Node, first: int, count: int, *, tail: bool = False) -> None:
+    run = BlockRun(SPEC.namespace, keys(64)[first - 1] if first else None, first, tuple(keys(64)[first : first + count]))
+    prepared = node.table.prepare(node.domain, run, node.clock.now_s() + LONG_S)
+    if tail:
+        prepared.tail = run.keys[-1]
+    sums = []
+    for number, (key, slot) in enumerate(prepared.slots.items(), start=first):
+        assert key == keys(64)[number]
+        node.arena.view(slot, SHAPE.block_bytes)[:] = block_payload(number, SHAPE)
+        sums.append(layer_checksums(memoryview(block_payload(number, SHAPE)), SHAPE))
+    assert set(node.table.complete(prepared, list(run.keys), sums)) == {StoreOutcome.STORED}
+
+
+class Waiting:
+    """A decode engine that waits for a prompt."""
+
+    def __init__(self, node: Node, count: int, wait_s: float = LONG_S) -> None:
+        self.node = node
+        self.prompts = Prompts(node.loader._node_id, node.table, node.buffer, node.counters)
+        self.parts: list[Part] = []
+        self.thread = threading.Thread(target=self._wait, args=(count, wait_s))
+        self.thread.start()
+        while not node.table._vigils and self.thread.is_alive():
+            pass
+
+    def _wait(self, count: int, wait_s: float) -> None:
+        self.parts += self.prompts.arrive(self.node.domain, keys(count), self.node.clock.now_s() + wait_s)
+
+    def end(self) -> list[Outcome]:
+        self.thread.join(LONG_S)
+        assert not self.thread.is_alive()
+        for part in self.parts:
+            for at, block in enumerate(part.blocks):
+                if block is not None:
+                    assert self.node.layers_right(block, 0, SHAPE.layers)
+                    assert block.key == keys(64)[part.first + at]
+            self.node.table.unpin(part.pinned())
+        self.node.table.check()
+        assert not self.node.table._vigils
+        return [outcome for part in sorted(self.parts, key=lambda part: part.first) for outcome in part.outcomes]
+
+
+def test_blocks_from_stores_and_loads_make_a_prompt(node: Node) -> None:
+    storage = Storage("s")
+    storage.provider.put(SPEC.namespace, range(10))
+    waiting = Waiting(node, 12)
+    store(node, 10, 2, tail=True)
+    node.take(node.load(10, [storage.source(0, 10)], 2))
+    assert waiting.end() == [Outcome.HIT] * 12
+    assert node.counters.get("prompts_complete_total") == 1
+    storage.server.stop()
+
+
+def test_what_came_early_does_not_leave_before_the_rest_is_there(node: Node) -> None:
+    waiting = Waiting(node, 8)
+    store(node, 4, 4)
+    node.table.evict_dram()
+    for chain in range(12, 60, 6):  # everything else in the arena is replaced
+        store(node, chain, 4)
+        node.table.evict_dram()
+    store(node, 0, 4)
+    assert waiting.end() == [Outcome.HIT] * 8
+
+
+def test_what_only_passes_through_stays_for_who_waits() -> None:
+    node = Node(keep=False)
+    storage = Storage("s")
+    storage.provider.put(SPEC.namespace, range(4))
+    waiting = Waiting(node, 6)
+    node.take(node.load(4, [storage.source(0, 4)], 2))  # its leases end here
+    store(node, 4, 2)
+    assert waiting.end() == [Outcome.HIT] * 6
+    node.empty()
+    storage.server.stop()
+    node.close()
+
+
+def test_what_does_not_come_is_told_in_time(node: Node) -> None:
+    store(node, 0, 2)
+    waiting = Waiting(node, 5, wait_s=0.1)
+    assert waiting.end() == [Outcome.HIT] * 2 + [Outcome.TIMEOUT] * 3
+    assert node.counters.get("prompts_incomplete_total") == 1
+
+
+def test_a_prompt_larger_than_the_buffer_has_no_room(node: Node) -> None:
+    node.buffer.capacity_bytes = SHAPE.block_bytes
+    assert Waiting(node, 2).end() == [Outcome.NO_ROOM] * 2
+
+
+def test_the_same_key_of_another_namespace_is_not_meant(node: Node) -> None:
+    waiting = Waiting(node, 2, wait_s=0.3)
+    other = node.domains.of_shape(NamespaceId(b"n" * 16), SHAPE)
+    prepared = node.table.prepare(other, BlockRun(other.namespace, None, 0, tuple(keys(2))), node.clock.now_s())
+    node.table.complete(prepared, keys(2), [bytes(8 * SHAPE.layers)] * 2)
+    node.table.check()
+    assert waiting.end() == [Outcome.TIMEOUT] * 2
+
+
+def test_two_wait_for_the_same_blocks_and_one_leaves(node: Node) -> None:
+    one, two = Waiting(node, 4, wait_s=0.1), Waiting(node, 4)
+    assert one.end() == [Outcome.TIMEOUT] * 4 if not node.table._vigils else True
+    one.thread.join(LONG_S)
+    store(node, 0, 4)
+    assert two.end() == [Outcome.HIT] * 4
+
+
+def test_a_closing_node_ends_the_wait() -> None:
+    node = Node()
+    waiting = Waiting(node, 4)
+    node.table.close()
+    assert waiting.end() == [Outcome.TIMEOUT] * 4
+    node.close()
