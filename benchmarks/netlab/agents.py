@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.core.errors import InvalidArgument
 from kvstore.core.keys import KeyChain
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey
 from kvstore.workload.generator import PROFILES, AgentWorkload
 
-MOST_TOKENS = 1 << 17
+MOST_TOKENS = 1 << 18
+"""Of an agent, at its end."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, spread evenly however many are drawn."""
 _BEFORE_ALL_RUNS = 0
@@ -43,6 +45,11 @@ class Trajectory:
         """Tokens of a turn's prompt."""
         return self.context + sum(one.append + one.out for one in self.turns[:turn]) + self.turns[turn].append
 
+    @property
+    def end(self) -> int:
+        """Tokens after the last turn."""
+        return self.context + sum(one.append + one.out for one in self.turns)
+
     def known(self, turn: int) -> int:
         """Leading tokens of it whose KV was computed before: the last generated token's never is."""
         return self.prompt(turn) - self.turns[turn].append - (1 if turn else 0)
@@ -51,7 +58,7 @@ class Trajectory:
 def trajectories(
     profile: str, agents: int, turns: int, seed: int, append_factor: float = 1.0, out_factor: float = 1.0
 ) -> list[Trajectory]:
-    """Consecutive turns out of generated trajectories, begun anywhere in each: contexts as of a running system.
+    """Consecutive turns out of generated trajectories, begun anywhere in each: contexts are those of a running system.
 
     Args:
         profile: name of a published profile (``kvstore.workload.generator``).
@@ -74,6 +81,8 @@ def trajectories(
             chosen.append(Turn(max(1, round((prompt - before) * append_factor)), max(2, round(out * out_factor))))
             before = prompt + out
         made.append(Trajectory(context, tuple(chosen)))
+    if max(one.end for one in made) > MOST_TOKENS:
+        raise InvalidArgument("an agent ends with too many tokens", most=MOST_TOKENS)
     return made
 
 

@@ -28,7 +28,7 @@ from kvstore.engine.roofline import EngineModel, Scale
 from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
 from kvstore.testing.netlab import Host, NetLab
 from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
-from netlab.agents import MOST_TOKENS
+from netlab.agents import Trajectory
 
 MIB = 1 << 20
 BENCHMARKS = Path(__file__).resolve().parent.parent
@@ -115,7 +115,7 @@ class EngineBed:
     Args:
         bed: hosts and rates.
         settings: the engines.
-        contexts: tokens of each agent's first context; whole blocks of them are stored before anything runs.
+        made: the agents; whole blocks of their first contexts are stored before anything runs.
         seed: of all tokens.
         growth_blocks: room in storage for what runs add.
         scratch: folder for volumes; None: a temporary one.
@@ -125,7 +125,7 @@ class EngineBed:
         self,
         bed: LabBed,
         settings: EngineSettings,
-        contexts: Sequence[int],
+        made: Sequence[Trajectory],
         *,
         seed: int = 1,
         growth_blocks: int = 4096,
@@ -135,7 +135,8 @@ class EngineBed:
         self.settings = settings
         self.spec = settings.spec(bed)
         self.engine = settings.engine(bed)
-        self.contexts = list(contexts)
+        self.contexts = [one.context for one in made]
+        self._most_tokens = max(one.end for one in made)
         self.seed = seed
         self._growth_blocks = growth_blocks
         self._scratch = scratch
@@ -216,7 +217,7 @@ class EngineBed:
 
     @property
     def _most_blocks(self) -> int:
-        return MOST_TOKENS // self.spec.block_tokens + 1
+        return self._most_tokens // self.spec.block_tokens + 1
 
     def _argv(self, role: str, name: str) -> list[str]:
         node = self.cluster.node(name).local_socket
