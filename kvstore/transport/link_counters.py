@@ -32,8 +32,8 @@ _BY_FAMILY = 20
 _DIAG_BYTES = 72
 _WANT_INFO, _WANT_TOS, _WANT_TCLASS = 1 << 1, 1 << 4, 1 << 5
 _INFO, _TOS, _TCLASS = 2, 5, 6
-_ALL_STATES = 0xFFF & ~(1 << 10)
-"""All but listeners."""
+_STATES = sum(1 << state for state in (1, 4, 5, 8, 9, 11))
+"""Connected, or about to end; not the thousands that may rest in TIME_WAIT."""
 _RECEIVED, _SEGMENTS, _SENT = 128, 136, 200
 """Offsets in ``struct tcp_info``: bytes received, segments out and in, bytes sent."""
 _HEADER_BYTES = 66
@@ -134,7 +134,7 @@ class LinkCounters:
         six = self._address.version == 6
         family = socket.AF_INET6 if six else socket.AF_INET
         wants = _WANT_INFO | _WANT_TOS | _WANT_TCLASS
-        request = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, wants, 0, _ALL_STATES)
+        request = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, wants, 0, _STATES)
         for message in _dump(_SOCK_DIAG, _BY_FAMILY, request):
             if message[8 : 8 + len(local)] != local:
                 continue

@@ -26,6 +26,8 @@ from kvstore.transport.yielding import KvShare, LinkSample, YieldRule
 log = logging.getLogger(__name__)
 
 TICK_S = 0.025
+LOOK_SHARE = 0.02
+"""The most of a core that looking takes: with hundreds of connections on the host, ticks grow longer."""
 _LOG_INTERVAL_S = 60.0
 
 
@@ -147,9 +149,12 @@ class _LinkWatch:
 
     def _run(self) -> None:
         with contextlib.closing(self._link):
-            while not self._stopping.wait(TICK_S):
+            pause_s = TICK_S
+            while not self._stopping.wait(pause_s):
                 try:
+                    cpu_s = time.thread_time()
                     nic, kv = self._link.read()
+                    pause_s = max(TICK_S, (time.thread_time() - cpu_s) / LOOK_SHARE)
                 except OSError as error:  # an interface that is replaced; the rates stay as they were
                     self._counters.add("transport_link_reads_failed_total")
                     if time.monotonic() >= self._quiet_until_s:
