@@ -332,7 +332,7 @@ ROWS: dict[str, Callable[[Options], None]] = {
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="which scenarios (default: all)")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="which scenarios (default: all; two of them with --smoke)")
     parser.add_argument(
         "--snic-mbit", type=float, default=500.0, help="storage link of each prefill and decode host (default 500)"
     )
@@ -351,6 +351,7 @@ def main(description: str | None) -> None:
     if reason is not None:
         print(f"SKIPPED: NO NETWORK LAB CAN RUN HERE: {reason}", flush=True)
         return
-    for name in options.extra.rows:
+    every = list(ROWS)
+    for name in options.extra.rows or options.pick(full=every, quick=every, smoke=["1p1d", "single"]):
         print(f"-- {name}", flush=True)
         ROWS[name](options)
