@@ -1,0 +1,89 @@
+"""A read that another thread follows and ends: it returns at once, its peer is not blamed, and nothing is written later."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from kvstore.core.buffers import DenseBlocks
+from kvstore.core.types import BlockShape, NamespaceId, Outcome
+from kvstore.testing.fault_proxy import FaultProxy
+from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
+from kvstore.transport.contract import ReadRequest, ReadWatch
+from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.tcp_server import TcpServer
+
+SHAPE = BlockShape(4, 65536)
+NAMESPACE = NamespaceId(b"n" * 16)
+COUNT = 40
+WAIT_S = 20.0
+
+
+def test_a_read_is_heard_ended_and_leaves_the_peer_usable() -> None:
+    provider = MemoryProvider()
+    provider.declare(NAMESPACE, SHAPE)
+    provider.put(NAMESPACE, range(COUNT))
+    server = TcpServer(provider)
+    server.start()
+    proxy = FaultProxy(server.address)
+    proxy.to_client.stall_after = 3 << 20
+    peer = TcpPeer(proxy.address, breaker_failures=1)
+    memory = np.zeros((COUNT, SHAPE.block_bytes), np.uint8)
+    keys = [block_key(number) for number in range(COUNT)]
+    for _ in range(3):
+        watch = ReadWatch()
+        outcomes: list[Outcome] = []
+
+        def read(watch: ReadWatch = watch, outcomes: list[Outcome] = outcomes) -> None:
+            request = ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + 60.0)
+            outcomes += peer.read(
+                request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), watch=watch
+            ).outcomes
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        end_s = time.monotonic() + WAIT_S
+        while watch.bytes_heard < 2 << 20:
+            assert time.monotonic() < end_s, "bytes come in and nobody hears of it"
+            time.sleep(0.001)
+        watch.end()
+        reading.join(WAIT_S)
+        assert not reading.is_alive()
+        assert set(outcomes) <= {Outcome.HIT, Outcome.UNAVAILABLE, Outcome.TIMEOUT}
+        assert len(outcomes) == COUNT
+        memory[:] = 0xA5
+        proxy.cut()
+        time.sleep(0.05)
+        assert (memory == 0xA5).all()
+    proxy.to_client.stall_after = None
+    request = ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + WAIT_S)
+    assert (
+        peer.read(request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes))).outcomes
+        == [Outcome.HIT] * COUNT
+    ), "the breaker must not be open"
+    assert [bytes(row) for row in memory] == [block_payload(number, SHAPE) for number in range(COUNT)]
+    peer.close()
+    proxy.stop()
+    server.stop()
+
+
+def test_a_read_that_was_ended_before_it_began_brings_nothing() -> None:
+    provider = MemoryProvider()
+    provider.declare(NAMESPACE, SHAPE)
+    provider.put(NAMESPACE, range(4))
+    server = TcpServer(provider)
+    server.start()
+    peer = TcpPeer(server.address)
+    watch = ReadWatch()
+    watch.end()
+    memory = np.zeros((4, SHAPE.block_bytes), np.uint8)
+    request = ReadRequest(NAMESPACE, [block_key(number) for number in range(4)], 0, 4, 0, time.monotonic() + WAIT_S)
+    assert (
+        Outcome.HIT
+        not in peer.read(request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), watch=watch).outcomes
+    )
+    assert not memory.any()
+    peer.close()
+    server.stop()
