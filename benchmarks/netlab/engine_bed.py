@@ -6,6 +6,7 @@ context comes over storage links at every turn.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import queue
@@ -101,6 +102,10 @@ class EngineProcess:
         self._process.kill()
         self._process.wait(_ANSWER_S)
         self._reader.join(_ANSWER_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # a command that it did not read any more
+                pipe.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -115,7 +115,7 @@ def run_compute_bound(options: Options) -> None:
     """Appends so long that computing takes longer than loading over both paths: how near is the oracle?"""
     agents, turns = options.pick(full=(10, 2), quick=(6, 2), smoke=(2, 1))
     made = trajectories(PROFILE, agents, turns, options.seed, append_factor=64.0)
-    settings = EngineSettings(dilation=0.5)
+    settings = EngineSettings(dilation=0.5, in_flight=8)  # so that some load while others compute
     dual = dataclasses.replace(DUAL, layer_group=GROUPS)
     runs = _rounds(options, made, settings, (BASE, dual, ORACLE), growth=1400 * agents)
     parameters = {**_parameters(settings, agents, turns), "append": "x64"}
@@ -222,7 +222,8 @@ def _facts(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) ->
     return (
         f"{settings.model} on {settings.gpus} {settings.gpu} a host with one {link:g} Gb/s storage link; "
         f"bytes x {engine.scale.bytes:.2g}, time x {settings.dilation:g}; "
-        f"a turn reads for {read_s:.3f} s over one link and {read_s / 2:.3f} s over two, and computes for {compute_s:.3f} s; {bed.verdict().sentence}"
+        f"a turn reads for {read_s:.3f} s over one link and {read_s / 2:.3f} s over two, "
+        f"and computes for {compute_s:.3f} s; {bed.verdict().sentence}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import IO
 class Processor:
     """Something that computes one thing at a time, in order of arrival, in modelled time.
 
-    Work that waited begins, in the model, when the work before it ended, not when its thread woke: sleeping late does not add up.
+    Work that waited begins, in the model, when the work before it ended, not when its thread woke: late sleeps do not add up.
     """
 
     def __init__(self) -> None:
