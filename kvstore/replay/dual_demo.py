@@ -181,6 +181,8 @@ def _worker(plan: DualDemoPlan, host: Host, cluster: LocalCluster) -> Iterator[C
     finally:
         process.kill()
         process.wait(_WORKER_S)
+        stdin.close()
+        stdout.close()
 
 
 def spark(values: Sequence[float], top: float) -> str:
