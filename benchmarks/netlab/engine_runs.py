@@ -113,7 +113,7 @@ def _gains(options: Options, runs: dict[str, list[Summary]], parameters: dict[st
 
 def run_compute_bound(options: Options) -> None:
     """Appends so long that computing takes longer than loading over both paths: how near is the oracle?"""
-    agents, turns = options.pick(full=(10, 2), quick=(6, 2), smoke=(2, 1))
+    agents, turns = options.pick(full=(18, 2), quick=(6, 2), smoke=(2, 1))
     made = trajectories(PROFILE, agents, turns, options.seed, append_factor=64.0)
     settings = EngineSettings(dilation=0.5, in_flight=8)  # so that some load while others compute
     dual = dataclasses.replace(DUAL, layer_group=GROUPS)
