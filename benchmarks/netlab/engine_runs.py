@@ -168,7 +168,7 @@ def _highest(
     trials: list[dict[str, float | str]],
     settings: EngineSettings,
 ) -> float:
-    """The highest of ``RATES`` that is good, between a rate below all of them and one above; agents a second."""
+    """The highest of ``RATES`` that is good; agents a second. Where none is, a step below the lowest, which is not tried."""
     low, high = -1, len(RATES)
     while high - low > 1:
         middle = (low + high) // 2
