@@ -15,8 +15,6 @@ from kvstore.simulate.cluster import SimConfig
 from kvstore.simulate.online import TPOT_S, TTFT_S, Capacity
 from kvstore.simulate.result import SimResult
 
-_BUSY = "SNIC / CNIC / prefill / decode busy"
-
 
 def bound_sentence(config: SimConfig) -> str:
     """What equation 9 says of a cluster of equal nodes."""
@@ -34,36 +32,37 @@ def bed_of(config: SimConfig) -> Bed:
 
 def print_results(results: Sequence[SimResult], every: int, title: str, console: Console) -> None:
     """A row a variant; gains are against the first, by the time until 95 % is done: the rest is the longest sessions."""
-    table = Table(title=title)
-    for name in (
-        "variant",
-        "95 % done s",
-        "all done s",
-        "gain",
-        "TTFT mean / p99 s",
-        "TTST s",
-        "TPOT ms",
-        "load s",
-        "storage GB/s",
-        "SNIC max/avg",
-        _BUSY,
-    ):
-        table.add_column(name, justify="left" if name in {"variant", _BUSY} else "right")
+    times = _table(title, ("variant", "95 % done s", "all s", "gain", "TTFT s", "p99", "TTST s", "TPOT ms"))
+    links = _table("storage and load", ("variant", "load s", "storage GB/s", "SNIC max/avg", "SNIC", "CNIC", "prefill", "decode"))
     for result in results:
-        table.add_row(
+        times.add_row(
             result.variant,
             f"{result.most_done_s * every:,.0f}",
             f"{result.seconds * every:,.0f}",
             f"{results[0].most_done_s / result.most_done_s:.2f}x",
-            f"{result.ttft.mean:.2f} / {result.ttft.p99:.2f}",
+            f"{result.ttft.mean:.2f}",
+            f"{result.ttft.p99:.2f}",
             f"{result.ttst.mean:.3f}",
             f"{result.tpot.mean * 1000:.1f}",
+        )
+        links.add_row(
+            result.variant,
             "" if math.isnan(result.load.mean) else f"{result.load.mean:.2f}",
             f"{result.read_rate / 1e9:.1f}",
             "" if math.isnan(result.snic_balance) else f"{result.snic_balance:.2f}",
-            f"{result.snic_use:.0%} / {result.cnic_use:.0%} / {result.prefill_use:.0%} / {result.decode_use:.0%}",
+            *(f"{use:.0%}" for use in (result.snic_use, result.cnic_use, result.prefill_use, result.decode_use)),
         )
-    console.print(table)
+    console.print(times)
+    console.print(links)
+    console.print("SNIC, CNIC, prefill, decode: how busy they are.", style="dim")
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """Names to the left, numbers to the right; narrow enough for a terminal of 80 columns."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=name == "variant")
+    return table
 
 
 def print_sweep(clusters: Mapping[str, Sequence[SimResult]], nodes: Mapping[str, int], every: int, console: Console) -> None:
