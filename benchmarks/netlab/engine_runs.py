@@ -112,7 +112,11 @@ def _gains(options: Options, runs: dict[str, list[Summary]], parameters: dict[st
 
 
 def run_compute_bound(options: Options) -> None:
-    """Appends so long that computing takes longer than loading over both paths: how near is the oracle?"""
+    """Appends so long that computing takes longer than loading over both paths: how near is the oracle?
+
+    Until the first layers are there nothing computes, and a late request's answer has nothing to hide behind: in so short a run
+    both weigh, more than in one of hours.
+    """
     agents, turns = options.pick(full=(18, 2), quick=(6, 2), smoke=(2, 1))
     made = trajectories(PROFILE, agents, turns, options.seed, append_factor=64.0)
     settings = EngineSettings(dilation=0.5, in_flight=8)  # so that some load while others compute
