@@ -7,6 +7,7 @@ repeated: progress is cumulative, and reports for plans or parts that are over a
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from kvstore.dualpath.queues import Charge, ReadQueues
 
 PLAN_LIFE_S = 60.0
 """A plan without a report for this long is given up: its client is taken to be dead."""
+DEADLINE_GRACE_S = 1.0
+"""A plan with a life of its own that is still reported on outlives its end by so much, for what was under way; no longer."""
 DECISIONS_KEPT = 256
 
 
@@ -44,6 +47,8 @@ class _Live:
     """As it was when the plan was made: whoever plans with another one meanwhile does not decide about its re-plans."""
     attempt: int
     deadline: float
+    last: float
+    """Reports do not move the deadline beyond this."""
     parts: list[Part] = field(default_factory=list)
     charges: list[Charge | None] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
@@ -113,17 +118,28 @@ class Planner:
 
     # ---- plans ----
 
-    def plan(self, request: ReadRequest, now: float) -> LoadPlan:
+    def plan(self, request: ReadRequest, now: float, life_s: float = 0.0) -> LoadPlan:
         """Decides who reads the request, and charges the queues.
 
+        Args:
+            request: what to read.
+            now: when.
+            life_s: the load is over by then: whatever is reported, the plan is given up ``DEADLINE_GRACE_S`` later, and without
+                reports at that very time. 0: it lives as long as it is reported on.
+
         Raises:
+            InvalidArgument: a life below 0.
             Unavailable: no candidate is alive.
         """
+        if not life_s >= 0:
+            raise InvalidArgument("a plan's life is not below 0", life_s=life_s)
         if self.relays and not request.relays:
             pair = {request.prefill_node, request.decode_node or request.prefill_node}
             request = replace(request, relays=tuple(self.queues.idlest(self.relays, now, pair)))
         plan_id = self._next
-        live = _Live(request, self.policy, 0, now + self.plan_life_s)
+        first = min(life_s, self.plan_life_s) if life_s else self.plan_life_s
+        last = now + life_s + DEADLINE_GRACE_S if life_s else math.inf
+        live = _Live(request, self.policy, 0, now + first, last)
         answer = self._decide(plan_id, live, [(0, request.blocks)] if request.blocks else [], now)
         self._next += 1
         self._live[plan_id] = live
@@ -151,7 +167,7 @@ class Planner:
         count = live.parts[part].count
         if not 0 <= blocks_done <= count:
             raise InvalidArgument("blocks_done out of bounds", blocks_done=blocks_done, count=count)
-        live.deadline = max(live.deadline, now + self.plan_life_s)
+        self._heard_of(live, now)
         self.queues.credit(charge, max(0, blocks_done - (count - charge.blocks)), now, moved=True)
         return True
 
@@ -207,7 +223,7 @@ class Planner:
         live.charges[part] = None
         live.failed.add(failed.node)
         live.attempt += 1
-        live.deadline = max(live.deadline, now + self.plan_life_s)
+        self._heard_of(live, now)
         try:
             answer = self._decide(plan_id, live, missing, now)
         except Unavailable:
@@ -240,6 +256,9 @@ class Planner:
         return over
 
     # ---- within ----
+
+    def _heard_of(self, live: _Live, now: float) -> None:
+        live.deadline = max(live.deadline, min(now + self.plan_life_s, live.last))
 
     @staticmethod
     def _charge(live: _Live, part: int) -> Charge | None:

@@ -78,6 +78,7 @@ class Planning:
 
         Raises:
             InvalidArgument: malformed.
+            NotFound: a node left meanwhile; nothing stays charged.
             Unavailable: no node that could read is alive.
         """
         operation = check_id(request.operation_id, "operation_id")
@@ -99,7 +100,12 @@ class Planning:
             self._relays(request, now_s) if request.relays else (),
         )
         self.planner.policy = self._policy(request.policy or self._default)
-        answer = self._message(self.planner.plan(read, now_s))
+        made = self.planner.plan(read, now_s, request.budget_ms / 1000)
+        try:
+            answer = self._message(made)
+        except NotFound:  # nobody will ever report on a plan that nobody was told
+            self.planner.abort(made.plan_id, now_s)
+            raise
         self._counters.add("metadata_plans_total")
         self._answers[operation] = answer
         if len(self._answers) > ANSWERS_KEPT:
@@ -151,7 +157,11 @@ class Planning:
         arrived = [(one.start, one.count) for one in request.arrived]
         plan = self.planner.fail(request.plan_id, request.index, arrived, now_s)
         self._counters.add("metadata_replans_total")
-        return self._message(plan)
+        try:
+            return self._message(plan)
+        except NotFound:  # the client takes this for the plan's end
+            self.planner.abort(plan.plan_id, now_s)
+            raise
 
     # ---- time ----
     def expire(self) -> None:

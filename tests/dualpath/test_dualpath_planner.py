@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.core.errors import Internal, InvalidArgument, NotFound, Unavailable
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.dualpath.contract import MAX_RELAYS, LoadPlan, NodeState, Part, ReadRequest, ReadSide, Share, spans_of
-from kvstore.dualpath.planner import Planner, lay, missing_spans
+from kvstore.dualpath.planner import DEADLINE_GRACE_S, PLAN_LIFE_S, Planner, lay, missing_spans
 from kvstore.dualpath.policies import POLICIES, Oracle, PrefillOnly, ShorterQueue, policy_named
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.split import Split
@@ -25,7 +26,8 @@ LIFE = 10.0
 @dataclass
 class PlanModel:
     request: ReadRequest
-    heard: float
+    deadline: float
+    last: float
     attempt: int = 0
     parts: dict[int, Part] = field(default_factory=dict)
     owed: dict[int, list[int]] = field(default_factory=dict)
@@ -34,6 +36,10 @@ class PlanModel:
     failed: set[str] = field(default_factory=set)
     into_known: set[int] = field(default_factory=set)
     """Parts that are forwarded to a prefill node that was known when they were planned."""
+
+    def hear(self, now: float) -> None:
+        """A report moves the deadline, not beyond the end of the plan's life."""
+        self.deadline = max(self.deadline, min(now + LIFE, self.last))
 
 
 class PlannerMachine(RuleBasedStateMachine):
@@ -83,19 +89,24 @@ class PlannerMachine(RuleBasedStateMachine):
         block_bytes=st.integers(1, 1_000),
         pair=st.tuples(st.sampled_from(NODES), st.none() | st.sampled_from(NODES)),
         relays=st.lists(st.sampled_from(NODES), max_size=3),
+        life=st.sampled_from([0.0, 0.05, 5.0, 25.0]),
     )
-    def plan(self, blocks: int, block_bytes: int, pair: tuple[str, str | None], relays: list[str]) -> None:
+    def plan(self, blocks: int, block_bytes: int, pair: tuple[str, str | None], relays: list[str], life: float) -> None:
         request = ReadRequest("r", blocks, block_bytes, BLOCK_TOKENS, *pair, tuple(relays))
         usable = {name for name, _ in request.candidates()} & self.alive
         if blocks and not usable:
             with pytest.raises(Unavailable):
-                self.planner.plan(request, self.now)
+                self.planner.plan(request, self.now, life)
             return
-        answer = self.planner.plan(request, self.now)
+        answer = self.planner.plan(request, self.now, life)
         assert answer.attempt == 0
         assert answer.plan_id not in self.live
         assert answer.plan_id not in self.over
-        model = self.live[answer.plan_id] = PlanModel(request, self.now)
+        model = self.live[answer.plan_id] = PlanModel(
+            request,
+            self.now + (min(life, LIFE) if life else LIFE),
+            self.now + life + DEADLINE_GRACE_S if life else math.inf,
+        )
         self.started(model, answer, set(range(blocks)))
 
     def started(self, model: PlanModel, answer: LoadPlan, missing: set[int]) -> None:
@@ -133,7 +144,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.late += 1
             return
         assert going
-        model.heard = self.now
+        model.hear(self.now)
         before = part.count - len(model.owed[index])
         for _ in range(done - before):
             model.arrived.add(model.owed[index].pop(0))
@@ -152,7 +163,7 @@ class PlannerMachine(RuleBasedStateMachine):
             return
         missing = {block for block, flag in zip(range(part.start, part.end), flags, strict=True) if not flag}
         model.failed.add(part.node)
-        model.heard = self.now
+        model.hear(self.now)
         del model.owed[index]
         usable = {name for name, _ in model.request.candidates()} & self.alive - model.failed
         if missing and not usable:
@@ -176,7 +187,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        dead = {plan_id for plan_id, model in self.live.items() if model.heard + LIFE <= self.now}
+        dead = {plan_id for plan_id, model in self.live.items() if model.deadline <= self.now}
         assert set(self.planner.expire(self.now)) == dead
         for plan_id in dead:
             del self.live[plan_id]
@@ -352,6 +363,25 @@ def test_a_plan_lives_as_long_as_it_is_heard_of() -> None:
         state = planner.queues.state(node, LIFE)
         assert state is not None
         assert state.pending_bytes == 0
+
+
+def test_a_plan_with_a_life_of_its_own_ends_whatever_is_reported() -> None:
+    planner = two_nodes()
+    silent, heard = (planner.plan(ReadRequest(name, 10, 1_000, 64, "p", "d"), 0.0, 3.0).plan_id for name in ("silent", "heard"))
+    forgotten = planner.plan(ReadRequest("forgotten", 10, 1_000, 64, "p", "d"), 0.0, 1e9).plan_id
+    assert planner.progress(heard, 0, 1, 2.9)
+    assert planner.expire(2.9) == []
+    assert planner.expire(3.0) == [silent]
+    assert planner.progress(heard, 0, 2, 3.9)
+    assert planner.expire(3.0 + DEADLINE_GRACE_S) == [heard]
+    assert planner.expire(PLAN_LIFE_S) == [forgotten]
+    for node in ("p", "d"):
+        state = planner.queues.state(node, PLAN_LIFE_S)
+        assert state is not None
+        assert state.pending_bytes == 0
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(InvalidArgument):
+            planner.plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0, wrong)
 
 
 def test_bad_reports_are_refused() -> None:

@@ -15,8 +15,10 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
-from kvstore.dualpath.planner import PLAN_LIFE_S
+from kvstore.dualpath.contract import LoadPlan
+from kvstore.dualpath.planner import DEADLINE_GRACE_S, PLAN_LIFE_S
 from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.planning import Planning
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
 
@@ -211,6 +213,40 @@ async def test_a_silent_client_is_forgotten_and_its_bytes_given_back(running: Ru
 
     await until(forgotten)
     assert await report(p, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == [answer.plan_id]
+
+
+async def test_a_plan_is_forgotten_at_its_deadline(running: Running) -> None:
+    made = await hosts(running)
+    p = made["p"]
+    short, long = await plan(p, asked(budget_ms=50)), await plan(p, asked(budget_ms=600_000))
+    moved = [pb.LoadReport(plan_id=one.plan_id, parts=[pb.PartReport(index=one.parts[0].index)]) for one in (short, long)]
+    assert await report(p, *moved) == []  # which must not give the first one another minute
+    running.clock.advance(DEADLINE_GRACE_S + 0.1)
+
+    async def forgotten() -> bool:
+        for host in made.values():
+            await host.beat()
+        return await pending(p) == 100
+
+    await until(forgotten)
+    assert await report(p, *moved) == [short.plan_id]
+
+
+async def test_a_plan_that_cannot_be_told_charges_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = (await hosts(running))["p"]
+    first = await plan(p, asked())
+
+    def gone(_planning: Planning, _plan: LoadPlan) -> pb.LoadPlan:
+        raise NotFound("a node left while a load was planned over it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Planning, "_message", gone)
+        with pytest.raises(NotFound):
+            await plan(p, asked())
+        with pytest.raises(NotFound):
+            await replan(p, first.plan_id, first.parts[0].index)
+    assert await pending(p) == 0
+    assert await report(p, pb.LoadReport(plan_id=first.plan_id, finished=True)) == [first.plan_id]
 
 
 async def test_another_server_knows_none_of_these_plans(running: Running, tmp_path: Path) -> None:
