@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Tests start daemons while other threads of theirs are inside gRPC; its fork handlers are of no use before an exec, and a child was
-# seen to abort before it had logged a word.
+# Tests start daemons while other threads of theirs are inside gRPC; its fork handlers are of no use before an exec, and a child
+# was seen to abort before it had logged a word.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # Machines differ in speed, so no example has a deadline of its own: pytest-timeout bounds the test.
