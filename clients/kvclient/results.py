@@ -179,7 +179,7 @@ class StoreResult:
         outcomes: one ``StoreOutcome`` a block. A chain is stored prefix first: behind the first block that could not be
             stored everything is ``SKIPPED``.
         bytes_stored: bytes of blocks ``STORED`` by this call.
-        durable: whether everything this call stored is known to be on NVMe (only where that was asked for).
+        durable: whether everything this call stored is known to be on NVMe (where that was asked for; else see ``error``).
         seconds: how long it took.
         error: the first failure of ours on the way, if any.
     """

@@ -265,6 +265,18 @@ class Store:
         request = node_pb2.FlushRequest(timeout_ms=wait_ms, session_id=session.session_id, keys=self._packed)
         answer = call_within(self._operation, session.stub.Flush, request, timeout_s)
         self._result.durable = answer.complete
+        if not answer.complete:
+            self._not_durable(int(answer.not_durable_blocks))
+
+    def _not_durable(self, blocks: int) -> None:
+        """Stored, but not durable: the caller is told why, as far as it is known here."""
+        error = Unavailable(
+            "stored, but not durable: not written in time, or no disk takes it (the node's log and `kvstore status` tell)",
+            not_durable_blocks=blocks,
+        )
+        self._core.incidents.report("client_stores_not_durable_total", "a store did not become durable", error)
+        if self._result.error is None:
+            self._result.error = error
 
     # ---- straight to a node ----
     def _through_peer(self) -> None:
@@ -281,7 +293,10 @@ class Store:
             self._result.bytes_stored += int(np.count_nonzero(outcomes == StoreOutcome.STORED)) * self._block_bytes
             return outcomes
 
-        self._result.durable = self._in_chunks(self._core.options.copy_chunk_bytes, store) and self._durable
+        through = self._in_chunks(self._core.options.copy_chunk_bytes, store)
+        self._result.durable = through and self._durable
+        if self._durable and not through:
+            self._not_durable(int(np.count_nonzero(~HELD[self._result.outcomes])))
 
     @property
     def _block_bytes(self) -> int:

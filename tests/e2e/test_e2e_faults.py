@@ -257,7 +257,9 @@ def test_nothing_is_called_durable_that_is_not(make_store: MakeStore) -> None:
         NodeSpec("plain"), NodeSpec("s", roles=("storage",), nvme_bytes=64 * MIB), NodeSpec("far", write_behind_to="s")
     )
     plain, far = store.engine("plain"), store.engine("far")
-    assert not plain.store("c", 10, durable=True).durable, "there is no disk"
+    refused = plain.store("c", 10, durable=True)
+    assert not refused.durable, "there is no disk"
+    assert refused.error is not None, "the caller is told why"
     assert not plain.client.flush()
     assert far.store("c", 10, durable=True).durable
     assert far.client.flush()
