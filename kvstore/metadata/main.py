@@ -25,6 +25,7 @@ from kvstore.core.errors import Unavailable
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe.counters import Counters
+from kvstore.rpc.descriptors import raise_limit
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def run(config: MetadataConfig) -> None:
         Unavailable: the address cannot be bound, the index cannot be opened, or workers die again and again.
         InvalidArgument: TLS files that cannot be read.
     """
+    raise_limit()
     if config.workers == 1:
         asyncio.run(_serve(config, 0, _Announcer(config.ready_file), None))
     else:

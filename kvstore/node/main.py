@@ -7,10 +7,12 @@ import signal
 
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import NodeDaemon
+from kvstore.rpc.descriptors import raise_limit
 
 
 def run(config: NodeConfig) -> None:
     """Serves until SIGTERM or SIGINT, then stops in order."""
+    raise_limit()
     asyncio.run(_serve(config))
 
 

@@ -22,6 +22,7 @@ from kvstore.core import limits
 from kvstore.core.errors import Internal, KVStoreError, Unavailable
 from kvstore.core.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix
+from kvstore.rpc.descriptors import connections_allowed
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.tls import server_credentials
 
@@ -32,6 +33,10 @@ MAX_CONCURRENT_RPCS: Final = 4_096
 _KEEPALIVE_TIME_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
 _MIN_CLIENT_PING_MS: Final = 5_000
+_HANDSHAKE_TIMEOUT_MS: Final = 10_000
+"""For a new connection to speak HTTP/2, after TLS where there is some."""
+_IDLE_CONNECTION_MS: Final = 600_000
+"""A connection without a call for so long is closed; a client of ours that needs it again reconnects by itself."""
 
 # handlers of all methods pass through here, so their generic parameters say nothing
 Context: TypeAlias = Any
@@ -173,6 +178,10 @@ async def build_aio_server(
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
             ("grpc.keepalive_permit_without_calls", 1),
+            # a listener closes what comes above its share by itself, which leaves the other addresses and doors theirs
+            ("grpc.max_allowed_incoming_connections", connections_allowed()),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+            ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
         ],
     )
     for add in register:
