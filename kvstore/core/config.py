@@ -167,7 +167,7 @@ class NodeSection(Section):
     )
     prefill_buffer: Size = Field(default=0, description="the most that layer-wise loads may hold; 0: a quarter of the arena")
     decode_buffer: Size = Field(default=0, description="the most that awaited prompts may hold; 0: a quarter of the arena")
-    keep_loaded: bool = Field(default=True, description="keep what loads bring into DRAM there, as a cache")
+    keep_loaded: bool = Field(default=True, description="keep loaded and stored blocks in DRAM as a cache; no: only stage them")
     peer_streams: int = Field(default=4, ge=1, le=64, description="connections of a fetch from a peer")
     anti_entropy_interval: DurationMs = Field(default=30_000, description="how often it compares notes with the index")
     tls: TlsSection = TlsSection()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
@@ -55,6 +56,25 @@ class Block:
     def record(self) -> BlockRecord:
         """What a slot header says of it."""
         return BlockRecord(self.domain.namespace, self.key, self.parent, self.depth, self.domain.shape, self.checksums)
+
+
+class RecentKeys:
+    """The keys added last, a bounded number. Not thread-safe."""
+
+    MOST = 65_536
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
+
+    def add(self, key: BlockKey) -> None:
+        """Remembers a key, and forgets the oldest beyond ``MOST``."""
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > self.MOST:
+            self._keys.popitem(last=False)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._keys
 
 
 @dataclass(slots=True)

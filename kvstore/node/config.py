@@ -88,7 +88,7 @@ class NodeConfig:
     decode_buffer_bytes: int = 0
     """The most that awaited prompts may hold together; 0: a quarter of the arena."""
     keep_loaded: bool = True
-    """Keep what loads bring in, from NVMe and from other nodes, in DRAM as a cache; False: it leaves as soon as nobody uses it."""
+    """Keep what was loaded or stored in DRAM as a cache; False: it leaves once it is durable and nobody uses it."""
     peer_streams: int = 4
     """Connections of a peer fetch."""
     anti_entropy_interval_ms: int = 30_000

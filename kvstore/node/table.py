@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
-from kvstore.node.block import Block, Claim, Home, Prepared, Vigil
+from kvstore.node.block import Block, Claim, Home, Prepared, RecentKeys, Vigil
 from kvstore.node.domain import Domain
 from kvstore.node.replicas import ReplicaLog
 from kvstore.observe.counters import Counters
@@ -70,6 +70,7 @@ class BlockTable:
         self._blocks: dict[BlockKey, Block] = {}
         self._preparing: dict[BlockKey, Prepared] = {}
         self._loading: set[BlockKey] = set()
+        self._gone = RecentKeys()  # left this node, durable on the storage node
         self._vigils: dict[BlockKey, list[Vigil]] = {}
         self._pending: deque[Block] = deque()
         self._pending_bytes = 0
@@ -491,10 +492,10 @@ class BlockTable:
             return True
 
     def are_durable(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which blocks are held here and outlive this process."""
+        """Which blocks outlive this process: here, or on the storage node that they were written to."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
-            return [block is not None and block.durable for block in found]
+            return [key in self._gone if block is None else block.durable for key, block in zip(keys, found, strict=True)]
 
     def not_durable(self) -> int:
         """How many blocks that were stored here would not outlive this process."""
@@ -678,6 +679,8 @@ class BlockTable:
     def _drop_if_nowhere(self, block: Block) -> None:
         if block.dram is None and block.nvme is None and self._blocks.get(block.key) is block:
             del self._blocks[block.key]
+            if block.elsewhere:
+                self._gone.add(block.key)
 
     def _enqueue(self, block: Block) -> None:
         block.pending = True

@@ -139,3 +139,22 @@ def test_a_decode_node_that_is_not_there_costs_the_prefill_nothing(store: Store)
     result = handoff.commit()
     assert result.error is not None
     assert result.held_blocks == 0
+
+
+def test_what_only_passes_through_a_node_is_durable_where_it_went(make_store: Callable[..., Store]) -> None:
+    store = make_store(
+        NodeSpec("storage-0", ("storage",), dram_bytes=64 << 20, nvme_bytes=128 << 20),
+        NodeSpec(
+            "prefill-0",
+            ("prefill",),
+            dram_bytes=64 << 20,
+            write_behind_to="storage-0",
+            settings=(("keep_loaded", "false"),),
+        ),
+    )
+    writer = engine(store, "prefill-0")
+    for number in range(5):
+        result = writer.store(f"chain{number}", 20, durable=True)
+        assert result.durable, result.error
+    until(lambda: store.node_stats("prefill-0").tiers[0].blocks == 0, "blocks leave a node that only stages them")
+    assert writer.load("chain3", 20).hit_blocks == 20
