@@ -28,6 +28,7 @@ from kvstore.core.errors import (
 )
 from kvstore.core.types import BlockShape, NamespaceId, Outcome, Tier
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.transport import frames
 from kvstore.transport.arrival import receive_summed
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
@@ -36,6 +37,7 @@ from kvstore.transport.tickets import TicketAuthority, TicketScope
 from kvstore.transport.wire import Piece, Wire
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 T = TypeVar("T")
 
@@ -92,7 +94,7 @@ class ServerConnection:
                     pass
         except frames.BadFrame as error:
             self._counters.add("transport_bad_frames_total")
-            log.warning("closed a data connection: %s", error)
+            limited.warning("closed a data connection: %s", error)
             self._answer(frames.encode_error(0, error), self._now_s() + self._times.stall_s)
 
     def _greet(self) -> bool:
@@ -275,7 +277,7 @@ class ServerConnection:
     def _judged(self, good: npt.NDArray[np.bool_]) -> list[bool]:
         if corrupt := len(good) - int(good.sum()):
             self._counters.add("transport_corrupt_blocks_total", corrupt)
-            log.warning("%d of %d blocks written by a peer did not match their checksums", corrupt, len(good))
+            limited.warning("%d of %d blocks written by a peer did not match their checksums", corrupt, len(good))
         return [bool(matched) for matched in good]
 
     # ---------------------------------------------------------------- helpers

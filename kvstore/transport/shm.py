@@ -25,8 +25,10 @@ from kvstore.core.errors import Conflict, DeadlineExceeded, InvalidArgument, Per
 from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import KEY_BYTES, SessionId
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 _REPLY = struct.Struct("<4sIQ")  # magic, 1: granted or 0: refused, size of the arena
 _MAGIC = b"KVA1"
@@ -143,12 +145,12 @@ class ArenaDoor:
             sock, _ = listener.accept()
         except OSError as error:  # gone again, or no descriptors left
             self._counters.add("arena_accept_errors_total")
-            log.warning("cannot accept a connection for the arena: %s", error)
+            limited.warning("cannot accept a connection for the arena: %s", error)
             time.sleep(0.01)  # the condition may last: do not spin on it
             return
         if len(self._callers) >= self._max_connections:
             self._counters.add("arena_connections_refused_total")
-            log.warning("refused a connection for the arena: %d are open", self._max_connections)
+            limited.warning("refused a connection for the arena: %d are open", self._max_connections)
             sock.close()
             return
         sock.setblocking(False)
@@ -193,7 +195,7 @@ class ArenaDoor:
 
     def _refuse(self, caller: _Caller, selector: selectors.BaseSelector, why: str) -> None:
         self._counters.add("arena_connections_refused_total")
-        log.warning("refused a connection for the arena: it %s", why)
+        limited.warning("refused a connection for the arena: it %s", why)
         with contextlib.suppress(OSError):
             caller.sock.send(_REPLY.pack(_MAGIC, 0, 0))
         self._end(caller, selector)

@@ -32,6 +32,7 @@ from kvstore.core.errors import (
 )
 from kvstore.core.types import KEY_BYTES, BlockRun, BlockShape, StoreOutcome
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.transport import frames
 from kvstore.transport.arrival import send_summed
 from kvstore.transport.breaker import CircuitBreaker
@@ -53,6 +54,7 @@ from kvstore.transport.reading import UNIT_KEYS, UNITS_AHEAD, ReadState, Unit, b
 from kvstore.transport.traffic import KvTraffic
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 MAX_WRITE_BYTES = 256 << 20
 """Payload of one write exchange: longer runs take several, so that a peer's slots are not held unwritten for long."""
@@ -151,7 +153,7 @@ class TcpPeer(BlockPeer):
         state.fail_rest(error if error is not None else Unavailable("the data-plane peer was lost", address=self.address))
         if state.corrupt:
             self._counters.add("transport_peer_corrupt_blocks_total", state.corrupt)
-            log.warning("%d blocks from %s did not match their checksums: taken as misses", state.corrupt, self.address)
+            limited.warning("%d blocks from %s did not match their checksums: taken as misses", state.corrupt, self.address)
         return state.result()
 
     def write(self, request: WriteRequest, source: BlockBuffer, checksums: Checksums | None = None) -> list[StoreOutcome]:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
 from kvstore.core.limits import MAX_DATA_CONNECTIONS
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.transport import frames
 from kvstore.transport.addresses import format_address, parse_address
 from kvstore.transport.contract import BlockProvider
@@ -32,6 +33,7 @@ from kvstore.transport.traffic import KvTraffic
 from kvstore.transport.wire import PeerGone, PeerStalled, PlainWire, TlsWire, Wire, set_options
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 _JOIN_S = 5.0
 _GIVE_WAY_S = 0.5
@@ -144,7 +146,7 @@ class TcpServer:
                     return
                 # e.g. out of file descriptors: the next connection may fare better, but not at once
                 self._counters.add("transport_accept_errors_total")
-                log.warning("cannot accept a data connection: %s", error)
+                limited.warning("cannot accept a data connection: %s", error)
                 time.sleep(0.05)
                 continue
             self._make_room()
@@ -177,12 +179,12 @@ class TcpServer:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._sockets[thread], socket.SHUT_RD)
         self._counters.add("transport_idle_connections_dropped_total")
-        log.warning("%d data connections are open: %s, idle longest, gives way", self._max_connections, thread.name)
+        limited.warning("%d data connections are open: %s, idle longest, gives way", self._max_connections, thread.name)
         thread.join(_GIVE_WAY_S)
 
     def _refuse(self, sock: socket.socket) -> None:
         self._counters.add("transport_connections_refused_total")
-        log.warning("refused a data connection: %d are open", self._max_connections)
+        limited.warning("refused a data connection: %d are open", self._max_connections)
         with contextlib.suppress(OSError):
             if self._tls is None:  # a TLS peer could not read it
                 sock.setblocking(False)
@@ -201,10 +203,10 @@ class TcpServer:
             log.debug("a data connection ended: %s", gone)
         except PeerStalled as stalled:
             self._counters.add("transport_stalled_peers_total")
-            log.warning("closed a data connection: %s", stalled)
+            limited.warning("closed a data connection that stalled: %s", stalled)
         except KVStoreError as error:
             self._counters.add("transport_requests_cut_total")
-            log.warning("closed a data connection: %s", error)
+            limited.warning("closed a data connection: %s", error)
         except Exception:  # the edge of this thread: the server must outlive a bug in one request
             self._counters.add("transport_internal_errors_total")
             log.exception("a data connection met a bug")

@@ -504,3 +504,16 @@ def test_a_dead_peer_fails_fast_after_a_few_calls(provider: MemoryProvider, serv
     assert seen["transport_peer_connect_failures_total"] == 2
     assert seen["transport_peer_fast_failures_total"] == 8
     assert seen["transport_peer_breaker_opened_total"] == 1
+
+
+def test_strangers_do_not_set_the_pace_of_the_log(
+    server: TcpServer, counters: Counters, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(40):
+        with raw(server, greet=False) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(1024):
+                    pass
+    assert counters.get("transport_bad_frames_total") == 40
+    assert len([record for record in caplog.records if "closed a data connection" in record.getMessage()]) <= 1

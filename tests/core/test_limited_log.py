@@ -1,0 +1,31 @@
+"""Lines that others can cause come at our pace."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvstore.core.clock import ManualClock
+from kvstore.observe.limited_log import LimitedLog
+
+
+def test_one_line_a_kind_and_interval_with_the_number_held_back(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    limited = LimitedLog(logging.getLogger("test-limited"), 10.0, clock.now_s)
+    for number in range(100):
+        limited.warning("refused %s: %d are open", "a peer", number)
+    limited.warning("another kind")
+    clock.advance(9.9)
+    limited.warning("refused %s: %d are open", "a peer", 100)
+    clock.advance(0.1)
+    limited.warning("refused %s: %d are open", "a peer", 101)
+    limited.warning("refused %s: %d are open", "a peer", 102)
+    clock.advance(10.0)
+    limited.warning("refused %s: %d are open", "a peer", 103)
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused a peer: 0 are open",
+        "another kind",
+        "refused a peer: 101 are open [100 such lines held back]",
+        "refused a peer: 103 are open [1 such lines held back]",
+    ]
