@@ -104,6 +104,11 @@ class NodeTable:
         """Whether heartbeats of a node arrive."""
         return node_id in self._alive
 
+    def heard_within(self, node_id: NodeId, boot_id: BootId, seconds: float) -> bool:
+        """Whether a heartbeat of this very boot came so lately."""
+        beat = self._beat_of(node_id, boot_id)
+        return beat is not None and self._clock.now_s() - beat.at_s < seconds
+
     def record(self, node_id: NodeId, boot_id: BootId) -> NodeInfo:
         """The registration of a boot.
 

@@ -16,6 +16,7 @@ from kvproto.v1.common_pb2 import CacheSpec, NodeInfo
 from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unsupported
+from kvstore.core.node_id import check_node_id
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.anti_entropy import differing_ranges
@@ -30,6 +31,9 @@ from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, spec_to_proto, tier_from_proto
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
+MISSED_BEATS: Final = 3
+"""A node's id is free for another boot once so many heartbeats of the one before have not come; two may be lost on
+the way between workers."""
 _ROLES: Final = frozenset({"prefill", "decode", "storage"})
 
 
@@ -188,12 +192,26 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         return self._parts.scheduling
 
     def _check_room_for(self, info: NodeInfo) -> None:
-        """Refuses what must not be registered now: too many nodes, or a volume that a living node has."""
+        """Refuses what must not be registered now: too many nodes, or an id or a volume that a living node has.
+
+        A node that was started anew has its id back at once where it serves at the address of before, else when its old boot
+        has been silent for ``MISSED_BEATS``.
+        """
         nodes = self._parts.nodes
         view = nodes.view()
         node_id = NodeId(info.node_id)
         if node_id not in view.nodes and len(view.nodes) >= limits.MAX_NODES:
             raise CapacityExceeded("too many nodes", limit=limits.MAX_NODES)
+        known = view.nodes.get(node_id)
+        if known is not None and known.boot_id != info.boot_id and known.control_address != info.control_address:
+            patience_s = MISSED_BEATS * self._parts.heartbeat_interval_ms / 1000
+            if nodes.is_alive(node_id) and nodes.heard_within(node_id, BootId(known.boot_id), patience_s):
+                self._parts.counters.add("metadata_node_ids_refused_total")
+                raise Conflict(
+                    "another living node has this id: give one of them another (node.node_id), or stop it",
+                    node_id=node_id,
+                    control_address=known.control_address,
+                )
         for volume in info.volumes:
             for owner in view.owners.get(VolumeId(volume.volume_id), ()):
                 if owner != node_id and nodes.is_alive(owner):
@@ -222,7 +240,7 @@ def _check_node(info: NodeInfo) -> None:
     Raises:
         InvalidArgument: a field is missing, too long or unknown.
     """
-    check_name(info.node_id, "node_id")
+    check_node_id(check_name(info.node_id, "node_id"))
     check_id(info.boot_id, "boot_id")
     if len(info.roles) > len(_ROLES) or not _ROLES.issuperset(info.roles):
         raise InvalidArgument("unknown role", known=", ".join(sorted(_ROLES)))

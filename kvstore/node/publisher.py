@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
@@ -29,12 +29,14 @@ from kvstore.node.block import Block
 from kvstore.node.replicas import ReplicaLog, runs_of
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.errors import from_rpc_error
 from kvstore.tiers.contract import DurableVolume
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 BATCH_EVENTS = 4096
 BATCHES_IN_FLIGHT = 8
@@ -104,7 +106,14 @@ class Publisher:
         pause_s = RETRY_FIRST_S
         while not self._stopping.is_set():
             try:
-                needed = self._register()
+                try:
+                    needed = self._register()
+                except Conflict as refused:  # another node has our id or a volume: until somebody does something about it
+                    self._counters.add("registrations_refused_total")
+                    limited.warning("the metadata server refuses this node, trying again: %s", refused)
+                    self._stopping.wait(pause_s)
+                    pause_s = min(RETRY_MOST_S, pause_s * 2)
+                    continue
                 self._again.clear()
                 self._registered.set()
                 pause_s = RETRY_FIRST_S

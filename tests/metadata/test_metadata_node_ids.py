@@ -1,0 +1,53 @@
+"""One id, one node: who holds it keeps it while it is heard of, and gets it back at once when it was started anew."""
+
+from __future__ import annotations
+
+import grpc.aio
+import pytest
+from metadata_harness import Peer, Running
+
+from kvproto.v1.common_pb2 import NodeInfo, Tier
+from kvstore.core.errors import Conflict
+from kvstore.metadata.service import MISSED_BEATS
+
+BEAT_S = 0.02
+"""As the fixture's server tells nodes."""
+
+
+class Addressed(Peer):
+    """A node that serves at an address of its own."""
+
+    def __init__(self, channel: grpc.aio.Channel, node_id: str, address: str, volume: str) -> None:
+        super().__init__(channel, node_id, {volume: Tier.TIER_NVME})
+        self.address = address
+
+    def info(self) -> NodeInfo:
+        info = super().info()
+        info.control_address = self.address
+        return info
+
+
+async def test_a_second_node_with_the_same_id_is_refused_while_the_first_is_heard_of(running: Running) -> None:
+    first = Addressed(running.channel, "n", "10.0.0.1:7411", "n/a")
+    second = Addressed(running.channel, "n", "10.0.0.2:7411", "n/b")
+    await first.register()
+    for _ in range(5):
+        with pytest.raises(Conflict, match="give one of them another"):
+            await second.register()
+        running.clock.advance(BEAT_S)
+        assert not (await first.beat()).register_again, "the first node is not troubled"
+    assert (await first.counters())["metadata_node_ids_refused_total"] == 5
+    running.clock.advance(MISSED_BEATS * BEAT_S + 0.001)
+    await second.register()
+    with pytest.raises(Conflict):
+        await first.register()
+
+
+async def test_a_node_that_was_started_anew_has_its_id_at_once(running: Running) -> None:
+    node = Addressed(running.channel, "n", "10.0.0.1:7411", "n/a")
+    await node.register()
+    await node.beat()
+    node.reboot()
+    await node.register()
+    node.address = "10.0.0.1:9999"  # the same boot may move
+    await node.register()
