@@ -24,6 +24,7 @@ from kvclient.core import Core, check_keys, check_place
 from kvclient.directory import Directory, by_roles
 from kvclient.handoff import AwaitedPrompt, Handoff
 from kvclient.incidents import Incidents
+from kvclient.layer_board import LayerBoard
 from kvclient.layer_store import StoreHandle
 from kvclient.layers import LayerGate, LoadHandle
 from kvclient.load import Load
@@ -270,12 +271,13 @@ class KVClient:
             if found is None:
                 head = (keys, packed) if parent is None else ((), b"")  # the index knows chains from their head only
                 found = self._look_up(*head, Operation(self._core.clock, operation.left_s() * _LOOKUP_SHARE))
-            place = (keys, packed, found.runs, parent, depth, blocks, operation, verify, gate)
+            place = (keys, packed, found.runs, parent, depth, blocks, operation, verify)
             load: Load | PlannedLoad
             if paths is not None and self._directory is not None:
-                load = PlannedLoad(self._core, self._directory, self._part_pool(), *place, paths)
+                load = PlannedLoad(self._core, self._directory, self._part_pool(), *place, gate, paths)
             else:
-                load = Load(self._core, *place)
+                board = LayerBoard(len(keys), self._core.shape.layers, gate) if gate is not None else None
+                load = Load(self._core, *place, board)
             if found.error is not None:
                 load.note(found.error)
             return load.run()

@@ -21,7 +21,7 @@ class LayerBoard:
 
     def __init__(self, blocks: int, layers: int, gate: LayerGate | None) -> None:
         self._layers = layers
-        self.gate = self._gate = gate
+        self._gate = gate
         self._lock = threading.Lock()
         self._ready = np.zeros(blocks, np.int32)
         self._promised = blocks
@@ -46,8 +46,28 @@ class LayerBoard:
             done: npt.NDArray[np.bool_] = self._ready == self._layers
             return done
 
-    def lost(self, position: int) -> None:
-        """A block will not come: only those before it are promised any more."""
+    @property
+    def announced(self) -> bool:
+        """Whether any layer has been announced: what was lost by then must not come later on."""
+        return self._announced > 0
+
+    def restart(self, positions: npt.NDArray[np.intp]) -> bool:
+        """Some blocks are to be read once more from their first layer on: what has arrived of them does not count any more.
+
+        Returns:
+            False: layers have been announced, an engine may be reading them, and nothing may be written over them.
+        """
+        with self._lock:
+            if self._announced:
+                return False
+            self._ready[positions] = 0
+            return True
+
+    def lost(self, positions: npt.NDArray[np.intp]) -> None:
+        """Some blocks will not come: only those before the first of them are promised any more."""
+        if not len(positions):
+            return
+        position = int(positions.min())
         with self._lock:
             if position < self._promised:
                 self._promised = position

@@ -13,7 +13,7 @@ from kvstore.core.errors import InvalidArgument
 
 
 class LayerGate:
-    """How many leading layers have arrived. Opened by the loading thread, waited at by the engine's."""
+    """How many leading layers have arrived. Opened by a ``LayerBoard`` alone, which knows each block; waited at by engines."""
 
     def __init__(self, blocks: int) -> None:
         self._changed = threading.Condition()
@@ -23,7 +23,7 @@ class LayerGate:
         """Leading blocks that may still become hits; only shrinks."""
 
     def advance(self, layers: int) -> None:
-        """Layers below ``layers`` of all blocks that will be hits are in the buffer."""
+        """Layers below ``layers`` of the first ``promised_blocks`` blocks are in the buffer."""
         with self._changed:
             if layers > self._layers:
                 self._layers = layers
@@ -39,11 +39,6 @@ class LayerGate:
         with self._changed:
             self._done = True
             self._changed.notify_all()
-
-    @property
-    def announced(self) -> bool:
-        """Whether any layer has been announced. From then on no further block may become a hit."""
-        return self._layers > 0
 
     def wait(self, layer: int, timeout_s: float) -> bool:
         """Waits for a layer. False: it did not come in time."""

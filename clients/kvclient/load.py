@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvclient.buffers import pick_blocks
 from kvclient.core import Core
-from kvclient.layers import LayerGate
+from kvclient.layer_board import LayerBoard
 from kvclient.local_load import LocalLoad
 from kvclient.operation import Operation
 from kvclient.options import Verify
@@ -32,6 +32,7 @@ from kvstore.core.types import BlockKey, Outcome
 from kvstore.transport.contract import LayerProgress, ReadRequest
 
 Positions = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
 
 _FIRST_TRY_SHARE = 0.6
 """Part of the time that a node may take where another one could be asked after it."""
@@ -53,7 +54,7 @@ class Load:
         buffer: room for all of them.
         operation: deadline and cancellation.
         verify: see ``Verify``.
-        gate: layer-wise: where arrived layers are announced.
+        board: layer-wise: told, block by block, of the layers that arrive and of what will not come; None: block by block.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Load:
         buffer: BlockBuffer,
         operation: Operation,
         verify: Verify,
-        gate: LayerGate | None,
+        board: LayerBoard | None,
     ) -> None:
         self._core = core
         self._keys = keys
@@ -78,7 +79,7 @@ class Load:
         self._buffer = buffer
         self._operation = operation
         self._verify = verify
-        self._gate = gate
+        self._board = board
         self.tally = self._tally = Tally(len(keys))
         self._local_node: str | None = None
 
@@ -108,8 +109,9 @@ class Load:
             self._core.incidents.counters.add("client_loads_without_session_total")
             return
         self._local_node = session.node_id
-        attempt = LocalLoad(self._core, session, self._tally, self._buffer, self._operation, self._verify, self._gate)
+        attempt = LocalLoad(self._core, session, self._tally, self._buffer, self._operation, self._verify, self._board)
         attempt.run(self._packed, self._runs, self._parent, self._depth)
+        self._settle(np.arange(len(self._keys)), ~_AFTER_LOCAL[self._tally.outcomes])
 
     # ---- other nodes ----
     def _from_others(self) -> None:
@@ -121,53 +123,55 @@ class Load:
         for attempt in range(2):
             if self._operation.over or not pending.any():
                 break
-            if self._gate is not None and self._gate.announced:
-                break  # the engine has been told that these layers are there: what comes later must not count as a hit
-            choice, alternatives = self._choose(pending, asked)
+            if self._board is not None and not self._board.restart(np.flatnonzero(pending)):
+                break  # the engine may be reading these layers: nothing may be written over them
+            choice, others = self._choose(pending, asked)
             chosen = choice >= 0
             if not chosen.any():
                 break
+            may_retry = others if attempt == 0 else np.zeros_like(others)
+            if self._board is not None:
+                self._board.lost(np.flatnonzero(~chosen & (tally.outcomes != Outcome.HIT)))  # nobody is asked for them
             if attempt or self._local_node is not None:
                 self._core.incidents.counters.add("client_fallback_blocks_total", int(np.count_nonzero(chosen)))
-            self._read_round(choice, may_retry=attempt == 0 and alternatives)
+            self._read_round(choice, may_retry)
             asked = np.where(chosen, choice, asked)
             pending = chosen & _AFTER_REMOTE[tally.outcomes]
         if self._operation.over and pending.any():
             tally.outcomes[pending & (tally.outcomes != Outcome.CORRUPT)] = Outcome.TIMEOUT
             tally.note(self._operation.error())
 
-    def _choose(self, pending: npt.NDArray[np.bool_], asked: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], bool]:
-        """For each pending block the best node (its number) that was not asked last, or -1; and whether any has a second one."""
+    def _choose(self, pending: Mask, asked: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], Mask]:
+        """For each pending block the best node (its number) that was not asked last, or -1; and which have a second one."""
         choice = np.full(len(pending), -1, np.int16)
-        alternatives = False
+        others = np.zeros(len(pending), bool)
         for run in self._runs:
             if run.node_id == self._local_node:
                 continue
             span = slice(run.start, run.end)
             number = self._tally.node_number(run.node_id)
             open_ = pending[span] & (asked[span] != number)
-            alternatives = alternatives or bool((open_ & (choice[span] >= 0) & (choice[span] != number)).any())
+            others[span] |= open_ & (choice[span] >= 0) & (choice[span] != number)
             choice[span] = np.where(open_ & (choice[span] < 0), np.int16(number), choice[span])
-        return choice, alternatives
+        return choice, others
 
-    def _read_round(self, choice: npt.NDArray[np.int16], *, may_retry: bool) -> None:
+    def _read_round(self, choice: npt.NDArray[np.int16], may_retry: Mask) -> None:
         """Reads from all chosen nodes at once; returns when all have stopped writing into the buffer."""
         operation = self._operation
         deadline_s = operation.deadline_s
-        if may_retry:
+        if may_retry.any():
             deadline_s -= operation.left_s() * (1 - _FIRST_TRY_SHARE)
         refs = {self._tally.node_number(run.node_id): run.node for run in self._runs}
         parts = [(refs[number], np.flatnonzero(choice == number)) for number in np.unique(choice[choice >= 0]).tolist()]
-        layers = _JoinedLayers(self._gate, len(parts)) if self._gate is not None else None
         futures = []
         try:
-            for index, (node, positions) in enumerate(parts[1:], start=1):
+            for node, positions in parts[1:]:
                 futures.append(
                     self._core.peers.submit(
-                        lambda node=node, positions=positions, index=index: self._read(node, positions, deadline_s, layers, index)  # type: ignore[misc]
+                        lambda node=node, positions=positions: self._read(node, positions, deadline_s, may_retry)  # type: ignore[misc]
                     )
                 )
-            self._read(*parts[0], deadline_s, layers, 0)
+            self._read(*parts[0], deadline_s, may_retry)
         except Unavailable as error:  # the client is being closed
             self._tally.note(error)
         finally:
@@ -175,11 +179,11 @@ class Load:
         for future in futures:
             future.result()
 
-    def _read(self, node: NodeRef, positions: Positions, deadline_s: float, layers: _JoinedLayers | None, index: int) -> None:
+    def _read(self, node: NodeRef, positions: Positions, deadline_s: float, may_retry: Mask) -> None:
         """Reads some blocks from one node: piece by piece, so that a cancellation is seen soon; layer-wise in one piece."""
         tally, core = self._tally, self._core
         block_bytes = core.shape.block_bytes
-        piece = len(positions) if layers is not None else max(1, core.options.copy_chunk_bytes // block_bytes)
+        piece = len(positions) if self._board is not None else max(1, core.options.copy_chunk_bytes // block_bytes)
         number = tally.node_number(node.node_id)
         try:
             peer = core.peers.peer(node)
@@ -193,20 +197,44 @@ class Load:
                     [self._keys[position] for position in part.tolist()],
                     0,
                     core.shape.layers,
-                    core.options.layer_group if layers is not None else 0,
+                    core.options.layer_group if self._board is not None else 0,
                     deadline_s,
                 )
                 result = peer.read(
                     request,
                     pick_blocks(self._buffer, part),
                     verify=self._verify != "never",
-                    on_layers=layers.progress_of(index) if layers is not None else None,
+                    on_layers=self._progress(part, may_retry),
                 )
                 outcomes = np.array(result.outcomes, np.uint8)
                 outcomes[outcomes == Outcome.TIMEOUT] = Outcome.UNAVAILABLE
                 tally.record(part, outcomes, np.array(result.tiers, np.uint8), number, PATH_PREFILL)
         except KVStoreError as error:
             self._refused(node, positions, error)
+        finally:
+            self._settle(positions, ~may_retry)
+
+    def _progress(self, positions: Positions, may_retry: Mask) -> LayerProgress | None:
+        """What a read of some blocks tells of their layers: the board learns which blocks have them, and which never will."""
+        board = self._board
+        if board is None:
+            return None
+
+        def arrived(first_layer: int, layer_count: int, good: Mask) -> None:
+            failed = positions[~good]
+            board.lost(failed[~may_retry[failed]])
+            board.arrived(positions[good], first_layer, layer_count)
+
+        return arrived
+
+    def _settle(self, positions: Positions, final: Mask) -> None:
+        """Tells the board what became of some blocks; those that are ``final`` and no hits are lost."""
+        if self._board is None:
+            return
+        hits = self._tally.outcomes[positions] == Outcome.HIT
+        failed = positions[~hits]
+        self._board.lost(failed[final[failed]])
+        self._board.arrived(positions[hits], 0, self._core.shape.layers)
 
     def _refused(self, node: NodeRef, positions: Positions, error: KVStoreError) -> None:
         tally = self._tally
@@ -231,20 +259,3 @@ def finished_load(core: Core, tally: Tally, operation: Operation) -> LoadResult:
             if count := result.count(outcome):
                 counters.add(f"client_load_{outcome.name.lower()}_blocks_total", count)
     return result
-
-
-class _JoinedLayers:
-    """Layers that have arrived from every one of several nodes."""
-
-    def __init__(self, gate: LayerGate, parts: int) -> None:
-        self._gate = gate
-        self._arrived = [0] * parts
-
-    def progress_of(self, index: int) -> LayerProgress:
-        """The progress callback of one part."""
-
-        def arrived(first_layer: int, layer_count: int) -> None:
-            self._arrived[index] = max(self._arrived[index], first_layer + layer_count)
-            self._gate.advance(min(self._arrived))
-
-        return arrived

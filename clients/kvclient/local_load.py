@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from kvclient.arena import mismatches
 from kvclient.core import Core
-from kvclient.layers import LayerGate
+from kvclient.layer_board import LayerBoard
 from kvclient.operation import Operation
 from kvclient.options import Verify
-from kvclient.results import PATH_LOCAL, PATH_PREFILL, Outcomes, Run
+from kvclient.results import PATH_LOCAL, PATH_PREFILL, Outcomes, Run, outcome_table
 from kvclient.session import Session, means_lost, new_operation_id
 from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
@@ -38,6 +38,8 @@ _LAYERWISE_ARENA_SHARE = 4
 """A layer-wise load holds all its blocks until its end; beyond 1/4 of the arena it is done block by block instead."""
 COPY_THREADS = 2
 """Copy what lies in DRAM already: one reaches about half of what the memory gives."""
+FINAL_LOCALLY = outcome_table(Outcome.MISS, Outcome.CORRUPT, Outcome.TIMEOUT)
+"""Answers of the local node after which nobody else is asked: it has asked the others itself."""
 _OUTCOMES = frozenset(map(int, Outcome))
 _TIERS = frozenset(map(int, Tier))
 
@@ -69,7 +71,7 @@ class LocalLoad:
         buffer: BlockBuffer,
         operation: Operation,
         verify: Verify,
-        gate: LayerGate | None,
+        board: LayerBoard | None,
     ) -> None:
         self._core = core
         self._session = session
@@ -79,8 +81,8 @@ class LocalLoad:
         self._want_checksums = verify == "always"
         self._step = max(1, core.options.copy_chunk_bytes // core.shape.block_bytes)
         self._release_bytes = min(core.options.release_bytes, session.arena.size // _ARENA_SHARE)
-        self._layerwise = gate is not None and self._fits_layerwise(len(tally.outcomes))
-        self._gate = gate
+        self._layerwise = board is not None and self._fits_layerwise(len(tally.outcomes))
+        self._board = board
         self._leased: list[_Leased] = []  # layer-wise: what is copied layer by layer after the stream
         self._lease_ids: list[int] = []
         self._lease_bytes = 0
@@ -106,7 +108,7 @@ class LocalLoad:
                     stop = min(count, start + piece)
                     self._load(packed, sources, parent, depth, start, stop)
                     expired, self._expired = self._expired, []
-                    if self._gate is not None and self._gate.announced:
+                    if expired and self._board is not None and not self._board.restart(_positions(expired)):
                         expired = []
                     for first, last in _joined(expired):
                         self._load(packed, sources, parent, depth, first, last)
@@ -140,7 +142,7 @@ class LocalLoad:
                     if not self._take(progress, start, answered):
                         break
             if self._layerwise:
-                self._copy_layers()
+                self._copy_layers(start + np.flatnonzero(answered))
         finally:
             self._give_back(urgent=False)
             if not answered.all():
@@ -256,12 +258,17 @@ class LocalLoad:
         )
 
     # ---- layer by layer ----
-    def _copy_layers(self) -> None:
-        """Copies the layers behind the first one, each over all blocks, and announces them as they are there."""
+    def _copy_layers(self, answered: npt.NDArray[np.intp]) -> None:
+        """Copies the layers behind the first one, each over all blocks, and tells the board of them as they are there.
+
+        What was not answered, or failed in a way that another node may make good, is left open, and nothing is announced
+        until it is settled.
+        """
         leased, self._leased = self._leased, []
-        gate = self._gate
-        assert gate is not None
-        announce = self._nothing_more_comes(leased)
+        board = self._board
+        assert board is not None
+        here = _positions([(one.first, one.first + one.count) for one in leased])
+        board.lost(np.setdiff1d(answered[FINAL_LOCALLY[self._tally.outcomes[answered]]], here))
         for layer in range(self._core.shape.layers):
             if self._operation.over:
                 self._over = True
@@ -275,28 +282,23 @@ class LocalLoad:
                 for one in leased:
                     self._lease_over(one.first, one.first + one.count)
                 return
-            if announce:
-                gate.advance(layer + 1)
+            if leased:
+                good = np.concatenate([one.good for one in leased])
+                board.lost(here[~good])  # a corrupt block is asked of nobody else
+                board.arrived(here[good], layer, 1)
         for one in leased:
             self._record(one, 0, one.count)
-
-    def _nothing_more_comes(self, leased: Sequence[_Leased]) -> bool:
-        """Whether the blocks in the arena are all that this load can bring. If not, no layer may be announced before its end."""
-        here = np.zeros(len(self._tally.outcomes), bool)
-        for one in leased:
-            here[one.first : one.first + one.count] = True
-        failed = (self._tally.outcomes != Outcome.MISS) & ~here
-        if self._over or failed.any():
-            return False
-        assert self._gate is not None
-        self._gate.shrink(len(here) if here.all() else int(here.argmin()))
-        return True
 
     def _unanswered(self, start: int, stop: int, fate: Outcome) -> None:
         """Blocks that did not come, and why."""
         self._tally.outcomes[start:stop] = fate
         if fate is Outcome.TIMEOUT:
             self._tally.note(self._operation.error())
+
+
+def _positions(stretches: Sequence[tuple[int, int]]) -> npt.NDArray[np.intp]:
+    """The positions in some stretches, in the order of these."""
+    return np.concatenate([np.empty(0, np.intp), *(np.arange(first, last) for first, last in stretches)])
 
 
 def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:

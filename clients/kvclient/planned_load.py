@@ -106,6 +106,7 @@ class PlannedLoad:
         self._verify = verify
         self._paths = paths
         self._tally = Tally(len(keys))
+        self._gate = gate
         self._board = LayerBoard(len(keys), core.shape.layers, gate)
         self._session: Session | None = None
         self._running: list[_Running] = []
@@ -181,7 +182,7 @@ class PlannedLoad:
             self._buffer,
             self._operation,
             self._verify,
-            self._board.gate,
+            self._board if self._gate is not None else None,
         )
         if self._tally.error is not None:
             load.note(self._tally.error)
@@ -221,9 +222,7 @@ class PlannedLoad:
             self._tally.absorb(start, load.tally)
             good = np.flatnonzero(load.tally.outcomes == Outcome.HIT) + start
             self._board.arrived(good, 0, self._core.shape.layers)
-            missing = np.flatnonzero(load.tally.outcomes != Outcome.HIT)
-            if len(missing):
-                self._board.lost(start + int(missing[0]))
+            self._board.lost(np.flatnonzero(load.tally.outcomes != Outcome.HIT) + start)
 
     # ---- parts ----
     def _start_far(self, wanted: Wanted, far: Positions) -> None:
@@ -268,7 +267,7 @@ class PlannedLoad:
         """Some blocks will not come, and the engine is told so: nothing may bring them later on."""
         if len(positions):
             self._final[positions] = True
-            self._board.lost(int(positions.min()))
+            self._board.lost(positions)
 
     def _start_own(
         self, wanted: Wanted, positions: Positions, planned: PlannedPart | None = None, plan: Plan | None = None

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
@@ -217,9 +218,12 @@ class TransportSuite(ABC):
         provider.part_keys = 2
         buffer = make(5, shape)
         told: list[tuple[int, int]] = []
-        result = peer.read(
-            ask(range(5), count, first_layer=first, layer_group=group), buffer, on_layers=lambda at, n: told.append((at, n))
-        )
+
+        def on_layers(at: int, n: int, good: npt.NDArray[np.bool_]) -> None:
+            assert good.tolist() == [True, True, False, True, True]
+            told.append((at, n))
+
+        result = peer.read(ask(range(5), count, first_layer=first, layer_group=group), buffer, on_layers=on_layers)
         assert result.outcomes == [Outcome.HIT, Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT]
         assert [layer for at, n in told for layer in range(at, at + n)] == list(range(first, first + count))
         low, high = first * 333, (first + count) * 333
@@ -239,12 +243,38 @@ class TransportSuite(ABC):
         )
         seen: list[int] = []
 
-        def on_layers(first: int, count: int) -> None:
+        def on_layers(first: int, count: int, good: npt.NDArray[np.bool_]) -> None:
+            assert good.all()
             layers = slice(first, first + count)
             seen.extend(range(first, first + count) if np.array_equal(buffer.array[:, layers], expected[:, layers]) else [])
 
         peer.read(ask(range(12), 8, layer_group=1), buffer, on_layers=on_layers)
         assert seen == list(range(8))
+
+    def test_blocks_told_good_have_their_layers(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+        shape = BlockShape(6, 100_000)
+        provider.declare(NAMESPACE, shape)
+        provider.put(NAMESPACE, [number for number in range(20) if number not in (3, 17)])
+        provider.flip(NAMESPACE, 5, 0)
+        provider.flip(NAMESPACE, 8, 2 * 100_000)
+        provider.flip(NAMESPACE, 11, 6 * 100_000 - 1)
+        buffer = dense(20, shape)
+        fails = {3: 0, 17: 0, 5: 0, 8: 2, 11: 5}
+        layers: list[int] = []
+
+        def on_layers(first: int, count: int, good: npt.NDArray[np.bool_]) -> None:
+            layers.extend(range(first, first + count))
+            upto = first + count
+            for number in range(20):
+                if good[number]:
+                    assert content(buffer, number)[: upto * 100_000] == block_payload(number, shape)[: upto * 100_000]
+                # a block that fails later may be known to fail already; one that has failed is never good
+                assert good[number] <= (fails.get(number, 6) >= upto)
+                assert good[number] or number in fails
+
+        result = peer.read(ask(range(20), 6, layer_group=1), buffer, on_layers=on_layers)
+        assert layers == list(range(6))
+        assert [number for number, outcome in enumerate(result.outcomes) if outcome is not Outcome.HIT] == sorted(fails)
 
     def test_misses_leave_memory_alone(self, provider: MemoryProvider, peer: BlockPeer) -> None:
         shape = BlockShape(2, 5_000)

@@ -128,8 +128,12 @@ class ReadResult:
     """``[blocks, layer_count]`` as sent by the provider; rows of misses are zero."""
 
 
-LayerProgress = Callable[[int, int], None]
-"""``on_layers(first_layer, layer_count)``: these layers of *all* blocks that can arrive have arrived (verified)."""
+LayerProgress = Callable[[int, int, npt.NDArray[np.bool_]], None]
+"""``on_layers(first_layer, layer_count, good)``: of these layers nothing more will come.
+
+``good[i]``: the layers up to and with these have arrived of ``keys[i]`` (verified, where asked). The others have failed, and will
+be no hits. A good block may still fail at a later layer.
+"""
 
 
 class ReadWatch:

@@ -291,4 +291,6 @@ class ReadState:
             if complete:
                 first = self._layers_told
                 self._layers_told += complete
-                self._on_layers(self.request.first_layer + first, complete)
+                # in this order: who fails a layer sets the outcome before it counts the layer as arrived
+                arrived = self._arrived >= self._layers_told
+                self._on_layers(self.request.first_layer + first, complete, arrived & (self._outcomes == Outcome.HIT))

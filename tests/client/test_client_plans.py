@@ -128,6 +128,11 @@ class NaiveBoard:
         self.promised = min(self.promised, position)
         self.look()
 
+    def restart(self, positions: Sequence[int]) -> bool:
+        for position in positions if not self.announced else ():
+            self.ready[position] = 0
+        return not self.announced
+
     def look(self) -> None:
         if self.promised:
             self.announced = max(self.announced, min(self.ready[: self.promised]))
@@ -136,25 +141,32 @@ class NaiveBoard:
 STEPS = st.one_of(
     st.tuples(st.sets(st.integers(0, 7), min_size=1), st.integers(0, LAYERS - 1), st.integers(1, LAYERS)),
     st.integers(0, 7),
+    st.frozensets(st.integers(0, 7)),
 )
 
 
 @given(st.lists(STEPS, max_size=40))
-def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], int, int] | int]) -> None:
+def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], int, int] | int | frozenset[int]]) -> None:
     gate = LayerGate(8)
     board, naive = LayerBoard(8, LAYERS, gate), NaiveBoard(8)
     for step in steps:
         if isinstance(step, int):
-            board.lost(step)
+            board.lost(np.array([step]))
             naive.lost(step)
+        elif isinstance(step, frozenset):
+            positions = sorted(step)
+            assert board.restart(np.array(positions, np.intp)) == naive.restart(positions)
         else:
             positions, first, count = sorted(step[0]), step[1], min(step[2], LAYERS - step[1])
             board.arrived(np.array(positions), first, count)
             naive.arrived(positions, first, count)
         assert board.ready(np.arange(8)).tolist() == naive.ready
         assert gate.promised_blocks == naive.promised
+        assert board.announced == (naive.announced > 0)
         for layer in range(LAYERS):
             assert gate.wait(layer, 0.0) == (layer < naive.announced)
+            if layer < naive.announced:
+                assert all(ready > layer for ready in naive.ready[: gate.promised_blocks])
     assert board.complete().tolist() == [ready == LAYERS for ready in naive.ready]
 
 
