@@ -71,7 +71,12 @@ class Directory:
             KVStoreError: the server refused it or does not answer.
         """
         request = metadata_pb2.RegisterNamespaceRequest(operation_id=secrets.token_bytes(16), spec=spec_to_proto(self._spec))
-        answer = self._call(self._stub.RegisterNamespace, request, timeout_s)
+        try:
+            answer = self._call(self._stub.RegisterNamespace, request, timeout_s)
+        except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length
+            raise type(error)(
+                "the metadata server does not answer: is it running, and is this its address?", address=self.address, error=error
+            ) from None
         if answer.namespace_id != self._spec.namespace:
             raise Internal("the metadata server derives another namespace from this spec: its version differs")
         self._registered = True

@@ -21,7 +21,7 @@ from kvclient.incidents import Incidents
 from kvclient.options import ClientOptions
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
-from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, Unavailable
+from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseLost, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import NodeId, SessionId
@@ -272,7 +272,12 @@ class LocalNode:
         timeout_s = self._options.connect_deadline_s
         stub = node_pb2_grpc.NodeStub(self._channel_to(address))
         request = node_pb2.OpenSessionRequest(client_name=self._options.client_name, spec=spec_to_proto(self._spec))
-        opened = call(stub.OpenSession, request, timeout_s, _WHILE_CONNECTING)
+        try:
+            opened = call(stub.OpenSession, request, timeout_s, _WHILE_CONNECTING)
+        except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length
+            raise type(error)(
+                "the node does not answer: is it running, and is this its address?", address=address, error=error
+            ) from None
         if len(opened.session_id) != 16 or opened.arena_bytes == 0 or opened.lease_ms == 0:
             raise Internal(
                 "the node opened a session that makes no sense", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms

@@ -42,8 +42,23 @@ def bench(*, names: tuple[str, ...], only_list: bool, quick: bool) -> None:
         command += ["--only", *names]
     if quick:
         command.append("--quick")
+    click.echo(_ahead(len(names) or len(known), whole=not names, quick=quick, folder=folder))
     if subprocess.run(command, check=False).returncode:
         raise click.ClickException("a benchmark failed")
+
+
+def _ahead(count: int, *, whole: bool, quick: bool, folder: Path) -> str:
+    """What is going to happen, before it does: the suite takes a while, and leaves its traces in the checkout."""
+    if quick:
+        takes = "--quick keeps each short"
+    elif whole:
+        takes = "all of them take 15 to 30 minutes on a machine of two cores, --quick is shorter"
+    else:
+        takes = "each takes from some seconds to several minutes, --quick is shorter"
+    return (
+        f"Running {count} benchmarks, one after the other: {takes}. Their records are added to {folder / 'results'}, and "
+        "RESULTS.md beside it is written anew. Ctrl-C stops."
+    )
 
 
 def benchmark_folder() -> Path:

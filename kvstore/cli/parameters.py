@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -13,6 +13,9 @@ from kvstore.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from kvstore.replay.capacity import Capacity
+
+LEAST_VOLUME: Final = 16 << 20
+"""A smaller volume holds a few blocks at most: nearly always a number without its unit."""
 
 
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -30,6 +33,18 @@ def some_size(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     found = size(ctx, param, value)
     if found == 0:
         raise click.BadParameter("takes more than 0 bytes", ctx, param)
+    return found
+
+
+def volume_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """As ``size``: 0 for no volume, else room for some blocks at least."""
+    found = size(ctx, param, value)
+    if found is not None and 0 < found < LEAST_VOLUME:
+        raise click.BadParameter(
+            f"{found} bytes hold no blocks: give a size with its unit of at least 16MiB (say 4GiB), or 0 for no volume",
+            ctx,
+            param,
+        )
     return found
 
 

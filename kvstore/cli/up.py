@@ -38,7 +38,9 @@ Look at it:  kvstore status --metadata {metadata}
 @click.option(
     "--dram", callback=parameters.some_size, metavar="SIZE", help="DRAM arena (default: node.dram of the configuration)."
 )
-@click.option("--nvme", callback=parameters.size, default="4GiB", metavar="SIZE", help="Volume on disk (default: 4GiB; 0: none).")
+@click.option(
+    "--nvme", callback=parameters.volume_size, default="4GiB", metavar="SIZE", help="Volume on disk (default: 4GiB; 0: none)."
+)
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Default: ~/.local/share/kvstore.")
 @with_quiet_config
 def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) -> None:

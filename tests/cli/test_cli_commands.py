@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -99,6 +100,7 @@ def test_naming_commands_imports_none_of_them() -> None:
         (["node", "--id", "../../evil"], 2, "a node id takes"),
         (["node", "--set", "node.lease=20ms"], 2, "250ms or more"),
         (["up", "--dram", "0"], 2, "more than 0"),
+        (["up", "--nvme", "1"], 2, "'--nvme': 1 bytes hold no blocks: give a size with its unit of at least 16MiB"),
         (["up", "--data-dir", "a,b"], 1, "no comma"),
         (["bench", "no-such-benchmark"], 2, "no benchmark"),
         (["status", "--metadata", "no address"], 1, "an address is"),
@@ -121,6 +123,27 @@ def test_a_file_that_is_no_trace_is_named_with_its_line(tmp_path: Path) -> None:
     assert shown.exit_code == 1
     assert "not a trace" in shown.stderr
     assert "line=1" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [((), "15 to 30 minutes"), (("--quick",), "--quick keeps"), (("dram_hit",), "Running 1 benchmarks")]
+)
+def test_bench_says_what_it_is_going_to_do_first(arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.run
+    ran: list[list[str]] = []
+
+    def runs_nothing(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        if "--list" in command:
+            return real(command, **more)
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", runs_nothing)
+    shown = CliRunner().invoke(root, ["bench", *arguments])
+    assert shown.exit_code == 0, shown.output
+    assert len(ran) == 1
+    assert said in shown.output
+    assert "RESULTS.md" in shown.output
 
 
 def test_benchmarks_are_those_of_the_checkout() -> None:

@@ -62,10 +62,12 @@ def test_auto_without_a_node_goes_over_tcp(make_client: MakeClient) -> None:
 def test_connect_says_when_nobody_answers(spec: CacheSpec, folder: Path, metadata: FakeMetadata, near: FakeNode) -> None:
     quick = ClientOptions(connect_deadline_s=1.0)
     nobody = f"unix:{folder}/nobody"
-    with pytest.raises(KVStoreError):
+    with pytest.raises(Unavailable, match=r"is it running, .*nobody") as away:
         KVClient.connect(metadata.address, spec, node=nobody, options=quick)
-    with pytest.raises(KVStoreError):
+    assert away.value.__suppress_context__
+    with pytest.raises(Unavailable, match=r"is it running, .*127\.0\.0\.1:1") as dead:
         KVClient.connect("127.0.0.1:1", spec, node=None, options=quick)
+    assert dead.value.__suppress_context__, "one line, without what the library went through"
     with pytest.raises(InvalidArgument):
         KVClient.connect("no address", spec)
     with pytest.raises(InvalidArgument):
