@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,6 +344,9 @@ def main(description: str | None) -> None:
 
 
 if __name__ == "__main__":
-    {"engine": engine, "echo": echo, "ping": lambda ip, port, seconds: ping(ip, int(port), float(seconds))}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    parts: dict[str, Callable[..., object]] = {
+        "engine": engine,
+        "echo": echo,
+        "ping": lambda ip, port, seconds: ping(ip, int(port), float(seconds)),
+    }
+    parts[sys.argv[1]](*sys.argv[2:])
