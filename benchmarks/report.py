@@ -26,8 +26,8 @@ ORDER = (
 )
 """Figures in the order of the table; others follow by name."""
 
-LAB = ("netlab_", "engines_", "traffic_class_")
-"""Figures of loading over two storage links, on emulated hosts: a table of their own. By the beginning of their names."""
+LAB = ("netlab_", "engines_", "traffic_class_", "planner_", "scheduling_")
+"""Figures of loading over two storage links, mostly on emulated hosts: a table of their own. By the beginning of their names."""
 ELSEWHERE = ("simulate_",)
 """Figures that have a table of their own elsewhere (``simulate.md``)."""
 
@@ -154,10 +154,10 @@ def write() -> list[Record]:
     store = [record for record in records if not record.figure.startswith(LAB)]
     text = "## The store\n\n" + table(store) + "\n" + circumstances(store)
     if lab:
-        text += "\n## Two storage links, on emulated hosts\n\n" + table(lab) + "\n" + circumstances(lab)
+        text += "\n## Two storage links\n\n" + table(lab) + "\n" + circumstances(lab)
     asked = [record for record in store if record.target is not None and record.figure in ORDER]
     asked_of_lab = [record for record in lab if record.target is not None]
-    short = table(asked) + ("\n" + table(asked_of_lab) if asked_of_lab else "") + "\n" + circumstances(asked + asked_of_lab)
+    short = table(asked) + ("\n" + table(asked_of_lab) if asked_of_lab else "") + "\n" + circumstances(asked)
     (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(HEAD + text, encoding="utf-8")
     readme = REPOSITORY / "README.md"
     before, found, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
