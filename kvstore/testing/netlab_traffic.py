@@ -184,11 +184,11 @@ class Recording:
     def _take(self) -> None:
         counts = self._counters.read()
         with self._lock:
-            self._at.append(time.monotonic())
-            for column, value in zip(self._counts, (value for pair in counts for value in pair), strict=True):
-                column.append(value)
-            if len(self._at) >= _MAX_SAMPLES:
+            if len(self._at) >= _MAX_SAMPLES:  # before the newest is taken in: the last one of all must stay
                 self._interval_s *= 2
                 del self._at[1::2]
                 for column in self._counts:
                     del column[1::2]
+            self._at.append(time.monotonic())
+            for column, value in zip(self._counts, (value for pair in counts for value in pair), strict=True):
+                column.append(value)
