@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvclient.scheduler_client import AsyncGroupLeader, AsyncSchedulerClient, GroupLeader, SchedulerClient
     from kvclient.scheduling import Assigned, Assignment, EngineFigures, EnginePlace, EngineRequest, GroupNews, Revoked
     from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
+    from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
     from kvstore.core.keys import encode_extra
     from kvstore.core.spec import CacheSpec
     from kvstore.core.tls import TlsConfig
@@ -44,14 +45,18 @@ _HOMES = {
     "BlockKey": "kvstore.core.types",
     "BlockShape": "kvstore.core.types",
     "CacheSpec": "kvstore.core.spec",
+    "CapacityExceeded": "kvstore.core.errors",
     "ClientOptions": "kvclient.options",
+    "DeadlineExceeded": "kvstore.core.errors",
     "DenseBlocks": "kvstore.core.buffers",
     "EngineFigures": "kvclient.scheduling",
     "EnginePlace": "kvclient.scheduling",
     "EngineRequest": "kvclient.scheduling",
     "GroupLeader": "kvclient.scheduler_client",
     "GroupNews": "kvclient.scheduling",
+    "InvalidArgument": "kvstore.core.errors",
     "KVClient": "kvclient.client",
+    "KVStoreError": "kvstore.core.errors",
     "LoadHandle": "kvclient.layers",
     "LoadResult": "kvclient.results",
     "Lookup": "kvclient.results",
@@ -67,6 +72,7 @@ _HOMES = {
     "StoreResult": "kvclient.results",
     "Tier": "kvstore.core.types",
     "TlsConfig": "kvstore.core.tls",
+    "Unavailable": "kvstore.core.errors",
     "as_block_buffer": "kvclient.buffers",
     "encode_extra": "kvstore.core.keys",
 }
@@ -106,6 +112,11 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "GroupNews",
     "Assigned",
     "Revoked",
+    "KVStoreError",
+    "InvalidArgument",
+    "Unavailable",
+    "DeadlineExceeded",
+    "CapacityExceeded",
 ]
 
 

@@ -1,0 +1,188 @@
+"""What a user may choose about a hook, whatever the engine: read from the mapping that the engine hands over, checked, typed.
+
+vLLM hands over ``kv_connector_extra_config``, SGLang ``--hicache-storage-backend-extra-config``, transformers users keyword
+arguments. A hook adds the keys of its own; a key that nobody knows is an error that names those there are.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, TlsConfig
+from kvclient.operation import check_seconds
+
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "float": (int, float), "int": (int,)}
+
+
+@dataclass(frozen=True, slots=True)
+class HookOptions:
+    """Choices common to all hooks.
+
+    Attributes:
+        metadata: address of the metadata server, ``host:port``; empty: none, only the local node is asked.
+        node: address of this host's node (``unix:/path`` or ``host:port``), ``auto``: found through the metadata server;
+            ``none``: no node, blocks travel over TCP.
+        model: name of the model in the namespace; empty: as the engine calls it. Hosts that should share KV give the same.
+        weights_epoch: which weights; a new one after every update, or KV of the old weights would be served.
+        tenant: whose KV it is. Nothing crosses tenants.
+        salt: further text that separates namespaces.
+        hash_algorithm: ``xxh3-128``, or ``sha256-128`` where those who share a namespace do not trust each other.
+        load: whether prefixes are loaded.
+        store: whether new blocks are stored.
+        lookup_deadline_s: bound of a lookup.
+        load_deadline_s: bound of a load; what has not come by then is computed.
+        store_deadline_s: bound of a store, waiting for room included; what has no room by then is skipped.
+        verify: when the engine itself compares checksums: ``auto``, ``always``, ``never``; see ``ClientOptions``.
+        require_store: fail at start where the store does not answer, instead of serving without it until it does.
+        tls_ca: PEM file of the certificates that the store's must descend from; empty: no TLS.
+        tls_cert: PEM file of this client's certificate, where the store asks for one.
+        tls_key: its key.
+        tls_server_name: name expected in the store's certificates, where it is not the host name.
+    """
+
+    metadata: str = "127.0.0.1:7400"
+    node: str = "auto"
+    model: str = ""
+    weights_epoch: str = ""
+    tenant: str = ""
+    salt: str = ""
+    hash_algorithm: str = "xxh3-128"
+    load: bool = True
+    store: bool = True
+    lookup_deadline_s: float = 1.0
+    load_deadline_s: float = 10.0
+    store_deadline_s: float = 10.0
+    verify: str = "auto"
+    require_store: bool = False
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_server_name: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kinds = _KINDS[str(field.type)]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise InvalidArgument(
+                    "the option takes another type", option=field.name, wants=field.type, got=type(value).__name__
+                )
+        for name in ("lookup_deadline_s", "load_deadline_s", "store_deadline_s"):
+            object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
+        if not self.metadata and self.node in {"", "auto", "none"}:
+            raise InvalidArgument("a hook takes the address of a metadata server, of a node, or both", metadata=self.metadata)
+        self.client_options()  # its own checks
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any], known_elsewhere: tuple[str, ...] = ()) -> Self:
+        """Options from what an engine hands over.
+
+        Args:
+            given: option -> value, as parsed from JSON or YAML.
+            known_elsewhere: keys that the hook itself understands, or the engine.
+
+        Raises:
+            InvalidArgument: an unknown key, or a value that is no such thing.
+        """
+        names = {field.name for field in fields(cls)}
+        unknown = sorted(set(given) - names - set(known_elsewhere))
+        if unknown:
+            close = difflib.get_close_matches(unknown[0], sorted(names | set(known_elsewhere)), n=1)
+            hint = {"meant": close[0]} if close else {"known": ", ".join(sorted(names | set(known_elsewhere)))}
+            raise InvalidArgument("unknown option", option=unknown[0], **hint)
+        return cls(**{name: value for name, value in given.items() if name in names})
+
+    def client_options(self) -> ClientOptions:
+        """The client's options that follow; a hook may ``dataclasses.replace`` more of them.
+
+        Raises:
+            InvalidArgument: an impossible one.
+        """
+        return ClientOptions(
+            lookup_deadline_s=self.lookup_deadline_s,
+            default_deadline_s=max(self.load_deadline_s, self.store_deadline_s),
+            require_store=self.require_store,
+            verify=self.verify,  # type: ignore[arg-type]  # checked there
+        )
+
+    def spec(
+        self,
+        model: str,
+        *,
+        block_tokens: int,
+        layers: int,
+        layer_block_bytes: int,
+        dtype: str,
+        layout: str,
+        layout_version: int = 1,
+        shard_rank: int = 0,
+        shard_count: int = 1,
+    ) -> CacheSpec:
+        """The namespace.
+
+        Args:
+            model: the engine's name of the model, unless the user gave another.
+            block_tokens: tokens of a block.
+            layers: of the model, or of the group that shares block tables.
+            layer_block_bytes: bytes of one block in one layer.
+            dtype: of the cache.
+            layout: whatever else makes the bytes of equal blocks differ.
+            layout_version: of the hook's own arrangement.
+            shard_rank: of the tensor-parallel ranks that hold different KV.
+            shard_count: how many of them.
+
+        Raises:
+            InvalidArgument: impossible values.
+        """
+        return CacheSpec(
+            model=self.model or model,
+            block_tokens=block_tokens,
+            layers=layers,
+            layer_block_bytes=layer_block_bytes,
+            weights_epoch=self.weights_epoch,
+            dtype=dtype,
+            layout=layout,
+            layout_version=layout_version,
+            shard_rank=shard_rank,
+            shard_count=shard_count,
+            hash_algorithm=self.hash_algorithm,  # type: ignore[arg-type]  # checked there
+            tenant=self.tenant,
+            salt=self.salt.encode(),
+        )
+
+    def with_epoch(self, weights_epoch: str) -> Self:
+        """The same after a weight update."""
+        return replace(self, weights_epoch=weights_epoch)
+
+    def tls(self) -> TlsConfig | None:
+        """The TLS identity, if any.
+
+        Raises:
+            InvalidArgument: a certificate without its key, or the other way round.
+        """
+        if not (self.tls_ca or self.tls_cert or self.tls_key):
+            return None
+        ca, cert, key = (Path(path) if path else None for path in (self.tls_ca, self.tls_cert, self.tls_key))
+        return TlsConfig(ca=ca, cert=cert, key=key, server_name=self.tls_server_name or None)
+
+    def connect(self, spec: CacheSpec, options: ClientOptions | None = None) -> KVClient:
+        """A client of the store in one namespace. Make it after forking.
+
+        Args:
+            spec: the namespace.
+            options: instead of ``client_options()``.
+
+        Raises:
+            KVStoreError: the store does not answer and ``require_store`` is set, or an option is impossible.
+        """
+        return KVClient.connect(
+            self.metadata or None,
+            spec,
+            node=None if self.node in {"", "none"} else self.node,
+            tls=self.tls(),
+            options=options or self.client_options(),
+        )
