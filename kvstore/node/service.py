@@ -208,8 +208,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         check_id(request.operation_id, "operation_id")
         keys = keys_from_packed(request.keys)
+        deadline_s = self._deadline_s(context)
+        if request.wait_ms:
+            deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
         self._prompt_lanes.enter()
-        parts = self._prompts.arrive(session.domain, keys, self._deadline_s(context))
+        parts = self._prompts.arrive(session.domain, keys, deadline_s)
         async for progress in self._stream(session, parts, self._prompt_lanes, want_checksums=request.want_checksums):
             yield progress
 

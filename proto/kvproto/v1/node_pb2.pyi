@@ -178,16 +178,18 @@ class LoadedRun(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., source_node: _Optional[str] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., first_layer: _Optional[int] = ..., layer_count: _Optional[int] = ...) -> None: ...
 
 class AwaitPromptRequest(_message.Message):
-    __slots__ = ("session_id", "operation_id", "keys", "want_checksums")
+    __slots__ = ("session_id", "operation_id", "keys", "want_checksums", "wait_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WANT_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     operation_id: bytes
     keys: bytes
     want_checksums: bool
-    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., want_checksums: _Optional[bool] = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., want_checksums: _Optional[bool] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids")
