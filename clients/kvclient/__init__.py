@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvclient.scheduling import Assigned, Assignment, EngineFigures, EnginePlace, EngineRequest, GroupNews, Revoked
     from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
     from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
-    from kvstore.core.keys import encode_extra
+    from kvstore.core.keys import KeyChain, encode_extra
     from kvstore.core.spec import CacheSpec
     from kvstore.core.tls import TlsConfig
     from kvstore.core.types import BlockKey, BlockShape, Outcome, StoreOutcome, Tier
@@ -57,6 +57,7 @@ _HOMES = {
     "InvalidArgument": "kvstore.core.errors",
     "KVClient": "kvclient.client",
     "KVStoreError": "kvstore.core.errors",
+    "KeyChain": "kvstore.core.keys",
     "LoadHandle": "kvclient.layers",
     "LoadResult": "kvclient.results",
     "Lookup": "kvclient.results",
@@ -100,6 +101,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "DenseBlocks",
     "ScatteredBlocks",
     "as_block_buffer",
+    "KeyChain",
     "encode_extra",
     "SchedulerClient",
     "AsyncSchedulerClient",

@@ -1,0 +1,141 @@
+"""What the connector needs to know of a vLLM engine, read from vLLM's own objects in one place.
+
+A model whose state is not all in pages that are addressed by tokens (recurrent state, encoder attention) is refused: a hook that
+restored a part of it would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvclient import InvalidArgument
+from kvclient.engines.vllm.namespaces import GroupFacts, digest
+from kvclient.engines.vllm.pages import GroupPages
+
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "_commit_hash", "architectures_hash")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One KV cache group as the engine describes it.
+
+    Attributes:
+        layers: names of the layers, in order.
+        block_tokens: tokens of a page.
+        kind: see ``GroupFacts.kind``.
+        dtype: numbers in the pages.
+    """
+
+    layers: tuple[str, ...]
+    block_tokens: int
+    kind: str
+    dtype: str
+
+
+def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # noqa: ANN401  # vLLM's types
+    """The KV cache groups of an engine.
+
+    Raises:
+        InvalidArgument: the connector cannot serve this model or this way of running it.
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise InvalidArgument("context parallelism spreads the tokens of a page over ranks: not supported", option=name)
+    groups = [
+        GroupView(tuple(group.layer_names), spec.block_size, _kind(spec), str(getattr(spec, "dtype", "")).removeprefix("torch."))
+        for group in kv_cache_config.kv_cache_groups
+        for spec in (group.kv_cache_spec,)
+    ]
+    if not groups:
+        raise InvalidArgument("the model has no KV cache")
+    sizes = {group.block_tokens for group in groups}
+    if len(sizes) != 1:
+        raise InvalidArgument("KV cache groups of different block sizes are not supported", sizes=sorted(sizes))
+    return groups
+
+
+def _kind(spec: Any) -> str:  # noqa: ANN401
+    """What a group attends to."""
+    from vllm.v1 import kv_cache_interface as interface  # heavy, and there is none in most processes
+
+    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
+        kinds = {_kind(one) for one in spec.kv_cache_specs.values()}
+        return "+".join(sorted(kinds))
+    plain = (interface.FullAttentionSpec, interface.MLAAttentionSpec)
+    if type(spec) in plain:
+        window = spec.sliding_window or spec.attention_chunk_size or 0
+        return f"{'mla' if isinstance(spec, interface.MLAAttentionSpec) else 'full'}{f':{window}' if window else ''}"
+    if type(spec) is interface.SlidingWindowSpec:
+        return f"sliding:{spec.sliding_window}"
+    raise InvalidArgument("this kind of KV cache is not supported", kind=type(spec).__name__)
+
+
+def group_facts(
+    vllm_config: Any,  # noqa: ANN401
+    kv_cache_config: Any,  # noqa: ANN401
+    groups: Sequence[GroupView],
+    pages: Sequence[GroupPages],
+    kv_caches: Mapping[str, Any],
+) -> list[GroupFacts]:
+    """What distinguishes the pages of this worker, a group each. In the worker, once its KV cache is there."""
+    from vllm import __version__
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    model = vllm_config.model_config
+    replicas = max(1, int(getattr(kv_cache_config, "kv_tp_replicas", 1)))
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    common = {
+        "model": str(model.served_model_name if isinstance(model.served_model_name, str) else model.model),
+        "model_digest": model_digest(model, vllm_config.cache_config),
+        "engine": ".".join(__version__.split(".")[:2]),
+        "shard_rank": rank // replicas,
+        "shard_count": max(1, ranks // replicas),
+    }
+    facts = []
+    for group, memory in zip(groups, pages, strict=True):
+        backend, isa = _kernel(vllm_config, group)
+        facts.append(
+            GroupFacts(
+                dtype=group.dtype or str(kv_caches[group.layers[0]].dtype).removeprefix("torch."),
+                block_tokens=group.block_tokens,
+                layers=group.layers,
+                page_bytes=memory.shape.layer_block_bytes,
+                page_shape=tuple(kv_caches[group.layers[0]].shape[1:]),
+                kind=group.kind,
+                backend=backend,
+                isa=isa,
+                **common,
+            )
+        )
+    return facts
+
+
+def model_digest(model: Any, cache: Any) -> str:  # noqa: ANN401
+    """A digest of what computes the KV: the model's configuration as it is in force, quantization, kind of cache."""
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
+    return digest({"config": config, "quantization": model.quantization, "dtype": str(model.dtype), "cache": cache.cache_dtype})
+
+
+def _kernel(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: ANN401
+    """Names of the attention backend and of its kernel."""
+    layers = vllm_config.compilation_config.static_forward_context
+    layer = layers[group.layers[0]]
+    backend = layer.get_attn_backend().get_name()
+    if not backend.startswith("CPU"):
+        return backend, "device"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    head_size = int(getattr(layer, "head_size", 0)) or None
+    isa = _get_attn_isa(vllm_config.model_config.dtype, group.block_tokens, head_size, vllm_config.cache_config.cache_dtype)
+    return backend, str(isa)
+
+
+def has_replica_of_lower_rank(kv_cache_config: Any) -> bool:  # noqa: ANN401
+    """Whether another rank before this one holds the same bytes, and stores them."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    replicas = max(1, int(getattr(kv_cache_config, "kv_tp_replicas", 1)))
+    return bool(get_tensor_model_parallel_rank() % replicas)

@@ -1,0 +1,79 @@
+"""Block keys of a request, made from its token ids and from what else its KV depends on, as blocks fill.
+
+All groups and shards of a model use the keys of one chain (that of ``Namespaces.chain``): the store keeps namespaces apart by
+themselves, so one chain serves them all, and whoever knows the tokens (a router) can make the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvclient import BlockKey, KeyChain, encode_extra
+
+
+class EngineRequest(Protocol):
+    """What of vLLM's ``Request`` is used here."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_preemptions: int
+    num_tokens: int
+    all_token_ids: Sequence[int]
+    mm_features: Sequence[Any]
+    lora_request: Any
+    cache_salt: str | None
+    prompt_embeds: Any
+
+
+def is_hashable(request: EngineRequest) -> bool:
+    """Whether tokens and extras say all that the KV of a request depends on: embeddings in place of tokens do not."""
+    return request.prompt_embeds is None
+
+
+def request_extras(request: EngineRequest, block_tokens: int) -> dict[int, bytes]:
+    """What the blocks of a request depend on besides tokens, by position of the block; empty for most requests.
+
+    The adapter and the salt go into the first block, and by the chain into all; an image into each block that it reaches into,
+    with its place there.
+    """
+    parts: dict[int, list[tuple[str, bytes]]] = {}
+    lora = request.lora_request
+    if lora is not None:
+        parts.setdefault(0, []).extend((("lora", lora.lora_name.encode()), ("lora-path", lora.lora_path.encode())))
+    if request.cache_salt:
+        parts.setdefault(0, []).append(("salt", request.cache_salt.encode()))
+    for feature in request.mm_features:
+        offset, length = feature.mm_position.offset, feature.mm_position.length
+        identity = str(feature.identifier).encode()
+        for block in range(offset // block_tokens, -(-(offset + length) // block_tokens)):
+            place = (offset - block * block_tokens).to_bytes(8, "little", signed=True)
+            parts.setdefault(block, []).append(("mm", place + identity))
+    return {block: encode_extra(pairs) for block, pairs in parts.items()}
+
+
+class RequestKeys:
+    """The keys of one request's full blocks, extended as tokens come. Not thread-safe.
+
+    Args:
+        chain: makes the keys.
+        extras: see ``request_extras``.
+    """
+
+    def __init__(self, chain: KeyChain, extras: Mapping[int, bytes]) -> None:
+        self._chain = chain
+        self._extras = extras
+        self._block_tokens = chain.spec.block_tokens
+        self.keys: list[BlockKey] = []
+
+    def upto(self, tokens: Sequence[int], blocks: int) -> list[BlockKey]:
+        """The first keys of the chain, ``blocks`` of them, or as many as there are full blocks of ``tokens``."""
+        have = len(self.keys)
+        blocks = min(blocks, len(tokens) // self._block_tokens)
+        if blocks > have:
+            new = np.asarray(tokens[have * self._block_tokens : blocks * self._block_tokens], np.int64)
+            parent = self.keys[-1] if have else None
+            self.keys += self._chain.keys(new, extras=self._extras, parent=parent, first_block=have)
+        return self.keys[:blocks]

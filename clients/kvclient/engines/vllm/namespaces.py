@@ -1,0 +1,102 @@
+"""Which namespaces an engine's pages belong to: one a KV cache group and shard.
+
+Two engines share a namespace exactly if a page of one is a page of the other: same model, weights epoch and numbers in the page,
+same attention backend and kernel layout, same vLLM line, same layers, same shard. A namespace too many costs a miss; one too few
+would cost wrong tokens; so whatever might make bytes differ is in the name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvclient import CacheSpec
+from kvclient.engines.options import HookOptions
+
+_DIGEST_CHARS = 16
+_FAMILY = "vllm"
+LAYOUT_VERSION = 1
+"""Of how this package lays out blocks: layers of a group in model order, each a whole page."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What one worker knows of one KV cache group.
+
+    Attributes:
+        model: as the engine calls it.
+        model_digest: of the model's configuration: what the same name may hide (another revision, overrides, quantization).
+        dtype: numbers in the pages.
+        block_tokens: tokens of a page.
+        layers: names of the layers, in order.
+        page_bytes: bytes of a page of one layer.
+        page_shape: axes of a page.
+        kind: what the group attends to, e.g. ``full`` or ``sliding:512``.
+        backend: attention backend.
+        isa: which of the backend's kernels: on CPUs it decides the order of bytes in a page.
+        engine: the engine's line, e.g. ``0.32``.
+        shard_rank: which part of the heads.
+        shard_count: of how many parts. Ranks that hold the same bytes have the same shard.
+    """
+
+    model: str
+    model_digest: str
+    dtype: str
+    block_tokens: int
+    layers: tuple[str, ...]
+    page_bytes: int
+    page_shape: tuple[int, ...]
+    kind: str
+    backend: str
+    isa: str
+    engine: str
+    shard_rank: int = 0
+    shard_count: int = 1
+
+    @property
+    def layout(self) -> str:
+        """The namespace's layout: readable, and different wherever page bytes may differ."""
+        return ";".join(
+            (
+                f"{_FAMILY}={self.engine}",
+                f"attention={self.backend}",
+                f"isa={self.isa}",
+                f"page={'x'.join(map(str, self.page_shape))}",
+                f"kind={self.kind}",
+                f"layers={len(self.layers)}:{digest(self.layers)}",
+                f"config={self.model_digest}",
+            )
+        )
+
+
+def group_spec(options: HookOptions, facts: GroupFacts) -> CacheSpec:
+    """The namespace of one group and shard.
+
+    Raises:
+        InvalidArgument: impossible fields.
+    """
+    return options.spec(
+        facts.model,
+        block_tokens=facts.block_tokens,
+        layers=len(facts.layers),
+        layer_block_bytes=facts.page_bytes,
+        dtype=facts.dtype,
+        layout=facts.layout,
+        layout_version=LAYOUT_VERSION,
+        shard_rank=facts.shard_rank,
+        shard_count=facts.shard_count,
+    )
+
+
+def chain_spec(groups: Sequence[CacheSpec]) -> CacheSpec:
+    """The namespace whose chain makes the keys of a request, for all groups and shards: the first group's first shard."""
+    return replace(groups[0], shard_rank=0)
+
+
+def digest(value: Mapping[str, Any] | Sequence[str]) -> str:
+    """A short digest of plain values, the same in every process."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]

@@ -1,0 +1,67 @@
+"""Options of the vLLM connector: those of every hook, and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from kvclient import InvalidArgument
+from kvclient.engines.options import HookOptions
+
+LOAD_MODES = ("async", "layerwise")
+_MS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """What ``kv_connector_extra_config`` may hold.
+
+    Attributes:
+        hook: options common to all hooks.
+        load_mode: ``async``: a request waits, outside of the batch, until its prefix is there; ``layerwise``: it joins the batch
+            at once, and each layer waits for its part of the prefix.
+        lookup_wait_ms: how long one scheduling step may wait, all its requests together, for answers of the metadata server;
+            what is not there by then is asked for again in the next step.
+        min_load_tokens: shorter hits (beyond what the engine's own prefix cache holds) are computed rather than loaded.
+        pinned_share: the part of the engine's blocks that may wait to be stored; what is more is not stored.
+        idle_wait_ms: how long a step without tokens waits for a load or store to end, so that an idle engine does not spin.
+    """
+
+    hook: HookOptions = field(default_factory=HookOptions)
+    load_mode: str = "async"
+    lookup_wait_ms: float = 2.0
+    min_load_tokens: int = 0
+    pinned_share: float = 0.5
+    idle_wait_ms: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.load_mode not in LOAD_MODES:
+            raise InvalidArgument("unknown choice", option="load_mode", value=self.load_mode, choices=LOAD_MODES)
+        for name, most in (("lookup_wait_ms", 100.0), ("pinned_share", 1.0), ("idle_wait_ms", 100.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise InvalidArgument("the option takes a number in a range", option=name, value=value, least=0, most=most)
+        if not isinstance(self.min_load_tokens, int) or isinstance(self.min_load_tokens, bool) or self.min_load_tokens < 0:
+            raise InvalidArgument("the option takes an integer from 0 on", option="min_load_tokens", value=self.min_load_tokens)
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> Self:
+        """Options from ``kv_connector_extra_config``.
+
+        Raises:
+            InvalidArgument: an unknown key, or a value that is no such thing.
+        """
+        own = ("load_mode", "lookup_wait_ms", "min_load_tokens", "pinned_share", "idle_wait_ms")
+        hook = HookOptions.from_mapping(given, known_elsewhere=own)
+        return cls(hook=hook, **{name: given[name] for name in own if name in given})
+
+    @property
+    def lookup_wait_s(self) -> float:
+        """``lookup_wait_ms`` in seconds."""
+        return self.lookup_wait_ms / _MS
+
+    @property
+    def idle_wait_s(self) -> float:
+        """``idle_wait_ms`` in seconds."""
+        return self.idle_wait_ms / _MS

@@ -1,0 +1,104 @@
+"""An engine's KV cache tensors as memory of blocks: what is moved is always a whole page of every layer, and never copied here.
+
+A page is ``tensor[block_id]``. What lies inside it is the attention kernel's business (on CPUs K is transposed or tiled), so
+nothing smaller is ever named, and hosts whose kernels differ are kept apart by namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvclient import BlockShape, InvalidArgument
+
+
+class GroupPages:
+    """The pages of one KV cache group.
+
+    Args:
+        tensors: one a layer, in layer order: dense CPU tensors ``[blocks, …]``, or ``[blocks * n, …]`` where kernels use smaller
+            pages than the engine's block manager.
+        num_blocks: blocks of the block manager.
+
+    Raises:
+        InvalidArgument: a page is not contiguous, pages of layers differ in size, or the tensors are not in host memory.
+    """
+
+    def __init__(self, tensors: Sequence[Any], num_blocks: int) -> None:
+        views = [_page_bytes(tensor, num_blocks) for tensor in tensors]
+        sizes = {view.page_bytes for view in views}
+        if len(sizes) != 1:
+            raise InvalidArgument("pages of the layers of one group differ in size", sizes=sorted(sizes))
+        self._layers = views
+        self.num_blocks = num_blocks
+        self.shape = BlockShape(len(views), sizes.pop())
+
+    def buffer(self, block_ids: Sequence[int]) -> PageBuffer:
+        """Some pages as a block buffer.
+
+        Raises:
+            InvalidArgument: there is no such page.
+        """
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
+            raise InvalidArgument("no such page", least=min(block_ids), most=max(block_ids), pages=self.num_blocks)
+        return PageBuffer(self._layers, block_ids, self.shape)
+
+
+class PageBuffer:
+    """A block buffer over pages; see ``kvclient.BlockBuffer``."""
+
+    def __init__(self, layers: Sequence[LayerPages], block_ids: Sequence[int], shape: BlockShape) -> None:
+        self._layers = layers
+        self._block_ids = block_ids
+        self._shape = shape
+
+    @property
+    def count(self) -> int:
+        """How many pages."""
+        return len(self._block_ids)
+
+    @property
+    def shape(self) -> BlockShape:
+        """Layers, and bytes of a page."""
+        return self._shape
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        """One piece a layer."""
+        page, size = self._block_ids[block], self._shape.layer_block_bytes
+        pieces = []
+        for layer in self._layers[first_layer : first_layer + layer_count]:
+            at = page * layer.stride
+            pieces.append(layer.memory[at : at + size])
+        return pieces
+
+
+class LayerPages:
+    """Where the pages of one layer lie: page ``b`` is ``memory[b * stride : b * stride + page_bytes]``."""
+
+    __slots__ = ("memory", "page_bytes", "stride")
+
+    def __init__(self, memory: memoryview, stride: int, page_bytes: int) -> None:
+        self.memory = memory
+        self.stride = stride
+        self.page_bytes = page_bytes
+
+
+def _page_bytes(tensor: Any, num_blocks: int) -> LayerPages:  # noqa: ANN401  # torch is not imported here, not even for types
+    """The pages of one layer's tensor."""
+    import torch  # the engine has loaded it long ago
+
+    if tensor.device.type != "cpu":
+        raise InvalidArgument("the KV cache is not in host memory", device=str(tensor.device))
+    array: npt.NDArray[np.uint8] = tensor.detach().view(torch.uint8).numpy()
+    if num_blocks <= 0 or array.shape[0] % num_blocks:
+        raise InvalidArgument("the KV cache has not the blocks that were announced", shape=array.shape, blocks=num_blocks)
+    per_block = array.shape[0] // num_blocks
+    if not array[:per_block].flags.c_contiguous:
+        raise InvalidArgument("pages of the KV cache are not contiguous", shape=array.shape, strides=array.strides)
+    stride, size = array.strides[0] * per_block, array[:per_block].nbytes
+    extent = (num_blocks - 1) * stride + size
+    memory = np.lib.stride_tricks.as_strided(array, (extent,), (1,))
+    return LayerPages(memory.data, stride, size)

@@ -1,0 +1,311 @@
+"""The decisions: which blocks of which request are loaded and stored in each step. No vLLM types, and no waiting for a server.
+
+Life of a request, as seen here:
+
+1. ``arrived``: a lookup begins in the background.
+2. ``matched``: the scheduler asks how many tokens can be loaded. *None*, ask again, until the lookup is answered.
+3. ``allocated``: pages for them exist. The load is planned for this step.
+4. ``plan_step``: each step, blocks that fill in it are planned to be stored. They are pinned in the engine's own block pool, as
+   another request with the same prefix would pin them, so that neither preemption nor the end of the request nor a sliding window
+   can hand the pages to others before they are read; ``answered`` unpins them when the workers are done.
+
+A load that failed is remembered: the request is not offered its prefix again, so it is computed, and cannot fail in a circle.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvclient.engines.vllm.keys import EngineRequest, RequestKeys, is_hashable, request_extras
+from kvclient.engines.vllm.lookups import Finder, Found
+from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
+
+_log = logging.getLogger(__name__)
+_STORE_RETRIES = 1
+"""Stores of a request that may fail before nothing more of it is stored."""
+
+
+class BlockPool(Protocol):
+    """What of the engine's block pool is used here."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """One more user of each."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """One user less of each."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request from its arrival to its end."""
+
+    request: EngineRequest
+    keys: RequestKeys
+    lookup: Future[Found] | None = None
+    found: Found | None = None
+    preemptions: int = 0
+    offered: tuple[int, int] = (0, 0)
+    """Blocks that a load would bring: from, to."""
+    loading: dict[int, list[int]] = field(default_factory=dict)
+    """By group: pages that a load fills, until it is known what became of it."""
+    load_failed: bool = False
+    stored_blocks: int = 0
+    """Leading blocks that the store holds, or that are on their way there."""
+    store_failures: int = 0
+    store_ended: bool = False
+    """The chain is broken: what comes later would not be found."""
+
+
+@dataclass(slots=True)
+class Pins:
+    """Pages that a store reads, and how many workers have not answered yet."""
+
+    request_id: str
+    first_block: int
+    blocks: list[Any]
+    workers: int
+
+
+class SchedulerSide:
+    """The connector's half in the scheduler. Called by one thread.
+
+    Args:
+        options: choices.
+        block_tokens: tokens of a page.
+        groups: KV cache groups of the engine.
+        workers: how many workers answer each job.
+        null_block: id of the page that stands for no page.
+    """
+
+    def __init__(
+        self, options: ConnectorOptions, block_tokens: int, groups: int, *, workers: int = 1, null_block: int = 0
+    ) -> None:
+        self._options = options
+        self._block_tokens = block_tokens
+        self._groups = groups
+        self._workers = workers
+        self._null_block = null_block
+        self._finder: Finder | None = None
+        self._pool: BlockPool | None = None
+        self._requests: dict[str, RequestState] = {}
+        self._loads: list[LoadJob] = []
+        self._pins: dict[int, Pins] = {}
+        self._pinned_blocks = 0
+        self._next_job = 0
+        self._wait_left_s = options.lookup_wait_s
+        self._layerwise = options.load_mode == "layerwise" and groups == 1
+        self.counters: dict[str, int] = {}
+
+    def connect(self, finder: Finder) -> None:
+        """The workers have said which namespaces there are."""
+        self._finder = finder
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """The engine's block pool; without it nothing is stored."""
+        self._pool = pool
+
+    # ---- arrival and match ----
+    def arrived(self, request: EngineRequest) -> None:
+        """A new request: its lookup begins."""
+        if self._finder is None or not is_hashable(request):
+            return
+        keys = RequestKeys(self._finder.chain, request_extras(request, self._block_tokens))
+        state = RequestState(request, keys)
+        self._requests[request.request_id] = state
+        if self._options.hook.load:
+            self._begin_lookup(state)
+
+    def _begin_lookup(self, state: RequestState) -> None:
+        assert self._finder is not None
+        request = state.request
+        state.preemptions = request.num_preemptions
+        state.found = None
+        blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
+        state.lookup = self._finder.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
+
+    def matched(self, request: EngineRequest, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded beyond those computed; None: not known yet. And whether outside of the batch."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.load_failed or not self._options.hook.load:
+            return 0, False
+        if request.num_preemptions != state.preemptions:  # by now there is more of it in the store
+            self._begin_lookup(state)
+        if state.lookup is not None:
+            if not self._is_answered(state.lookup):
+                self._count("lookups_asked_again")
+                return None, False
+            self._take_answer(state, state.lookup)
+        found = state.found
+        start = computed_tokens // self._block_tokens
+        stop = found.hit_blocks if found is not None else 0
+        tokens = stop * self._block_tokens - computed_tokens
+        if tokens <= 0 or tokens < self._options.min_load_tokens or computed_tokens % self._block_tokens:
+            state.offered = (0, 0)
+            return 0, False
+        state.offered = (start, stop)
+        return tokens, not self._layerwise
+
+    def _is_answered(self, lookup: Future[Found]) -> bool:
+        """Whether it is, after a moment that all lookups of a step share."""
+        if lookup.done():
+            return True
+        if self._wait_left_s <= 0:
+            return False
+        began_s = time.monotonic()
+        try:
+            lookup.result(self._wait_left_s)
+        except FutureTimeout:
+            return False
+        finally:
+            self._wait_left_s -= time.monotonic() - began_s
+        return True
+
+    def _take_answer(self, state: RequestState, lookup: Future[Found]) -> None:
+        state.lookup = None
+        state.found = lookup.result()
+        state.stored_blocks = max(state.stored_blocks, state.found.hit_blocks)
+
+    # ---- loads ----
+    def allocated(self, request: EngineRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Pages exist for what was matched; ``external_tokens`` of them are to be loaded."""
+        state = self._requests.get(request.request_id)
+        if state is None or external_tokens == 0:
+            return
+        start, stop = state.offered
+        found = state.found
+        assert found is not None
+        assert external_tokens == (stop - start) * self._block_tokens
+        parts = []
+        for group, ids in enumerate(block_ids):
+            first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)
+            if first == stop:
+                continue
+            lookups = {name: lookup.part(first, stop) for name, lookup in found.by_group[group].items()}
+            parts.append(GroupLoad(group, list(ids[first:stop]), first, lookups))
+        state.loading = {part.group: part.block_ids for part in parts}
+        self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
+        self._count("loads")
+        self._count("load_tokens", external_tokens)
+
+    # ---- stores ----
+    def plan_step(self, scheduled: dict[str, int], drafts: dict[str, Sequence[int]], resolve: Callable[[str], Any]) -> StepPlan:
+        """What the workers are to do in this step.
+
+        Args:
+            scheduled: by request: tokens that this step computes.
+            drafts: by request: those among them that may be rejected.
+            resolve: gives the pages of a request, by group.
+        """
+        plan = StepPlan(loads=self._loads, has_tokens=bool(scheduled))
+        self._loads = []
+        self._wait_left_s = self._options.lookup_wait_s
+        if self._pool is not None and self._options.hook.store:
+            for request_id, tokens in scheduled.items():
+                state = self._requests.get(request_id)
+                if state is None or state.store_ended:
+                    continue
+                request = state.request
+                computed = request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
+                full = min(computed, request.num_tokens) // self._block_tokens
+                if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
+                    plan.saves.append(job)
+        return plan
+
+    def _plan_store(self, state: RequestState, full: int, block_ids: Sequence[Sequence[int]]) -> SaveJob | None:
+        """Pins the blocks ``[stored_blocks, full)`` of a request, and plans their store."""
+        first = state.stored_blocks
+        ids = [list(group[first:full]) for group in block_ids]
+        assert self._pool is not None
+        count = sum(map(len, ids))
+        if any(self._null_block in group or len(group) != full - first for group in ids):
+            self._end_store(state, "stores_broken")  # a sliding window has left blocks behind that the store lacks
+            return None
+        if self._pinned_blocks + count > len(self._pool.blocks) * self._options.pinned_share:
+            self._end_store(state, "stores_skipped")
+            return None
+        keys = state.keys.upto(state.request.all_token_ids, full)
+        blocks = [self._pool.blocks[block] for group in ids for block in group]
+        self._pool.touch(blocks)
+        self._next_job += 1
+        self._pins[self._next_job] = Pins(state.request.request_id, first, blocks, self._workers)
+        self._pinned_blocks += count
+        state.stored_blocks = full
+        self._count("store_blocks", full - first)
+        parent = keys[first - 1] if first else None
+        return SaveJob(self._next_job, state.request.request_id, first, parent, keys[first:full], ids)
+
+    def _end_store(self, state: RequestState, counter: str) -> None:
+        state.store_ended = True
+        self._count(counter)
+        _log.info("blocks of request %s are not stored any more (%s)", state.request.request_id, counter)
+
+    # ---- answers ----
+    def answered(self, answer: StepAnswer) -> None:
+        """Workers have stored blocks, or given them up: nobody reads their pages any more."""
+        for job_id in answer.not_saved:
+            self._store_failed(self._pins[job_id])
+        for job_id, workers in answer.saved.items():
+            pins = self._pins[job_id]
+            pins.workers -= workers
+            if pins.workers > 0:
+                continue
+            del self._pins[job_id]
+            self._pinned_blocks -= len(pins.blocks)
+            if self._pool is not None:
+                self._pool.free_blocks(reversed(pins.blocks))
+
+    def _store_failed(self, pins: Pins) -> None:
+        """The next blocks would have no parent: these are planned once more, together with the next ones."""
+        self._count("stores_failed")
+        state = self._requests.get(pins.request_id)
+        if state is None:
+            return
+        state.stored_blocks = min(state.stored_blocks, pins.first_block)
+        state.store_failures += 1
+        if state.store_failures > _STORE_RETRIES:
+            self._end_store(state, "stores_given_up")
+
+    def loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
+        """Pages that were not loaded, and requests of which any was not: they are computed, and not offered again."""
+        for request_id, state in self._requests.items():
+            if state.loading and (
+                request_id in failed_requests or any(not invalid_blocks.isdisjoint(ids) for ids in state.loading.values())
+            ):
+                state.load_failed = True
+                state.loading = {}
+                state.found = None
+                state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
+                self._count("loads_failed")
+
+    def loads_done(self, request_ids: Iterable[str]) -> None:
+        """Loads outside of the batch that have ended, well or not."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.loading = {}
+
+    def finished(self, request: EngineRequest) -> None:
+        """The end of a request, whatever the reason."""
+        self._requests.pop(request.request_id, None)
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether pages wait to be stored: steps go on until they are, and they will be free soon."""
+        return bool(self._pins)
+
+    def _count(self, name: str, more: int = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + more
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._finder is not None:
+            self._finder.close()
