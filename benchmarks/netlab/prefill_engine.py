@@ -121,7 +121,7 @@ class PrefillEngine:
             id=job.name,
             blocks=len(job.keys),
             hit=job.hit,
-            late=job.expect - job.hit,
+            late=job.expect - job.hit - job.lost,
             lost=job.lost,
             wrong=job.wrong,
             started_s=job.started_s,
