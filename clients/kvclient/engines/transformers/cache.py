@@ -1,0 +1,255 @@
+"""A ``DynamicCache`` that begins with what the store has and offers to the store what the model computes.
+
+What the model was fed is not taken on trust: a hook on the model's forward pass tells the cache which tokens, positions and mask
+each pass really had (``announce``). Blocks are stored under the keys of exactly these tokens, and not at all where anything was
+unusual.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvclient import InvalidArgument
+from kvclient.engines.torch_blocks import KV
+from kvclient.engines.transformers.fed import Fed
+from kvclient.engines.transformers.prompts import Prompts
+from kvclient.engines.transformers.recorder import Recorder
+from kvclient.engines.transformers.writer import Chain, Offer
+
+if TYPE_CHECKING:
+    from kvclient.engines.transformers.prefix_store import PrefixStore
+
+_COPY_BELOW = 4
+"""What is offered is copied where it is less than a quarter of the cache: a view would keep all of the old cache in memory."""
+
+
+class StoredCache(DynamicCache):
+    """The cache of one call of ``generate``, or of several turns of one conversation. Made by ``PrefixStore.cache``.
+
+    A context manager: leaving it offers all full blocks that were not offered yet. Used by one thread at a time.
+    """
+
+    def __init__(self, store: PrefixStore, prompts: Prompts, extras: dict[int, bytes]) -> None:
+        super().__init__(config=store.model.config)
+        self._store = store
+        self._prompts = prompts
+        self._extras = extras
+        self._fed = Fed(prompts)
+        self._chains = [Chain() for _ in range(prompts.rows)]
+        self._offered = [0] * prompts.rows
+        self._recorders: dict[int, Recorder] = {}
+        self._off: str | None = None
+        self._waiting: list[Future[None]] = []
+        self._next_offer = 0  # in columns: before, no row has a new full block
+        self.loaded_tokens = 0
+        """Leading columns that came from the store."""
+        self.hit_tokens = [0] * prompts.rows
+        """The same for each row, without its padding."""
+
+    @property
+    def store(self) -> PrefixStore:
+        """Whose it is."""
+        return self._store
+
+    def leave(self, why: str) -> None:
+        """Has nothing to do with the store any more."""
+        self._off = why
+        self._recorders.clear()
+
+    # ---- from the store ----
+    def fill(self, layers: list[KV], columns: int, chains: list[Chain]) -> None:
+        """Begins with KV out of the store. Once, before anything else.
+
+        Args:
+            layers: ``[rows, heads, columns, dim]`` each; anything where a row has padding.
+            columns: how many columns they have.
+            chains: what is known of each row's blocks in the store.
+        """
+        for number, (keys, values) in enumerate(layers):
+            super().update(keys, values, number)
+        self.loaded_tokens = columns
+        self.hit_tokens = [max(0, columns - int(pad)) for pad in self._prompts.pads]
+        self._chains = chains
+        self._offered = [chain.stored for chain in chains]
+        self._fed.loaded(columns)
+
+    # ---- what the model does ----
+    def announce(self, input_ids: torch.Tensor | None, given: Mapping[str, Any]) -> None:
+        """The model is about to be fed: told by the hook on its forward pass.
+
+        Args:
+            input_ids: ``[batch, tokens]``.
+            given: the other arguments of the pass.
+
+        Raises:
+            InvalidArgument: the store was asked for the prefix of other tokens than these, so that what it gave is wrong here.
+        """
+        if self._off is not None:
+            return
+        if input_ids is not None and input_ids.ndim == 2 and not len(input_ids) % self._fed.rows and self._fed.fresh:
+            self._widen(len(input_ids) // self._fed.rows)
+        if self._store.background and self._fed.columns >= self._next_offer:
+            self.offer()
+        if self.get_seq_length() != self._fed.columns:
+            self._stop("a forward pass did not end, or passed by the hook")
+        elif (reason := self._fed.take(input_ids, given)) is not None:
+            self._stop(reason)
+            if self._fed.contradicts:
+                raise InvalidArgument(
+                    "the cache holds the prefix of another prompt: give PrefixStore.cache what the model is given", reason=reason
+                )
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._off is None and self._store.facts.sliding[layer_idx]:
+            recorder = self._recorders.setdefault(layer_idx, Recorder(self.layers[layer_idx].get_seq_length()))
+            recorder.append(key_states, value_states)
+        states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states
+
+    # ---- to the store ----
+    def offer(self) -> None:
+        """Hands over to the writer all full blocks that were not handed over yet. Never raises for the store's sake."""
+        columns = self._fed.columns
+        tokens = self._store.facts.layout.block_tokens
+        self._next_offer = columns + int(((self._fed.pads - columns - 1) % tokens).min()) + 1
+        if self._off is not None or not self._store.stores or not any(self._new_blocks(columns)):
+            return
+        if any(layer.get_seq_length() != columns for layer in self.layers):
+            self._stop("the layers are of different lengths")
+            return
+        if (reason := self._fed.settle()) is not None:
+            self._stop(reason)
+            return
+        blocks = self._new_blocks(columns - self._store.trailing_pads(self._fed.ids, self._prompts.columns))
+        offers = [self._row_offer(row, count) for row, count in enumerate(blocks) if count]
+        if not offers:
+            return
+        future = self._store.writer.offer(offers)
+        if future is None:
+            return
+        self._waiting = [one for one in self._waiting if not one.done()] + [future]
+        for row, count in enumerate(blocks):
+            self._offered[row] += count
+        done = min(self._first_column(row) for row in range(len(self._offered)))
+        for recorder in self._recorders.values():
+            recorder.drop_before(done)
+
+    def commit(self, *, wait: bool = True) -> None:
+        """Offers what is left; ``wait``: returns once all that this cache offered is stored, or given up within its deadline."""
+        self.offer()
+        if wait:
+            for future in self._waiting:
+                future.result()  # bounded by the deadline of each store; what fails there is counted, not raised
+            self._waiting = []
+
+    def _new_blocks(self, columns: int | np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
+        """How many full blocks each row has that were not offered, of so many columns (or so many of each row)."""
+        full = (columns - self._fed.pads) // self._store.facts.layout.block_tokens
+        return [max(0, int(count) - offered) for count, offered in zip(full, self._offered, strict=True)]
+
+    def _first_column(self, row: int) -> int:
+        """Where the first block of a row begins that was not offered."""
+        return int(self._fed.pads[row]) + self._offered[row] * self._store.facts.layout.block_tokens
+
+    def _row_offer(self, row: int, blocks: int) -> Offer:
+        start = self._first_column(row)
+        stop = start + blocks * self._store.facts.layout.block_tokens
+        layers = [self._columns(number, row, start, stop) for number in range(len(self.layers))]
+        tokens = self._fed.ids[row, start:stop].astype(np.uint32)
+        return Offer(self._chains[row], self._offered[row], tokens, self._extras, layers)
+
+    def _columns(self, number: int, row: int, start: int, stop: int) -> KV:
+        """KV of some columns of a row in one layer, such that nobody changes it any more."""
+        layer, base = self.layers[number], 0
+        keys, values = layer.keys, layer.values
+        if self._store.facts.sliding[number]:
+            recorder = self._recorders[number]
+            (keys, values), base = recorder.window(), recorder.start
+        part = slice(start - base, stop - base)
+        pair = (keys.detach()[row : row + 1, :, part], values.detach()[row : row + 1, :, part])
+        if (stop - start) * _COPY_BELOW < keys.shape[2]:
+            return pair[0].clone(), pair[1].clone()
+        return pair
+
+    def _stop(self, reason: str) -> None:
+        """Stores nothing more of this cache."""
+        self.leave(reason)
+        self._store.incidents.report("hook_store_stopped_total", f"a cache is not stored any further: {reason}")
+
+    # ---- what else may be done to a cache ----
+    def _widen(self, times: int) -> None:
+        """Each row so many times: ``generate`` does that to its inputs for beams and for several answers, not to a cache."""
+        if times > 1:
+            super().batch_repeat_interleave(times)
+            self._prompts = self._prompts.repeated(times)
+            self._fed.widen(self._prompts)
+            self._chains = [Chain(list(chain.keys), chain.stored) for chain in self._chains for _ in range(times)]
+            self._offered = [offered for offered in self._offered for _ in range(times)]
+            self.hit_tokens = [tokens for tokens in self.hit_tokens for _ in range(times)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._fed.fresh:
+            self._widen(repeats)
+        else:
+            self._leave_rows("rows were repeated")
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._leave_rows("rows were picked")
+        super().batch_select_indices(indices)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._leave_rows("beams were reordered")
+        super().reorder_cache(beam_idx)
+
+    def _leave_rows(self, why: str) -> None:
+        """From here on rows are not what they were: what is there is offered, and nothing more."""
+        if self._off is None:
+            self.offer()
+            self.leave(why)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        columns = self.get_seq_length()
+        if self._off is not None or columns == self._fed.columns:
+            return
+        if columns < max(self._first_column(row) for row in range(self._fed.rows)):
+            self._stop("cut back into blocks that were offered")
+            return
+        self._fed.truncate(columns)
+        for recorder in self._recorders.values():
+            recorder.truncate(columns)
+
+    def reset(self) -> None:
+        self._stop("reset")
+        super().reset()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """A cache with tensors of its own, which goes on by itself with the same store."""
+        self.commit()  # what the writer learns about this chain, the other could not know
+        other = type(self)(self._store, self._prompts, self._extras)
+        other.layers = copy.deepcopy(self.layers, memo)
+        other._fed = copy.deepcopy(self._fed, memo)
+        other._recorders = copy.deepcopy(self._recorders, memo)
+        other._chains = [Chain(list(chain.keys), chain.stored) for chain in self._chains]
+        other._offered = list(self._offered)
+        other._off = self._off
+        other.loaded_tokens, other.hit_tokens = self.loaded_tokens, list(self.hit_tokens)
+        return other
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.commit(wait=not self._store.background)

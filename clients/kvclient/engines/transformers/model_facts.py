@@ -1,0 +1,156 @@
+"""What a model's KV is: its shapes, what its bytes depend on besides the tokens, and whether it can be stored at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvclient import InvalidArgument
+from kvclient.engines.torch_blocks import KVLayout
+
+_IRRELEVANT = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""What a configuration says that no KV depends on; all else does, for all we know."""
+
+_WHOLE_PROMPT_ROPES = frozenset({"dynamic", "longrope"})
+"""Their angles depend on the length of the whole sequence: the KV of a prefix is another in each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the hook knows about a model.
+
+    Attributes:
+        layout: of its blocks.
+        sliding: which layers keep a window only.
+        devices: where each layer's KV lives.
+        config_digest: of the configuration, as far as KV may depend on it.
+        pad_ids: what ``generate`` may append to sequences that have ended.
+    """
+
+    layout: KVLayout
+    sliding: tuple[bool, ...]
+    devices: tuple[torch.device, ...]
+    config_digest: str
+    pad_ids: frozenset[int]
+
+
+def study(model: Any, block_tokens: int) -> ModelFacts:  # noqa: ANN401  # transformers is not typed
+    """Learns what a model's cache is like, by one forward pass of a single token.
+
+    Args:
+        model: a decoder-only model of transformers.
+        block_tokens: tokens of a block.
+
+    Raises:
+        InvalidArgument: its KV is no function of the tokens before it, or its cache is not made of attention layers.
+    """
+    refuse(model)
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in {DynamicLayer, DynamicSlidingWindowLayer} or layer.keys is None:
+            raise InvalidArgument(
+                "a layer of this model keeps something other than keys and values of tokens: not stored",
+                layer=number,
+                kind=type(layer).__name__,
+            )
+    layout = KVLayout.of([(layer.keys, layer.values) for layer in cache.layers], block_tokens)
+    return ModelFacts(
+        layout,
+        tuple(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers),
+        tuple(layer.keys.device for layer in cache.layers),
+        config_digest(text.to_dict()),
+        frozenset(_pad_ids(getattr(model, "generation_config", None), text)),
+    )
+
+
+def refuse(model: Any) -> None:  # noqa: ANN401
+    """Says no to models whose KV would be wrong for somebody.
+
+    Raises:
+        InvalidArgument: with the reason.
+    """
+    config = model.config
+    if config.is_encoder_decoder:
+        raise InvalidArgument("encoder-decoder models have KV that depends on the encoder's input: not stored")
+    if (model_parts := getattr(model, "tp_size", None)) is not None and model_parts > 1:
+        raise InvalidArgument("tensor-parallel models are not supported: each rank has other heads", tp_size=model_parts)
+    if has_adapters(model):
+        raise InvalidArgument("the model has adapters, which change its KV: merge them first (merge_and_unload)")
+    ropes = sorted(set(_rope_types(config.get_text_config(decoder=True))) & _WHOLE_PROMPT_ROPES)
+    if ropes:
+        raise InvalidArgument("the KV of a prefix depends on the length of the whole prompt: not stored", rope_type=ropes[0])
+
+
+def has_adapters(model: Any) -> bool:  # noqa: ANN401
+    """Whether adapters (PEFT) are attached, within transformers or around it."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False)) or hasattr(model, "peft_config")
+
+
+def _rope_types(config: Any) -> Iterator[str]:  # noqa: ANN401
+    """Kinds of rotary embedding, over all kinds of layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for parameters in (given, *(value for value in given.values() if isinstance(value, Mapping))):
+        if isinstance(kind := parameters.get("rope_type"), str):
+            yield kind
+
+
+def _pad_ids(*configs: Any) -> Iterator[int]:  # noqa: ANN401
+    """Ids of padding and of the end of a sequence."""
+    for config in configs:
+        for name in ("pad_token_id", "eos_token_id"):
+            value = getattr(config, name, None)
+            yield from (number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int))
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """16 hex digits that differ where KV may differ: of everything but names, ids and what is printed."""
+    kept = {name: value for name, value in config.items() if name not in _IRRELEVANT}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """32 hex digits of all weights, bit for bit: other weights, another namespace. Reads them all once (10 GB/s or so).
+
+    Raises:
+        InvalidArgument: some are not in memory (offloaded).
+    """
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.device.type == "meta":
+            raise InvalidArgument("weights are offloaded and cannot be told apart: give weights_epoch", parameter=name)
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,253 @@
+"""The hook as a user meets it: one object a model, which makes caches for ``generate``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from kvclient import CacheSpec, InvalidArgument, LoadHandle, Lookup
+from kvclient.engines.options import HookOptions
+from kvclient.engines.torch_blocks import KV, import_blocks
+from kvclient.engines.transformers.cache import StoredCache
+from kvclient.engines.transformers.fed import tokens_here
+from kvclient.engines.transformers.model_facts import ModelFacts, has_adapters, study, weights_digest
+from kvclient.engines.transformers.prompts import Ids, Prompts, common_columns, read_prompts, usable_blocks
+from kvclient.engines.transformers.writer import Chain, Writer, extras_of
+from kvclient.incidents import Incidents
+from kvstore.core.clock import MonotonicClock
+
+_log = logging.getLogger(__name__)
+
+_OWN_OPTIONS = ("block_tokens", "background", "max_pending_bytes")
+_LOADS_AT_ONCE = 16
+"""Rows of a batch whose blocks are on their way at the same time."""
+_LEAST_S = 0.001
+
+
+class PrefixStore:
+    """What one model has to do with the store. Thread-safe, but for what a model itself is not; make it after forking.
+
+    A context manager: leaving it stores what was offered and lets go of the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401  # transformers is not typed
+        facts: ModelFacts,
+        spec: CacheSpec,
+        options: HookOptions,
+        *,
+        background: bool,
+        max_pending_bytes: int,
+    ) -> None:
+        """See ``connect``."""
+        self.model = model
+        self.facts = facts
+        self.options = options
+        self.background = background
+        self.stores = options.store
+        self._client = options.connect(spec)
+        self._clock = MonotonicClock()
+        self.incidents = Incidents(self._clock, options.client_options().log_interval_s)
+        self.writer = Writer(self._client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
+        self._watch = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    @classmethod
+    def connect(
+        cls,
+        model: Any,  # noqa: ANN401
+        options: HookOptions | None = None,
+        /,
+        *,
+        block_tokens: int = 64,
+        background: bool = True,
+        max_pending_bytes: int = 1 << 30,
+        **given: Any,  # noqa: ANN401
+    ) -> Self:
+        """Connects a model with the store.
+
+        Args:
+            model: a decoder-only model of transformers, with its weights.
+            options: what all hooks have in common; None: ``given``.
+            block_tokens: tokens of a block. Whoever shares KV takes the same.
+            background: store while the model goes on, in a thread; False: when a cache is left or committed.
+            max_pending_bytes: KV that may wait to be stored; more is not offered until there is room.
+            **given: fields of ``HookOptions`` by name, e.g. ``metadata="127.0.0.1:7400"``.
+
+        Raises:
+            InvalidArgument: an option is impossible, or KV of this model cannot be stored; the reason is named.
+            KVStoreError: the store does not answer, and ``require_store`` is set.
+        """
+        if options is not None and given:
+            raise InvalidArgument("options are given as HookOptions or by name", also=sorted(given)[0])
+        options = HookOptions.from_mapping(given, _OWN_OPTIONS) if options is None else options
+        facts = study(model, block_tokens)
+        return cls(
+            model, facts, _spec(model, facts, options), options, background=background, max_pending_bytes=max_pending_bytes
+        )
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The namespace."""
+        return self._client.spec
+
+    # ---- caches ----
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+        """``model.generate`` with a cache that begins with the longest stored prefix; what it computes is stored.
+
+        Args:
+            input_ids: ``[batch, tokens]``, padded on the left.
+            attention_mask: 0 at padding; None: no padding, whatever the ids.
+            **kwargs: for ``model.generate``.
+
+        Returns:
+            What ``model.generate`` returns.
+        """
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        with self.cache(input_ids, attention_mask) as cache:
+            return self.model.generate(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **kwargs)
+
+    def cache(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, extra: bytes = b"") -> StoredCache:
+        """A cache for ``generate`` (or for the model itself), with the longest prefix that the store has for all rows.
+
+        Give ``generate`` the same ids and mask, whole.
+
+        Args:
+            input_ids: ``[batch, tokens]``, padded on the left.
+            attention_mask: 0 at padding; None: no padding.
+            extra: whatever else KV depends on (``kvclient.encode_extra``): nothing crosses extras.
+
+        Raises:
+            InvalidArgument: no such ids or mask.
+        """
+        mask = None if attention_mask is None else tokens_here(attention_mask)
+        prompts = read_prompts(tokens_here(input_ids), mask)
+        extras = extras_of(extra)
+        cache = StoredCache(self, prompts, extras)
+        if why := self._unfit():
+            self.incidents.report("hook_bypassed_total", f"the store is left alone: {why}")
+            cache.leave(why)
+        elif self.options.load:
+            self._load(cache, prompts, extras)
+        return cache
+
+    def _unfit(self) -> str:
+        """Why the model as it is now has nothing to do with the store."""
+        if self.model.training:
+            return "the model is in training mode"
+        return "adapters were attached to the model" if has_adapters(self.model) else ""
+
+    def _load(self, cache: StoredCache, prompts: Prompts, extras: dict[int, bytes]) -> None:
+        """Fills a cache with what the store has; a miss leaves it empty."""
+        count = self.incidents.counters.add
+        tokens = self.facts.layout.block_tokens
+        wanted = [usable_blocks(prompts, row, tokens) for row in range(prompts.rows)]
+        count("hook_prompts_total", prompts.rows)
+        count("hook_prompt_tokens_total", prompts.ids.size - int(prompts.pads.sum()))
+        chains = [
+            Chain(self._client.keys(prompts.tokens(row)[: blocks * tokens].astype(np.uint32), extras))
+            for row, blocks in enumerate(wanted)
+        ]
+        lookups = [self._look_up(chain) for chain in chains]
+        columns = common_columns(prompts, [lookup.hit_blocks for lookup in lookups], tokens)
+        if not columns:
+            return
+        needed = [-(-max(0, columns - int(begins)) // tokens) for begins in prompts.pads]
+        rooms = self._load_rows(lookups, chains, needed)
+        columns = common_columns(prompts, [chain.stored for chain in chains], tokens)
+        if not columns:
+            return
+        cache.fill(self._join(rooms, prompts, columns), columns, chains)
+        count("hook_loaded_tokens_total", sum(cache.hit_tokens))
+
+    def _look_up(self, chain: Chain) -> Lookup:
+        """The hit of one row. Without an index, whatever this host's node has may be one."""
+        found = self._client.lookup(chain.keys, deadline_s=self.options.lookup_deadline_s)
+        if self.options.metadata and found.error is None:
+            return found
+        return Lookup(chain.keys, hit_blocks=len(chain.keys))
+
+    def _load_rows(self, lookups: Sequence[Lookup], chains: Sequence[Chain], needed: Sequence[int]) -> list[torch.Tensor]:
+        """Loads the first blocks of each row, several rows at once; ``Chain.stored`` says how many came."""
+        rooms = [self.facts.layout.room(blocks) for blocks in needed]
+        end_s = self._clock.now_s() + self.options.load_deadline_s
+        for first in range(0, len(rooms), _LOADS_AT_ONCE):
+            some = range(first, min(len(rooms), first + _LOADS_AT_ONCE))
+            handles: list[tuple[int, LoadHandle]] = []
+            for row in some:
+                if needed[row]:
+                    part = lookups[row].part(0, needed[row])
+                    deadline_s = max(_LEAST_S, end_s - self._clock.now_s())
+                    handles.append((row, self._client.start_load(part, rooms[row], deadline_s=deadline_s, layerwise=False)))
+            for row, handle in handles:
+                chains[row].stored = handle.result().hit_blocks
+        return rooms
+
+    def _join(self, rooms: Sequence[torch.Tensor], prompts: Prompts, columns: int) -> list[KV]:
+        """The rows' blocks as one batch ``[rows, heads, columns, dim]`` a layer; zeros at padding."""
+        rows: list[list[KV]] = []
+        for room, begins in zip(rooms, np.minimum(prompts.pads, columns).tolist(), strict=True):
+            layers = import_blocks(room, self.facts.layout, tokens=columns - begins, devices=self.facts.devices)
+            rows.append([(_padded(keys, begins), _padded(values, begins)) for keys, values in layers])
+        if len(rows) == 1:
+            return rows[0]
+        return [
+            (torch.cat([row[layer][0] for row in rows]), torch.cat([row[layer][1] for row in rows]))
+            for layer in range(len(rows[0]))
+        ]
+
+    def _before_forward(self, _model: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the model is about to be fed, told to the cache that it is fed with."""
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, StoredCache) and cache.store is self:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            unnamed = {f"argument {number}": value for number, value in enumerate(args) if number}
+            cache.announce(ids, {**kwargs, **unnamed})
+
+    def trailing_pads(self, ids: Ids, prompt_columns: int) -> Ids:
+        """Tokens at the end of each row that only fill it up, because the row had ended before the others did."""
+        generated = ids[:, prompt_columns:]
+        idle = np.isin(generated, list(self.facts.pad_ids))
+        run = np.where(idle.all(axis=1), idle.shape[1], np.argmin(idle[:, ::-1], axis=1)) if idle.size else np.zeros(len(ids))
+        return np.maximum(run.astype(np.int64) - 1, 0)  # the first of them may be the end itself
+
+    # ---- life ----
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until all that was offered is stored, or given up. False: not in time."""
+        return self.writer.flush(timeout_s)
+
+    def stats(self) -> dict[str, int]:
+        """Totals by name: the hook's (``hook_…``) and its client's."""
+        return {**self._client.stats(), **self.incidents.snapshot()}
+
+    def close(self) -> None:
+        """Stores what was offered and lets go of the model. Caches made before go on, without the store."""
+        self._watch.remove()
+        self.writer.close()
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _padded(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """``[1, heads, tokens, dim]`` with so many columns of zeros before it."""
+    return pad(tensor, (0, 0, columns, 0)) if columns else tensor
+
+
+def _spec(model: Any, facts: ModelFacts, options: HookOptions) -> CacheSpec:  # noqa: ANN401
+    """The namespace of a model: its name, configuration, shapes and weights."""
+    name = options.model or getattr(model.config, "_name_or_path", "") or type(model).__name__
+    if not options.weights_epoch:
+        options = options.with_epoch(f"xxh3:{weights_digest(model)}")
+    return facts.layout.spec(name, options, f"transformers/config:{facts.config_digest}")

@@ -1,0 +1,99 @@
+"""Batches of prompts: where each begins, and how many leading columns all of them can take from the store. Pure.
+
+A batch is a matrix of token ids, padded on the left: row ``r`` has ``pads[r]`` columns of padding, then its tokens. A cache has
+one length for all rows, so that *columns* are taken from the store, as many as every row can give: padding costs nothing, for
+nobody attends to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvclient import InvalidArgument
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The token ids of a batch.
+
+    Attributes:
+        ids: ``[rows, columns]``.
+        pads: leading columns of each row that are padding.
+    """
+
+    ids: Ids
+    pads: npt.NDArray[np.int64]
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the batch."""
+        return int(self.ids.shape[0])
+
+    @property
+    def columns(self) -> int:
+        """Tokens of each, padding included."""
+        return int(self.ids.shape[1])
+
+    def tokens(self, row: int) -> Ids:
+        """A row without its padding."""
+        part: Ids = self.ids[row, self.pads[row] :]
+        return part
+
+    def repeated(self, times: int) -> Prompts:
+        """Each row so many times in a row: what ``generate`` makes of a batch for beams or several answers."""
+        return self.picked(np.repeat(np.arange(self.rows), times))
+
+    def picked(self, rows: npt.NDArray[np.int64]) -> Prompts:
+        """Some rows, in the order given."""
+        return Prompts(self.ids[rows], self.pads[rows])
+
+
+def read_prompts(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer] | None) -> Prompts:
+    """Checks what a caller says it is about to feed the model.
+
+    Args:
+        ids: ``[rows, columns]`` token ids.
+        mask: ``[rows, columns]``: 0 at padding, which must be on the left; None: no padding.
+
+    Raises:
+        InvalidArgument: another shape, no rows, a negative id, or padding elsewhere.
+    """
+    if ids.ndim != 2 or not ids.shape[0]:
+        raise InvalidArgument("prompts take token ids [rows, columns]", shape=ids.shape)
+    own: Ids = ids.astype(np.int64, copy=True)  # the caller's may change
+    if (own < 0).any():
+        raise InvalidArgument("a token id is negative", least=int(own.min()))
+    if mask is None:
+        return Prompts(own, np.zeros(len(own), np.int64))
+    if mask.shape != ids.shape:
+        raise InvalidArgument("the attention mask has another shape than the ids", mask=mask.shape, ids=ids.shape)
+    seen = mask != 0
+    pads: Ids = ids.shape[1] - seen.sum(axis=1, dtype=np.int64)
+    if not (seen == (np.arange(ids.shape[1]) >= pads[:, None])).all():
+        raise InvalidArgument("padding must be on the left: tokenizer(..., padding_side='left')")
+    return Prompts(own, pads)
+
+
+def usable_blocks(prompts: Prompts, row: int, block_tokens: int) -> int:
+    """Full blocks of a row that may come from the store: its last token is always computed, for its logits."""
+    tokens = prompts.columns - int(prompts.pads[row])
+    return max(0, tokens - 1) // block_tokens
+
+
+def common_columns(prompts: Prompts, hit_blocks: Sequence[int], block_tokens: int) -> int:
+    """Leading columns that every row can take from its hit; 0 where that is but padding.
+
+    Args:
+        prompts: the batch.
+        hit_blocks: leading blocks that each row can have.
+        block_tokens: tokens of a block.
+    """
+    ends = prompts.pads + np.asarray(hit_blocks, np.int64) * block_tokens
+    columns = min(int(ends.min()), prompts.columns - 1)
+    return columns if columns > int(prompts.pads.min()) else 0
