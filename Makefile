@@ -60,7 +60,8 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 test: test-store test-engines  ## all tests that this machine can run
 
 test-store: install  ## the tests of the store itself
-	@$(BIN)/python -m pytest --ignore=tests/engines $(TEST_ARGS)
+	@$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' -n 2 --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest --ignore=tests/engines -m alone $(TEST_ARGS) || [ $$? = 5 ]  # 5: none of those chosen
 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU
 	@$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS)

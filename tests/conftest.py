@@ -54,7 +54,11 @@ def _cuda_device_count() -> int:
     return count.value
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if (REPOSITORY / "tests" / "netlab") in item.path.parents:
+            item.add_marker(pytest.mark.alone)
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not _cuda_device_count():
         for item in wanting:

@@ -496,7 +496,7 @@ def test_a_long_soak_with_random_faults(make_store: MakeStore, proxies: Proxies,
     engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
     for number in range(4):
         put(store, engine, f"c{number}", 40)
-    soak(store, engine, proxies, 60.0, seed)
+    soak(store, engine, proxies, 30.0, seed)
 
 
 @pytest.mark.timeout(120)
