@@ -1,4 +1,4 @@
-"""What tests with real engines share. They run in an environment of their own (``make test-engines``) and are skipped elsewhere."""
+"""What tests with real engines share. They run in their own environment (``make test-engines``) and are skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Before any engine is imported: no hub, no telemetry, no threads without number, engines in this process where a test asks for none.
+# Before any engine is imported: no hub, no telemetry, one thread each, engines in this process where a test asks for no other.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
