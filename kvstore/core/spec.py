@@ -135,6 +135,8 @@ def _check_name(name: str, value: object, *, required: bool = False) -> None:
         raise InvalidArgument(f"{name} is not valid Unicode") from error
     if size > limits.MAX_NAME_BYTES:
         raise InvalidArgument(f"{name} is too long", bytes=size, limit=limits.MAX_NAME_BYTES)
+    if not value.isprintable():  # names are shown: in logs, tables and pages
+        raise InvalidArgument(f"{name} has characters that cannot be shown", value=ascii(value))
 
 
 def _check_range(name: str, value: object, least: int, most: int) -> None:

@@ -24,10 +24,11 @@ RUNS = st.builds(
     st.integers(0, limits.MAX_DEPTH - 20),
     st.lists(ID, min_size=1, max_size=20),
 )
+SHOWN = st.characters(codec="utf-8").filter(str.isprintable)
 SPECS = st.builds(
     CacheSpec,
-    model=st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
-    weights_epoch=st.text(st.characters(codec="utf-8"), max_size=20),
+    model=st.text(SHOWN, min_size=1, max_size=20),
+    weights_epoch=st.text(SHOWN, max_size=20),
     block_tokens=st.integers(1, limits.MAX_BLOCK_TOKENS),
     layers=st.integers(1, 16),
     layer_block_bytes=st.integers(1, 1 << 20),
