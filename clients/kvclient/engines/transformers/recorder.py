@@ -60,7 +60,3 @@ class Recorder:
         if end < self.end:
             keys, values = self.window()
             self._chunks = [(keys[:, :, : end - self.start], values[:, :, : end - self.start])]
-
-    def pick(self, rows: torch.Tensor) -> None:
-        """Goes on with some rows of the batch, in the order given."""
-        self._chunks = [(keys[rows.to(keys.device)], values[rows.to(values.device)]) for keys, values in self._chunks]
