@@ -1,7 +1,7 @@
 """Block keys of a request, made from its token ids and from what else its KV depends on, as blocks fill.
 
-All groups and shards of a model use the keys of one chain (that of ``Namespaces.chain``): the store keeps namespaces apart by
-themselves, so one chain serves them all, and whoever knows the tokens (a router) can make the keys.
+One chain a request, that of ``namespaces.chain_spec``; whoever knows the tokens (a router) can make it. Keys in the namespaces of
+other groups and shards follow from it by a mask, so that nothing is hashed twice and no key is in two namespaces.
 """
 
 from __future__ import annotations
@@ -77,3 +77,23 @@ class RequestKeys:
             parent = self.keys[-1] if have else None
             self.keys += self._chain.keys(new, extras=self._extras, parent=parent, first_block=have)
         return self.keys[:blocks]
+
+
+class Masked:
+    """Turns keys of a request's chain into keys of one namespace: XOR with what tells the two namespaces apart.
+
+    Args:
+        chain: the namespace whose chain makes the keys; its own keys stay as they are.
+        namespace: the other.
+    """
+
+    def __init__(self, chain: bytes, namespace: bytes) -> None:
+        mask = np.frombuffer(chain, np.uint64) ^ np.frombuffer(namespace, np.uint64)
+        self._mask = mask if mask.any() else None
+
+    def keys(self, keys: Sequence[BlockKey]) -> bytes:
+        """The same blocks' keys in the namespace, packed."""
+        packed = b"".join(keys)
+        if self._mask is None:
+            return packed
+        return (np.frombuffer(packed, np.uint64).reshape(-1, 2) ^ self._mask).tobytes()

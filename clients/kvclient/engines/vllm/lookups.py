@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvclient import CacheSpec, KeyChain, KVClient, Lookup
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.keys import RequestKeys
+from kvclient.engines.vllm.keys import Masked, RequestKeys
 from kvclient.engines.vllm.namespaces import chain_spec
 
 _log = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class Finder:
     def __init__(self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]]) -> None:
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
         server_only = replace(options, node="none") if options.metadata else options
-        self._clients: list[list[KVClient]] = []
+        client_options = replace(options.client_options(), client_name="vllm-scheduler")
+        self._clients: list[list[tuple[KVClient, Masked]]] = []
         try:
             for shards in groups:
                 self._clients.append([])
                 for spec in shards:
-                    self._clients[-1].append(
-                        server_only.connect(spec, replace(options.client_options(), client_name="vllm-scheduler"))
-                    )
+                    client = server_only.connect(spec, client_options)
+                    self._clients[-1].append((client, Masked(self.chain.spec.namespace, spec.namespace)))
         except BaseException:
             self.close()
             raise
@@ -74,8 +74,8 @@ class Finder:
         by_group: list[dict[bytes, Lookup]] = []
         for clients in self._clients:
             by_group.append({})
-            for client in clients:
-                found = client.lookup(wanted)  # never raises for failures of ours: no answer is a miss
+            for client, masked in clients:
+                found = client.lookup(masked.keys(wanted))  # never raises for failures of ours: no answer is a miss
                 by_group[-1][bytes(client.spec.namespace)] = found
                 hit = min(hit, found.hit_blocks)
                 if hit == 0:
@@ -86,7 +86,7 @@ class Finder:
         """Totals of all clients."""
         totals: dict[str, int] = {}
         for clients in self._clients:
-            for client in clients:
+            for client, _ in clients:
                 for name, value in client.stats().items():
                     totals[name] = totals.get(name, 0) + value
         return totals
@@ -95,7 +95,7 @@ class Finder:
         """Ends threads and connections."""
         threads = getattr(self, "_threads", None)
         for clients in self._clients:
-            for client in clients:
+            for client, _ in clients:
                 client.close()
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)

@@ -49,7 +49,7 @@ class SaveJob:
         request_id: whose.
         first_block: position of the first block in its chain.
         parent: key before the first block, None at the head of the chain.
-        keys: of the blocks, one after the other.
+        keys: of the blocks, one after the other, in the request's chain; ``Masked`` makes those of a namespace.
         block_ids: by group: their pages.
     """
 
@@ -68,6 +68,7 @@ class StepPlan:
     Attributes:
         epoch: counts the resets of the cache: which weights the blocks of this step belong to.
         weights_epoch: the name of that epoch in namespaces.
+        chain: the namespace whose chain the keys are of.
         loads: prefixes to load.
         saves: blocks that are complete when the step's forward pass has ended.
         has_tokens: whether the step computes anything.
@@ -75,6 +76,7 @@ class StepPlan:
 
     epoch: int = 0
     weights_epoch: str = ""
+    chain: bytes = b""
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     has_tokens: bool = False

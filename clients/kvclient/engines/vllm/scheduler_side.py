@@ -205,7 +205,8 @@ class SchedulerSide:
             drafts: by request: those among them that may be rejected.
             resolve: gives the pages of a request, by group.
         """
-        plan = StepPlan(loads=self._loads, has_tokens=bool(scheduled))
+        chain = self._finder.chain.spec.namespace if self._finder is not None else b""
+        plan = StepPlan(chain=chain, loads=self._loads, has_tokens=bool(scheduled))
         self._loads = []
         self._wait_left_s = self._options.lookup_wait_s
         if self._pool is not None and self._options.hook.store:

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvclient import KVClient, LoadHandle
+from kvclient import BlockKey, KVClient, LoadHandle
+from kvclient.engines.vllm.keys import Masked
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages
 from kvclient.engines.vllm.plan import LoadJob, SaveJob, StepAnswer, StepPlan
@@ -147,7 +148,7 @@ class WorkerSide:
                 if self._step_failed:
                     self._answer.not_saved.add(job.job_id)
             return
-        self._saver.add(plan.saves)
+        self._saver.add(plan.chain, plan.saves)
 
     def arrivals(self, plan: StepPlan, finished: set[str]) -> Arrivals:
         """Loads that have ended since the last call.
@@ -212,7 +213,7 @@ class Saver:
         self._options = options
         self._clients = clients
         self._pages = pages
-        self._jobs: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[bytes, SaveJob] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._answer = StepAnswer()
         self._pending = 0
@@ -220,12 +221,12 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
         self._thread.start()
 
-    def add(self, jobs: Sequence[SaveJob]) -> None:
+    def add(self, chain: bytes, jobs: Sequence[SaveJob]) -> None:
         """More to store. Bounded by the pins: the scheduler side plans no more than a share of the pages."""
         with self._changed:
             self._pending += len(jobs)
         for job in jobs:
-            self._jobs.put(job)
+            self._jobs.put((chain, job))
 
     def take(self) -> StepAnswer:
         """What is done."""
@@ -239,8 +240,9 @@ class Saver:
             self._changed.wait_for(lambda: self._answer.saved or not self._pending, timeout_s)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            held = not self._closed and self._store(job)
+        while (taken := self._jobs.get()) is not None:
+            chain, job = taken
+            held = not self._closed and self._store(chain, job)
             with self._changed:
                 self._pending -= 1
                 self._answer.saved[job.job_id] = 1
@@ -248,13 +250,14 @@ class Saver:
                     self._answer.not_saved.add(job.job_id)
                 self._changed.notify_all()
 
-    def _store(self, job: SaveJob) -> bool:
+    def _store(self, chain: bytes, job: SaveJob) -> bool:
         """Stores one job's blocks of all groups; whether the store holds them all now."""
         for client, pages, ids in zip(self._clients, self._pages, job.block_ids, strict=True):
+            masked = Masked(chain, client.spec.namespace)
             result = client.store(
-                job.keys,
+                masked.keys(job.keys),
                 pages.buffer(ids),
-                parent=job.parent,
+                parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
                 depth=job.first_block,
                 deadline_s=self._options.hook.store_deadline_s,
             )
