@@ -123,12 +123,13 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def OpenSession(  # noqa: N802
         self,
         request: node_pb2.OpenSessionRequest,
-        context: Context,  # noqa: ARG002
+        context: Context,
     ) -> node_pb2.OpenSessionResponse:
         if len(request.client_name.encode()) > MAX_NAME_BYTES:
             raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
         domain = self._domains.of_spec(spec_from_proto(request.spec))
-        session = self._sessions.open(domain, request.client_name, remote=request.remote)
+        over_tcp = not context.peer().startswith("unix:")
+        session = self._sessions.open(domain, request.client_name, remote=request.remote, over_tcp=over_tcp)
         return node_pb2.OpenSessionResponse(
             session_id=session.session_id,
             arena_socket=self._arena_socket,

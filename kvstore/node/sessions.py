@@ -50,11 +50,12 @@ class _Lease:
 class Session:
     """One engine. Its methods are those of ``Sessions``, under the one lock."""
 
-    def __init__(self, session_id: SessionId, domain: Domain, name: str, now_s: float, *, remote: bool) -> None:
+    def __init__(self, session_id: SessionId, domain: Domain, name: str, now_s: float, *, remote: bool, over_tcp: bool = False) -> None:
         self.session_id = session_id
         self.domain = domain
         self.name = name
         self.remote = remote
+        self.over_tcp = over_tcp
         self.connected = False
         self.opened_s = self.used_s = now_s
         self.stores: OrderedDict[OperationId, _Store] = OrderedDict()
@@ -83,12 +84,19 @@ class Sessions:
         self._next_lease = 1
 
     # ---------------------------------------------------------------- life
-    def open(self, domain: Domain, name: str, *, remote: bool = False) -> Session:
-        """Begins a session. The engine must come to the arena door soon; one of another host (``remote``) must merely use it."""
-        session = Session(SessionId(secrets.token_bytes(16)), domain, name, self._clock.now_s(), remote=remote)
+    def open(self, domain: Domain, name: str, *, remote: bool = False, over_tcp: bool = False) -> Session:
+        """Begins a session. The engine must come to the arena door soon; one of another host (``remote``) must merely use it.
+
+        Those that were asked for over TCP (``over_tcp``) take half of the places at most: whoever reaches that port cannot keep
+        the engines of this host out, which come by the unix socket.
+        """
+        now_s = self._clock.now_s()
+        session = Session(SessionId(secrets.token_bytes(16)), domain, name, now_s, remote=remote, over_tcp=over_tcp)
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise CapacityExceeded("too many sessions on this node", limit=MAX_SESSIONS)
+            if over_tcp and sum(one.over_tcp for one in self._sessions.values()) >= MAX_SESSIONS // 2:
+                raise CapacityExceeded("too many sessions over TCP on this node", limit=MAX_SESSIONS // 2)
             self._sessions[session.session_id] = session
         return session
 

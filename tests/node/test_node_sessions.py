@@ -9,6 +9,7 @@ import pytest
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, LeaseLost
+from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.replicas import ReplicaLog
@@ -230,3 +231,14 @@ def test_a_release_that_comes_with_the_end_gives_back_once(node: Node) -> None:
     with pytest.raises(LeaseLost):
         node.sessions.lease(session, [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block])
     assert blocks[0].pins == 0
+
+
+def test_sessions_over_tcp_leave_half_of_the_places_to_this_host(node: Node) -> None:
+    for _ in range(MAX_SESSIONS // 2):
+        node.sessions.open(node.domain, "far", remote=True, over_tcp=True)
+    with pytest.raises(CapacityExceeded):
+        node.sessions.open(node.domain, "far", remote=True, over_tcp=True)
+    for _ in range(MAX_SESSIONS // 2):
+        node.sessions.open(node.domain, "here")
+    with pytest.raises(CapacityExceeded):
+        node.sessions.open(node.domain, "here")
