@@ -50,7 +50,9 @@ class _Lease:
 class Session:
     """One engine. Its methods are those of ``Sessions``, under the one lock."""
 
-    def __init__(self, session_id: SessionId, domain: Domain, name: str, now_s: float, *, remote: bool, over_tcp: bool = False) -> None:
+    def __init__(
+        self, session_id: SessionId, domain: Domain, name: str, now_s: float, *, remote: bool, over_tcp: bool = False
+    ) -> None:
         self.session_id = session_id
         self.domain = domain
         self.name = name
