@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 
@@ -37,12 +37,11 @@ class LifeInfo:
     boot_id: BootId
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaRun:
-    """Blocks ``[start, start + count)`` of the keys asked for lie in one volume."""
+class ReplicaRun(NamedTuple):
+    """Blocks ``[start, start + count)`` of the keys asked for lie in one volume. A tuple, for every lookup makes some."""
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     life: Life
 
 

@@ -38,7 +38,10 @@ class ChainEnds:
         """A lookup of ``asked`` blocks has found where runs end. What it could not see, beyond its keys, stays."""
         known = self._ends.get(head, ())
         now = {end for end in ends if end < asked}
-        now.update(end for end in known if end >= asked)
+        if known:
+            if now == set(known):
+                return
+            now.update([end for end in known if end >= asked])
         if now != set(known):
             self._remember(head, now)
 

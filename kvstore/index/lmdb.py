@@ -216,7 +216,8 @@ class LmdbIndex(PrefixIndex):
             get, blocks, lives = txn.get, self._blocks, self._visible_of(known, visible)
 
             def probe(position: int) -> Replicas:
-                value = get(keys[position * KEY_BYTES : (position + 1) * KEY_BYTES], None, blocks)
+                at = position * KEY_BYTES
+                value = get(keys[at : at + KEY_BYTES], None, blocks)
                 if value is None:
                     return {}
                 record = decode(value)

@@ -9,8 +9,9 @@ A *probe* looks at one position of the chain and answers ``{life: run_start}`` o
 3. **Discover**: a life at ``low`` that is not known to reach ``high`` ends somewhere between: bisect until its last block is
    probed. So a volume that holds just the first 40 of 100 blocks is found, from its record at the head.
 
-A bisection looks first around the ends that the caller guesses (``kvstore.index.ends``): a right guess is confirmed by two
-probes, the last block of the run and the one after it. Guesses choose where to look, never what to answer.
+Where the caller guesses where runs end (``kvstore.index.ends``), all guesses are probed first: the last block of each run and
+the one after it. Nearly always they are right, and then what was probed satisfies 1 to 3 as it is, without any search; else the
+search goes on from there, and bisections look around the guesses first. Guesses choose where to look, never what to answer.
 
 What holds, whatever the index contains:
 
@@ -33,6 +34,8 @@ from kvstore.index.contract import Life, PrefixHit, ReplicaRun
 from kvstore.index.record import Replicas
 
 MAX_DISCOVERY_PROBES = 256
+MAX_GUESSES = 8
+"""With more of them, looking at all is no longer cheaper than searching among them."""
 NO_HIT = PrefixHit(0, ())
 
 
@@ -46,22 +49,60 @@ def longest_prefix(count: int, probe: Callable[[int], Replicas], ends: Sequence[
     """
     if not count:
         return NO_HIT
-    search = _Search(probe, ends)
+    seen: dict[int, Replicas] = {}
+    if len(ends) <= MAX_GUESSES:
+        hit = _as_guessed(count, probe, ends, seen)
+        if hit is not None:
+            return PrefixHit(hit, _runs(seen, hit))
+    search = _Search(probe, ends, seen)
     if not search.at(0):
         return NO_HIT
-    hit = count if search.at(count - 1) else search.bisect(0, count - 1)
-    while (hole := search.cover(hit)) is not None:
-        hit = search.bisect(max(position for position, holders in search.seen.items() if holders and position < hole), hole)
-    return PrefixHit(hit, search.runs(hit))
+    search.at(count - 1)
+    hit = count
+    hole = min((position for position, holders in seen.items() if not holders), default=None) or search.cover(hit)
+    while hole is not None:
+        hit = search.bisect(max(position for position, holders in seen.items() if holders and position < hole), hole)
+        hole = search.cover(hit)
+    return PrefixHit(hit, _runs(seen, hit))
+
+
+def _as_guessed(count: int, probe: Callable[[int], Replicas], ends: Sequence[int], seen: dict[int, Replicas]) -> int | None:
+    """The hit, if probes at its head, its last block and around the guessed ends leave nothing to search; else None.
+
+    ``seen`` takes what was probed, in order of position.
+    """
+    positions = {0, count - 1}
+    for end in ends:
+        if 0 < end < count:
+            positions.add(end - 1)
+            positions.add(end)
+    low = -1
+    below: Replicas = {}
+    for high in sorted(positions):
+        above = seen[high] = probe(high)
+        if not above:
+            return high if high - low == 1 else None
+        if high - low > 1:
+            known = low + 1
+            for claimed in above.values():
+                if claimed <= known:
+                    break
+            else:
+                return None  # nobody is trusted to hold the blocks right below
+            for life in below:
+                if above.get(life, high) > known:
+                    return None  # its run ends somewhere between
+        low, below = high, above
+    return count
 
 
 class _Search:
     """One lookup: what was probed so far."""
 
-    def __init__(self, probe: Callable[[int], Replicas], ends: Sequence[int]) -> None:
+    def __init__(self, probe: Callable[[int], Replicas], ends: Sequence[int], seen: dict[int, Replicas]) -> None:
         self._probe = probe
         self._guesses = sorted({position for end in ends for position in (end - 1, end)})
-        self.seen: dict[int, Replicas] = {}
+        self.seen = seen
         self._discovery_left = MAX_DISCOVERY_PROBES
 
     def at(self, position: int) -> Replicas:
@@ -115,24 +156,30 @@ class _Search:
         first, beyond = bisect_right(guesses, low), bisect_left(guesses, high)
         return guesses[(first + beyond) // 2] if first < beyond else (low + high) // 2
 
-    def runs(self, hit: int) -> tuple[ReplicaRun, ...]:
-        """All that the probes say of ``[0, hit)``, neighbouring parts joined."""
-        joined: list[ReplicaRun] = []
-        current: dict[Life, tuple[int, int]] = {}
-        previous = -1
-        for position in sorted(position for position in self.seen if position < hit):
-            for life, claimed in self.seen[position].items():
-                start = max(claimed, previous + 1)
-                run = current.get(life)
-                if run is not None and run[1] == start:
+
+def _runs(seen: dict[int, Replicas], hit: int) -> tuple[ReplicaRun, ...]:
+    """All that the probes say of ``[0, hit)``, neighbouring parts joined."""
+    joined: list[ReplicaRun] = []
+    current: dict[Life, tuple[int, int]] = {}
+    beyond = 0  # of the probe before
+    for position in sorted(seen):
+        if position >= hit:
+            break
+        end = position + 1
+        for life, claimed in seen[position].items():
+            start = max(claimed, beyond)
+            run = current.get(life)
+            if run is not None:
+                if run[1] == start:
                     start = run[0]
-                elif run is not None:
+                else:
                     joined.append(ReplicaRun(run[0], run[1] - run[0], life))
-                current[life] = (start, position + 1)
-            previous = position
-        joined += [ReplicaRun(start, end - start, life) for life, (start, end) in current.items()]
+            current[life] = (start, end)
+        beyond = end
+    joined += [ReplicaRun(start, end - start, life) for life, (start, end) in current.items()]
+    if len(joined) > 1:
         joined.sort(key=_run_order)
-        return tuple(joined)
+    return tuple(joined)
 
 
 def _run_order(run: ReplicaRun) -> tuple[int, int, int]:

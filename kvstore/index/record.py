@@ -47,12 +47,11 @@ def decode(value: bytes) -> tuple[int, ...]:
 
 def replicas_of(record: tuple[int, ...], lives: Container[Life]) -> Replicas:
     """The replicas of a decoded record whose lives are among ``lives``."""
-    if len(record) == 4:
-        return {Life(record[2]): record[3]} if record[2] in lives else {}
-    replicas: dict[int, int] = dict(zip(record[2::2], record[3::2], strict=True))
-    for life in record[2::2]:
-        if life not in lives:
-            del replicas[life]
+    replicas: dict[int, int] = {}
+    for at in range(2, len(record), 2):
+        life = record[at]
+        if life in lives:
+            replicas[life] = record[at + 1]
     return cast("Replicas", replicas)
 
 

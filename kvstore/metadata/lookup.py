@@ -6,12 +6,14 @@ encoded once per view, not once per lookup, and encoded messages of one type may
 
 from __future__ import annotations
 
-from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse, ReplicaRun
+from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvstore.core.types import NamespaceId, NodeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.nodes import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, count_keys
+
+_COUNTED = ("metadata_lookups_total", "metadata_lookup_keys_total", "metadata_lookup_hit_blocks_total")
 
 
 class Lookups:
@@ -38,17 +40,14 @@ class Lookups:
         if hit.revision != nodes.revision:  # somebody registered or left since the nodes were read
             nodes.view()
             hit = self._index.lookup(namespace, keys, nodes.visible)
-        self._counters.add("metadata_lookups_total")
-        self._counters.add("metadata_lookup_keys_total", count)
+        self._counters.add_all(_COUNTED, (1, count, hit.blocks))
         if hit.blocks == 0:
             return b""
-        self._counters.add("metadata_lookup_hit_blocks_total", hit.blocks)
-        view = nodes.last_view
+        encoded_nodes = nodes.last_view.encoded_nodes
         positions: dict[NodeId, int] = {}
-        runs = []
-        for run in hit.runs:
-            place = self._nodes.server_of(run.life)
-            node = positions.setdefault(place.node_id, len(positions))
-            runs.append(ReplicaRun(start=run.start, count=run.count, node=node, volume=place.volume))
-        encoded = LookupResponse(hit_blocks=hit.blocks, runs=runs).SerializeToString()
-        return b"".join([encoded, *[view.encoded_nodes[node_id] for node_id in positions]])
+        answer = LookupResponse(hit_blocks=hit.blocks)
+        add = answer.runs.add
+        for start, count, life in hit.runs:
+            place = nodes.server_of(life)
+            add(start=start, count=count, node=positions.setdefault(place.node_id, len(positions)), volume=place.volume)
+        return b"".join([answer.SerializeToString(), *[encoded_nodes[node_id] for node_id in positions]])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class Counters:
@@ -22,6 +22,12 @@ class Counters:
         """Adds to a total; a name appears with its first event."""
         with self._lock:
             self._totals[name] += amount
+
+    def add_all(self, names: Sequence[str], amounts: Sequence[int]) -> None:
+        """Adds to several totals at once."""
+        with self._lock:
+            for name, amount in zip(names, amounts, strict=True):
+                self._totals[name] += amount
 
     def get(self, name: str) -> int:
         """One total; 0 before its first event."""

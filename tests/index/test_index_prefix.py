@@ -68,7 +68,7 @@ def test_guesses_choose_where_to_look_and_never_what_to_answer(length: int, end:
 def test_right_guesses_are_confirmed_by_two_probes_each() -> None:
     hit, seen = search(records_of(1_640, [(0, 1_600, ONE), (0, 1_200, TWO)]), (1_200, 1_600))
     assert hit == PrefixHit(1_600, (ReplicaRun(0, 1_600, ONE), ReplicaRun(0, 1_200, TWO)))
-    assert sorted(seen) == [0, 1_199, 1_200, 1_599, 1_600, 1_639]
+    assert sorted(seen) == [0, 1_199, 1_200, 1_599, 1_600]
 
 
 runs_lists = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60), st.sampled_from([ONE, TWO, THREE])), max_size=8)
