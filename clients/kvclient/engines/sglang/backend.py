@@ -1,0 +1,282 @@
+"""The storage backend that SGLang's HiCache loads: a thin face over the pools. Nothing here raises into SGLang's threads.
+
+SGLang calls from several background threads at once: one asks what is there, one brings pages into host memory, one takes them
+from there. What fails is a miss or a page not stored, counted and logged; SGLang computes it.
+
+    --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "kvstore", "module_path": "kvclient.engines.sglang.backend",
+        "class_name": "KVStoreHiCache", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true}'
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from kvclient import KVStoreError
+from kvclient.engines.sglang.activity import Activity
+from kvclient.engines.sglang.hybrid import LeadingPages, TrailingPages, restorable
+from kvclient.engines.sglang.namespaces import KV
+from kvclient.engines.sglang.options import BackendOptions
+from kvclient.engines.sglang.page_keys import Prefix
+from kvclient.engines.sglang.page_store import SinglePages
+from kvclient.engines.sglang.pools import Pools
+
+_log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+
+class KVStoreHiCache(HiCacheStorage):
+    """HiCache's third tier in the store.
+
+    Args:
+        storage_config: SGLang's ``HiCacheStorageConfig``; its ``extra_config`` holds the options.
+        _arguments: what SGLang hands to backends beside that: nothing.
+
+    Raises:
+        InvalidArgument: an option that is unknown or impossible. SGLang then does not attach the backend.
+    """
+
+    def __init__(self, storage_config: Any, _arguments: object = None) -> None:  # noqa: ANN401
+        options = BackendOptions.from_mapping(storage_config.extra_config or {})
+        self._chained, self._loads = options.chained, options.hook.load
+        self._activity = Activity()
+        self._pools = Pools(options, storage_config, _cache_dtype(), self._activity)
+        self._trailing: set[str] = set()
+        self._has_kv = False
+
+    # ---- pools ----
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401
+        """The host pool of the KV; connects to the store, or fails where it must be there.
+
+        Raises:
+            KVStoreError: pages that fit no namespace, or the store does not answer and ``require_store`` is set.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self._pools.register(KV, mem_pool_host)
+        self._has_kv = getattr(mem_pool_host, "kv_buffer", None) is not None
+        if self._has_kv:
+            self._pools.pool(KV, chained=self._chained)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401
+        """A further host pool (or the first one again, by its name)."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools.register(str(host_pool_name), host_pool)
+
+    # ---- pages in host memory, in place ----
+    def batch_exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many leading pages can be served."""
+        if not self._has_kv:
+            return 0
+        return self._guarded("exists", lambda: self._kv().held(keys, _prefix(extra_info)), 0)
+
+    def batch_get_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Brings pages into host memory; which are there."""
+        return self._guarded("get", lambda: self._get(KV, self._chained, keys, host_indices, extra_info), [False] * len(keys))
+
+    def batch_set_v1(
+        self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Stores pages from host memory; which the store holds."""
+        return self._guarded("set", lambda: self._set(KV, self._chained, keys, host_indices, extra_info), [False] * len(keys))
+
+    # ---- several pools ----
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """How many leading pages all pools together can restore."""
+        transfers = pool_transfers or ()
+        return self._guarded("exists", lambda: self._exists(keys, transfers, extra_info), PoolTransferResult.empty())
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Brings pages of each pool; which are there."""
+        return {one.name: self._move(one, "get", self._get, extra_info) for one in transfers}
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Stores pages of each pool; which the store holds."""
+        return {one.name: self._move(one, "set", self._set, extra_info) for one in transfers}
+
+    # ---- flat pages ----
+    def batch_get(
+        self,
+        keys: Sequence[str],
+        target_locations: Sequence[torch.Tensor] | None = None,
+        target_sizes: object = None,  # noqa: ARG002  # SGLang's signature
+    ) -> list[torch.Tensor | None]:
+        """Brings flat pages into tensors; those that came, else None."""
+
+        def work() -> list[torch.Tensor | None]:
+            pool, pages = self._kv(), list(target_locations or ())
+            buffer = pool.pages.flat(pages, writable=True)
+            came = pool.load(keys, buffer, Prefix(None))
+            return [page if good else None for page, good in zip(pages, came, strict=True)]
+
+        return self._guarded("get", work, [None] * len(keys))
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Sequence[torch.Tensor] | None = None,
+        target_locations: object = None,  # noqa: ARG002  # SGLang's signature
+        target_sizes: object = None,  # noqa: ARG002
+    ) -> bool:
+        """Stores flat pages; whether the store holds all of them."""
+
+        def work() -> bool:
+            pool = self._kv()
+            pages = [page.contiguous() for page in values or ()]
+            return all(pool.keep(keys, pool.pages.flat(pages, writable=False), Prefix(None)))
+
+        return self._guarded("set", work, False)
+
+    def get(
+        self,
+        key: str,
+        target_location: torch.Tensor | None = None,
+        target_sizes: object = None,  # noqa: ARG002  # SGLang's signature
+    ) -> torch.Tensor | None:
+        """One flat page, or None."""
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def set(
+        self,
+        key: str,
+        value: torch.Tensor | None = None,
+        target_location: object = None,  # noqa: ARG002  # SGLang's signature
+        target_sizes: object = None,  # noqa: ARG002
+    ) -> bool:
+        """Stores one flat page."""
+        return self.batch_set([key], None if value is None else [value])
+
+    def exists(self, key: str) -> bool:
+        """Whether a page can be served; where pages are chained, only at the head of its chain."""
+        return self.batch_exists([key]) > 0
+
+    # ---- life ----
+    def clear(self) -> None:
+        """From here on, nothing stored before is found by this engine. It stays in the store until it is evicted."""
+        self._guarded("clear", self._pools.clear, None)
+
+    def get_stats(self) -> StorageMetrics:
+        """Pages and bandwidth of the operations since the last call, for SGLang's metrics."""
+        metrics = StorageMetrics()
+        loads, stores = self._activity.taken("get"), self._activity.taken("set")
+        metrics.prefetch_pgs.extend(loads.pages)
+        metrics.prefetch_bandwidth.extend(loads.gigabytes_per_second)
+        metrics.backup_pgs.extend(stores.pages)
+        metrics.backup_bandwidth.extend(stores.gigabytes_per_second)
+        return metrics
+
+    def counters(self) -> Mapping[str, int]:
+        """Totals by name, the store's client's among them."""
+        return self._pools.counters()
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Waits until what was stored on this host's node is durable; False: not in time, or nothing there is."""
+        return self._guarded("flush", lambda: self._pools.flush(timeout_s), False)
+
+    def close(self) -> None:
+        """Lets go of the store; SGLang calls it when the backend is detached."""
+        self._guarded("close", self._pools.close, None)
+
+    # ---- how ----
+    def _kv(self) -> Any:  # noqa: ANN401
+        return self._pools.pool(KV, chained=self._chained)
+
+    def _get(
+        self, name: str, chained: bool, keys: Sequence[str], indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
+        pool = self._pools.pool(name, chained=chained)
+        buffer, deliver = pool.pages.target(indices, len(keys))
+        came = pool.load(keys, buffer, _prefix(extra_info))
+        deliver(came)
+        return came
+
+    def _set(
+        self, name: str, chained: bool, keys: Sequence[str], indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
+        pool = self._pools.pool(name, chained=chained)
+        return pool.keep(keys, pool.pages.source(indices, len(keys)), _prefix(extra_info))
+
+    def _move(
+        self,
+        transfer: PoolTransfer,
+        kind: str,
+        move: Callable[[str, bool, Sequence[str], torch.Tensor, HiCacheStorageExtraInfo | None], list[bool]],
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
+        keys, name = transfer.keys or [], str(transfer.name)
+        chained = self._chains(transfer)
+        return self._guarded(kind, lambda: move(name, chained, keys, transfer.host_indices, extra_info), [False] * len(keys))
+
+    def _chains(self, transfer: PoolTransfer) -> bool:
+        """Whether a pool's pages are chains: those of pools that have pages at some points only are not."""
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+            self._trailing.add(str(transfer.name))
+        return self._chained and str(transfer.name) not in self._trailing
+
+    def _exists(
+        self, keys: Sequence[str], transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None
+    ) -> PoolTransferResult:
+        prefix = _prefix(extra_info)
+        if not self._loads:
+            return PoolTransferResult.empty()
+        kv_pages = self._kv().held(keys, prefix) if self._has_kv else len(keys)
+        leading = keys[:kv_pages]
+        pools: list[tuple[str, LeadingPages | TrailingPages]] = []
+        for one in transfers:
+            if one.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not leading:
+                continue  # these never gate the hit; without a verdict SGLang learns nothing of them
+            pool = self._pools.pool(str(one.name), chained=self._chains(one))
+            if one.hit_policy == PoolHitPolicy.TRAILING_PAGES and isinstance(pool.store, SinglePages):
+                pools.append((one.name, TrailingPages(pool.store.probe(leading), max(1, len(one.keys or ())))))
+            else:
+                pools.append((one.name, LeadingPages(pool.held(leading, prefix))))
+        found = restorable(kv_pages, pools)
+        by_pool = {**({KV: kv_pages} if kv_pages else {}), **found.by_pool}
+        return PoolTransferResult(found.pages, by_pool, found.lengths)
+
+    def _guarded(self, kind: str, work: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+        """What SGLang asks for, or what it gets when that fails: it must never see an error of ours."""
+        try:
+            return work()
+        except KVStoreError as error:
+            self._activity.incidents.report(f"sglang_{kind}_failed_total", f"{kind} of pages failed", error)
+        except Exception as error:  # noqa: BLE001  # the edge to SGLang's threads, whose pools and tensors may raise anything
+            self._activity.incidents.report(f"sglang_{kind}_broke_total", f"{kind} of pages broke: {type(error).__name__}", error)
+            _log.debug("%s of pages broke", kind, exc_info=True)
+        return otherwise
+
+
+def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> Prefix:
+    return Prefix(None if extra_info is None else extra_info.prefix_keys)
+
+
+def _cache_dtype() -> str:
+    """What SGLang was told to keep in its cache, where it tells; empty: it does not."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return str(get_server_args().kv_cache_dtype)
+    except (ImportError, AttributeError, RuntimeError, ValueError):  # an embedding without a server
+        return ""

@@ -1,0 +1,169 @@
+"""SGLang's host pools as pages of bytes: where a page lies, so that it moves without a copy, or else a copy of it.
+
+A pool tells the pieces of memory of each page (``get_page_buffer_meta``): K and V of all layers, or of each. They are handed to
+the store as they lie there. A pool that cannot tell, in its present layout, gives and takes flat copies of pages instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvclient import BlockBuffer, BlockShape, InvalidArgument
+from kvclient.buffers import as_block_buffer
+
+Deliver = Callable[[Sequence[bool]], None]
+"""Tells which of the leading pages of a buffer are good, so that they are put where they belong."""
+
+
+class PagePieces:
+    """Pages in scattered pieces of memory, as blocks; nothing is copied.
+
+    Args:
+        pointers: addresses ``[pages, pieces]``, each readable and writable for as long as this lives.
+        sizes: bytes of each piece of a page.
+        shape: of a block: as many layers as pieces, or one.
+    """
+
+    def __init__(self, pointers: npt.NDArray[np.int64], sizes: Sequence[int], shape: BlockShape) -> None:
+        self._shape = shape
+        self._split = shape.layers > 1
+        if not pointers.size:
+            self._starts: list[list[int]] = []
+            self._ends: list[list[int]] = []
+            self._memory = memoryview(b"")
+            return
+        ends = pointers + np.asarray(sizes, np.int64)
+        base = int(pointers.min())
+        self._starts = (pointers - base).tolist()
+        self._ends = (ends - base).tolist()
+        # One view from the first piece to the end of the last: a piece is a slice of it, and what lies between is never touched.
+        self._memory = np.asarray(_Stretch(base, int(ends.max()) - base)).data
+
+    @property
+    def count(self) -> int:
+        return len(self._starts)
+
+    @property
+    def shape(self) -> BlockShape:
+        return self._shape
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        starts, ends, memory = self._starts[block], self._ends[block], self._memory
+        if self._split:
+            starts, ends = starts[first_layer : first_layer + layer_count], ends[first_layer : first_layer + layer_count]
+        return [memory[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+class _Stretch:
+    """A stretch of memory, told to numpy by its address."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def _in_place(good: Sequence[bool]) -> None:
+    """Pages that came are where they belong."""
+
+
+class HostPages:
+    """The pages of one host pool.
+
+    Args:
+        pool: SGLang's; kept, for the memory is its.
+        zero_copy: whether pages may be moved without a copy, where the pool tells how they lie.
+
+    Raises:
+        InvalidArgument: sizes that make no block.
+    """
+
+    def __init__(self, pool: Any, *, zero_copy: bool) -> None:  # noqa: ANN401  # SGLang's pools have no common type to import
+        self._pool = pool
+        self.page_tokens = int(getattr(pool, "logical_page_size", pool.page_size))
+        """Positions of the host pool that one page takes."""
+        self._sizes = _piece_sizes(pool, self.page_tokens) if zero_copy else None
+        sizes = self._sizes or (_flat_bytes(pool),)
+        even = len(set(sizes)) == 1
+        self.shape = BlockShape(len(sizes), sizes[0]) if even else BlockShape(1, sum(sizes))
+        """Of a page as a block: a piece a layer, where pieces are equal."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether pages move without a copy."""
+        return self._sizes is not None
+
+    def source(self, indices: torch.Tensor, count: int) -> BlockBuffer:
+        """Pages to read from.
+
+        Args:
+            indices: positions in the pool, ``page_tokens`` of them a page.
+            count: how many pages.
+
+        Raises:
+            InvalidArgument: another number of positions, or pages of another size than the pool said.
+        """
+        self._check(indices, count)
+        if self._sizes is not None:
+            return self._pieces(indices, count)
+        pages = [self._pool.get_data_page(index, flat=True).contiguous() for index in self._heads(indices)]
+        return as_block_buffer(pages, self.shape, count, writable=False)
+
+    def target(self, indices: torch.Tensor, count: int) -> tuple[BlockBuffer, Deliver]:
+        """Pages to write to, and what is to be told afterwards. Arguments and errors as for ``source``."""
+        self._check(indices, count)
+        if self._sizes is not None:
+            return self._pieces(indices, count), _in_place
+        pages = [self._pool.get_dummy_flat_data_page() for _ in range(count)]
+
+        def deliver(good: Sequence[bool]) -> None:
+            for index, page, arrived in zip(self._heads(indices), pages, good, strict=True):
+                if not arrived:
+                    return
+                self._pool.set_from_flat_data_page(index, page)
+
+        return as_block_buffer(pages, self.shape, count), deliver
+
+    def flat(self, pages: Sequence[object], *, writable: bool) -> BlockBuffer:
+        """Flat pages of the caller's (tensors of a page's bytes each) as blocks.
+
+        Raises:
+            InvalidArgument: pages of another size, or the pool's pages are stored in pieces, in another order.
+        """
+        if self._sizes is not None:
+            raise InvalidArgument("pages are stored as they lie in host memory: flat pages are other bytes (interface_v1)")
+        return as_block_buffer(list(pages), self.shape, len(pages), writable=writable)
+
+    def _check(self, indices: torch.Tensor, count: int) -> None:
+        if indices is None or indices.numel() != count * self.page_tokens:
+            got = None if indices is None else indices.numel()
+            raise InvalidArgument("not one page of host memory a key", positions=got, pages=count, page_tokens=self.page_tokens)
+
+    def _heads(self, indices: torch.Tensor) -> list[int]:
+        heads: list[int] = indices[:: self.page_tokens].tolist()
+        return heads
+
+    def _pieces(self, indices: torch.Tensor, count: int) -> PagePieces:
+        sizes = self._sizes
+        assert sizes is not None
+        pointers, lengths = self._pool.get_page_buffer_meta(indices)
+        if list(lengths) != list(sizes) * count or len(pointers) != len(lengths):
+            raise InvalidArgument("pages of another size than the pool's", pieces=len(pointers), pages=count)
+        return PagePieces(np.asarray(pointers, np.int64).reshape(count, len(sizes)), sizes, self.shape)
+
+
+def _piece_sizes(pool: Any, page_tokens: int) -> tuple[int, ...] | None:  # noqa: ANN401  # see HostPages
+    """Bytes of each piece of a page; None where the pool, in its layout, does not tell."""
+    try:
+        meta = pool.get_page_buffer_meta(torch.arange(page_tokens))
+    except (AttributeError, NotImplementedError, ValueError):  # how pools say so
+        return None
+    return tuple(int(size) for size in meta[1]) or None if meta else None
+
+
+def _flat_bytes(pool: Any) -> int:  # noqa: ANN401  # see HostPages
+    page = pool.get_dummy_flat_data_page()
+    return int(page.numel() * page.element_size())

@@ -1,0 +1,126 @@
+"""What makes the bytes of a page differ: everything of SGLang's configuration and host pools that a page hash leaves out.
+
+A page hash says which tokens came before, under which adapter and salt, and nothing of the model or of how its KV is laid out.
+Equal namespaces mean that pages may be exchanged. The data-parallel rank is no part of it: the KV of equal tokens is equal there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvclient import CacheSpec, InvalidArgument
+from kvclient.engines.options import HookOptions
+from kvclient.engines.sglang.host_pages import HostPages
+
+KV = "kv"
+"""SGLang's name of the pool that holds (or stands for) the attention layers' KV."""
+_SHARDED_STATE = ("mamba",)
+"""Pools that tensor-parallel ranks shard even where they share the model's KV (MLA)."""
+_OPAQUE = ("uint8",)
+"""Tells nothing of the numbers: SGLang keeps every kind of fp8 as bytes."""
+_FIELDS = ("start_layer", "end_layer", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of the model's KV a rank holds.
+
+    Attributes:
+        tp_rank: of ``tp_size`` tensor-parallel ranks.
+        pp_rank: of ``pp_size`` pipeline stages.
+        cp_rank: of ``cp_size`` context-parallel ranks of the attention, each with a slice of every page.
+        dcp_rank: of ``dcp_size`` ranks that share a page's positions while decoding.
+    """
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    dcp_rank: int
+    dcp_size: int
+
+    @classmethod
+    def of(cls, config: Any, *, replicated: bool) -> Shard:  # noqa: ANN401  # SGLang's HiCacheStorageConfig
+        """That of a pool whose KV is the same on all tensor-parallel ranks, or not."""
+        return cls(
+            tp_rank=0 if replicated else int(config.tp_rank),
+            tp_size=1 if replicated else int(config.tp_size),
+            pp_rank=int(config.pp_rank),
+            pp_size=int(config.pp_size),
+            cp_rank=int(config.attn_cp_rank),
+            cp_size=int(config.attn_cp_size),
+            dcp_rank=int(getattr(config, "dcp_rank", 0)),
+            dcp_size=int(getattr(config, "dcp_size", 1)),
+        )
+
+    @property
+    def count(self) -> int:
+        """How many parts there are."""
+        return self.tp_size * self.pp_size * self.cp_size * self.dcp_size
+
+    @property
+    def rank(self) -> int:
+        """Which this is."""
+        return ((self.pp_rank * self.cp_size + self.cp_rank) * self.dcp_size + self.dcp_rank) * self.tp_size + self.tp_rank
+
+    @property
+    def text(self) -> str:
+        """For the layout: two ways to cut a model into as many parts are two layouts."""
+        return f"tp{self.tp_size}.pp{self.pp_size}.cp{self.cp_size}.dcp{self.dcp_size}"
+
+
+def page_spec(
+    options: HookOptions,
+    config: Any,  # noqa: ANN401  # SGLang's HiCacheStorageConfig
+    pool: Any,  # noqa: ANN401  # SGLang's pools have no common type to import
+    pages: HostPages,
+    *,
+    name: str,
+    chained: bool,
+    cache_dtype: str,
+    key_tokens: int,
+) -> CacheSpec:
+    """The namespace of one pool's pages.
+
+    Args:
+        options: the user's.
+        config: SGLang's.
+        pool: the host pool.
+        pages: the same as pages of bytes.
+        name: SGLang's name of the pool.
+        chained: whether pages are stored as chains: the same page has another place in each of the two ways.
+        cache_dtype: what the cache was set to hold, for pools of opaque bytes; empty: unknown.
+        key_tokens: tokens between two page hashes.
+
+    Raises:
+        InvalidArgument: no model is named, or sizes are out of bounds.
+    """
+    if not (options.model or config.model_name):
+        raise InvalidArgument("SGLang names no model: name it in the backend's configuration", option="model")
+    shard = Shard.of(config, replicated=bool(config.is_mla_model) and not _is_sharded(name, pool))
+    dtype = str(getattr(pool, "dtype", "opaque")).removeprefix("torch.")
+    if dtype in _OPAQUE and cache_dtype:
+        dtype = f"{dtype}:{cache_dtype}"
+    fields = ",".join(f"{field}={getattr(pool, field)}" for field in _FIELDS if isinstance(getattr(pool, field, None), int))
+    layout = (
+        f"sglang/{name}/{type(pool).__name__}/{getattr(pool, 'layout', '')}/{'pieces' if pages.in_place else 'flat'}"
+        f"/{'chain' if chained else 'page'}{key_tokens}/{fields}/{shard.text}/{getattr(pool, 'storage_format_tag', None) or ''}"
+    )
+    return options.spec(
+        config.model_name or "",
+        block_tokens=max(1, pages.page_tokens),
+        layers=pages.shape.layers,
+        layer_block_bytes=pages.shape.layer_block_bytes,
+        dtype=dtype,
+        layout=layout,
+        shard_rank=shard.rank,
+        shard_count=shard.count,
+    )
+
+
+def _is_sharded(name: str, pool: Any) -> bool:  # noqa: ANN401  # see page_spec
+    """Whether ranks hold different parts although the model's own KV is on all of them: state, or a draft model with heads."""
+    return name in _SHARDED_STATE or isinstance(getattr(pool, "head_num", None), int)

@@ -1,0 +1,49 @@
+"""Options of the HiCache backend: those of every hook, and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from kvclient import InvalidArgument
+from kvclient.engines.options import HookOptions
+
+_ENGINES = ("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "extra_backend_tag")
+"""What SGLang itself reads, or leaves, in ``--hicache-storage-backend-extra-config``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """What ``--hicache-storage-backend-extra-config`` may hold.
+
+    Attributes:
+        hook: options common to all hooks. ``hash_algorithm`` is what SGLang's page hashes are.
+        zero_copy: pages move between SGLang's host memory and the store without a copy between (SGLang's ``interface_v1``).
+        chained: pages are stored as chains, which is fast and needs ``hicache_storage_pass_prefix_keys``; otherwise each page is
+            stored by itself. Unless given, as ``zero_copy``, since SGLang tells prefixes to its ``interface_v1`` alone.
+        kv_cache_dtype: what the cache holds, where it is not what SGLang was started with (``--kv-cache-dtype``).
+    """
+
+    hook: HookOptions = field(default_factory=HookOptions)
+    zero_copy: bool = False
+    chained: bool = False
+    kv_cache_dtype: str = ""
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> Self:
+        """Options from the extra configuration, as SGLang hands it to the backend.
+
+        Raises:
+            InvalidArgument: an unknown key, or a value that is no such thing.
+        """
+        own = ("chained", "kv_cache_dtype")
+        hook = HookOptions.from_mapping(given, known_elsewhere=(*_ENGINES, *own))
+        zero_copy = bool(given.get("interface_v1", 0))
+        chained = given.get("chained", zero_copy)
+        if not isinstance(chained, bool):
+            raise InvalidArgument("the option takes another type", option="chained", wants="bool", got=type(chained).__name__)
+        dtype = given.get("kv_cache_dtype", "")
+        if not isinstance(dtype, str):
+            raise InvalidArgument("the option takes another type", option="kv_cache_dtype", wants="str", got=type(dtype).__name__)
+        return cls(replace(hook, hash_algorithm="sha256-128"), zero_copy, chained, dtype)

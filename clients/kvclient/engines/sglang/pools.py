@@ -1,0 +1,182 @@
+"""The pools of one backend, each with a client of its own namespace, made when first needed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvclient import BlockBuffer, InvalidArgument, KVClient
+from kvclient.engines.sglang.activity import Activity
+from kvclient.engines.sglang.host_pages import HostPages
+from kvclient.engines.sglang.namespaces import page_spec
+from kvclient.engines.sglang.options import BackendOptions
+from kvclient.engines.sglang.page_keys import Prefix
+from kvclient.engines.sglang.page_store import ChainedPages, PageStore, SinglePages
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPool:
+    """One pool's pages and where they are kept."""
+
+    pages: HostPages
+    client: KVClient
+    store: PageStore
+    activity: Activity
+    loads: bool
+    stores: bool
+
+    def held(self, hashes: Sequence[str], prefix: Prefix) -> int:
+        """How many leading pages can be served."""
+        return self.store.held(hashes, prefix) if hashes and self.loads else 0
+
+    def load(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
+        """Brings pages; which came."""
+        if not hashes or not self.loads:
+            return [False] * len(hashes)
+        with self.activity.moving("get", len(hashes), self._page_bytes) as moved:
+            moved += self.store.load(hashes, buffer, prefix)
+        return moved
+
+    def keep(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:
+        """Stores pages; which are held."""
+        if not hashes or not self.stores:
+            return [False] * len(hashes)
+        if isinstance(self.store, ChainedPages) and not prefix.told:
+            self.activity.incidents.report(
+                "sglang_set_without_prefix_pages_total",
+                "pages are not stored, since SGLang does not tell what comes before them: set hicache_storage_pass_prefix_keys "
+                "and interface_v1, or chained to false",
+                amount=len(hashes),
+            )
+            return [False] * len(hashes)
+        with self.activity.moving("set", len(hashes), self._page_bytes) as moved:
+            moved += self.store.store(hashes, buffer, prefix)
+        return moved
+
+    @property
+    def _page_bytes(self) -> int:
+        shape = self.pages.shape
+        return shape.layers * shape.layer_block_bytes
+
+
+class Pools:
+    """Thread-safe.
+
+    Args:
+        options: the user's.
+        config: SGLang's ``HiCacheStorageConfig``.
+        cache_dtype: what the cache holds, as far as SGLang tells.
+        activity: where what is done is counted.
+    """
+
+    def __init__(self, options: BackendOptions, config: Any, cache_dtype: str, activity: Activity) -> None:  # noqa: ANN401
+        self._options = options
+        self._config = config
+        self._cache_dtype = cache_dtype
+        self._activity = activity
+        self._lock = threading.Lock()
+        self._registered: dict[str, Any] = {}
+        self._open: dict[tuple[str, bool], OpenPool] = {}
+        self._key_tokens = 0
+        self._clears = 0
+        self._closed = False
+
+    def register(self, name: str, pool: Any) -> None:  # noqa: ANN401  # SGLang's pools have no common type to import
+        """SGLang has a host pool of this name."""
+        with self._lock:
+            self._registered[name] = pool
+            if not self._key_tokens:  # the anchor comes first
+                self._key_tokens = int(getattr(pool, "logical_page_size", pool.page_size))
+
+    def pool(self, name: str, *, chained: bool) -> OpenPool:
+        """A registered pool, its pages stored in one of the two ways.
+
+        Raises:
+            KVStoreError: no such pool, its pages fit no namespace, or (where it is required) the store does not answer.
+        """
+        with self._lock:
+            found = self._open.get((name, chained))
+            if found is None:
+                found = self._open[name, chained] = self._opened(name, chained)
+            return found
+
+    def _opened(self, name: str, chained: bool) -> OpenPool:
+        pool = self._registered.get(name)
+        if pool is None or self._closed:
+            raise InvalidArgument("no such host pool", pool=name, registered=", ".join(self._registered))
+        options, hook = self._options, self._options.hook
+        pages = HostPages(pool, zero_copy=options.zero_copy)
+        if options.zero_copy and not pages.in_place:
+            self._activity.incidents.counters.add("sglang_copied_pools_total")
+            _log.info("pages of host pool %s are copied: in this layout it does not tell where they lie", name)
+        spec = page_spec(
+            hook,
+            self._config,
+            pool,
+            pages,
+            name=name,
+            chained=chained,
+            cache_dtype=options.kv_cache_dtype or self._cache_dtype,
+            key_tokens=self._key_tokens,
+        )
+        client = hook.connect(spec, replace(hook.client_options(), client_name="sglang"))
+        if chained:
+            store: PageStore = ChainedPages(client, hook.load_deadline_s, hook.store_deadline_s)
+        else:
+            store = SinglePages(client, hook.load_deadline_s, hook.store_deadline_s, hook.lookup_deadline_s)
+        _log.info("host pool %s: %s, pages of %d bytes, namespace %s", name, spec.layout, spec.block_bytes, spec.namespace.hex())
+        return OpenPool(pages, client, store, self._activity, hook.load, hook.store)
+
+    def clear(self) -> None:
+        """Goes on in new namespaces: nothing stored before is found any more by this engine, until it is started anew."""
+        with self._lock:
+            self._clears += 1
+            hook = self._options.hook
+            salt = hashlib.sha256(f"{hook.salt}/{self._clears}/{self._generation()}".encode()).hexdigest()
+            self._options = replace(self._options, hook=replace(hook, salt=salt))
+            before, self._open = list(self._open.values()), {}
+        for pool in before:
+            pool.client.close()
+
+    def _generation(self) -> str:
+        """What tells this engine's clearing from others', and is the same on all ranks that share their pages."""
+        if not self._config.is_mla_model or self._config.tp_size == 1:
+            return secrets.token_hex(16)
+        # Ranks that read what one of them writes have one parent process: they agree without speaking to each other.
+        with open(f"/proc/{os.getppid()}/stat", "rb") as stat:
+            began = stat.read().rsplit(b")", 1)[1].split()[19].decode()
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            return f"{boot.read().strip()}/{os.getppid()}/{began}"
+
+    def counters(self) -> dict[str, int]:
+        """Totals of the backend and its clients by name."""
+        with self._lock:
+            clients = [pool.client for pool in self._open.values()]
+        totals = dict(self._activity.incidents.snapshot())
+        for client in clients:
+            for name, value in client.stats().items():
+                totals[name] = totals.get(name, 0) + value
+        return totals
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until what was stored on this host's node is durable; see ``KVClient.flush``."""
+        with self._lock:
+            clients = [pool.client for pool in self._open.values()]
+        done = [client.flush(timeout_s) for client in clients]  # of all, also behind one that failed
+        return all(done)
+
+    def close(self) -> None:
+        """Cancels what runs and lets go of the store. Calls after it are misses."""
+        with self._lock:
+            self._closed = True
+            before, self._open = list(self._open.values()), {}
+        for pool in before:
+            pool.client.close()
