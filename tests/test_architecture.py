@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "rpc": LEAVES | {"kvproto"},
     "metadata": LEAVES | {"dualpath", "index", "rpc", "kvproto"},
     "node": LEAVES | {"tiers", "transport", "rpc", "kvproto"},
+    "router": LEAVES | {"rpc", "kvproto", "kvclient"},
     "kvclient": LEAVES | {"transport", "rpc", "kvproto"},
     "testing": LEAVES | {"dualpath", "index", "tiers", "transport", "rpc", "kvproto", "metadata", "node", "kvclient"},
 }

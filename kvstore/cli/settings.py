@@ -14,6 +14,7 @@ from kvstore.core.config import Config, TlsSection
 from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
+from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
 from kvstore.transport.traffic import TrafficClass
 
 _MAX_FOLDER_NAME = 32
@@ -109,6 +110,42 @@ def node_config(config: Config) -> NodeConfig:
         peer_streams=section.peer_streams,
         anti_entropy_interval_ms=section.anti_entropy_interval,
         tls=tls(section.tls),
+        allow_insecure_remote=section.allow_insecure_remote,
+        ready_file=section.ready_file,
+    )
+
+
+def router_config(config: Config) -> RouterConfig:
+    """Settings of the router. Its channel to the metadata server is a client's."""
+    section = config.router
+    given = ((section.engines, Role.PLAIN), (section.prefill, Role.PREFILL), (section.decode, Role.DECODE))
+    return RouterConfig(
+        engines=[parse_engine(text, role) for texts, role in given for text in texts],
+        listen=section.listen,
+        policy=section.policy,
+        metadata=None if section.metadata == "none" else section.metadata,
+        name=section.name,
+        report=section.report,
+        lookup=section.lookup,
+        flow=section.flow,
+        max_body_bytes=section.max_body,
+        max_inflight=section.max_inflight,
+        assign_timeout_s=section.assign_timeout / 1000,
+        connect_timeout_s=section.connect_timeout / 1000,
+        first_byte_timeout_s=section.first_byte_timeout / 1000,
+        idle_timeout_s=section.idle_timeout / 1000,
+        retries=section.retries,
+        expected_output_tokens=section.expected_output_tokens,
+        stop_grace_s=section.stop_grace / 1000,
+        health=HealthLimits(
+            interval_s=section.check_interval / 1000,
+            timeout_s=section.check_timeout / 1000,
+            eject_s=section.eject / 1000,
+            eject_most_s=section.eject_most / 1000,
+        ),
+        engine_tls_ca=section.engine_ca,
+        tls=tls(config.client.tls),
+        serve_tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
         ready_file=section.ready_file,
     )

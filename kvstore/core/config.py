@@ -185,6 +185,50 @@ class ClientSection(Section):
     tls: TlsSection = TlsSection()
 
 
+_Engines = Annotated[tuple[str, ...], BeforeValidator(parse_list)]
+
+
+class RouterSection(Section):
+    """The router: one OpenAI-compatible address before several engines."""
+
+    listen: str = Field(default="127.0.0.1:8000", description="address of its HTTP service; port 0: any free one")
+    engines: _Engines = Field(default=(), description="engines that serve whole requests: [NAME=]URL[@NODE], …")
+    prefill: _Engines = Field(default=(), description="engines that compute prompts: [NAME=]URL[@NODE], …; together with decode")
+    decode: _Engines = Field(default=(), description="engines that generate: [NAME=]URL[@NODE], …; together with prefill")
+    policy: Literal["scheduler", "least_loaded", "round_robin"] = Field(
+        default="scheduler",
+        description="who serves a request: as the metadata server's scheduler decides, the engine with least to do, or in turn",
+    )
+    metadata: str = Field(
+        default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server; none: no scheduler and no lookups"
+    )
+    name: str = Field(default="router", description="of this pool of engines at the scheduler")
+    report: bool = Field(default=True, description="report for the engines; where several routers share a pool, one does")
+    lookup: bool = Field(default=True, description="ask the store which prefixes lie near which engine")
+    flow: Literal["concurrent", "sequential"] = Field(
+        default="concurrent", description="prefill and decode engine are called at once, or one after the other"
+    )
+    max_body: Size = Field(default=16 << 20, description="of a request")
+    max_inflight: int = Field(default=1_024, ge=1, le=1_000_000, description="requests at once; one more is refused")
+    assign_timeout: DurationMs = Field(default=60_000, gt=0, description="how long a request waits for an engine with room")
+    connect_timeout: DurationMs = Field(default=2_000, gt=0, description="to an engine")
+    first_byte_timeout: DurationMs = Field(default=600_000, gt=0, description="from a request to its answer's first byte")
+    idle_timeout: DurationMs = Field(default=120_000, gt=0, description="between pieces of an answer")
+    retries: int = Field(default=2, ge=0, le=8, description="attempts on other engines before the first byte")
+    expected_output_tokens: int = Field(
+        default=512, ge=1, le=1 << 20, description="room kept for an answer that does not say its length, and the most kept"
+    )
+    stop_grace: DurationMs = Field(default=10_000, description="how long requests may take when it ends")
+    check_interval: DurationMs = Field(default=1_000, gt=0, description="how often each engine is checked")
+    check_timeout: DurationMs = Field(default=2_000, gt=0, description="of a check")
+    eject: DurationMs = Field(default=1_000, gt=0, description="how long a failed engine is left out at first; doubles")
+    eject_most: DurationMs = Field(default=30_000, gt=0, description="the longest that it is left out")
+    engine_ca: Path | None = Field(default=None, description="PEM file that certificates of https engines must descend from")
+    tls: TlsSection = TlsSection()
+    allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
+    ready_file: Path | None = Field(default=None, description="written as JSON once it answers")
+
+
 class LogSection(Section):
     """Logs, on standard error."""
 
@@ -201,4 +245,5 @@ class Config(Section):
     metadata: MetadataSection = MetadataSection()
     node: NodeSection = NodeSection()
     client: ClientSection = ClientSection()
+    router: RouterSection = RouterSection()
     log: LogSection = LogSection()

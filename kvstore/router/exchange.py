@@ -1,0 +1,238 @@
+"""One request from its body to the last byte of its answer: places it, asks engines, tries others where that is safe, passes on.
+
+An attempt may be repeated as long as the client has seen nothing of an answer, for nothing else of it is visible to anybody: KV
+that it left behind is the same as the next one makes. The head of an answer is held back until the first piece of its body is
+here, so that an engine which dies in the middle of the prompt is no reason to fail. Attempts are bounded; one that was lost after
+it had been sent is repeated once only, for the request itself may be the reason; one that took too long never is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+
+from kvstore.core.errors import Internal, KVStoreError, NotFound, Unavailable
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.router.body import ParsedBody
+from kvstore.router.config import Role
+from kvstore.router.errors import error_body, error_event, http_status
+from kvstore.router.pair import PairCall
+from kvstore.router.parts import Parts, Place, Placement, Wanted
+from kvstore.router.prompts import PromptFacts, PromptReader
+from kvstore.router.upstream import Answer, Failure, FailureKind
+
+_log = LimitedLog(logging.getLogger(__name__))
+
+MAX_ANSWER_BYTES: Final = 256 << 20
+"""Of an answer that is not streamed, and so is held until it is complete."""
+_NOT_PASSED: Final = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length")
+)
+_JSON: Final = (b"content-type", b"application/json")
+_Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Exchange:
+    """An ASGI answer to one request. Made for one use.
+
+    Args:
+        parts: of the router.
+        placement: decides where it goes.
+        prompts: tells what is known of its prompt.
+        body: the request.
+        raw: its body as it came.
+        headers: to be sent to engines.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        placement: Placement,
+        prompts: PromptReader,
+        body: ParsedBody,
+        raw: bytes,
+        headers: Mapping[str, str],
+    ) -> None:
+        self._parts = parts
+        self._placement = placement
+        self._prompts = prompts
+        self._body = body
+        self._raw = raw
+        self._headers = headers
+        self._began_s = parts.now_s()
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # the shape of ASGI
+        """Serves it until it is answered or the client is gone; then all that was asked on its behalf is called off."""
+        work = asyncio.ensure_future(self._serve(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._parts.counters.add("router_clients_gone_total")
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait((work, gone))
+        if not work.cancelled():
+            work.result()
+
+    async def _serve(self, send: Send) -> None:
+        """Answers, whatever happens."""
+        counters = self._parts.counters
+        try:
+            await self._answer(send)
+        except KVStoreError as error:
+            await self._refuse(send, error)
+        except Exception:  # the edge of the process: a bug of ours must not end as a hung or cut connection
+            logging.getLogger(__name__).exception("a request failed inside the router")
+            counters.add("router_internal_errors_total")
+            await self._refuse(send, Internal("the router failed; its log says how"))
+
+    async def _refuse(self, send: Send, error: KVStoreError) -> None:
+        self._parts.counters.add("router_errors_total")
+        if not self._started:
+            headers = [_JSON, *([(b"retry-after", b"1")] if error.retryable else [])]
+            await self._send_whole(send, http_status(error), headers, error_body(error))
+
+    async def _answer(self, send: Send) -> None:
+        self._check_model()
+        facts = await self._prompts.read(self._body, self._headers)
+        avoid: set[str] = set()
+        failure: Failure | None = None
+        lost = 0
+        for attempt in range(1 + self._parts.config.retries):
+            if attempt:
+                self._parts.counters.add("router_retries_total")
+            place = await self._placement.place(self._wanted(facts, avoid))
+            done = False
+            try:
+                outcome, culprit = await self._ask(place, facts)
+                if isinstance(outcome, Answer):
+                    done = await self._pass_on(send, place, outcome)
+                    return
+            finally:
+                (self._placement.done if done else self._placement.dropped)(place)
+            failure = outcome
+            avoid.add(culprit)
+            self._note(culprit, failure)
+            lost += failure.kind is FailureKind.LOST
+            if failure.kind is FailureKind.LATE or lost > 1:
+                break
+        assert failure is not None  # there is one attempt at least
+        if failure.answer is not None:
+            status, headers, content = failure.answer
+            await self._send_whole(send, status, _passed(headers), content)
+            return
+        raise failure.error
+
+    def _check_model(self) -> None:
+        pool = self._parts.pool
+        role = Role.DECODE if self._parts.config.pairs else Role.PLAIN
+        now_s = self._parts.now_s()
+        if not pool.candidates(role, now_s):
+            raise Unavailable("no engine is there", engines=len(pool.engines))
+        if self._body.model and not pool.candidates(role, now_s, self._body.model):
+            raise NotFound("no engine serves this model", model=self._body.model, served=", ".join(pool.models())[:512])
+
+    def _wanted(self, facts: PromptFacts, avoid: set[str]) -> Wanted:
+        config = self._parts.config
+        output = min(self._body.output_tokens or config.expected_output_tokens, config.expected_output_tokens)
+        return Wanted(
+            attempt=secrets.token_hex(16),
+            model=self._body.model,
+            prompt_tokens=facts.prompt_tokens,
+            near_tokens=self._prompts.near(facts),
+            hit_tokens=facts.hit_tokens,
+            output_tokens=output * self._body.choices,
+            avoid=frozenset(avoid),
+        )
+
+    async def _ask(self, place: Place, facts: PromptFacts) -> tuple[Answer | Failure, str]:
+        """Asks the engines of a place; with a failure, names the engine that is to blame."""
+        for engine in (place.engine, place.prefill):
+            if engine is not None:
+                self._parts.memory.saw(engine, facts.chain)
+        self._parts.counters.add("router_attempts_total")
+        if place.prefill is not None:
+            call = PairCall(self._parts, self._placement, self._body, self._headers)
+            return await call.run(place)
+        outcome = await self._parts.upstreams[place.engine].post(self._body.path, self._raw, self._headers)
+        return outcome, place.engine
+
+    def _note(self, engine: str, failure: Failure) -> None:
+        """What an attempt met tells how an engine is."""
+        pool, now_s, why = self._parts.pool, self._parts.now_s(), str(failure.error)
+        self._parts.counters.add(f"router_attempts_{failure.kind}_total")
+        _log.warning("an attempt on %s failed: %s", engine, why)
+        out = False
+        if failure.kind is FailureKind.BUSY:
+            pool.busy(engine, now_s, failure.retry_after_s)
+        elif failure.kind is FailureKind.REFUSED:
+            out = pool.refused(engine, now_s, why)
+        else:
+            out = pool.failed(engine, now_s, why)
+        if out:
+            logging.getLogger(__name__).warning("engine %s is out: %s", engine, why)
+
+    # ---- the answer
+    async def _pass_on(self, send: Send, place: Place, answer: Answer) -> bool:
+        """Passes an answer on; says whether it was complete."""
+        parts = self._parts
+        parts.pool.succeeded(place.engine)
+        self._placement.prefilled(place)
+        parts.counters.add("router_answers_total")
+        try:
+            if not answer.streams:
+                content = await answer.body(MAX_ANSWER_BYTES)
+                await self._send_whole(send, answer.status, self._headers_of(answer, place), content)
+                return True
+            parts.counters.add("router_first_byte_ms_total", int((parts.now_s() - self._began_s) * 1000))
+            await self._start(send, answer.status, self._headers_of(answer, place))
+            await _send_piece(send, answer.first)
+            try:
+                async for piece in answer.rest():
+                    await _send_piece(send, piece)
+            except KVStoreError as error:
+                parts.counters.add("router_answers_broken_total")
+                _log.warning("an answer of %s broke off: %s", place.engine, error)
+                await _send_piece(send, error_event(error), last=True)
+                return False
+            await _send_piece(send, b"", last=True)
+            return True
+        finally:
+            await answer.close()
+
+    @staticmethod
+    def _headers_of(answer: Answer, place: Place) -> list[tuple[bytes, bytes]]:
+        headers = [*_passed(answer.headers), (b"x-kvstore-engine", place.engine.encode())]
+        if place.prefill is not None:
+            headers.append((b"x-kvstore-prefill", place.prefill.encode()))
+        return headers
+
+    async def _start(self, send: Send, status: int, headers: _Headers) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def _send_whole(self, send: Send, status: int, headers: _Headers, content: bytes) -> None:
+        await self._start(send, status, [*headers, (b"content-length", b"%d" % len(content))])
+        await _send_piece(send, content, last=True)
+
+
+async def _send_piece(send: Send, piece: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": not last})
+
+
+async def _gone(receive: Receive) -> None:
+    """Waits until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _passed(headers: _Headers) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name.lower() not in _NOT_PASSED]

@@ -1,0 +1,133 @@
+"""One request on a prefill engine and a decode engine.
+
+Concurrently: both are called at once, and the decode engine waits for the prompt's KV, which the prefill engine hands to its host
+layer by layer; a name that the router makes joins the two. One after the other: the decode engine is called with what the prefill
+engine's answer says of where the KV is, which is how vLLM's own connectors want it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.router.body import ParsedBody
+from kvstore.router.parts import Parts, Place, Placement
+from kvstore.router.upstream import Answer, Failure, FailureKind
+
+_MAX_PREFILL_ANSWER: Final = 16 << 20
+_OK: Final = 200
+_SERVER_ERROR: Final = 500
+
+
+class PairCall:
+    """One attempt. The answer is the decode engine's.
+
+    Args:
+        parts: of the router.
+        placement: is told when the prompt is computed.
+        body: the request.
+        headers: to be sent to engines.
+    """
+
+    def __init__(self, parts: Parts, placement: Placement, body: ParsedBody, headers: Mapping[str, str]) -> None:
+        self._parts = parts
+        self._placement = placement
+        self._body = body
+        self._headers = headers
+        self._transfer = secrets.token_hex(16)
+
+    async def run(self, place: Place) -> tuple[Answer | Failure, str]:
+        """Calls both engines.
+
+        Returns:
+            The decode engine's answer, or a failure; and the engine that is to blame for that.
+        """
+        assert place.prefill is not None
+        if self._parts.config.flow == "sequential":
+            return await self._one_after_the_other(place, place.prefill)
+        return await self._at_once(place, place.prefill)
+
+    async def _at_once(self, place: Place, prefill_engine: str) -> tuple[Answer | Failure, str]:
+        prefill = asyncio.ensure_future(self._prefill(place, prefill_engine))
+        decode = asyncio.ensure_future(self._decode(place, prefill_engine, {}))
+        returned = False
+        try:
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            if not decode.done() and isinstance(failure := prefill.result(), Failure):
+                self._parts.counters.add("router_prefills_failed_total")
+                return failure, prefill_engine
+            outcome = await decode
+            returned = isinstance(outcome, Answer)
+            return outcome, place.engine
+        finally:
+            if returned:  # the prefill engine has done its part, and only its answer is on its way
+                self._parts.keep(prefill)
+            else:
+                await _call_off(prefill, decode)
+
+    async def _one_after_the_other(self, place: Place, prefill_engine: str) -> tuple[Answer | Failure, str]:
+        outcome = await self._prefill(place, prefill_engine)
+        if isinstance(outcome, Failure):
+            self._parts.counters.add("router_prefills_failed_total")
+            return outcome, prefill_engine
+        return await self._decode(place, prefill_engine, outcome), place.engine
+
+    async def _prefill(self, place: Place, engine: str) -> dict[str, Any] | Failure:
+        """Lets the prompt be computed.
+
+        Returns:
+            What the decode engine must be told; empty also where the request itself is wrong: the decode engine will say so.
+        """
+        params = {"do_remote_decode": True, "transfer_id": self._transfer, "decode_node": self._node(place.engine)}
+        body = self._body.for_prefill(params)
+        answer = await self._parts.upstreams[engine].post(self._body.path, body, self._headers)
+        if isinstance(answer, Failure):
+            return answer
+        try:
+            content = await answer.body(_MAX_PREFILL_ANSWER)
+        except KVStoreError as error:
+            return Failure(FailureKind.LOST, error)
+        finally:
+            await answer.close()
+        if answer.status >= _SERVER_ERROR:
+            return Failure(FailureKind.LOST, Unavailable("the prefill engine failed", engine=engine, status=answer.status))
+        if answer.status != _OK:
+            return {}
+        self._placement.prefilled(place)
+        return _returned_params(content)
+
+    async def _decode(self, place: Place, prefill_engine: str, returned: Mapping[str, Any]) -> Answer | Failure:
+        params = {
+            "do_remote_prefill": True,
+            "transfer_id": self._transfer,
+            "prefill_node": self._node(prefill_engine),
+            **returned,
+        }
+        body = self._body.for_decode(params)
+        return await self._parts.upstreams[place.engine].post(self._body.path, body, self._headers)
+
+    def _node(self, engine: str) -> str:
+        return self._parts.pool.engines[engine].config.node
+
+
+async def _call_off(prefill: asyncio.Future[dict[str, Any] | Failure], decode: asyncio.Future[Answer | Failure]) -> None:
+    """Ends what nobody wants any more, so that engines know."""
+    prefill.cancel()
+    decode.cancel()
+    await asyncio.wait((prefill, decode))
+    if not decode.cancelled() and isinstance(answer := decode.result(), Answer):
+        await answer.close()
+
+
+def _returned_params(content: bytes) -> dict[str, Any]:
+    """``kv_transfer_params`` of a prefill engine's answer."""
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+    return params if isinstance(params, dict) else {}

@@ -1,0 +1,221 @@
+"""One engine's HTTP server, as the router uses it.
+
+What goes wrong before an answer's first byte is a value (``Failure``), for it decides whether another engine may be asked; what
+goes wrong later is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import httpx
+
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable
+from kvstore.router.config import EngineConfig, RouterConfig
+
+KEEP_IDLE_S: Final = 2.0
+"""Connections idle for longer are not used again: servers close theirs after some seconds, and a request must not meet that."""
+_BUSY: Final = frozenset({429, 503})
+_MAX_ERROR_BYTES: Final = 1 << 20
+_MAX_RETRY_AFTER_S: Final = 30.0
+
+
+class FailureKind(StrEnum):
+    """Why there is no answer."""
+
+    REFUSED = "refused"
+    """Nobody took the connection: nothing was sent."""
+    BUSY = "busy"
+    """The engine answered that it has no room, or is not ready."""
+    LOST = "lost"
+    """The connection ended after the request was sent, before any of the answer came."""
+    LATE = "late"
+    """No answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An engine did not answer.
+
+    Attributes:
+        kind: how.
+        error: for the client, if nobody else answers.
+        answer: the engine's own words, where it spoke: status, headers, body.
+        retry_after_s: when it wants to be asked again.
+    """
+
+    kind: FailureKind
+    error: KVStoreError
+    answer: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+    retry_after_s: float = 1.0
+
+
+class Answer:
+    """An answer whose first piece is here.
+
+    Attributes:
+        status: HTTP status.
+        headers: as they came.
+        first: the first piece of the body; empty where there is none.
+    """
+
+    def __init__(self, engine: str, response: httpx.Response, pieces: AsyncIterator[bytes], first: bytes, idle_s: float) -> None:
+        self._engine = engine
+        self._response = response
+        self._pieces = pieces
+        self._idle_s = idle_s
+        self.status = response.status_code
+        self.headers = response.headers.raw
+        self.first = first
+
+    @property
+    def streams(self) -> bool:
+        """Server-sent events."""
+        kind: str = self._response.headers.get("content-type", "")
+        return kind.startswith("text/event-stream")
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """The pieces behind the first, as they come.
+
+        Raises:
+            Unavailable: the engine ended in the middle.
+            DeadlineExceeded: nothing came for too long.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(self._idle_s):
+                    piece = await anext(self._pieces, None)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    "the engine stopped in the middle of its answer", engine=self._engine, seconds=self._idle_s
+                ) from None
+            except httpx.HTTPError as error:
+                raise Unavailable("the engine ended in the middle of its answer", engine=self._engine, why=_why(error)) from error
+            if piece is None:
+                return
+            yield piece
+
+    async def body(self, most: int) -> bytes:
+        """All of it.
+
+        Raises:
+            Unavailable: see ``rest``; or it is longer than ``most`` bytes.
+            DeadlineExceeded: see ``rest``.
+        """
+        whole = bytearray(self.first)
+        async for piece in self.rest():
+            whole += piece
+            if len(whole) > most:
+                raise Unavailable("the engine's answer is too long", engine=self._engine, most=most)
+        return bytes(whole)
+
+    async def close(self) -> None:
+        """Ends it. Where it was not complete, the connection ends too, by which the engine knows that nobody waits any more."""
+        await self._response.aclose()
+
+
+class Upstream:
+    """Connections to one engine.
+
+    Args:
+        engine: who it is.
+        config: timeouts.
+        verify: how certificates of ``https`` engines are checked.
+    """
+
+    def __init__(self, engine: EngineConfig, config: RouterConfig, verify: ssl.SSLContext | bool) -> None:
+        self.engine = engine
+        self._first_s = config.first_byte_timeout_s
+        self._idle_s = config.idle_timeout_s
+        self._http = httpx.AsyncClient(
+            base_url=engine.url,
+            verify=verify,
+            trust_env=False,  # an engine is reached directly, whatever proxy this machine has for the world
+            timeout=httpx.Timeout(None, connect=config.connect_timeout_s, write=config.idle_timeout_s),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_IDLE_S),
+        )
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer | Failure:
+        """Sends a request and waits for the first piece of the answer. Cancelled, it ends the connection."""
+        name = self.engine.name
+        response: httpx.Response | None = None
+        opened = False
+        try:
+            async with asyncio.timeout(self._first_s):
+                request = self._http.build_request("POST", path, content=body, headers=dict(headers))
+                response = await self._http.send(request, stream=True)
+                if response.status_code in _BUSY:
+                    return await self._busy(response)
+                pieces = response.aiter_raw()
+                first = await anext(pieces, b"")
+            opened = True
+            return Answer(name, response, pieces, first, self._idle_s)
+        except TimeoutError:
+            late = DeadlineExceeded("the engine did not answer in time", engine=name, seconds=self._first_s)
+            return Failure(FailureKind.LATE, late)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            return Failure(FailureKind.REFUSED, Unavailable("the engine cannot be reached", engine=name, why=_why(error)))
+        except httpx.HTTPError as error:
+            return Failure(FailureKind.LOST, Unavailable("the engine ended before it answered", engine=name, why=_why(error)))
+        finally:
+            if response is not None and not opened:
+                await response.aclose()
+
+    async def get(self, path: str, timeout_s: float, headers: Mapping[str, str] | None = None, most: int = 16 << 20) -> bytes:
+        """A short question.
+
+        Raises:
+            Unavailable: no answer, or another status than 200.
+            DeadlineExceeded: not in time.
+        """
+        return await self._ask("GET", path, None, timeout_s, most, headers)
+
+    async def ask(self, path: str, body: bytes, timeout_s: float, headers: Mapping[str, str], most: int = 64 << 20) -> bytes:
+        """As ``get``, with a JSON body."""
+        return await self._ask("POST", path, body, timeout_s, most, headers)
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        await self._http.aclose()
+
+    async def _ask(
+        self, method: str, path: str, body: bytes | None, timeout_s: float, most: int, headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        name = self.engine.name
+        try:
+            async with asyncio.timeout(timeout_s), self._http.stream(method, path, content=body, headers=headers) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise Unavailable("the engine answers with an error", engine=name, path=path, status=response.status_code)
+                answer = bytearray()
+                async for piece in response.aiter_bytes():
+                    answer += piece
+                    if len(answer) > most:
+                        raise Unavailable("the engine's answer is too long", engine=name, path=path, most=most)
+                return bytes(answer)
+        except TimeoutError:
+            raise DeadlineExceeded("the engine did not answer in time", engine=name, path=path, seconds=timeout_s) from None
+        except httpx.HTTPError as error:
+            raise Unavailable("the engine cannot be reached", engine=name, path=path, why=_why(error)) from error
+
+    async def _busy(self, response: httpx.Response) -> Failure:
+        body = bytearray()
+        async for piece in response.aiter_raw():
+            body += piece
+            if len(body) > _MAX_ERROR_BYTES:
+                break
+        try:
+            after_s = float(response.headers.get("retry-after", 1.0))
+        except ValueError:  # a date: as good as none
+            after_s = 1.0
+        error = Unavailable("the engine has no room", engine=self.engine.name, status=response.status_code)
+        answer = (response.status_code, response.headers.raw, bytes(body))
+        return Failure(FailureKind.BUSY, error, answer, min(max(after_s, 0.1), _MAX_RETRY_AFTER_S))
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,263 @@
+"""An OpenAI-compatible server that computes nothing: a real HTTP server on a real socket, which does and fails as it is told.
+
+For tests of what stands before engines. Its answers name it and count the words of the prompt; a prompt's words are its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+_BLOCK_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Behaviour:
+    """What one request meets.
+
+    Attributes:
+        status: of the answer.
+        body: of an answer that is no completion.
+        pieces: of a streamed answer.
+        hold: nothing is answered before it is set.
+        hold_after: pieces of a stream that come before ``hold`` is waited for.
+        cut_after: the connection is cut after so many pieces of a stream; 0: before the head.
+        headers: further ones.
+    """
+
+    status: int = 200
+    body: dict[str, Any] | None = None
+    pieces: int = 3
+    hold: asyncio.Event | None = None
+    hold_after: int = 0
+    cut_after: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class FakeEngine:
+    """One engine, on the running event loop. An async context manager.
+
+    Attributes:
+        name: in its answers.
+        requests: bodies, as they came.
+        seen_headers: of these requests.
+        script: what the next requests meet; then all goes well.
+        gone: requests whose client left before they were answered.
+        well: what ``/health`` says.
+        models: what it serves.
+    """
+
+    def __init__(self, name: str, *, models: tuple[str, ...] = ("m",), capacity_blocks: int = 1_000) -> None:
+        self.name = name
+        self.models = models
+        self.well = True
+        self.requests: list[dict[str, Any]] = []
+        self.seen_headers: list[dict[str, str]] = []
+        self.script: deque[Behaviour] = deque()
+        self.default = Behaviour()
+        self.gone = 0
+        self.calls: Counter[str] = Counter()
+        self.running = 0
+        self.started_s = 1_000.0
+        self._capacity_blocks = capacity_blocks
+        self._port = 0
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.changed = asyncio.Condition()
+
+    # ---- life
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listens; again at the same address after a stop."""
+        door = socket.socket()
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(("127.0.0.1", self._port))
+        door.listen(256)  # from here on connections wait, until the server takes them
+        self._port = door.getsockname()[1]
+        config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        self._server = _Quiet(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[door]))
+
+    async def stop(self) -> None:
+        """Ends as a killed process does: connections are cut."""
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = self._server.force_exit = True
+        self.cut_all()
+        await self._task
+        self._server = self._task = None
+
+    def cut_all(self) -> None:
+        """Cuts all connections."""
+        assert self._server is not None
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self._port}"
+
+    async def until_requests(self, count: int) -> None:
+        """Waits until it has seen so many."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.requests) >= count)
+
+    async def until_gone(self, count: int) -> None:
+        """Waits until so many clients have left."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.gone >= count)
+
+    # ---- doors
+    def _app(self) -> FastAPI:
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_api_route("/health", self._health, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/models", self._models, methods=["GET"], response_model=None)
+        app.add_api_route("/metrics", self._metrics, methods=["GET"], response_model=None)
+        app.add_api_route("/tokenize", self._tokenize, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/completions", self._complete, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/chat/completions", self._complete, methods=["POST"], response_model=None)
+        return app
+
+    async def _health(self) -> Response:
+        self.calls["health"] += 1
+        return Response(status_code=200 if self.well else 503)
+
+    async def _models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]})
+
+    async def _metrics(self) -> Response:
+        labels = f'engine="0",model_name="{self.models[0]}"'
+        return PlainTextResponse(
+            f"# HELP vllm:num_requests_running Number of requests\nvllm:num_requests_running{{{labels}}} {float(self.running)}\n"
+            f"vllm:num_requests_waiting{{{labels}}} 0.0\nvllm:kv_cache_usage_perc{{{labels}}} 0.25\n"
+            f'vllm:cache_config_info{{block_size="{_BLOCK_TOKENS}",num_gpu_blocks="{self._capacity_blocks}",x="y"}} 1.0\n'
+            f"process_start_time_seconds {self.started_s}\n"
+        )
+
+    async def _tokenize(self, request: Request) -> Response:
+        self.calls["tokenize"] += 1
+        tokens = tokens_of(await request.json())
+        return JSONResponse({"count": len(tokens), "max_model_len": 4096, "tokens": tokens})
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        behaviour = self.script.popleft() if self.script else self.default
+        async with self.changed:
+            self.requests.append(body)
+            self.seen_headers.append(dict(request.headers))
+            self.changed.notify_all()
+        self.running += 1
+        try:
+            if behaviour.cut_after == 0:
+                return _Cut(self)
+            if behaviour.hold is not None and not (body.get("stream") and behaviour.hold_after):
+                await self._hold(request, behaviour.hold)
+            if behaviour.body is not None or behaviour.status != 200:
+                content = behaviour.body or {"error": {"message": "as told", "type": "told", "code": behaviour.status}}
+                return JSONResponse(content, status_code=behaviour.status, headers=behaviour.headers)
+            if body.get("stream"):
+                return StreamingResponse(self._stream(behaviour), media_type="text/event-stream")
+            return JSONResponse(self._answer(body), headers=behaviour.headers)
+        finally:
+            self.running -= 1
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        count = len(tokens_of(body))
+        choice = {"index": 0, "text": f"{self.name} saw {count}", "finish_reason": "length", "logprobs": None}
+        if "messages" in body:
+            choice = {**choice, "message": {"role": "assistant", "content": choice.pop("text")}}
+        answer = {
+            "id": f"cmpl-{len(self.requests)}",
+            "object": "text_completion",
+            "created": 1,
+            "model": body.get("model", ""),
+            "choices": [choice],
+            "usage": {"prompt_tokens": count, "completion_tokens": 1, "total_tokens": count + 1},
+        }
+        if body.get("kv_transfer_params", {}).get("do_remote_decode"):
+            answer["kv_transfer_params"] = {"remote_host": self.name, "do_remote_prefill": True}
+        return answer
+
+    async def _stream(self, behaviour: Behaviour) -> AsyncIterator[bytes]:
+        ended = False
+        try:
+            for number in range(behaviour.pieces):
+                if behaviour.cut_after == number:
+                    self.cut_all()
+                    await asyncio.sleep(60)  # cancelled as the connection goes
+                if behaviour.hold is not None and number == behaviour.hold_after:
+                    await behaviour.hold.wait()
+                yield f'data: {{"choices": [{{"index": 0, "text": "{self.name} {number}"}}]}}\n\n'.encode()
+            yield b"data: [DONE]\n\n"
+            ended = True
+        finally:
+            if not ended:
+                await self._note_gone()
+
+    async def _hold(self, request: Request, hold: asyncio.Event) -> None:
+        """Waits until told, or the client has gone."""
+        waits = [asyncio.ensure_future(hold.wait()), asyncio.ensure_future(_gone(request))]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not waits[0].done():
+            await self._note_gone()
+        for wait in waits:
+            wait.cancel()
+
+    async def _note_gone(self) -> None:
+        self.gone += 1
+        await asyncio.shield(asyncio.ensure_future(self._tell()))
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+class _Cut(Response):
+    """Cuts the connection instead of an answer."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # the shape of ASGI
+        self._engine.cut_all()
+
+
+class _Quiet(uvicorn.Server):
+    """Leaves the process's signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def tokens_of(body: dict[str, Any]) -> list[int]:
+    """The tokens of a prompt: given as such, or one a word."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        return prompt
+    text = prompt if isinstance(prompt, str) else " ".join(str(message.get("content")) for message in body.get("messages", []))
+    return [int.from_bytes(word.encode()[:3], "little") for word in text.split()]

@@ -1,0 +1,5 @@
+"""Fixtures of the router's tests."""
+
+from router_bed import bed
+
+__all__ = ["bed"]

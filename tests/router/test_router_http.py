@@ -1,0 +1,270 @@
+"""The router over real sockets: what passes through, what is tried again, what ends when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from router_bed import QUICK, Make, until
+
+from kvstore.testing.fake_engine import Behaviour
+
+
+async def test_a_completion_passes_through_with_its_headers(bed: Make) -> None:
+    router = await bed("e0")
+    headers = {"authorization": "Bearer key", "x-request-id": "r1", "cookie": "secret"}
+    answer = await router.http.post("/v1/completions", json={"model": "m", "prompt": "a b c", "top_k": 3}, headers=headers)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == "e0 saw 3"
+    assert answer.headers["x-kvstore-engine"] == "e0"
+    assert router["e0"].requests == [{"model": "m", "prompt": "a b c", "top_k": 3}]
+    seen = router["e0"].seen_headers[0]
+    assert (seen["authorization"], seen["x-request-id"]) == ("Bearer key", "r1")
+    assert "cookie" not in seen
+
+
+async def test_chat_completions_too(bed: Make) -> None:
+    router = await bed("e0")
+    answer = await router.http.post("/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": "a b"}]})
+    assert answer.json()["choices"][0]["message"]["content"] == "e0 saw 2"
+
+
+async def test_pieces_of_a_stream_pass_as_they_come(bed: Make) -> None:
+    router = await bed("e0")
+    hold = asyncio.Event()
+    router["e0"].script.append(Behaviour(pieces=3, hold=hold, hold_after=1))
+    body = {"model": "m", "prompt": "a", "stream": True}
+    async with router.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        pieces = answer.aiter_raw()
+        first = await anext(pieces)
+        assert first == b'data: {"choices": [{"index": 0, "text": "e0 0"}]}\n\n'  # while the engine holds the second back
+        hold.set()
+        rest = b"".join([piece async for piece in pieces])
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert b"e0 2" in rest
+
+
+async def test_an_engines_refusal_passes_through_as_it_is(bed: Make) -> None:
+    router = await bed("e0", "e1")
+    told = {"error": {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}}
+    for engine in router.engines.values():
+        engine.default = Behaviour(status=400, body=told)
+    answer = await router.complete()
+    assert (answer.status_code, answer.json()) == (400, told)
+    assert sum(len(engine.requests) for engine in router.engines.values()) == 1
+    assert await router.counter("router_retries_total") == 0
+
+
+async def test_a_client_that_leaves_ends_the_request_on_the_engine(bed: Make) -> None:
+    router = await bed("e0")
+    never = asyncio.Event()
+    router["e0"].default = Behaviour(hold=never)
+    asking = asyncio.create_task(router.complete())
+    await router["e0"].until_requests(1)
+    asking.cancel()
+    await router["e0"].until_gone(1)
+    router["e0"].default = Behaviour(pieces=100, hold=never, hold_after=2)
+    async with router.http.stream("POST", "/v1/completions", json={"model": "m", "prompt": "a", "stream": True}) as answer:
+        await anext(answer.aiter_raw())
+    await router["e0"].until_gone(2)
+
+    async def settled() -> bool:
+        engines = (await router.http.get("/router/engines")).json()
+        return engines["e0"]["sequences"] == 0 and await router.counter("router_clients_gone_total") == 2
+
+    await until(settled, "the books are even")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_is_gone_is_replaced_before_the_first_byte(bed: Make, stream: bool) -> None:
+    router = await bed("e0", "e1", policy="round_robin")
+    await router["e0"].stop()
+    for _ in range(4):
+        answer = await router.complete(stream=stream)
+        assert answer.status_code == 200
+        assert b"e1" in answer.content
+    assert await router.up() == {"e1"}
+    assert await router.counter("router_attempts_refused_total") == 1  # then it is out
+
+
+async def test_an_engine_without_room_is_left_alone_for_a_while(bed: Make) -> None:
+    router = await bed("e0", "e1", policy="round_robin")
+    router["e0"].script.append(Behaviour(status=503, headers={"retry-after": "30"}))
+    for _ in range(4):
+        assert (await router.complete()).status_code == 200
+    assert len(router["e0"].requests) == 1
+    assert len(router["e1"].requests) == 4
+    assert await router.up() == {"e0", "e1"}
+
+
+async def test_when_nobody_has_room_the_engines_own_words_are_answered(bed: Make) -> None:
+    router = await bed("e0", "e1", retries=3)
+    for engine in router.engines.values():
+        engine.default = Behaviour(status=503, body={"error": {"message": "overloaded"}}, headers={"retry-after": "7"})
+    answer = await router.complete()
+    assert (answer.status_code, answer.json()) == (503, {"error": {"message": "overloaded"}})
+    assert answer.headers["retry-after"] == "7"
+    assert sum(len(engine.requests) for engine in router.engines.values()) == 4
+
+
+async def test_a_request_that_was_lost_is_tried_once_more_only(bed: Make) -> None:
+    router = await bed("e0", "e1", "e2", policy="round_robin", retries=5)
+    router["e0"].default = Behaviour(cut_after=0)
+    assert (await router.complete()).status_code == 200
+    for engine in router.engines.values():
+        engine.default = Behaviour(cut_after=0)
+    before = sum(len(engine.requests) for engine in router.engines.values())
+    answer = await router.complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert sum(len(engine.requests) for engine in router.engines.values()) == before + 2
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_tried_again(bed: Make) -> None:
+    router = await bed("e0", "e1")
+    for engine in router.engines.values():
+        engine.default = Behaviour(pieces=5, cut_after=2)
+    answer = await router.complete(stream=True)
+    events = [line for line in answer.text.split("\n\n") if line]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert "[DONE]" not in answer.text
+    assert sum(len(engine.requests) for engine in router.engines.values()) == 1
+    assert await router.counter("router_answers_broken_total") == 1
+
+
+async def test_an_engine_that_says_nothing_is_late_and_the_request_is_not_repeated(bed: Make) -> None:
+    router = await bed("e0", "e1", first_byte_timeout_s=0.2)
+    for engine in router.engines.values():
+        engine.default = Behaviour(hold=asyncio.Event())
+    answer = await router.complete()
+    assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+    assert sum(len(engine.requests) for engine in router.engines.values()) == 1
+
+
+async def test_a_stream_that_stops_ends(bed: Make) -> None:
+    router = await bed("e0", idle_timeout_s=0.2)
+    router["e0"].default = Behaviour(hold=asyncio.Event(), hold_after=1)
+    answer = await router.complete(stream=True)
+    assert '"code": "deadline_exceeded"' in answer.text
+    await router["e0"].until_gone(1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"[]", "JSON object"),
+        (b'{"model": "m"}', "takes a prompt"),
+        (b'{"model": 3, "prompt": "a"}', "takes a name"),
+        (b'{"model": "m", "prompt": "a", "stream": "yes"}', "true or false"),
+    ],
+)
+async def test_nonsense_is_refused_with_an_error_of_openais_shape(bed: Make, content: bytes, message: str) -> None:
+    router = await bed("e0")
+    answer = await router.http.post("/v1/completions", content=content)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert router["e0"].requests == []
+
+
+async def test_a_request_that_is_too_long_is_refused_before_it_is_read(bed: Make) -> None:
+    router = await bed("e0", max_body_bytes=2_000)
+    assert (await router.complete("a " * 2_000)).status_code == 413
+
+    async def pieces() -> object:
+        for _ in range(100):
+            yield b"x" * 100
+
+    assert (await router.http.post("/v1/completions", content=pieces())).status_code == 413  # type: ignore[arg-type]
+    assert (await router.complete()).status_code == 200
+
+
+async def test_an_unknown_model_is_not_found(bed: Make) -> None:
+    router = await bed("e0", models=("m", "m-lora"))
+    answer = await router.http.post("/v1/completions", json={"model": "other", "prompt": "a"})
+    assert answer.status_code == 404
+    assert "m, m-lora" in answer.json()["error"]["message"]
+    assert (await router.http.post("/v1/completions", json={"model": "m-lora", "prompt": "a"})).status_code == 200
+    assert [model["id"] for model in (await router.http.get("/v1/models")).json()["data"]] == ["m", "m-lora"]
+
+
+async def test_more_than_it_takes_is_refused_at_once(bed: Make) -> None:
+    router = await bed("e0", max_inflight=2)
+    release = asyncio.Event()
+    router["e0"].default = Behaviour(hold=release)
+    asking = [asyncio.create_task(router.complete()) for _ in range(2)]
+    await router["e0"].until_requests(2)
+    refused = await router.complete()
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    release.set()
+    assert {(await one).status_code for one in asking} == {200}
+    assert (await router.complete()).status_code == 200
+
+
+async def test_without_engines_it_says_so_and_goes_on_when_they_come(bed: Make) -> None:
+    router = await bed("e0", health=QUICK)
+    await router["e0"].stop()
+    assert (await router.complete()).status_code == 503
+    assert (await router.http.get("/health")).status_code == 503
+    assert (await router.http.get("/v1/models")).status_code == 503
+    await router["e0"].start()
+
+    async def back() -> bool:
+        return (await router.http.get("/health")).status_code == 200
+
+    await until(back, "the engine is in again")
+    assert (await router.complete()).status_code == 200
+
+
+async def test_an_engine_that_is_not_well_gets_nothing(bed: Make) -> None:
+    router = await bed("e0", "e1", health=QUICK)
+    router["e0"].well = False
+
+    async def out() -> bool:
+        return await router.up() == {"e1"}
+
+    await until(out, "e0 is out")
+    for _ in range(4):
+        assert "e1" in (await router.complete()).text
+    router["e0"].well = True
+
+    async def both() -> bool:
+        return await router.up() == {"e0", "e1"}
+
+    await until(both, "e0 is in again")
+
+
+async def test_requests_that_begin_alike_go_to_the_same_engine(bed: Make) -> None:
+    router = await bed("e0", "e1", "e2")
+    sessions = [f"session {number} " + "word " * 400 for number in range(3)]
+    homes = [(await router.complete(text)).headers["x-kvstore-engine"] for text in sessions]
+    assert sorted(homes) == ["e0", "e1", "e2"]
+    for turn in range(5):
+        sessions = [text + f"turn {turn} " + "more " * 60 for text in sessions]
+        assert [(await router.complete(text)).headers["x-kvstore-engine"] for text in sessions] == homes
+
+
+async def test_many_clients_at_once(bed: Make) -> None:
+    router = await bed("e0", "e1", "e2", "e3")
+    answers = await asyncio.gather(*(router.complete(f"p{number}", stream=number % 2 == 0) for number in range(200)))
+    assert {answer.status_code for answer in answers} == {200}
+    counts = [len(engine.requests) for engine in router.engines.values()]
+    assert sum(counts) == 200
+    assert min(counts) > 20
+
+
+async def test_a_connection_that_the_engine_closed_meanwhile_is_no_failure(bed: Make) -> None:
+    router = await bed("e0")
+    assert (await router.complete()).status_code == 200
+    router["e0"].cut_all()
+    assert (await router.complete()).status_code == 200
+
+
+async def test_answers_know_no_connection_of_the_engine(bed: Make) -> None:
+    router = await bed("e0")
+    answer: httpx.Response = await router.complete()
+    assert int(answer.headers["content-length"]) == len(answer.content)
