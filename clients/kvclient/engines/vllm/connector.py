@@ -7,7 +7,7 @@ one in each worker, one in the scheduler's process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvclient import CacheSpec
+from kvclient import CacheSpec, KVClient, Tier
 from kvclient.engines.vllm.engine_view import group_facts, has_replica_of_lower_rank, read_groups
+from kvclient.engines.vllm.epochs import Epochs
+from kvclient.engines.vllm.events import stored_events
 from kvclient.engines.vllm.lookups import Finder
+from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
 from kvclient.engines.vllm.namespaces import group_spec
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages
@@ -32,6 +36,9 @@ from kvclient.engines.vllm.scheduler_side import SchedulerSide
 from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
 
 _log = logging.getLogger(__name__)
+_MAX_PENDING = 1_024
+"""Loads of one group that may wait or run at once: about as many requests as an engine has."""
+_SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
 
 @dataclass
@@ -72,13 +79,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = ConnectorOptions.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
         self._groups = read_groups(vllm_config, kv_cache_config)
+        self._options.check_groups(len(self._groups))
+        self._epochs = Epochs(self._options)
         self._specs: list[CacheSpec] = []
+        self._shards: list[list[CacheSpec]] = []
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._arrivals = Arrivals()
         if role == KVConnectorRole.SCHEDULER:
-            parallel = vllm_config.parallel_config
+            events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
-                self._options, self._groups[0].block_tokens, len(self._groups), workers=parallel.world_size
+                self._options,
+                self._groups[0].block_tokens,
+                workers=vllm_config.parallel_config.world_size,
+                events=events is not None
+                and events.enable_kv_cache_events
+                and kv_cache_config.hash_block_size in {None, self._groups[0].block_tokens},
             )
 
     # ---- start: worker, then scheduler ----
@@ -87,14 +103,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._kv_cache_config
         pages = [GroupPages([kv_caches[name] for name in group.layers], config.num_blocks) for group in self._groups]
         facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches)
-        hook = self._options.hook
-        self._specs = [group_spec(hook, one) for one in facts]
+        epoch = self._epochs.name
+        self._specs = [group_spec(self._options.hook.with_epoch(epoch), one) for one in facts]
         for spec in self._specs:
-            _log.info("namespace %s: %s %s", spec.namespace.hex(), spec.model, spec.layout)
-        options = replace(hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)
-        clients = [hook.connect(spec, options) for spec in self._specs]
+            _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)
         layers = [group.layers for group in self._groups]
-        self._worker = WorkerSide(self._options, clients, pages, layers, stores=not has_replica_of_lower_rank(config))
+        stores = self._options.hook.store and not has_replica_of_lower_rank(config)
+        self._worker = WorkerSide(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
+
+    def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
+        """Clients of one epoch, one a group."""
+        hook = self._options.hook
+        options = replace(hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)
+        return [hook.connect(replace(spec, weights_epoch=weights_epoch), options) for spec in self._specs]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """For the scheduler."""
@@ -102,18 +123,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """All workers have said which namespaces they have. Ranks with the same pages name the same."""
-        groups: list[list[CacheSpec]] = [[] for _ in self._groups]
+        shards: list[list[CacheSpec]] = [[] for _ in self._groups]
         for _, handshake in sorted(metadata.items()):
-            for shards, spec in zip(groups, handshake.specs, strict=True):
-                if spec not in shards:
-                    shards.append(spec)
-        assert self._scheduler is not None
-        self._scheduler.connect(Finder(self._options.hook, groups))
+            assert isinstance(handshake, Handshake)
+            for known, spec in zip(shards, handshake.specs, strict=True):
+                if spec not in known:
+                    known.append(spec)
+        self._shards = shards
+        self._epochs.name = shards[0][0].weights_epoch
+        self._connect_scheduler()
+
+    def _connect_scheduler(self) -> None:
+        """Lookups go to the namespaces of the current epoch."""
+        name = self._epochs.name
+        shards = [[replace(spec, weights_epoch=name) for spec in group] for group in self._shards]
+        self._side.connect(Finder(self._options.hook, shards, self._side.tally), self._epochs.number, name)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Where pages are pinned while they are read."""
-        assert self._scheduler is not None
-        self._scheduler.bind_pool(gpu_block_pool)
+        self._side.bind_pool(gpu_block_pool)
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
@@ -126,7 +154,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Pages for it exist."""
-        self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if num_external_tokens:
+            self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:  # noqa: ANN401
+        """By tier, as the index knows it."""
+        if not num_external_tokens:
+            return {}
+        sources = {_SOURCES[tier]: tokens for tier, tokens in self._side.hits_by_tier(request, num_external_tokens).items()}
+        rest = num_external_tokens - sum(sources.values())
+        return {**sources, CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else sources
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
         """What the workers are to do in this step."""
@@ -168,6 +205,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether steps go on without requests, so that pins are given back."""
         return self._side.has_pins
 
+    def reset_cache(self) -> bool | None:
+        """The engine forgets its cache, mostly because its weights have changed: what was stored before is not found any more."""
+        self._epochs.advance()
+        self._side.tally.add("resets")
+        self._connect_scheduler()
+        _log.info("the cache was reset: weights epoch %r from now on", self._epochs.name)
+        return True
+
     @property
     def _side(self) -> SchedulerSide:
         assert self._scheduler is not None
@@ -191,11 +236,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that have ended."""
-        arrivals = self._moves.arrivals(self._plan, finished_req_ids)
-        self._arrivals = arrivals
-        several = len(self._groups) > 1
+        self._arrivals = self._moves.arrivals(self._plan, finished_req_ids)
         return KVConnectorTransferResults(
-            finished_recving=arrivals.received, failed_recving=arrivals.failed if several else set()
+            finished_recving=self._arrivals.received, failed_recving=self._arrivals.failed if len(self._groups) > 1 else set()
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -219,9 +262,36 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     # ---- both ----
+    def get_kv_connector_stats(self) -> StoreStats | None:
+        """Counts since the last call."""
+        side = self._worker or self._scheduler
+        counts = side.tally.take() if side is not None else {}
+        return StoreStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats | None:
+        """Counts from their wire form."""
+        return StoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> StorePromMetrics:  # noqa: ANN401
+        """The counts on vLLM's metrics endpoint."""
+        return StorePromMetrics(*args, **kwargs)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers that wait cannot be captured."""
+        return bool(extra_config.get("load_mode") == "layerwise")
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is a miss later on, nothing worse."""
+        return False
+
     def take_events(self) -> Iterable[Any]:
-        """Events of the store's: none."""
-        return ()
+        """Blocks that the store has got."""
+        stored = self._side.take_stored()
+        return stored_events(stored, self._groups[0].block_tokens, len(self._groups)) if stored else ()
 
     def shutdown(self) -> None:
         """The end of the engine."""
@@ -229,9 +299,3 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
-
-    _arrivals = Arrivals()
-
-
-_MAX_PENDING = 1_024
-"""Loads of one group that may wait or run at once: about as many requests as an engine has."""

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from kvclient import CacheSpec, KeyChain, KVClient, Lookup
+from kvclient import BlockKey, CacheSpec, KeyChain, KVClient, Lookup
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.keys import Masked, RequestKeys
 from kvclient.engines.vllm.namespaces import chain_spec
+from kvclient.engines.vllm.tally import Tally
 
 _log = logging.getLogger(__name__)
-_THREADS = 2
+_REQUESTS_AT_ONCE = 2
+_MOST_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +23,15 @@ class Found:
     """What the store holds of a request.
 
     Attributes:
-        keys: the request's, as far as they were asked for.
         hit_blocks: leading blocks that every group and shard has.
         by_group: by group and namespace: who holds what.
     """
 
-    keys: RequestKeys
     hit_blocks: int
     by_group: Sequence[Mapping[bytes, Lookup]]
+
+
+NOTHING = Found(0, ())
 
 
 class Finder:
@@ -37,65 +40,78 @@ class Finder:
     Args:
         options: where the store is.
         groups: by group: the namespaces of its shards.
+        tally: where lookups are counted.
 
     Raises:
         KVStoreError: the store does not answer, and the options insist on it.
     """
 
-    def __init__(self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]]) -> None:
+    def __init__(self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], tally: Tally) -> None:
+        self.groups = groups
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
-        server_only = replace(options, node="none") if options.metadata else options
+        self._tally = tally
+        self._places: list[tuple[int, KVClient, Masked]] = []
         client_options = replace(options.client_options(), client_name="vllm-scheduler")
-        self._clients: list[list[tuple[KVClient, Masked]]] = []
+        server_only = replace(options, node="none") if options.metadata else options
         try:
-            for shards in groups:
-                self._clients.append([])
+            for group, shards in enumerate(groups):
                 for spec in shards:
                     client = server_only.connect(spec, client_options)
-                    self._clients[-1].append((client, Masked(self.chain.spec.namespace, spec.namespace)))
+                    self._places.append((group, client, Masked(self.chain.spec.namespace, spec.namespace)))
         except BaseException:
-            self.close()
+            self._close_clients()
             raise
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-lookup")
+        self._requests = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="kvstore-find")
+        others = min(_MOST_THREADS, (len(self._places) - 1) * _REQUESTS_AT_ONCE)
+        self._others = ThreadPoolExecutor(others, thread_name_prefix="kvstore-lookup") if others else None
 
     def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[Found]:
-        """Looks up the first blocks of a request. The keys belong to the lookup until the future is done.
+        """Looks up the first blocks of a request. The keys belong to the lookup until the future is done; it never fails.
 
         Args:
             keys: the request's.
             tokens: its token ids; a list of its own, for it is read in another thread.
             blocks: how many.
         """
-        return self._threads.submit(self._find, keys, tokens, blocks)
+        return self._requests.submit(self._find, keys, tokens, blocks)
 
     def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Found:
-        wanted = keys.upto(tokens, blocks)
-        hit = len(wanted)
-        by_group: list[dict[bytes, Lookup]] = []
-        for clients in self._clients:
-            by_group.append({})
-            for client, masked in clients:
-                found = client.lookup(masked.keys(wanted))  # never raises for failures of ours: no answer is a miss
-                by_group[-1][bytes(client.spec.namespace)] = found
-                hit = min(hit, found.hit_blocks)
-                if hit == 0:
-                    return Found(keys, 0, by_group)
-        return Found(keys, hit, by_group)
+        try:
+            return self._found(keys.upto(tokens, blocks))
+        except Exception:  # noqa: BLE001  # the edge to the engine, which must not end by a failure of ours: a miss
+            self._tally.add("bugs")
+            _log.exception("a lookup failed in a way that it should not: a miss")
+            return NOTHING
 
-    def stats(self) -> dict[str, int]:
-        """Totals of all clients."""
-        totals: dict[str, int] = {}
-        for clients in self._clients:
-            for client, _ in clients:
-                for name, value in client.stats().items():
-                    totals[name] = totals.get(name, 0) + value
-        return totals
+    def _found(self, keys: Sequence[BlockKey]) -> Found:
+        """Asks in all namespaces at once: each answer takes a round trip."""
+        first, *others = self._places
+        futures = []
+        if self._others is not None:
+            futures = [self._others.submit(self._look_up, client, masked, keys) for _, client, masked in others]
+        answers = [self._look_up(*first[1:], keys), *(future.result() for future in futures)]
+        by_group: list[dict[bytes, Lookup]] = [{} for _ in self.groups]
+        for (group, client, _), answer in zip(self._places, answers, strict=True):
+            by_group[group][client.spec.namespace] = answer
+        hit = min(answer.hit_blocks for answer in answers)
+        self._tally.add("lookups")
+        self._tally.add("lookup_blocks", len(keys))
+        self._tally.add("hit_blocks", hit)
+        if any(answer.error is not None for answer in answers):
+            self._tally.add("lookup_failures")
+        return Found(hit, by_group)
+
+    @staticmethod
+    def _look_up(client: KVClient, masked: Masked, keys: Sequence[BlockKey]) -> Lookup:
+        return client.lookup(masked.keys(keys))  # failures of ours are misses, not exceptions
 
     def close(self) -> None:
-        """Ends threads and connections."""
-        threads = getattr(self, "_threads", None)
-        for clients in self._clients:
-            for client, _ in clients:
-                client.close()
-        if threads is not None:
-            threads.shutdown(wait=True, cancel_futures=True)
+        """Ends connections, and then threads: what still asks gets no answer."""
+        self._close_clients()
+        for threads in (self._requests, self._others):
+            if threads is not None:
+                threads.shutdown(wait=True)
+
+    def _close_clients(self) -> None:
+        for _, client, _ in self._places:
+            client.close()

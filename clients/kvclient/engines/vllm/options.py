@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from kvclient import InvalidArgument
@@ -25,6 +25,8 @@ class ConnectorOptions:
             what is not there by then is asked for again in the next step.
         min_load_tokens: shorter hits (beyond what the engine's own prefix cache holds) are computed rather than loaded.
         pinned_share: the part of the engine's blocks that may wait to be stored; what is more is not stored.
+        weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
+            the engine's cache. Without it, a reset begins an epoch that no other engine shares.
         idle_wait_ms: how long a step without tokens waits for a load or store to end, so that an idle engine does not spin.
     """
 
@@ -33,6 +35,7 @@ class ConnectorOptions:
     lookup_wait_ms: float = 2.0
     min_load_tokens: int = 0
     pinned_share: float = 0.5
+    weights_epoch_file: str = ""
     idle_wait_ms: float = 2.0
 
     def __post_init__(self) -> None:
@@ -42,6 +45,8 @@ class ConnectorOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
                 raise InvalidArgument("the option takes a number in a range", option=name, value=value, least=0, most=most)
+        if not isinstance(self.weights_epoch_file, str) or (self.weights_epoch_file and self.hook.weights_epoch):
+            raise InvalidArgument("weights_epoch_file takes a path, and stands instead of weights_epoch")
         if not isinstance(self.min_load_tokens, int) or isinstance(self.min_load_tokens, bool) or self.min_load_tokens < 0:
             raise InvalidArgument("the option takes an integer from 0 on", option="min_load_tokens", value=self.min_load_tokens)
 
@@ -52,9 +57,18 @@ class ConnectorOptions:
         Raises:
             InvalidArgument: an unknown key, or a value that is no such thing.
         """
-        own = ("load_mode", "lookup_wait_ms", "min_load_tokens", "pinned_share", "idle_wait_ms")
+        own = tuple(one.name for one in fields(cls) if one.name != "hook")
         hook = HookOptions.from_mapping(given, known_elsewhere=own)
         return cls(hook=hook, **{name: given[name] for name in own if name in given})
+
+    def check_groups(self, groups: int) -> None:
+        """Whether an engine with so many KV cache groups can be served so.
+
+        Raises:
+            InvalidArgument: layer-wise loads of several groups: vLLM has no way to be told that one failed.
+        """
+        if groups > 1 and self.load_mode == "layerwise":
+            raise InvalidArgument("layerwise loads are for models with one KV cache group: use load_mode async", groups=groups)
 
     @property
     def lookup_wait_s(self) -> float:

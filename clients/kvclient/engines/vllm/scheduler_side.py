@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvclient import Tier
 from kvclient.engines.vllm.keys import EngineRequest, RequestKeys, is_hashable, request_extras
-from kvclient.engines.vllm.lookups import Finder, Found
+from kvclient.engines.vllm.lookups import NOTHING, Finder, Found
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.tally import Tally
 
 _log = logging.getLogger(__name__)
-_STORE_RETRIES = 1
+_STORE_FAILURES = 2
 """Stores of a request that may fail before nothing more of it is stored."""
+MOST_EVENTS = 65_536
+"""Runs of stored blocks kept for whoever wants events of them."""
 
 
 class BlockPool(Protocol):
@@ -44,6 +47,15 @@ class BlockPool(Protocol):
         """One user less of each."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Blocks ``[first, stop)`` of a request, which the store holds now."""
+
+    request: Any
+    first: int
+    stop: int
+
+
 @dataclass(slots=True)
 class RequestState:
     """One request from its arrival to its end."""
@@ -51,10 +63,10 @@ class RequestState:
     request: EngineRequest
     keys: RequestKeys
     lookup: Future[Found] | None = None
-    found: Found | None = None
+    found: Found = NOTHING
     preemptions: int = 0
-    offered: tuple[int, int] = (0, 0)
-    """Blocks that a load would bring: from, to."""
+    first_offered: int = 0
+    """The first block that a load would bring."""
     loading: dict[int, list[int]] = field(default_factory=dict)
     """By group: pages that a load fills, until it is known what became of it."""
     load_failed: bool = False
@@ -69,8 +81,9 @@ class RequestState:
 class Pins:
     """Pages that a store reads, and how many workers have not answered yet."""
 
-    request_id: str
-    first_block: int
+    request: EngineRequest
+    first: int
+    stop: int
     blocks: list[Any]
     workers: int
 
@@ -81,18 +94,25 @@ class SchedulerSide:
     Args:
         options: choices.
         block_tokens: tokens of a page.
-        groups: KV cache groups of the engine.
         workers: how many workers answer each job.
+        events: whether ``take_stored`` will be asked.
         null_block: id of the page that stands for no page.
     """
 
     def __init__(
-        self, options: ConnectorOptions, block_tokens: int, groups: int, *, workers: int = 1, null_block: int = 0
+        self,
+        options: ConnectorOptions,
+        block_tokens: int,
+        *,
+        workers: int = 1,
+        events: bool = False,
+        null_block: int = 0,
     ) -> None:
+        self.tally = Tally()
         self._options = options
         self._block_tokens = block_tokens
-        self._groups = groups
         self._workers = workers
+        self._events = events
         self._null_block = null_block
         self._finder: Finder | None = None
         self._pool: BlockPool | None = None
@@ -100,14 +120,34 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._pins: dict[int, Pins] = {}
         self._pinned_blocks = 0
+        self._stored: list[StoredBlocks] = []
         self._next_job = 0
         self._wait_left_s = options.lookup_wait_s
-        self._layerwise = options.load_mode == "layerwise" and groups == 1
-        self.counters: dict[str, int] = {}
+        self._pending: dict[str, Future[Found]] = {}
+        """Lookups that the scheduler asked for in this step and that are not answered."""
+        self._layerwise = options.load_mode == "layerwise"
+        self._epoch = 0
+        self._weights_epoch = ""
 
-    def connect(self, finder: Finder) -> None:
-        """The workers have said which namespaces there are."""
-        self._finder = finder
+    def connect(self, finder: Finder, epoch: int, weights_epoch: str) -> None:
+        """Which namespaces there are is known, or they have changed with the weights.
+
+        Requests that hold KV of other weights are neither loaded nor stored any more; the others begin anew.
+        """
+        old, self._finder = self._finder, finder
+        self._epoch, self._weights_epoch = epoch, weights_epoch
+        self._loads = []
+        states, self._requests, self._pending = self._requests, {}, {}
+        if old is not None:
+            old.close()
+        for state in states.values():
+            if state.request.num_computed_tokens == 0:
+                self.arrived(state.request)
+
+    @property
+    def finder(self) -> Finder | None:
+        """What finds requests in the store, once connected."""
+        return self._finder
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool; without it nothing is stored."""
@@ -119,8 +159,7 @@ class SchedulerSide:
         if self._finder is None or not is_hashable(request):
             return
         keys = RequestKeys(self._finder.chain, request_extras(request, self._block_tokens))
-        state = RequestState(request, keys)
-        self._requests[request.request_id] = state
+        state = self._requests[request.request_id] = RequestState(request, keys)
         if self._options.hook.load:
             self._begin_lookup(state)
 
@@ -128,7 +167,7 @@ class SchedulerSide:
         assert self._finder is not None
         request = state.request
         state.preemptions = request.num_preemptions
-        state.found = None
+        state.found = NOTHING
         blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
         state.lookup = self._finder.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
 
@@ -141,38 +180,25 @@ class SchedulerSide:
             self._begin_lookup(state)
         if state.lookup is not None:
             if not self._is_answered(state.lookup):
-                self._count("lookups_asked_again")
+                self.tally.add("lookups_asked_again")
+                self._pending[request.request_id] = state.lookup
                 return None, False
-            self._take_answer(state, state.lookup)
-        found = state.found
-        start = computed_tokens // self._block_tokens
-        stop = found.hit_blocks if found is not None else 0
-        tokens = stop * self._block_tokens - computed_tokens
+            state.found = state.lookup.result()
+            state.lookup = None
+            state.stored_blocks = max(state.stored_blocks, state.found.hit_blocks)
+        tokens = state.found.hit_blocks * self._block_tokens - computed_tokens
         if tokens <= 0 or tokens < self._options.min_load_tokens or computed_tokens % self._block_tokens:
-            state.offered = (0, 0)
             return 0, False
-        state.offered = (start, stop)
+        state.first_offered = computed_tokens // self._block_tokens
         return tokens, not self._layerwise
 
     def _is_answered(self, lookup: Future[Found]) -> bool:
         """Whether it is, after a moment that all lookups of a step share."""
-        if lookup.done():
-            return True
-        if self._wait_left_s <= 0:
-            return False
-        began_s = time.monotonic()
-        try:
-            lookup.result(self._wait_left_s)
-        except FutureTimeout:
-            return False
-        finally:
+        if not lookup.done() and self._wait_left_s > 0:
+            began_s = time.monotonic()
+            wait((lookup,), self._wait_left_s)
             self._wait_left_s -= time.monotonic() - began_s
-        return True
-
-    def _take_answer(self, state: RequestState, lookup: Future[Found]) -> None:
-        state.lookup = None
-        state.found = lookup.result()
-        state.stored_blocks = max(state.stored_blocks, state.found.hit_blocks)
+        return lookup.done()
 
     # ---- loads ----
     def allocated(self, request: EngineRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
@@ -180,24 +206,40 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None or external_tokens == 0:
             return
-        start, stop = state.offered
-        found = state.found
-        assert found is not None
-        assert external_tokens == (stop - start) * self._block_tokens
+        start, found = state.first_offered, state.found
+        stop = start + external_tokens // self._block_tokens
         parts = []
         for group, ids in enumerate(block_ids):
+            # a sliding window has pages at the end only
             first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)
-            if first == stop:
-                continue
-            lookups = {name: lookup.part(first, stop) for name, lookup in found.by_group[group].items()}
-            parts.append(GroupLoad(group, list(ids[first:stop]), first, lookups))
+            if first < stop:
+                lookups = {name: lookup.part(first, stop) for name, lookup in found.by_group[group].items()}
+                parts.append(GroupLoad(group, list(ids[first:stop]), first, lookups))
         state.loading = {part.group: part.block_ids for part in parts}
         self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
-        self._count("loads")
-        self._count("load_tokens", external_tokens)
+        self.tally.add("loads")
+        self.tally.add("load_tokens", external_tokens)
+
+    def hits_by_tier(self, request: EngineRequest, tokens: int) -> Mapping[Tier, int]:
+        """How many of the tokens of a load lie in which tier now, as the index knows it; the rest is not known."""
+        state = self._requests.get(request.request_id)
+        if state is None or not state.found.by_group:
+            return {}
+        start = state.first_offered
+        stop = start + tokens // self._block_tokens
+        nearest: dict[int, Tier] = {}
+        lookup = next(iter(state.found.by_group[0].values()))
+        for run in sorted(lookup.runs, key=lambda run: run.tier, reverse=True):
+            nearest.update(dict.fromkeys(range(max(start, run.start), min(stop, run.end)), run.tier))
+        counts: dict[Tier, int] = {}
+        for tier in nearest.values():
+            counts[tier] = counts.get(tier, 0) + self._block_tokens
+        return counts
 
     # ---- stores ----
-    def plan_step(self, scheduled: dict[str, int], drafts: dict[str, Sequence[int]], resolve: Callable[[str], Any]) -> StepPlan:
+    def plan_step(
+        self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], resolve: Callable[[str], Any]
+    ) -> StepPlan:
         """What the workers are to do in this step.
 
         Args:
@@ -205,9 +247,11 @@ class SchedulerSide:
             drafts: by request: those among them that may be rejected.
             resolve: gives the pages of a request, by group.
         """
+        if not scheduled and self._pending and not self._loads:  # nothing else to do: rather than spin
+            wait(self._pending.values(), self._options.idle_wait_s, FIRST_COMPLETED)
         chain = self._finder.chain.spec.namespace if self._finder is not None else b""
-        plan = StepPlan(chain=chain, loads=self._loads, has_tokens=bool(scheduled))
-        self._loads = []
+        plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, [], bool(scheduled))
+        self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
         if self._pool is not None and self._options.hook.store:
             for request_id, tokens in scheduled.items():
@@ -228,7 +272,7 @@ class SchedulerSide:
         assert self._pool is not None
         count = sum(map(len, ids))
         if any(self._null_block in group or len(group) != full - first for group in ids):
-            self._end_store(state, "stores_broken")  # a sliding window has left blocks behind that the store lacks
+            self._end_store(state, "stores_broken")  # a sliding window has passed blocks that the store lacks
             return None
         if self._pinned_blocks + count > len(self._pool.blocks) * self._options.pinned_share:
             self._end_store(state, "stores_skipped")
@@ -237,17 +281,17 @@ class SchedulerSide:
         blocks = [self._pool.blocks[block] for group in ids for block in group]
         self._pool.touch(blocks)
         self._next_job += 1
-        self._pins[self._next_job] = Pins(state.request.request_id, first, blocks, self._workers)
+        self._pins[self._next_job] = Pins(state.request, first, full, blocks, self._workers)
         self._pinned_blocks += count
         state.stored_blocks = full
-        self._count("store_blocks", full - first)
+        self.tally.add("store_blocks", full - first)
         parent = keys[first - 1] if first else None
         return SaveJob(self._next_job, state.request.request_id, first, parent, keys[first:full], ids)
 
     def _end_store(self, state: RequestState, counter: str) -> None:
         state.store_ended = True
-        self._count(counter)
-        _log.info("blocks of request %s are not stored any more (%s)", state.request.request_id, counter)
+        self.tally.add(counter)
+        _log.info("nothing more of request %s is stored (%s)", state.request.request_id, counter)
 
     # ---- answers ----
     def answered(self, answer: StepAnswer) -> None:
@@ -261,18 +305,21 @@ class SchedulerSide:
                 continue
             del self._pins[job_id]
             self._pinned_blocks -= len(pins.blocks)
-            if self._pool is not None:
-                self._pool.free_blocks(reversed(pins.blocks))
+            assert self._pool is not None
+            self._pool.free_blocks(reversed(pins.blocks))
+            if self._events and pins.stop > pins.first and len(self._stored) < MOST_EVENTS:
+                self._stored.append(StoredBlocks(pins.request, pins.first, pins.stop))
 
     def _store_failed(self, pins: Pins) -> None:
         """The next blocks would have no parent: these are planned once more, together with the next ones."""
-        self._count("stores_failed")
-        state = self._requests.get(pins.request_id)
+        pins.stop = pins.first  # no event
+        self.tally.add("stores_failed")
+        state = self._requests.get(pins.request.request_id)
         if state is None:
             return
-        state.stored_blocks = min(state.stored_blocks, pins.first_block)
+        state.stored_blocks = min(state.stored_blocks, pins.first)
         state.store_failures += 1
-        if state.store_failures > _STORE_RETRIES:
+        if state.store_failures == _STORE_FAILURES:
             self._end_store(state, "stores_given_up")
 
     def loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
@@ -283,9 +330,8 @@ class SchedulerSide:
             ):
                 state.load_failed = True
                 state.loading = {}
-                state.found = None
                 state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
-                self._count("loads_failed")
+                self.tally.add("loads_failed")
 
     def loads_done(self, request_ids: Iterable[str]) -> None:
         """Loads outside of the batch that have ended, well or not."""
@@ -294,6 +340,12 @@ class SchedulerSide:
             if state is not None:
                 state.loading = {}
 
+    def take_stored(self) -> list[StoredBlocks]:
+        """Blocks that were stored since the last call."""
+        taken, self._stored = self._stored, []
+        return taken
+
+    # ---- ends ----
     def finished(self, request: EngineRequest) -> None:
         """The end of a request, whatever the reason."""
         self._requests.pop(request.request_id, None)
@@ -302,9 +354,6 @@ class SchedulerSide:
     def has_pins(self) -> bool:
         """Whether pages wait to be stored: steps go on until they are, and they will be free soon."""
         return bool(self._pins)
-
-    def _count(self, name: str, more: int = 1) -> None:
-        self.counters[name] = self.counters.get(name, 0) + more
 
     def close(self) -> None:
         """Ends it."""

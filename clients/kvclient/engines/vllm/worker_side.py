@@ -3,7 +3,7 @@
 * A load outside of the batch runs in threads of the client's. Its end, good or bad, is told once; what did not arrive is named.
 * A layer-wise load runs while the batch computes: each layer waits until it has arrived. A layer that does not come in time ends
   the load, and all that it should have brought counts as not loaded.
-* A store runs in one thread, in the order of the steps, so that a block is stored after its parent. Pages are pinned meanwhile.
+* Stores: see ``saver``.
 
 Blocks that a step computed are not stored if a layer-wise load of that step failed: some of them were computed from garbage.
 """
@@ -11,32 +11,71 @@ Blocks that a step computed are not stored if a layer-wise load of that step fai
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvclient import BlockKey, KVClient, LoadHandle
-from kvclient.engines.vllm.keys import Masked
+from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, Tier
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages
-from kvclient.engines.vllm.plan import LoadJob, SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.saver import Saver
+from kvclient.engines.vllm.tally import Tally
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.0005
+_TIER_COUNTERS = {Tier.DRAM: "load_dram_bytes", Tier.NVME: "load_nvme_bytes"}
+
+Connect = Callable[[str], Sequence[KVClient]]
+"""Makes the clients of a weights epoch, one a group."""
 
 
-@dataclass(slots=True)
 class GroupFlight:
-    """A group's part of a load under way."""
+    """A group's part of a load under way.
 
-    group: int
-    block_ids: list[int]
-    handle: LoadHandle
+    Args:
+        job: what is loaded.
+        handle: the load; None: it could not even begin.
+        layers: of the group.
+    """
 
-    def missing(self) -> list[int]:
-        """Pages that did not arrive; waits for the end."""
-        return self.block_ids[self.handle.result().hit_blocks :]
+    def __init__(self, job: GroupLoad, handle: LoadHandle | None, layers: int) -> None:
+        self.group = job.group
+        self._block_ids = job.block_ids
+        self._handle = handle
+        self._layers = layers
+        self._spoiled = handle is None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._handle is None or self._handle.done
+
+    def wait_layer(self, layer: int) -> None:
+        """Waits until a layer has arrived; where it does not in time, the load ends, and nothing of it counts."""
+        if self._handle is not None and not self._spoiled and not self._handle.wait_layer(layer):
+            self._spoiled = True
+            self._handle.cancel()  # nobody may write into these pages any more: they will be computed
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits a moment for its end."""
+        if self._handle is not None:
+            self._handle.wait_layer(self._layers - 1, timeout_s)
+
+    def cancel(self) -> None:
+        """Gives it up. When this has returned, nothing touches the pages any more."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def end(self, tally: Tally) -> list[int]:
+        """Waits for the end and counts it; the pages that may not be used."""
+        result = self._handle.result() if self._handle is not None else None
+        good = 0 if result is None or self._spoiled else result.hit_blocks
+        if result is not None:
+            _count_load(tally, result)
+        missing = self._block_ids[good:]
+        if missing:
+            tally.add("load_missing_blocks", len(missing))
+        return missing
 
 
 @dataclass(slots=True)
@@ -49,7 +88,17 @@ class Flight:
     @property
     def done(self) -> bool:
         """Whether all parts have ended."""
-        return all(part.handle.done for part in self.parts)
+        return all(part.done for part in self.parts)
+
+    def cancel(self) -> None:
+        """Gives all parts up."""
+        for part in self.parts:
+            part.cancel()
+
+    def cancel_soon(self) -> None:
+        """The same, without waiting for the pieces that are being moved."""
+        if not self.done:
+            threading.Thread(target=self.cancel, name="kvstore-cancel", daemon=True).start()
 
 
 @dataclass(slots=True)
@@ -72,7 +121,8 @@ class WorkerSide:
 
     Args:
         options: choices.
-        clients: by group: a client in the group's namespace.
+        connect: makes clients.
+        weights_epoch: the epoch to begin with.
         pages: by group: its memory.
         layers: by group: names of its layers, in order.
         stores: whether this worker stores; another rank with the same bytes may do it.
@@ -81,74 +131,92 @@ class WorkerSide:
     def __init__(
         self,
         options: ConnectorOptions,
-        clients: Sequence[KVClient],
+        connect: Connect,
+        weights_epoch: str,
         pages: Sequence[GroupPages],
         layers: Sequence[Sequence[str]],
         *,
         stores: bool = True,
     ) -> None:
+        self.tally = Tally()
         self._options = options
-        self._clients = clients
+        self._connect = connect
+        self._epoch = 0
         self._pages = pages
-        self._layer_place = {name: (group, at) for group, names in enumerate(layers) for at, name in enumerate(names)}
+        self._clients = connect(weights_epoch)
+        self._place = {name: (group, at) for group, names in enumerate(layers) for at, name in enumerate(names)}
         self._flights: list[Flight] = []
         self._in_step: list[Flight] = []
         self._arrivals = Arrivals()
-        self._step_failed = False
-        self._saver = Saver(options, clients, pages) if stores else None
+        self._saver = Saver(pages, options.hook.store_deadline_s, self.tally) if stores else None
         self._answer = StepAnswer()
 
     # ---- loads ----
     def begin_loads(self, plan: StepPlan) -> None:
         """Begins the loads of a step."""
-        self._step_failed = False
+        if plan.epoch != self._epoch:
+            self._begin_epoch(plan)
         for job in plan.loads:
-            flight = self._begin(job)
-            (self._in_step if job.layerwise else self._flights).append(flight)
+            (self._in_step if job.layerwise else self._flights).append(self._begin(job))
+
+    def _begin_epoch(self, plan: StepPlan) -> None:
+        """Other weights: what is on its way here is of the old ones."""
+        for flight in self._flights:
+            flight.cancel_soon()
+        old, self._clients = self._clients, self._connect(plan.weights_epoch)
+        self._epoch = plan.epoch
+        if self._saver is not None:
+            self._saver.retire(old)
+        else:
+            for client in old:
+                client.close()
 
     def _begin(self, job: LoadJob) -> Flight:
         parts = []
         for part in job.groups:
             client, pages = self._clients[part.group], self._pages[part.group]
-            lookup = part.lookups[bytes(client.spec.namespace)]
-            handle = client.start_load(
-                lookup,
-                pages.buffer(part.block_ids),
-                deadline_s=self._options.hook.load_deadline_s,
-                layerwise=job.layerwise,
-            )
-            parts.append(GroupFlight(part.group, part.block_ids, handle))
+            handle = None
+            try:
+                handle = client.start_load(
+                    part.lookups[client.spec.namespace],
+                    pages.buffer(part.block_ids),
+                    deadline_s=self._options.hook.load_deadline_s,
+                    layerwise=job.layerwise,
+                )
+            except (KVStoreError, KeyError):  # a scheduler and a worker of different minds: the pages count as not loaded
+                self.tally.add("bugs")
+                _log.exception("a load could not begin: it counts as failed")
+            parts.append(GroupFlight(part, handle, pages.shape.layers))
         return Flight(job.request_id, parts)
 
     def wait_layer(self, name: str) -> None:
         """Waits until a layer of this step's layer-wise loads has arrived."""
         if not self._in_step:
             return
-        place = self._layer_place.get(name)
+        place = self._place.get(name)
         if place is None:
             return
         for flight in self._in_step:
             for part in flight.parts:
-                if part.group == place[0] and not part.handle.wait_layer(place[1]):
-                    part.handle.cancel()  # nobody may write into these pages any more: they will be computed
+                if part.group == place[0]:
+                    part.wait_layer(place[1])
 
     def end_forward(self, plan: StepPlan) -> None:
         """The forward pass of a step, if it had one, is over: its blocks are complete."""
+        failed = False
         for flight in self._in_step:
-            missing = [page for part in flight.parts for page in part.missing()]
-            if missing:
-                self._arrivals.missing.update(missing)
-                self._step_failed = True
+            missing = [page for part in flight.parts for page in part.end(self.tally)]
+            self._arrivals.missing.update(missing)
+            failed |= bool(missing)
         self._in_step = []
         if not plan.saves:
             return
-        if self._saver is None or self._step_failed:
-            for job in plan.saves:
-                self._answer.saved[job.job_id] = 1
-                if self._step_failed:
-                    self._answer.not_saved.add(job.job_id)
+        if self._saver is not None and not failed:
+            self._saver.add(plan.chain, plan.saves, self._clients)
             return
-        self._saver.add(plan.chain, plan.saves)
+        self._answer.merge(
+            StepAnswer({job.job_id: 1 for job in plan.saves}, {job.job_id for job in plan.saves} if failed else set())
+        )
 
     def arrivals(self, plan: StepPlan, finished: set[str]) -> Arrivals:
         """Loads that have ended since the last call.
@@ -159,14 +227,13 @@ class WorkerSide:
         """
         for flight in self._flights:
             if flight.request_id in finished:
-                for part in flight.parts:
-                    if not part.handle.done:
-                        threading.Thread(target=part.handle.cancel, name="kvstore-cancel", daemon=True).start()
+                self.tally.add("loads_aborted")
+                flight.cancel_soon()
         if not plan.has_tokens:
             self._rest()
         for flight in [flight for flight in self._flights if flight.done]:
             self._flights.remove(flight)
-            missing = [page for part in flight.parts for page in part.missing()]
+            missing = [page for part in flight.parts for page in part.end(self.tally)]
             self._arrivals.received.add(flight.request_id)
             if missing:
                 self._arrivals.failed.add(flight.request_id)
@@ -176,14 +243,11 @@ class WorkerSide:
 
     def _rest(self) -> None:
         """An engine without tokens to compute steps again and again until loads and stores are over: not too fast."""
-        if self._flights:
-            handle = self._flights[0].parts[0].handle
-            handle.wait_layer(len(self._layer_place_of(self._flights[0].parts[0].group)) - 1, self._options.idle_wait_s)
-        elif self._saver is not None:
+        unfinished = next((part for flight in self._flights for part in flight.parts if not part.done), None)
+        if unfinished is not None:
+            unfinished.wait(self._options.idle_wait_s)
+        elif not self._flights and self._saver is not None:
             self._saver.wait(self._options.idle_wait_s)
-
-    def _layer_place_of(self, group: int) -> Sequence[int]:
-        return range(self._pages[group].shape.layers)
 
     # ---- stores ----
     def answer(self) -> StepAnswer | None:
@@ -195,78 +259,29 @@ class WorkerSide:
         answer, self._answer = self._answer, StepAnswer()
         return answer
 
+    @property
+    def client_stats(self) -> dict[str, int]:
+        """Totals of the clients of this epoch, added up."""
+        totals: dict[str, int] = {}
+        for client in self._clients:
+            for name, value in client.stats().items():
+                totals[name] = totals.get(name, 0) + value
+        return totals
+
     def close(self) -> None:
         """Ends loads and stores under way."""
-        for flight in self._flights + self._in_step:
-            for part in flight.parts:
-                part.handle.cancel()
+        for flight in (*self._flights, *self._in_step):
+            flight.cancel()
         if self._saver is not None:
             self._saver.close()
         for client in self._clients:
             client.close()
 
 
-class Saver:
-    """Stores pages in a thread of its own, in order."""
-
-    def __init__(self, options: ConnectorOptions, clients: Sequence[KVClient], pages: Sequence[GroupPages]) -> None:
-        self._options = options
-        self._clients = clients
-        self._pages = pages
-        self._jobs: queue.SimpleQueue[tuple[bytes, SaveJob] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._answer = StepAnswer()
-        self._pending = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
-        self._thread.start()
-
-    def add(self, chain: bytes, jobs: Sequence[SaveJob]) -> None:
-        """More to store. Bounded by the pins: the scheduler side plans no more than a share of the pages."""
-        with self._changed:
-            self._pending += len(jobs)
-        for job in jobs:
-            self._jobs.put((chain, job))
-
-    def take(self) -> StepAnswer:
-        """What is done."""
-        with self._changed:
-            answer, self._answer = self._answer, StepAnswer()
-            return answer
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits a moment for something to be done, if there is anything to do."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._answer.saved or not self._pending, timeout_s)
-
-    def _run(self) -> None:
-        while (taken := self._jobs.get()) is not None:
-            chain, job = taken
-            held = not self._closed and self._store(chain, job)
-            with self._changed:
-                self._pending -= 1
-                self._answer.saved[job.job_id] = 1
-                if not held:
-                    self._answer.not_saved.add(job.job_id)
-                self._changed.notify_all()
-
-    def _store(self, chain: bytes, job: SaveJob) -> bool:
-        """Stores one job's blocks of all groups; whether the store holds them all now."""
-        for client, pages, ids in zip(self._clients, self._pages, job.block_ids, strict=True):
-            masked = Masked(chain, client.spec.namespace)
-            result = client.store(
-                masked.keys(job.keys),
-                pages.buffer(ids),
-                parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
-                depth=job.first_block,
-                deadline_s=self._options.hook.store_deadline_s,
-            )
-            if result.held_blocks < len(ids):
-                return False
-        return True
-
-    def close(self) -> None:
-        """Gives up what waits, and ends."""
-        self._closed = True
-        self._jobs.put(None)
-        self._thread.join(self._options.hook.store_deadline_s + 1)
+def _count_load(tally: Tally, result: LoadResult) -> None:
+    tally.add("load_blocks", result.hit_blocks)
+    tally.add("load_bytes", result.bytes_loaded)
+    tally.add("load_seconds", result.seconds)
+    for tier, size in result.bytes_by_tier.items():
+        if tier in _TIER_COUNTERS:
+            tally.add(_TIER_COUNTERS[tier], size)

@@ -1,0 +1,134 @@
+"""Stores pages in a thread of its own, in the order of the steps, so that a block is stored after its parent.
+
+Pages are pinned until their job is answered, and the scheduler side pins no more than a share of them: that bounds the queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvclient import BlockKey, KVClient
+from kvclient.engines.vllm.keys import Masked
+from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.plan import SaveJob, StepAnswer
+from kvclient.engines.vllm.tally import Tally
+
+_log = logging.getLogger(__name__)
+_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A job, and where it goes: clients change with the weights."""
+
+    chain: bytes
+    job: SaveJob
+    clients: Sequence[KVClient]
+
+
+@dataclass(frozen=True, slots=True)
+class _Retire:
+    """Clients that nobody needs behind the jobs before."""
+
+    clients: Sequence[KVClient]
+
+
+class Saver:
+    """The thread, its queue and its answers. Thread-safe.
+
+    Args:
+        pages: by group: its memory.
+        deadline_s: bound of the store of one job and group.
+        tally: where stores are counted.
+    """
+
+    def __init__(self, pages: Sequence[GroupPages], deadline_s: float, tally: Tally) -> None:
+        self._pages = pages
+        self._deadline_s = deadline_s
+        self._tally = tally
+        self._queue: queue.SimpleQueue[_Save | _Retire | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._answer = StepAnswer()
+        self._pending = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
+        self._thread.start()
+
+    def add(self, chain: bytes, jobs: Sequence[SaveJob], clients: Sequence[KVClient]) -> None:
+        """More to store.
+
+        Args:
+            chain: the namespace whose chain the jobs' keys are of.
+            jobs: in order.
+            clients: by group.
+        """
+        with self._changed:
+            self._pending += len(jobs)
+        for job in jobs:
+            self._queue.put(_Save(chain, job, clients))
+
+    def retire(self, clients: Sequence[KVClient]) -> None:
+        """Closes clients when everything before is done."""
+        self._queue.put(_Retire(clients))
+
+    def take(self) -> StepAnswer:
+        """What is done since the last call."""
+        with self._changed:
+            answer, self._answer = self._answer, StepAnswer()
+            return answer
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits a moment for something to be done, if there is anything to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._answer.saved or not self._pending, timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, _Retire):
+                for client in item.clients:
+                    client.close()
+                continue
+            held = not self._closed and self._store_all(item)
+            with self._changed:
+                self._pending -= 1
+                self._answer.saved[item.job.job_id] = 1
+                if not held:
+                    self._answer.not_saved.add(item.job.job_id)
+                self._changed.notify_all()
+
+    def _store_all(self, save: _Save) -> bool:
+        """Stores one job's blocks, group by group; whether the store holds them all now."""
+        try:
+            return all(
+                self._store(save, client, pages, ids)
+                for client, pages, ids in zip(save.clients, self._pages, save.job.block_ids, strict=True)
+            )
+        except Exception:  # noqa: BLE001  # the edge of a thread: whatever it is, pins must be given back, and the engine goes on
+            self._tally.add("bugs")
+            _log.exception("a store failed in a way that it should not")
+            return False
+
+    def _store(self, save: _Save, client: KVClient, pages: GroupPages, ids: Sequence[int]) -> bool:
+        job = save.job
+        masked = Masked(save.chain, client.spec.namespace)
+        result = client.store(
+            masked.keys(job.keys),
+            pages.buffer(ids),
+            parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
+            depth=job.first_block,
+            deadline_s=self._deadline_s,
+        )
+        self._tally.add("stores")
+        self._tally.add("store_bytes", result.bytes_stored)
+        self._tally.add("store_seconds", result.seconds)
+        return result.held_blocks == len(ids)
+
+    def close(self) -> None:
+        """Gives up what waits, and ends."""
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join(self._deadline_s + _GRACE_S)

@@ -1,0 +1,61 @@
+"""What the connector counts, by name: declared once, for vLLM's log line and for its Prometheus endpoint."""
+
+from __future__ import annotations
+
+import threading
+
+COUNTERS = {
+    "lookups": "Requests that were looked up in the store.",
+    "lookup_failures": "Lookups that the store did not answer in time: misses.",
+    "lookups_asked_again": "Scheduling steps in which a request waited for its lookup.",
+    "lookup_blocks": "Blocks that were looked up.",
+    "hit_blocks": "Blocks among them that the store had, in all groups and shards.",
+    "loads": "Requests whose prefix was loaded from the store, or was to be.",
+    "load_tokens": "Tokens that were to be loaded.",
+    "loads_failed": "Loads that brought less than was found; the rest was computed.",
+    "loads_aborted": "Loads that were given up because their request ended.",
+    "load_blocks": "Blocks that arrived, one a group and worker.",
+    "load_missing_blocks": "Blocks that did not arrive, one a group and worker.",
+    "load_bytes": "Bytes that arrived.",
+    "load_dram_bytes": "Bytes that arrived out of DRAM.",
+    "load_nvme_bytes": "Bytes that arrived out of NVMe.",
+    "load_seconds": "Seconds that loads took, added up.",
+    "store_blocks": "Blocks offered to the store, one a request.",
+    "stores": "Calls that stored blocks, one a group and worker.",
+    "store_bytes": "Bytes that were stored: not those that the store held already.",
+    "store_seconds": "Seconds that stores took, added up.",
+    "stores_failed": "Stores after which the store lacks some of the blocks.",
+    "stores_skipped": "Requests of which nothing more is stored: too many blocks wait already.",
+    "stores_broken": "Requests of which nothing more is stored: a sliding window has passed blocks that the store lacks.",
+    "stores_given_up": "Requests of which nothing more is stored: it failed too often.",
+    "resets": "Resets of the cache: from then on the store is used under another weights epoch.",
+    "bugs": "Failures that should be impossible; each is logged.",
+}
+
+
+class Tally:
+    """Counts since somebody last asked. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
+
+    def add(self, name: str, more: float = 1) -> None:
+        """Counts; ``name`` is one of ``COUNTERS``."""
+        assert name in COUNTERS, name
+        with self._lock:
+            self._new[name] = self._new.get(name, 0) + more
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        with self._lock:
+            taken, self._new = self._new, {}
+            for name, value in taken.items():
+                self._totals[name] = self._totals.get(name, 0) + value
+            return taken
+
+    def totals(self) -> dict[str, float]:
+        """What was counted since the beginning."""
+        with self._lock:
+            return {name: self._totals.get(name, 0) + self._new.get(name, 0) for name in {*self._totals, *self._new}}
