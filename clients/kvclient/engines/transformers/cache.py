@@ -96,6 +96,8 @@ class StoredCache(DynamicCache):
             return
         if input_ids is not None and input_ids.ndim == 2 and not len(input_ids) % self._fed.rows and self._fed.fresh:
             self._widen(len(input_ids) // self._fed.rows)
+        if self._fed.starts_over(input_ids, given):
+            self._forget_prefix()
         if self._store.background and self._fed.columns >= self._next_offer:
             self.offer()
         if self.get_seq_length() != self._fed.columns:
@@ -180,6 +182,15 @@ class StoredCache(DynamicCache):
         if (stop - start) * _COPY_BELOW < keys.shape[2]:
             return pair[0].clone(), pair[1].clone()
         return pair
+
+    def _forget_prefix(self) -> None:
+        """The model computes everything, whatever came from the store: what it is about to do is right on an empty cache only."""
+        self.layers = DynamicCache(config=self._store.model.config).layers
+        self._fed = Fed(self._prompts)
+        self.loaded_tokens, self.hit_tokens = 0, [0] * self._prompts.rows
+        self._store.incidents.report(
+            "hook_prefix_unused_total", "the model was fed its whole prompt (assisted decoding?): what was loaded is not used"
+        )
 
     def _stop(self, reason: str) -> None:
         """Stores nothing more of this cache."""

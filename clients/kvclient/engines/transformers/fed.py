@@ -75,6 +75,25 @@ class Fed:
         self._ids = self._prompts.ids[:, :columns]
         self.columns = columns
 
+    def starts_over(self, ids: torch.Tensor | None, given: Mapping[str, Any]) -> bool:
+        """Whether the first pass begins with the first token, as if nothing had come from the store.
+
+        Assisted decoding and prefill in chunks, as ``generate`` does them, take no notice of what a cache holds.
+        """
+        if not (self.fresh and self.columns) or ids is None or ids.ndim != 2 or ids.shape[0] != self.rows:
+            return False
+        columns = np.arange(ids.shape[1])
+        real = columns >= self.pads[:, None]
+        positions = given.get("position_ids")
+        if positions is not None:
+            fits = positions.shape in {(1, ids.shape[1]), tuple(ids.shape)} and bool(real.any())
+            return fits and bool(((tokens_here(positions) == columns - self.pads[:, None]) | ~real).all())
+        fed, announced = tokens_here(ids), self._prompts.ids
+        behind = announced[:, self.columns : self.columns + fed.shape[1]]
+        goes_on = (fed[:, : behind.shape[1]] == behind).all()
+        width = min(fed.shape[1], announced.shape[1])
+        return not goes_on and bool((fed[:, :width] == announced[:, :width]).all())
+
     def take(self, ids: torch.Tensor | None, given: Mapping[str, Any]) -> str | None:
         """The model is about to be fed.
 

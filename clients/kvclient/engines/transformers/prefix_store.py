@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import copy
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -21,8 +21,6 @@ from kvclient.engines.transformers.prompts import Ids, Prompts, common_columns, 
 from kvclient.engines.transformers.writer import Chain, Writer, extras_of
 from kvclient.incidents import Incidents
 from kvstore.core.clock import MonotonicClock
-
-_log = logging.getLogger(__name__)
 
 _OWN_OPTIONS = ("block_tokens", "background", "max_pending_bytes")
 _LOADS_AT_ONCE = 16
@@ -104,7 +102,7 @@ class PrefixStore:
         Args:
             input_ids: ``[batch, tokens]``, padded on the left.
             attention_mask: 0 at padding; None: no padding, whatever the ids.
-            **kwargs: for ``model.generate``.
+            **kwargs: for ``model.generate``; several answers a prompt cannot be had with ``prefill_chunk_size``.
 
         Returns:
             What ``model.generate`` returns.
@@ -112,7 +110,23 @@ class PrefixStore:
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         with self.cache(input_ids, attention_mask) as cache:
+            if chunk := _chunk_size(self.model, kwargs):
+                self._prefill(cache, input_ids, attention_mask, chunk)
             return self.model.generate(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **kwargs)
+
+    @torch.no_grad()
+    def _prefill(self, cache: StoredCache, ids: torch.Tensor, mask: torch.Tensor, chunk: int) -> None:
+        """Feeds all but the last token, so many at a time: ``generate`` itself cannot do so behind a prefix that is there."""
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        for start in range(cache.loaded_tokens, ids.shape[1] - 1, chunk):
+            stop = min(start + chunk, ids.shape[1] - 1)
+            self.model(
+                input_ids=ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=positions[:, start:stop],
+                past_key_values=cache,
+                use_cache=True,
+            )
 
     def cache(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, extra: bytes = b"") -> StoredCache:
         """A cache for ``generate`` (or for the model itself), with the longest prefix that the store has for all rows.
@@ -240,14 +254,31 @@ class PrefixStore:
         self.close()
 
 
+def _chunk_size(model: Any, given: dict[str, Any]) -> int | None:  # noqa: ANN401
+    """Takes the size of prefill chunks out of the arguments of ``generate``, if there is one."""
+    config = given.get("generation_config") or model.generation_config
+    size: int | None = given.pop("prefill_chunk_size", config.prefill_chunk_size)
+    if config.prefill_chunk_size:
+        given["generation_config"] = copy.deepcopy(config)
+        given["generation_config"].prefill_chunk_size = None
+    return size
+
+
 def _padded(tensor: torch.Tensor, columns: int) -> torch.Tensor:
     """``[1, heads, tokens, dim]`` with so many columns of zeros before it."""
     return pad(tensor, (0, 0, columns, 0)) if columns else tensor
 
 
 def _spec(model: Any, facts: ModelFacts, options: HookOptions) -> CacheSpec:  # noqa: ANN401
-    """The namespace of a model: its name, configuration, shapes and weights."""
-    name = options.model or getattr(model.config, "_name_or_path", "") or type(model).__name__
-    if not options.weights_epoch:
-        options = options.with_epoch(f"xxh3:{weights_digest(model)}")
-    return facts.layout.spec(name, options, f"transformers/config:{facts.config_digest}")
+    """The namespace of a model: its configuration, shapes and weights; its name only where that must tell weights apart.
+
+    Raises:
+        InvalidArgument: neither a name nor the weights tell which model it is.
+    """
+    layout = f"transformers/config:{facts.config_digest}"
+    if not options.weights_epoch:  # equal weights share, wherever they lie on each host
+        return facts.layout.spec(type(model).__name__, options.with_epoch(f"xxh3:{weights_digest(model)}"), layout)
+    name = options.model or getattr(model.config, "_name_or_path", "")
+    if not name:
+        raise InvalidArgument("a weights epoch alone does not say which model it is: give model as well")
+    return facts.layout.spec(name, options, layout)
