@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -25,6 +25,7 @@ class EngineRequest:
         prompt_tokens: length of the prompt: the measure of its cost.
         hit_tokens: of them in the store, as a lookup said; told to the engines.
         expected_output_tokens: a guess, for room on the decode engine; 0: only the prompt must fit.
+        near: by prefill engine: tokens of the prompt that it has at hand; as many more than another may wait for it.
         operation_id: tells this submission from others of the same name; the default is right.
     """
 
@@ -32,6 +33,7 @@ class EngineRequest:
     prompt_tokens: int
     hit_tokens: int = 0
     expected_output_tokens: int = 0
+    near: Mapping[str, int] = field(default_factory=dict)
     operation_id: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)
 
     def __post_init__(self) -> None:
@@ -39,6 +41,8 @@ class EngineRequest:
             _check_number(name, getattr(self, name), _MOST_U32)
         if not isinstance(self.request_id, str) or self.prompt_tokens < 1 or self.hit_tokens > self.prompt_tokens:
             raise InvalidArgument("a request takes a name, a prompt, and hits within the prompt", request=self.request_id)
+        for tokens in self.near.values():
+            _check_number("near", tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,7 @@ def assign_to_proto(request: EngineRequest, budget_s: float, after_generation: i
         expected_output_tokens=request.expected_output_tokens,
         budget_ms=max(1, int(budget_s * 1000)),
         after_generation=after_generation,
+        near=[pb.NearPrefix(engine=engine, tokens=tokens) for engine, tokens in request.near.items()],
     )
 
 

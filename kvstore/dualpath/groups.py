@@ -6,7 +6,7 @@ a thousand. Among equals the engine that joined first wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -98,17 +98,23 @@ class EngineGroup:
         return int(self.tok.sum())
 
 
-def assign_prefill(group: EngineGroup, lengths: Iterable[int], alpha: int, beta: int) -> Iterator[int]:
+def assign_prefill(
+    group: EngineGroup, lengths: Iterable[int], alpha: int, beta: int, near: Iterable[Mapping[str, int]] = ()
+) -> Iterator[int]:
     """Algorithm 1: gives requests to the engines of a prefill group, first come first served, until all are overloaded.
 
     Of the engines with at most ``beta`` tokens, those whose node has at most ``alpha`` tokens to read come first (else its
     storage link would run dry); among them the one with the fewest tokens. The arrays of the group are brought up to date.
+
+    Ours: an engine that has a part of the prompt at hand is spared that part: it may be as many tokens behind another and still be
+    the one that is done first. Its class stays what it was: no prefix makes an engine less overloaded.
 
     Args:
         group: the group that fetches.
         lengths: tokens of the waiting requests, in order; drawn one by one, only as far as needed.
         alpha: a reading queue above this is long, in tokens.
         beta: an engine with more tokens than this is overloaded.
+        near: of each request, drawn right after its length: tokens that engines have at hand, by name.
 
     Yields:
         The place of the engine for each request in turn; ends where the rule says to end the fetch.
@@ -116,9 +122,11 @@ def assign_prefill(group: EngineGroup, lengths: Iterable[int], alpha: int, beta:
     short = group.read <= alpha
     # the classes need no masks a request: the least tokens of a class tell whether it is empty below beta
     classes = [np.where(chosen, group.tok, NEVER) for chosen in (short, ~short)] if len(group) else []
+    ahead = iter(near)
     for length in lengths:
+        at_hand = next(ahead, {})
         for tokens in classes:
-            place = int(tokens.argmin())
+            place = _soonest(group, tokens, beta, at_hand) if at_hand else int(tokens.argmin())
             if tokens[place] <= beta:
                 break
         else:
@@ -127,6 +135,15 @@ def assign_prefill(group: EngineGroup, lengths: Iterable[int], alpha: int, beta:
         group.tok[place] += length
         group.seq[place] += 1
         yield place
+
+
+def _soonest(group: EngineGroup, tokens: npt.NDArray[np.int64], beta: int, at_hand: Mapping[str, int]) -> int:
+    """Place of the engine with the fewest tokens, what it has at hand deducted, of those that are not overloaded, if any."""
+    delays = np.where(tokens <= beta, tokens, NEVER)
+    for name, spared in at_hand.items():
+        if name in group and delays[place := group.place(name)] != NEVER:
+            delays[place] -= spared
+    return int(delays.argmin())
 
 
 def decode_watermark(group: EngineGroup, waiting: Iterable[tuple[int, int]], z: float) -> float:

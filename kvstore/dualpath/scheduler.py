@@ -11,8 +11,8 @@ itself from what it assigned and what was reported done. A report must count eve
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, Role, assign_decode, assign_prefill, decode_watermark
@@ -53,11 +53,13 @@ class Ask:
         request_id: unique among the requests under way.
         tokens: its length, the proxy for its cost everywhere.
         hbm_bytes: what it needs on a decode engine.
+        near: by prefill engine: how many of its tokens that has at hand.
     """
 
     request_id: str
     tokens: int
     hbm_bytes: int = 0
+    near: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (0 < self.tokens <= MAX_TOKENS and 0 <= self.hbm_bytes <= MAX_HBM_BYTES):
@@ -353,7 +355,8 @@ class Scheduler:
         lengths = (job.ask.tokens for job in _heads(queue))
         assigned: list[Assignment] = []
         pairs: list[Pair] = []
-        for place in assign_prefill(group, lengths, self.limits.alpha_tokens, self.limits.beta_tokens):
+        near = (job.ask.near for job in _heads(queue))
+        for place in assign_prefill(group, lengths, self.limits.alpha_tokens, self.limits.beta_tokens, near):
             _, job = queue.popitem(last=False)
             job.prefill = group.engines[place]
             assigned.append(self._assigned(job, job.prefill, pairs))

@@ -45,6 +45,8 @@ MAX_UNREAD: Final = 16 * EVENTS_AT_ONCE
 """A group that lets so many pile up does not listen: it counts as dead."""
 ENDED_KEPT: Final = 65_536
 """Requests that are over and whose late retries are told so."""
+MAX_NEAR: Final = 1_024
+"""Engines that a request may name as having its prefix at hand."""
 FORMER_BOOTS: Final = 8
 
 _FINISHED: Final = NotFound("the request is finished")
@@ -520,7 +522,8 @@ class Scheduling:
 
 def _ask(request: pb.AssignRequestRequest) -> Ask:
     """A request as the rules see it. Room is counted in tokens: any unit does, so long as engines use the same."""
-    return Ask(request.request_id, request.prompt_tokens, request.prompt_tokens + request.expected_output_tokens)
+    room = request.prompt_tokens + request.expected_output_tokens
+    return Ask(request.request_id, request.prompt_tokens, room, {near.engine: near.tokens for near in request.near})
 
 
 def _check_request(request: pb.AssignRequestRequest) -> int:
@@ -535,6 +538,10 @@ def _check_request(request: pb.AssignRequestRequest) -> int:
         raise InvalidArgument(
             "a request takes a prompt, and hits within it", prompt_tokens=request.prompt_tokens, hit_tokens=request.hit_tokens
         )
+    if len(request.near) > MAX_NEAR or any(near.tokens > request.prompt_tokens for near in request.near):
+        raise InvalidArgument("engines have a part of the prompt at hand, and not too many of them", most=MAX_NEAR)
+    for near in request.near:
+        check_name(near.engine, "engine")
     if request.budget_ms < 1:
         raise InvalidArgument("a request takes a budget: how long it may wait for engines", budget_ms=request.budget_ms)
     return request.budget_ms

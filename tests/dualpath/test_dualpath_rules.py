@@ -105,6 +105,33 @@ def test_prefill_assignment_is_algorithm_1(engines: list[Numbers], lengths: list
 
 @settings(max_examples=500, deadline=None)
 @given(
+    engine_numbers,
+    st.lists(st.tuples(st.integers(1, 20), st.dictionaries(st.integers(0, 9), st.integers(0, 20), max_size=4)), max_size=25),
+    small,
+    small,
+)
+def test_an_engine_with_the_prefix_at_hand_may_be_as_far_behind(
+    engines: list[Numbers], asked: list[tuple[int, dict[int, int]]], alpha: int, beta: int
+) -> None:
+    group = group_of(engines, Role.PREFILL)
+    near = ({f"e{place}": tokens for place, tokens in spared.items()} for _, spared in asked)
+    ours = list(assign_prefill(group, (length for length, _ in asked), alpha, beta, near))
+    literal = []
+    for length, spared in asked:
+        able = [place for place, engine in enumerate(engines) if engine.tok <= beta]
+        short = [place for place in able if engines[place].read <= alpha]
+        if not able:
+            break
+        chosen = min(short or able, key=lambda place: engines[place].tok - spared.get(place, 0))
+        literal.append(chosen)
+        engines[chosen].tok += length
+        engines[chosen].seq += 1
+    assert ours == literal
+    assert numbers_of(group) == engines
+
+
+@settings(max_examples=500, deadline=None)
+@given(
     engine_numbers.filter(bool),
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=25),
     st.sampled_from([1.05, 1.0, 0.5, 2.0]),

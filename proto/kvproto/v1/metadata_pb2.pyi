@@ -443,7 +443,7 @@ class EngineRef(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., node: _Optional[str] = ..., group: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class AssignRequestRequest(_message.Message):
-    __slots__ = ("operation_id", "request_id", "prompt_tokens", "hit_tokens", "expected_output_tokens", "budget_ms", "after_generation")
+    __slots__ = ("operation_id", "request_id", "prompt_tokens", "hit_tokens", "expected_output_tokens", "budget_ms", "after_generation", "near")
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +451,7 @@ class AssignRequestRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     AFTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
     operation_id: bytes
     request_id: str
     prompt_tokens: int
@@ -458,7 +459,16 @@ class AssignRequestRequest(_message.Message):
     expected_output_tokens: int
     budget_ms: int
     after_generation: int
-    def __init__(self, operation_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., budget_ms: _Optional[int] = ..., after_generation: _Optional[int] = ...) -> None: ...
+    near: _containers.RepeatedCompositeFieldContainer[NearPrefix]
+    def __init__(self, operation_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., budget_ms: _Optional[int] = ..., after_generation: _Optional[int] = ..., near: _Optional[_Iterable[_Union[NearPrefix, _Mapping]]] = ...) -> None: ...
+
+class NearPrefix(_message.Message):
+    __slots__ = ("engine", "tokens")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    tokens: int
+    def __init__(self, engine: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
     __slots__ = ("generation", "prefill", "decode")
