@@ -161,7 +161,7 @@ class NodeDaemon:
             window_bytes=config.load_window_bytes,
             threads=config.load_threads,
         )
-        self._prompts = Prompts(NodeId(config.node_id), self.table, decode_buffer, counters)
+        self._prompts = Prompts(NodeId(config.node_id), self.table, self._loader, decode_buffer, counters)
         self.sessions = Sessions(
             self.table, counters, clock, lease_s=config.lease_ms / 1000, prepare_ttl_s=config.prepare_ttl_ms / 1000
         )

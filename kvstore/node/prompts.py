@@ -1,7 +1,8 @@
-"""The decode side's wait for a whole prompt: its blocks come from a prefill engine, from loads over this node, or from both.
+"""The decode side's wait for a whole prompt: its blocks come from a prefill engine, from loads over this node, or from its NVMe.
 
 Room for the whole prompt is taken in the decode buffer before anything is pinned, all or none; then every block is pinned as
-soon as it is resident, so that none leaves again while the others are on their way. What is not here in time is answered as such:
+soon as it is resident, so that none leaves again while the others are on their way. What lies on this node's own NVMe is brought
+in at once: nobody else will, for a prefill engine sends only what this node lacks. What is not here in time is answered as such:
 the decode engine loads or recomputes it.
 """
 
@@ -13,7 +14,8 @@ from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.block import Block
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.domain import Domain
-from kvstore.node.loader import Part
+from kvstore.node.loader import Loader, Part
+from kvstore.node.provider import runs_of_equal
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
@@ -21,9 +23,10 @@ from kvstore.observe.counters import Counters
 class Prompts:
     """Prompts that decode engines of this host wait for. Thread-safe; ``arrive`` may be driven from any thread."""
 
-    def __init__(self, node_id: NodeId, table: BlockTable, buffer: StagingBuffer, counters: Counters) -> None:
+    def __init__(self, node_id: NodeId, table: BlockTable, loader: Loader, buffer: StagingBuffer, counters: Counters) -> None:
         self._node_id = node_id
         self._table = table
+        self._loader = loader
         self._buffer = buffer
         self._counters = counters
 
@@ -40,6 +43,7 @@ class Prompts:
             left = len(keys)
             vigil = self._table.watch(domain, keys)
             try:
+                self._bring(domain, keys, deadline_s)
                 while left and (came := self._table.came(vigil, deadline_s)):
                     for position, block in came:
                         found[position] = block
@@ -49,3 +53,12 @@ class Prompts:
             outcomes = [Outcome.HIT if block is not None else Outcome.TIMEOUT for block in found]
             self._counters.add("prompts_incomplete_total" if left else "prompts_complete_total")
             yield Part(0, outcomes, found, Tier.DRAM, self._node_id)
+
+    def _bring(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> None:
+        """Reads what lies on NVMe here into DRAM, where the vigil pins it."""
+        durable = self._table.on_nvme(domain, keys)
+        for start, stop in ((start, stop) for start, stop in runs_of_equal(durable) if durable[start]):
+            for part in self._loader.load(domain, keys[start:stop], deadline_s):
+                if part.tier is not Tier.DRAM:
+                    self._counters.add("prompt_nvme_blocks_total", len(part.pinned()))
+                self._table.unpin(part.pinned())

@@ -113,10 +113,10 @@ def checksums_of(blocks: Sequence[Block], shape: BlockShape) -> Checksums:
     return np.frombuffer(joined, dtype="<u8").reshape(len(blocks), shape.layers)
 
 
-def runs_of_outcome(outcomes: Sequence[Outcome]) -> Iterator[tuple[int, int]]:
-    """(start, end) of stretches of equal outcomes."""
+def runs_of_equal(values: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """(start, end) of stretches of the same value."""
     start = 0
-    for at in range(1, len(outcomes) + 1):
-        if at == len(outcomes) or outcomes[at] is not outcomes[start]:
+    for at in range(1, len(values) + 1):
+        if at == len(values) or values[at] is not values[start]:
             yield start, at
             start = at

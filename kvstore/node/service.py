@@ -22,7 +22,7 @@ from kvstore.node.lanes import Lanes
 from kvstore.node.loader import Loader, Part, Source, offsets_of
 from kvstore.node.peers import PeerAddress
 from kvstore.node.prompts import Prompts
-from kvstore.node.provider import runs_of_outcome
+from kvstore.node.provider import runs_of_equal
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Session, Sessions
 from kvstore.node.staging import Stager
@@ -296,7 +296,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         pinned = part.pinned()
         lease_id = self._sessions.lease(session, pinned) if pinned else 0
         runs = []
-        for start, end in runs_of_outcome(part.outcomes):
+        for start, end in runs_of_equal(part.outcomes):
             outcome = part.outcomes[start]
             run = node_pb2.LoadedRun(
                 start=part.first + start, count=end - start, outcome=cast("common_pb2.Outcome", int(outcome))

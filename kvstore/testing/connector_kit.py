@@ -1,7 +1,7 @@
 """What a hook must be able to do so that the connector conformance kit can drive it.
 
-A hook (the part that lives in an engine) proves itself by a driver: a small object that opens engines with the hook in them. It is
-made in the test's process and in child processes, so it is a picklable value (a frozen dataclass of paths and numbers)::
+A hook (the part that lives in an engine) proves itself by a driver: a small object that opens engines with the hook in them. It
+is made in the test's process and in child processes, so it is a picklable value (a frozen dataclass of paths and numbers)::
 
     @dataclass(frozen=True)
     class MyDriver:

@@ -158,3 +158,25 @@ def test_what_only_passes_through_a_node_is_durable_where_it_went(make_store: Ca
         assert result.durable, result.error
     until(lambda: store.node_stats("prefill-0").tiers[0].blocks == 0, "blocks leave a node that only stages them")
     assert writer.load("chain3", 20).hit_blocks == 20
+
+
+def test_what_the_decode_host_has_on_its_own_disk_is_neither_sent_nor_waited_for_in_vain(
+    make_store: Callable[..., Store],
+) -> None:
+    store = make_store(
+        NodeSpec("prefill-0", ("prefill",), dram_bytes=64 << 20),
+        NodeSpec("decode-0", ("decode",), dram_bytes=64 << 20, nvme_bytes=128 << 20),
+    )
+    prefill, decode = engine(store, "prefill-0"), engine(store, "decode-0")
+    prompt = Prompt(decode, "disk", hit=6, new=2)
+    assert store.evict("decode-0") == 6
+    with decode.client.await_prompt(prompt.keys, deadline_s=20) as awaited:
+        handoff = prefill.client.begin_handoff(prompt.keys, "decode-0", tail=True)
+        for layer in range(LAYERS):
+            handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
+        assert handoff.bytes_sent_a_layer == 3 * LAYER_BYTES
+        assert handoff.commit().held_blocks == len(prompt.keys)
+        assert awaited.wait()
+        taken = decode.room(len(prompt.keys))
+        assert awaited.take(taken, verify=True).hit_blocks == len(prompt.keys)
+    assert (taken == prompt.bytes).all()

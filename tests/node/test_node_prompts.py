@@ -43,7 +43,7 @@ class Waiting:
 
     def __init__(self, node: Node, count: int, wait_s: float = LONG_S) -> None:
         self.node = node
-        self.prompts = Prompts(node.loader._node_id, node.table, node.buffer, node.counters)
+        self.prompts = Prompts(node.loader._node_id, node.table, node.loader, node.buffer, node.counters)
         self.parts: list[Part] = []
         self.thread = threading.Thread(target=self._wait, args=(count, wait_s))
         self.thread.start()
