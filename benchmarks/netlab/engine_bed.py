@@ -49,7 +49,8 @@ class EngineSettings:
         dilation: so many times as long as in reality.
         block_tokens: tokens of a block.
         layers_together: so many of the model's layers are one in the lab.
-        in_flight: requests that a prefill engine serves at once.
+        in_flight: requests that a prefill engine serves at once: they hold its buffers.
+        loads: so many of them load at the same time, the first that came first; the others wait, or are computed.
     """
 
     model: str = "qwen2.5-32b"
@@ -60,6 +61,7 @@ class EngineSettings:
     block_tokens: int = 128
     layers_together: int = 2
     in_flight: int = 4
+    loads: int = 4
 
     def scale(self, bed: LabBed) -> Scale:
         """By which the lab's links are those of reality."""
@@ -210,6 +212,7 @@ class EngineBed:
             "seed": self.seed,
             "contexts": self.contexts,
             "in_flight": settings.in_flight,
+            "loads": settings.loads,
             "most_blocks": self._most_blocks,
             "engine": {
                 "model": settings.model,

@@ -35,6 +35,7 @@ class Summary:
         paths: bytes loaded by path.
         counts: blocks: hit, late (stored, not visible yet), lost (promised, not brought), missed by decode.
         cpu: share of the machine that was busy.
+        idle_s: prefill engines had nothing to compute between their first and last work; seconds, of all together.
         series: Mbit/s received over each storage link: times, and rates by host.
     """
 
@@ -48,6 +49,7 @@ class Summary:
     counts: Mapping[str, int]
     cpu: float
     series: Mapping[str, Sequence[float]]
+    idle_s: float = 0.0
 
 
 def summarize(result: RunResult, bed: LabBed, dilation: float) -> Summary:
@@ -79,6 +81,7 @@ def summarize(result: RunResult, bed: LabBed, dilation: float) -> Summary:
         counts,
         result.machine_cpu,
         series,
+        sum(float(one.get("idle_s", 0.0)) for one in result.engines),
     )
 
 

@@ -114,12 +114,13 @@ def _gains(options: Options, runs: dict[str, list[Summary]], parameters: dict[st
 def run_compute_bound(options: Options) -> None:
     """Appends so long that computing takes longer than loading over both paths: how near is the oracle?
 
-    Until the first layers are there nothing computes, and a late request's answer has nothing to hide behind: in so short a run
-    both weigh, more than in one of hours.
+    Until the first layers are there nothing computes, and a late request's answer has nothing to hide behind: in a short run both
+    weigh, more than in one of hours. So there are as many agents as keep the engines busy for a while. More requests are under
+    way than load, since one that is loaded and waits to be computed must not keep the links idle.
     """
-    agents, turns = options.pick(full=(18, 2), quick=(6, 2), smoke=(2, 1))
+    agents, turns = options.pick(full=(36, 2), quick=(6, 2), smoke=(2, 1))
     made = trajectories(PROFILE, agents, turns, options.seed, append_factor=64.0)
-    settings = EngineSettings(dilation=0.5, in_flight=8)  # so that some load while others compute
+    settings = EngineSettings(dilation=0.5, in_flight=12)
     dual = dataclasses.replace(DUAL, layer_group=GROUPS)
     runs = _rounds(options, made, settings, (BASE, dual, ORACLE), growth=1400 * agents)
     parameters = {**_parameters(settings, agents, turns), "append": "x64"}
@@ -127,7 +128,9 @@ def run_compute_bound(options: Options) -> None:
     print(facts, flush=True)
     share = _ratios(runs[ORACLE.name], runs[DUAL.name])
     title = "Offline JCT, compute-bound: the oracle's as a share of ours"
-    notes = _notes(runs[DUAL.name], facts)
+    notes = (
+        f"prefill idle between its first and last work for {runs[DUAL.name][-1].idle_s:.2f} s; {_notes(runs[DUAL.name], facts)}"
+    )
     options.keep(
         Figure("engines_of_oracle", title, parameters, ""), share, target=Target("value", 0.9), verified=True, notes=notes
     )

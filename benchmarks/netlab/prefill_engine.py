@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ class PrefillEngine:
         self._variant: dict[str, Any] = {}
         self._gpu = Processor()
         in_flight = settings["in_flight"]
+        self._loads = ThreadPoolExecutor(settings["loads"], thread_name_prefix="load")
         self._jobs = ThreadPoolExecutor(in_flight, thread_name_prefix="prefill")
         self._pushers = ThreadPoolExecutor(in_flight, thread_name_prefix="push")
         # buffers are made once: their first touch is no part of a load
@@ -87,13 +88,15 @@ class PrefillEngine:
             self._gpu = Processor()
             self._speaker.say(did="begun", run=command["run"])
         elif command["do"] == "end":
-            self._speaker.say(did="ended", busy_s=self._gpu.busy_s, late_s=self._gpu.late_s, cpu_s=time.process_time())
+            figures = {"busy_s": self._gpu.busy_s, "idle_s": self._gpu.idle_s, "late_s": self._gpu.late_s}
+            self._speaker.say(did="ended", cpu_s=time.process_time(), **figures)
         else:
             self._jobs.submit(self._serve, command)
 
     def close(self) -> None:
         """Waits for what is under way."""
         self._jobs.shutdown()
+        self._loads.shutdown()
         self._pushers.shutdown()
 
     def _serve(self, command: dict[str, Any]) -> None:
@@ -138,27 +141,30 @@ class PrefillEngine:
         """The oracle: no byte is moved."""
         job.hit = job.expect
         job.loaded_s = job.started_s
-        job.first_s = job.handed_s = self._gpu.run(self._seconds(job), job.started_s)
+        [job.first_s] = self._gpu.run(self._seconds(job), job.started_s)
+        job.handed_s = job.first_s
 
     def _one_after_the_other(self, job: Job) -> None:
         """All is loaded, then all is computed, then all is handed over."""
-        lookup = self._look_up(job)
-        if job.hit:
-            result = self._client.load(lookup, job.rows[: job.hit], deadline_s=DEADLINE_S, paths=self._paths(job))
-            self._account(job, result.hit_blocks, result.bytes_by_path, result.error)
+        self._loads.submit(self._load_whole, job).result()
         job.loaded_s = time.monotonic()
-        job.first_s = self._gpu.run(self._seconds(job), job.loaded_s)
+        [job.first_s] = self._gpu.run(self._seconds(job), job.loaded_s)
         with self._hand_over(job) as handoff:
             for layer in range(self._client.spec.layers):
                 handoff.put_layer(layer, self._layer(job, layer))
             self._commit(job, handoff)
 
+    def _load_whole(self, job: Job) -> None:
+        lookup = self._look_up(job)
+        if job.hit:
+            result = self._client.load(lookup, job.rows[: job.hit], deadline_s=DEADLINE_S, paths=self._paths(job))
+            self._account(job, result.hit_blocks, result.bytes_by_path, result.error)
+
     def _layer_by_layer(self, job: Job) -> None:
         """Each layer is computed when its KV is there, and handed over while the next one is computed."""
-        lookup = self._look_up(job)
-        load = None
-        if job.hit:
-            load = self._client.start_load(lookup, job.rows[: job.hit], deadline_s=DEADLINE_S, paths=self._paths(job))
+        begun: Future[LoadHandle | None] = Future()
+        self._loads.submit(self._load_layers, job, begun)
+        load = begun.result()
         computed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         with self._hand_over(job) as handoff:
             pushed = self._pushers.submit(self._push, job, handoff, computed)
@@ -172,11 +178,26 @@ class PrefillEngine:
             result = load.result()
             self._account(job, result.hit_blocks, result.bytes_by_path, result.error)
 
+    def _load_layers(self, job: Job, begun: Future[LoadHandle | None]) -> None:
+        """Begins a load, and ends with it: so only as many are under way as there are threads, the first that came first."""
+        try:
+            lookup = self._look_up(job)
+            load = None
+            if job.hit:
+                load = self._client.start_load(lookup, job.rows[: job.hit], deadline_s=DEADLINE_S, paths=self._paths(job))
+        except Exception as error:  # noqa: BLE001  # the edge of this thread: told to whoever waits for the load
+            begun.set_exception(error)
+            return
+        begun.set_result(load)
+        if load is not None:
+            load.result()
+
     def _compute_layers(self, job: Job, load: LoadHandle | None, computed: queue.SimpleQueue[int | None]) -> None:
         layers = self._client.spec.layers
         seconds = self._seconds(job) / layers
         ready_s = job.started_s
-        for layer in range(layers):
+        layer = 0
+        while layer < layers:
             if load is not None and not job.lost and not load.wait_layer(layer, 0.0):
                 load.wait_layer(layer)
                 ready_s = time.monotonic()
@@ -185,11 +206,15 @@ class PrefillEngine:
                 self._account(job, result.hit_blocks, result.bytes_by_path, result.error)
                 ready_s = time.monotonic()
                 seconds = self._seconds(job) / layers
-            if layer == layers - 1:
+            there = layer + 1
+            while there < layers and (load is None or job.lost or load.wait_layer(there, 0.0)):
+                there += 1
+            if there == layers:
                 job.loaded_s = ready_s
-            ready_s = self._gpu.run(seconds, ready_s)
-            computed.put(layer)
-        job.first_s = ready_s
+            for end_s in self._gpu.run(seconds, ready_s, there - layer):  # what is there is computed without a break
+                computed.put(layer)
+                layer, job.first_s = layer + 1, end_s
+            ready_s = job.first_s
 
     def _push(self, job: Job, handoff: Handoff, computed: queue.SimpleQueue[int | None]) -> None:
         while (layer := computed.get()) is not None:

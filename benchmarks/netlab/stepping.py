@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from typing import IO
 
 
 class Processor:
-    """Something that computes one thing at a time, in order of arrival, in modelled time.
+    """Something that computes one thing at a time, in order of arrival, in modelled time: all steps of it that can be done.
 
     Work that waited begins, in the model, when the work before it ended, not when its thread woke: late sleeps do not add up.
     """
@@ -18,18 +19,32 @@ class Processor:
         self._lock = threading.Lock()
         self._free_s = 0.0
         self.busy_s = 0.0
+        self.idle_s = 0.0
+        """Between its first work and its last, with nothing to compute."""
         self.late_s = 0.0
         """By how much sleeps ended late, added up."""
 
-    def run(self, seconds: float, ready_s: float) -> float:
-        """Computes; ``ready_s``: when what it takes was there. Returns when it ended in the model, at about that time."""
+    def run(self, seconds: float, ready_s: float, steps: int = 1) -> Iterator[float]:
+        """Computes ``steps`` steps of so many seconds without a break.
+
+        Args:
+            seconds: of each step.
+            ready_s: when what they take was there.
+            steps: how many.
+
+        Yields:
+            When each ended in the model, at about that time.
+        """
         with self._lock:
-            end_s = max(self._free_s, ready_s) + seconds
-            self._free_s = end_s
-            self.busy_s += seconds
-        sleep_until(end_s)
-        self.late_s += max(0.0, time.monotonic() - end_s)
-        return end_s
+            begin_s = max(self._free_s, ready_s)
+            self.idle_s += begin_s - self._free_s if self._free_s else 0.0
+            self._free_s = begin_s + seconds * steps
+            self.busy_s += seconds * steps
+        for step in range(1, steps + 1):
+            end_s = begin_s + seconds * step
+            sleep_until(end_s)
+            self.late_s += max(0.0, time.monotonic() - end_s)
+            yield end_s
 
 
 class Speaker:
