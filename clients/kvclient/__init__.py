@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvclient.client import KVClient
     from kvclient.layer_store import StoreHandle
     from kvclient.layers import LoadHandle
+    from kvclient.namespaces import list_namespaces
     from kvclient.options import ClientOptions
     from kvclient.paths import Paths
     from kvclient.results import LoadResult, Lookup, NodeRef, Run, StoreResult
@@ -78,6 +79,7 @@ _HOMES = {
     "Unavailable": "kvstore.core.errors",
     "as_block_buffer": "kvclient.buffers",
     "encode_extra": "kvstore.core.keys",
+    "list_namespaces": "kvclient.namespaces",
 }
 
 __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
@@ -105,6 +107,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a reader meets them
     "as_block_buffer",
     "KeyChain",
     "encode_extra",
+    "list_namespaces",
     "SchedulerClient",
     "AsyncSchedulerClient",
     "EngineRequest",

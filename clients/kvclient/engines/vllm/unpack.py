@@ -1,0 +1,226 @@
+"""KV that vLLM stored, as plain tensors: for another engine that goes on from it, for tools, for a look.
+
+    spec = find_pages("127.0.0.1:7400", model="my-model")
+    with PageReader(spec, HookOptions()) as reader:
+        layers, tokens = reader.read(token_ids)                       # [(keys, values), …], each [1, heads, tokens, dim]
+    cache = transformers.DynamicCache(layers)
+    model.generate(ids, past_key_values=cache)                        # the same weights: the same tokens
+
+The connector stores pages as vLLM's attention kernel has them, and on a CPU that is not ``[tokens, dim]``. Within a page of one
+head, of N tokens, first come N * D elements of keys, then as many of values:
+
+======== ====================================== ======================== ===================================
+kernel   where                                  keys                     values
+======== ====================================== ======================== ===================================
+vec      float32 and float16, and bfloat16      [D][N]                   [N][D]
+         where there is no AMX
+vec16    head dims that 32 does not divide      [D][N]                   [N][D]
+amx      bfloat16 with AMX                      [N/16][D/2][16][2]:      [D/16][N/2][16][2]:
+                                                16 tokens, pairs of dims pairs of tokens, 16 dims
+======== ====================================== ======================== ===================================
+
+Seen in vLLM 0.32 on x86-64, for head dims 64, 80 and 96 and blocks of 32 to 128 tokens. Keys have their positions applied. Served
+are models with full attention in all layers; anything else is refused. Nothing here needs vLLM. The weights of whoever goes on
+must be those that vLLM had: nobody here can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from kvclient import CacheSpec, InvalidArgument, TlsConfig, list_namespaces
+from kvclient.engines.options import HookOptions
+from kvclient.engines.torch_blocks import KV
+
+_TILE = 16
+_FAMILY, _ENGINE_LINES = "vllm", ("0.32",)
+_LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """How pages of a namespace are to be read.
+
+    Attributes:
+        isa: the attention kernel's arrangement.
+        dtype: of the elements.
+        layers: how many.
+        heads: of keys and values.
+        block_tokens: tokens of a page.
+        head_dim: elements of a token and head, keys or values.
+    """
+
+    isa: str
+    dtype: torch.dtype
+    layers: int
+    heads: int
+    block_tokens: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, spec: CacheSpec) -> PageLayout:
+        """Reads it off a namespace that the vLLM connector made.
+
+        Raises:
+            InvalidArgument: it is none, or its pages are of a kind that cannot be read here.
+        """
+        said = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
+        if said.get(_FAMILY) not in _ENGINE_LINES or spec.layout_version != _LAYOUT_VERSION:
+            raise InvalidArgument("not pages of a vLLM that is known here", layout=spec.layout, known=", ".join(_ENGINE_LINES))
+        if said.get("attention") != "CPU_ATTN" or said.get("isa") not in _READERS:
+            raise InvalidArgument("the arrangement within pages is not known for this kernel", layout=spec.layout)
+        if said.get("kind") != "full" or spec.shard_count != 1:
+            raise InvalidArgument("only full attention, not spread over ranks, can be read", layout=spec.layout)
+        dtype = getattr(torch, spec.dtype, None)
+        shape = said.get("page", "").split("x")
+        if not isinstance(dtype, torch.dtype) or len(shape) != 3 or not all(part.isdecimal() for part in shape):
+            raise InvalidArgument("the namespace does not say what a page is", layout=spec.layout, dtype=spec.dtype)
+        heads, tokens, content = map(int, shape)
+        size = heads * tokens * content * dtype.itemsize
+        if tokens != spec.block_tokens or content % 2 or size != spec.layer_block_bytes:
+            raise InvalidArgument("the namespace's numbers do not fit each other", layout=spec.layout, block_tokens=tokens)
+        layout = cls(said["isa"], dtype, spec.layers, heads, tokens, content // 2)
+        if layout.isa == "amx" and (tokens % _TILE or layout.head_dim % _TILE):
+            raise InvalidArgument("tiles of 16 do not fit the page", layout=spec.layout)
+        return layout
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a page of all layers."""
+        return self.layers * self.heads * self.block_tokens * 2 * self.head_dim * self.dtype.itemsize
+
+    def unpack(self, blocks: torch.Tensor) -> list[KV]:
+        """Pages as tensors.
+
+        Args:
+            blocks: consecutive pages, uint8 ``[blocks, block_bytes]`` on the CPU, contiguous.
+
+        Returns:
+            Keys and values of each layer, ``[1, heads, blocks * block_tokens, head_dim]``; nothing is a view of ``blocks``.
+
+        Raises:
+            InvalidArgument: memory of another size.
+        """
+        if blocks.dtype != torch.uint8 or blocks.ndim != 2 or blocks.shape[1] != self.block_bytes or not blocks.is_contiguous():
+            raise InvalidArgument("pages take contiguous uint8 [blocks, block_bytes]", shape=tuple(blocks.shape))
+        count, tokens, dim = blocks.shape[0], self.block_tokens, self.head_dim
+        pages = blocks.view(self.dtype).view(count, self.layers, self.heads, 2, tokens * dim)
+        read_keys, read_values = _READERS[self.isa]
+        layers = []
+        for layer in range(self.layers):
+            keys, values = read_keys(pages[:, layer, :, 0], tokens, dim), read_values(pages[:, layer, :, 1], tokens, dim)
+            layers.append((_in_a_row(keys), _in_a_row(values)))
+        return layers
+
+
+_Read = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""``[blocks, heads, tokens * dim]`` as a kernel has it -> ``[blocks, heads, tokens, dim]``; a view where it can be."""
+
+
+def _plain(area: torch.Tensor, tokens: int, dim: int) -> torch.Tensor:
+    return area.view(*area.shape[:2], tokens, dim)
+
+
+def _transposed(area: torch.Tensor, tokens: int, dim: int) -> torch.Tensor:
+    return _plain(area, dim, tokens).transpose(2, 3)
+
+
+def _amx_keys(area: torch.Tensor, tokens: int, dim: int) -> torch.Tensor:
+    tiles = area.view(*area.shape[:2], tokens // _TILE, dim // 2, _TILE, 2)
+    return tiles.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+
+
+def _amx_values(area: torch.Tensor, tokens: int, dim: int) -> torch.Tensor:
+    tiles = area.view(*area.shape[:2], dim // _TILE, tokens // 2, _TILE, 2)
+    return tiles.permute(0, 1, 3, 5, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
+_READERS: dict[str, tuple[_Read, _Read]] = {
+    "vec": (_transposed, _plain),
+    "vec16": (_transposed, _plain),
+    "amx": (_amx_keys, _amx_values),
+}
+
+
+def _in_a_row(parts: torch.Tensor) -> torch.Tensor:
+    """``[blocks, heads, tokens, dim]`` as new memory ``[1, heads, blocks * tokens, dim]``."""
+    return parts.transpose(0, 1).contiguous().flatten(1, 2).clone()[None]
+
+
+def find_pages(
+    metadata: str, *, model: str, weights_epoch: str | None = None, tenant: str = "", tls: TlsConfig | None = None
+) -> CacheSpec:
+    """The namespace of a model's pages that vLLM stored and that can be read here; where there are several, the last.
+
+    Args:
+        metadata: address of the metadata server.
+        model: as vLLM calls it, or its connector was told.
+        weights_epoch: whose weights; None: whichever was registered last.
+        tenant: whose KV.
+        tls: as for ``KVClient.connect``.
+
+    Raises:
+        InvalidArgument: there is none; why those there are cannot be read.
+        KVStoreError: the metadata server does not answer.
+    """
+    why: InvalidArgument | None = None
+    for spec in reversed(list_namespaces(metadata, tls=tls)):
+        wanted = spec.model == model and spec.tenant == tenant and spec.layout.startswith(f"{_FAMILY}=")
+        if wanted and weights_epoch in {None, spec.weights_epoch}:
+            try:
+                PageLayout.of(spec)
+            except InvalidArgument as error:
+                why = why or error
+            else:
+                return spec
+    raise why or InvalidArgument("vLLM stored nothing of this model here", model=model, tenant=tenant)
+
+
+class PageReader:
+    """Reads prefixes of one namespace. Thread-safe; a context manager.
+
+    Args:
+        spec: the namespace; see ``find_pages``.
+        options: where the store is, and bounds.
+
+    Raises:
+        InvalidArgument: its pages cannot be read here.
+        KVStoreError: the store does not answer, and ``require_store`` is set.
+    """
+
+    def __init__(self, spec: CacheSpec, options: HookOptions) -> None:
+        self.layout = PageLayout.of(spec)
+        self._options = options
+        self._client = options.connect(spec)
+
+    def read(self, tokens: list[int], most: int | None = None) -> tuple[list[KV], int]:
+        """The longest stored prefix.
+
+        Args:
+            tokens: ids, without anything else that KV depends on (adapters, images, salts).
+            most: at most so many tokens; rounded down to blocks. Whoever goes on needs one token left, for its logits.
+
+        Returns:
+            Keys and values of each layer, ``[1, heads, tokens, dim]``, and how many tokens that is; 0: ``([], 0)``.
+        """
+        most = len(tokens) if most is None else min(most, len(tokens))
+        keys = self._client.keys(tokens[: max(0, most) // self.layout.block_tokens * self.layout.block_tokens])
+        found = self._client.lookup(keys, deadline_s=self._options.lookup_deadline_s)
+        room = torch.empty((found.hit_blocks, self.layout.block_bytes), dtype=torch.uint8)
+        hit = self._client.load(found, room, deadline_s=self._options.load_deadline_s).hit_blocks
+        return (self.layout.unpack(room[:hit]), hit * self.layout.block_tokens) if hit else ([], 0)
+
+    def close(self) -> None:
+        """Lets go of the store."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
