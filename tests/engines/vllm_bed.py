@@ -1,0 +1,206 @@
+"""A vLLM engine in this process, with the connector or without: what tests of the connector and the conformance kit drive.
+
+One at a time: vLLM keeps a connector and distributed groups in globals. As a script: the process that stored before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvclient.engines.vllm.scheduler_side import SchedulerSide
+from kvclient.engines.vllm.worker_side import WorkerSide
+from kvstore.testing.connector_kit import Generated, StoreAddress
+from kvstore.testing.tiny_models import Family, TinyModel, make_model
+
+BLOCK = 32
+MIB = 1 << 20
+MOST_TOKENS = 2048
+FLUSH_S = 20.0
+
+
+def tiny(family: str, folder: Path) -> Path:
+    """A tiny model, the same in every process."""
+    return make_model(folder / family, TinyModel(Family(family), hidden=128, head_dim=32, window=96, max_tokens=4096))
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    """Printable token ids, different for each seed."""
+    state = seed * 7919 + 17
+    ids = []
+    for _ in range(tokens):
+        state = (state * 1103515245 + 12345) % (1 << 31)
+        ids.append(32 + (state >> 16) % 95)
+    return ids
+
+
+@dataclass(frozen=True)
+class VllmDriver:
+    """Opens engines; see ``HookDriver``.
+
+    Attributes:
+        model: its folder.
+        family: of the model.
+        load_mode: of the connector.
+        policy: what vLLM does where a load fails.
+    """
+
+    model: Path
+    family: str = "llama"
+    block_tokens: int = BLOCK
+    load_mode: str = "async"
+    policy: str = "recompute"
+
+    def open(self, store: StoreAddress | None, options: Mapping[str, object] = {}, **engine: object) -> VllmEngine:  # type: ignore[assignment]
+        """A new engine; ``engine``: further arguments of ``LLM``."""
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        given: dict[str, object] = {
+            "enforce_eager": True,
+            "dtype": "bfloat16" if self.family == "deepseek" else "float32",
+            "max_model_len": MOST_TOKENS,
+            "max_num_seqs": 8,
+            "block_size": self.block_tokens,
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": 48 * MIB,
+            "seed": 0,
+        }
+        if store is not None:
+            extra = {"metadata": store.metadata, "node": store.node, "load_mode": self.load_mode, **options}
+            given["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="KVStoreConnector",
+                kv_connector_module_path="kvclient.engines.vllm.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy=self.policy,
+                kv_connector_extra_config=extra,
+            )
+        return VllmEngine(LLM(model=str(self.model), **{**given, **engine}))
+
+
+class VllmEngine:
+    """An engine; see ``HookEngine``."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.connector = self.core.scheduler.connector
+        self._loaded: dict[str, int] = {}
+        if self.connector is not None:
+            self._watch_loads(self.scheduler_side)
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        side: SchedulerSide = self.connector._scheduler
+        return side
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        side: WorkerSide = get_kv_transfer_group()._worker
+        return side
+
+    def _watch_loads(self, side: SchedulerSide) -> None:
+        """Notes how much of each request came from the store; vLLM does not say."""
+        planned, failed = side.allocated, side.loads_failed
+
+        def allocated(request: Any, block_ids: Any, tokens: int) -> None:
+            self._loaded[request.request_id] = tokens
+            planned(request, block_ids, tokens)
+
+        def loads_failed(invalid: set[int], requests: set[str]) -> None:
+            failed(invalid, requests)
+            for request_id, state in side._requests.items():
+                if state.load_failed:
+                    self._loaded[request_id] = 0
+
+        side.allocated, side.loads_failed = allocated, loads_failed  # type: ignore[method-assign]
+
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any) -> list[Any]:
+        """vLLM's own answers."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers: list[Any] = self.llm.generate(asked, params, use_tqdm=False)
+        return answers
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+        """Greedy answers, all at once."""
+        self._loaded.clear()
+        answers = self.run(prompts, max_tokens)
+        loaded = {request_id.rsplit("-", 1)[0]: tokens for request_id, tokens in self._loaded.items()}
+        return [Generated(tuple(one.outputs[0].token_ids), loaded.get(one.request_id, 0)) for one in answers]
+
+    def tokens(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[tuple[int, ...]]:
+        """Only the tokens."""
+        return [one.tokens for one in self.generate(prompts, max_tokens)]
+
+    def one_by_one(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[Generated]:
+        """The same, each prompt alone in its batch: in bfloat16 a batch changes results."""
+        return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
+
+    def flush(self, timeout_s: float = FLUSH_S) -> bool:
+        """Steps until all that was generated is stored, or given up."""
+        end_s = time.monotonic() + timeout_s
+        while self.connector is not None and self.scheduler_side.has_pins:
+            if time.monotonic() > end_s:
+                return False
+            self.llm.llm_engine.step()
+        return True
+
+    def forget(self) -> None:
+        """Drops what the engine itself has cached."""
+        assert self.flush()
+        assert self.llm.reset_prefix_cache()
+
+    def counters(self) -> Mapping[str, int]:
+        """Of the connector, and of its clients."""
+        if self.connector is None:
+            return {}
+        counts = {**self.scheduler_side.tally.totals()}
+        for name, value in self.worker_side.tally.totals().items():
+            counts[name] = counts.get(name, 0) + value
+        return {name: int(value) for name, value in counts.items()} | dict(self.worker_side.client_stats)
+
+    def close(self) -> None:
+        """Ends it, so that another one may begin."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        self.llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        self.llm = self.core = self.connector = None
+        cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    """Answers prompts, and again from its own cache, and stores them; prints both answers as JSON."""
+    parser = argparse.ArgumentParser()
+    for name in ("metadata", "node", "folder", "prompts"):
+        parser.add_argument(name)
+    parser.add_argument("families", nargs="+")
+    given = parser.parse_args()
+    prompts = json.loads(Path(given.prompts).read_text())
+    said: dict[str, Any] = {}
+    for family in given.families:
+        engine = VllmDriver(tiny(family, Path(given.folder)), family).open(StoreAddress(given.metadata, given.node))
+        fresh = [one.tokens for one in engine.one_by_one(prompts)]
+        assert engine.flush()
+        cached = [one.tokens for one in engine.one_by_one(prompts)]
+        said[family] = {"fresh": fresh, "cached": cached}
+        engine.close()
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    import os
+
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    main()
