@@ -1,0 +1,22 @@
+"""What a store knows can be listed by whoever looks for what another engine stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvclient import CacheSpec, ClientOptions, KVClient, Unavailable, list_namespaces
+from kvstore.testing.cluster import LocalCluster
+
+
+def test_namespaces_are_listed_as_they_were_registered(tmp_path: Path) -> None:
+    specs = [CacheSpec(model=name, block_tokens=16, layers=2, layer_block_bytes=64, salt=b"x") for name in ("a", "b")]
+    with LocalCluster([], tmp_path) as cluster:
+        assert list_namespaces(cluster.metadata_address) == []
+        for spec in specs:
+            KVClient.connect(cluster.metadata_address, spec, node=None, options=ClientOptions()).close()
+        assert list_namespaces(cluster.metadata_address) == specs
+        address = cluster.metadata_address
+    with pytest.raises(Unavailable):
+        list_namespaces(address, timeout_s=2.0)
