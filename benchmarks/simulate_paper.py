@@ -11,9 +11,9 @@ import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import harness
+import simulate_parts
 from harness import Figure, Options, Reference
 from kvstore.engine.hardware import GPUS
 from kvstore.engine.models import model_named
@@ -24,7 +24,6 @@ from kvstore.simulate.run import simulate
 from kvstore.simulate.sessions import Session, at_once, sessions_of, thinned
 from kvstore.workload.generator import PROFILES, AgentWorkload
 
-TABLE = Path(__file__).resolve().parent / "simulate.md"
 H100 = GPUS["h100"]
 LARGE, LARGE_FP8, SMALL = "ds-660b-bf16", "ds-660b", "ds-27b"
 DUAL = "+scheduler"
@@ -252,7 +251,7 @@ def main() -> None:
     if options.mode == "full":
         kept = f"One turn in {bench.every} of each agent (appends x n: in {bench.every}/n; scale: {bench.every * 4}; online: 32)"
         said = f"\n{kept}, seed {options.seed}.\n"
-        TABLE.write_text(INTRODUCTION + said + "\n".join(bench.lines) + "\n" + WHY)
+        simulate_parts.write("paper", INTRODUCTION + said + "\n".join(bench.lines) + "\n" + WHY)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ from netlab.agents import Trajectory
 MIB = 1 << 20
 BENCHMARKS = Path(__file__).resolve().parent.parent
 _ANSWER_S = 90.0
-_BYTES_PER_MBIT = 125_000.0
+BYTES_PER_MBIT = 125_000.0
+PREFILL_BUFFER, DECODE_BUFFER = 288 * MIB, 512 * MIB
+"""Of a prefill and of a decode host's arena, for what is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class EngineSettings:
 
     def scale(self, bed: LabBed) -> Scale:
         """By which the lab's links are those of reality."""
-        return Scale.for_link(self.snic_bytes_per_s, bed.snic_mbit * _BYTES_PER_MBIT, self.dilation)
+        return Scale.for_link(self.snic_bytes_per_s, bed.snic_mbit * BYTES_PER_MBIT, self.dilation)
 
     def engine(self, bed: LabBed) -> EngineModel:
         """How long things take."""
@@ -254,16 +256,16 @@ class EngineBed:
         blocks = sum(context // self.spec.block_tokens for context in self.contexts) + self._growth_blocks
         shared = {"keep_loaded": "false", "load_window": str(4 * MIB), "prefault": "false"}
         links = {
-            "storage_bandwidth": str(int(self.bed.snic_mbit * _BYTES_PER_MBIT)),
-            "compute_bandwidth": str(int(self.bed.cnic_mbit * _BYTES_PER_MBIT)),
+            "storage_bandwidth": str(int(self.bed.snic_mbit * BYTES_PER_MBIT)),
+            "compute_bandwidth": str(int(self.bed.cnic_mbit * BYTES_PER_MBIT)),
         }
         nodes = [
             self._node(name, "storage", 256 * MIB, 0 if number else int(blocks * slot * 1.1) + 128 * MIB, None, shared)
             for number, name in enumerate(self.bed.storage_hosts)
         ]
-        prefill = {**shared, **links, "prefill_buffer": str(288 * MIB)}
+        prefill = {**shared, **links, "prefill_buffer": str(PREFILL_BUFFER)}
         nodes += [self._node(name, "prefill", 384 * MIB, 0, None, prefill) for name in self.bed.prefill_hosts]
-        decode = {**shared, **links, "prefill_buffer": str(512 * MIB), "decode_buffer": str(512 * MIB)}
+        decode = {**shared, **links, "prefill_buffer": str(DECODE_BUFFER), "decode_buffer": str(DECODE_BUFFER)}
         storage = self.bed.storage_hosts[0]
         nodes += [self._node(name, "decode", 768 * MIB, 0, storage, decode) for name in self.bed.decode_hosts]
         return nodes

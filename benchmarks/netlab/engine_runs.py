@@ -76,8 +76,8 @@ def run_offline(options: Options) -> dict[str, list[Summary]]:
     made = trajectories(PROFILE, agents, turns, options.seed, out_factor=options.pick(full=1.0, quick=1.0, smoke=0.1))
     settings = EngineSettings(dilation=options.pick(full=1.0, quick=0.5, smoke=0.1))
     variants = (*LADDER, ORACLE) if options.mode != "smoke" else (BASE, DUAL, ORACLE)
-    runs = _rounds(options, made, settings, variants)
-    facts = _facts(made, settings, BED)
+    runs = rounds_of(options, BED, made, settings, variants)
+    facts = facts_of(made, settings, BED)
     print(f"{BED.describe()}\n{facts}", flush=True)
     parameters = _parameters(settings, agents, turns)
     oracle = Reference("oracle", [run.jct_s for run in runs["oracle"]])
@@ -122,9 +122,9 @@ def run_compute_bound(options: Options) -> None:
     made = trajectories(PROFILE, agents, turns, options.seed, append_factor=64.0)
     settings = EngineSettings(dilation=0.5, in_flight=12)
     dual = dataclasses.replace(DUAL, layer_group=GROUPS)
-    runs = _rounds(options, made, settings, (BASE, dual, ORACLE), growth=1400 * agents)
+    runs = rounds_of(options, BED, made, settings, (BASE, dual, ORACLE), growth=1400 * agents)
     parameters = {**_parameters(settings, agents, turns), "append": "x64"}
-    facts = _facts(made, settings, BED)
+    facts = facts_of(made, settings, BED)
     print(facts, flush=True)
     share = _ratios(runs[ORACLE.name], runs[DUAL.name])
     title = "Offline JCT, compute-bound: the oracle's as a share of ours"
@@ -143,7 +143,7 @@ def run_online(options: Options) -> list[dict[str, float | str]]:
     """Agents arrive as a Poisson process: the highest rate at which most requests meet the objective, by bisection."""
     settings = EngineSettings(dilation=0.5)
     turns, window_s = 2, options.pick(full=12.0, quick=10.0, smoke=1.0)
-    per_agent_s = _read_s(trajectories(PROFILE, 100, turns, options.seed), settings) / 100
+    per_agent_s = _read_s(trajectories(PROFILE, 100, turns, options.seed), settings, BED) / 100
     most = int(RATES[-1] * 2 / per_agent_s * window_s * 1.5)
     made = trajectories(PROFILE, most, turns, options.seed)
     trials: list[dict[str, float | str]] = []
@@ -193,16 +193,31 @@ def _highest(
 
 
 # ---- shared ----
-def _rounds(
-    options: Options, made: Sequence[Trajectory], settings: EngineSettings, variants: Sequence[Variant], growth: int = 8192
+def rounds_of(
+    options: Options,
+    bed: LabBed,
+    made: Sequence[Trajectory],
+    settings: EngineSettings,
+    variants: Sequence[Variant],
+    growth: int = 8192,
 ) -> dict[str, list[Summary]]:
+    """Offline runs, by variant: all agents begin at once, every variant in turn, a round after the other.
+
+    Args:
+        options: rounds, seed and scratch.
+        bed: hosts and links.
+        made: the agents.
+        settings: the engines.
+        variants: in the order of the first round.
+        growth: blocks of room in storage for what runs add.
+    """
     runs: dict[str, list[Summary]] = {variant.name: [] for variant in variants}
-    with EngineBed(BED, settings, made, seed=options.seed, growth_blocks=growth, scratch=options.scratch) as bed:
-        coordinator = Coordinator(bed, made)
+    with EngineBed(bed, settings, made, seed=options.seed, growth_blocks=growth, scratch=options.scratch) as running:
+        coordinator = Coordinator(running, made)
         order = list(variants)
         for number in range(options.repetitions):
             for variant in order:
-                run = summarize(coordinator.run(variant, [0.0] * len(made)), BED, settings.dilation)
+                run = summarize(coordinator.run(variant, [0.0] * len(made)), bed, settings.dilation)
                 runs[variant.name].append(run)
                 print(f"  round {number}: {variant.name:14} {run.jct_s:6.2f} s, cpu {run.cpu:.0%}, {run.counts}", flush=True)
             order.append(order.pop(0))
@@ -213,18 +228,18 @@ def _ratios(slow: Sequence[Summary], fast: Sequence[Summary]) -> list[float]:
     return [one.jct_s / other.jct_s for one, other in zip(slow, fast, strict=True)]
 
 
-def _read_s(made: Sequence[Trajectory], settings: EngineSettings) -> float:
+def _read_s(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) -> float:
     """Seconds (of the lab) in which one storage link reads all that hits."""
     tokens = sum(one.known(turn) for one in made for turn in range(len(one.turns)))
-    return tokens * settings.engine(BED).model.token_bytes / settings.snic_bytes_per_s * settings.dilation
+    return tokens * settings.engine(bed).model.token_bytes / settings.snic_bytes_per_s * settings.dilation
 
 
-def _facts(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) -> str:
+def facts_of(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) -> str:
     """What bounds the bed: reading and computing, a turn."""
     engine = settings.engine(bed)
     chunks = [(one.known(turn), one.prompt(turn) - one.known(turn)) for one in made for turn in range(len(one.turns))]
     compute_s = sum(engine.prefill_seconds([Chunk(*chunk)]) for chunk in chunks) / len(chunks)
-    read_s = _read_s(made, settings) / len(chunks)
+    read_s = _read_s(made, settings, bed) / len(chunks)
     link = settings.snic_bytes_per_s * 8e-9
     return (
         f"{settings.model} on {settings.gpus} {settings.gpu} a host with one {link:g} Gb/s storage link; "

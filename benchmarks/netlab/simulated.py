@@ -1,0 +1,73 @@
+"""What the simulator says of a bed of timed engines: the same hosts, links, engines and agents, as it sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.dualpath.groups import Role
+from kvstore.dualpath.quota import QUOTA_S
+from kvstore.simulate.cluster import Host, Scheduling, SimConfig
+from kvstore.simulate.cluster import Variant as SimVariant
+from kvstore.simulate.result import SimResult
+from kvstore.simulate.run import simulate
+from kvstore.simulate.sessions import Session, Turn
+from kvstore.testing.netlab_bed import LabBed
+from netlab.agents import Trajectory
+from netlab.coordinator import Variant
+from netlab.engine_bed import BYTES_PER_MBIT, DECODE_BUFFER, PREFILL_BUFFER, EngineSettings
+
+_FETCH_S = 0.001
+"""The lab's coordinator asks for work whenever something has ended."""
+
+
+def simulated(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory], variant: Variant) -> SimResult:
+    """Runs what the lab runs; times and bytes are the lab's.
+
+    Args:
+        bed: the hosts and their links.
+        settings: the engines; ``loads`` of a storage link are served at the same time.
+        made: the agents, who all begin at once.
+        variant: how requests are served.
+    """
+    return simulate(sim_config(bed, settings, made, variant))
+
+
+def sim_config(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory], variant: Variant) -> SimConfig:
+    """As ``simulated``, not run."""
+    engine, spec = settings.engine(bed), settings.spec(bed)
+    hosts = [
+        Host(name, role, 1, name, bed.snic_mbit * BYTES_PER_MBIT, bed.cnic_mbit * BYTES_PER_MBIT, stage_bytes=room)
+        for role, names, room in (
+            (Role.PREFILL, bed.prefill_hosts, PREFILL_BUFFER),
+            (Role.DECODE, bed.decode_hosts, DECODE_BUFFER),
+        )
+        for name in names
+    ]
+    return SimConfig(
+        tuple(hosts),
+        engine,
+        engine,
+        tuple(_session(one, settings.block_tokens) for one in made),
+        SimVariant(
+            variant.name,
+            variant.policy,
+            layerwise=variant.layerwise,
+            scheduling=Scheduling.PAPER if variant.scheduled else Scheduling.ROUND_ROBIN,
+        ),
+        block_tokens=settings.block_tokens,
+        block_bytes=spec.block_bytes,
+        storage=bed.storage * bed.storage_mbit * BYTES_PER_MBIT,
+        layer_groups=-(-spec.layers // variant.layer_group) if variant.layer_group else 1,
+        reads_in_flight=settings.loads,
+        quota_s=QUOTA_S * settings.dilation,
+        fetch_s=_FETCH_S,
+    )
+
+
+def _session(one: Trajectory, block_tokens: int) -> Session:
+    turns = []
+    for number, turn in enumerate(one.turns):
+        prompt = one.prompt(number)
+        hit = min(one.known(number), prompt - 1) // block_tokens * block_tokens
+        turns.append(Turn(hit, prompt - hit, turn.out))
+    return Session(0.0, tuple(turns))

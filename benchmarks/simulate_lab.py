@@ -1,0 +1,107 @@
+"""The simulator against the network lab: the same beds, agents, policies and scheduler, measured and simulated, error by row.
+
+Small beds of timed engines (1P1D to 2P2D), offline: all agents begin at once. Once bound by storage links, once, with appends so
+many times as long, by computing. Needs root and iproute2, and says so where it cannot run. Writes its table to ``simulate.md``
+and its data and plot to ``results/netlab``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+import harness
+from harness import Figure, Options, Reference
+from kvstore.testing.netlab import available
+from kvstore.testing.netlab_bed import LabBed
+from netlab.against_lab import BOUND, Row, plot, write_section
+from netlab.agents import trajectories
+from netlab.coordinator import Variant
+from netlab.engine_bed import EngineSettings
+from netlab.engine_runs import GROUPS, PROFILE, facts_of, rounds_of
+from netlab.simulated import simulated
+
+BEDS = ((1, 1), (1, 2), (2, 1), (2, 2))
+POLICIES = ("prefill_only", "shorter_queue", "split")
+SNIC_MBIT, CNIC_TIMES, STORAGE_MBIT = 120.0, 8, 1920.0
+"""Slow, and time dilated, so that two cores can keep eight links busy."""
+OUT = 0.25
+"""Of the generated tokens: the last request's answer has nothing to hide behind, and runs are short."""
+APPEND = {"storage": 1.0, "compute": 64.0}
+
+
+def settings_of(bound: str) -> EngineSettings:
+    """The engines."""
+    return EngineSettings(dilation=1.5, in_flight=6 if bound == "compute" else 4)
+
+
+def measure(options: Options, prefill: int, decode: int, bound: str, agents: int) -> tuple[list[Row], str]:
+    """One bed under one bound: rows by policy, and what bounds it."""
+    bed = LabBed(prefill, decode, 1, SNIC_MBIT, SNIC_MBIT * CNIC_TIMES, STORAGE_MBIT)
+    settings = settings_of(bound)
+    made = trajectories(PROFILE, agents * prefill, 2, options.seed, append_factor=APPEND[bound], out_factor=OUT)
+    group = GROUPS if bound == "compute" else 0
+    variants = [Variant(policy, policy, layer_group=group) for policy in POLICIES]
+    runs = rounds_of(options, bed, made, settings, variants, growth=1400 * len(made) if bound == "compute" else 8192)
+    rows = []
+    for variant in variants:
+        said, found = simulated(bed, settings, made, variant), runs[variant.name]
+        jct_s, ttft_s = [run.jct_s for run in found], [run.times["ttft"]["mean"] for run in found]
+        row = Row(
+            f"{prefill}P{decode}D", bound, variant.name, jct_s, ttft_s, said.seconds, said.ttft.mean, [run.cpu for run in found]
+        )
+        rows.append(row)
+        parameters: dict[str, harness.Parameter] = {"bed": row.bed, "bound": bound, "policy": row.policy, "agents": len(made)}
+        options.keep(
+            Figure("simulate_lab_jct", "Lab's offline JCT, the simulator's beside it", parameters, "s", lower_is_better=True),
+            jct_s,
+            limit=Reference("simulated", [said.seconds]),
+            verified=True,
+            notes=f"simulated {row.error:+.0%}, mean TTFT {row.ttft_error:+.0%}",
+        )
+    return rows, facts_of(made, settings, bed)
+
+
+def main() -> None:
+    """Command line."""
+
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--bounds", nargs="+", choices=list(BOUND), default=list(BOUND), help="which loads (default: both)")
+        parser.add_argument("--beds", nargs="+", help="which beds, as 1P2D (default: all)")
+
+    options = harness.options("simulate_lab", __doc__, repetitions=3, arguments=arguments)
+    reason = available()
+    if reason is not None:
+        sys.exit(f"no network lab can run here: {reason}")
+    agents = options.pick(full=6, quick=4, smoke=2)
+    kept: list[Row] = []
+    facts: dict[str, str] = {}
+    file = None if options.results is None else options.results / "netlab" / "simulate_lab.json"
+    if file is not None and file.exists():
+        data = json.loads(file.read_text(encoding="utf-8"))
+        kept, facts = [Row(**row) for row in data["rows"]], data["facts"]
+    for bound in options.extra.bounds:
+        for prefill, decode in BEDS if options.mode != "smoke" else BEDS[:1]:
+            name = f"{prefill}P{decode}D"
+            if options.extra.beds and name not in options.extra.beds:
+                continue
+            rows, told = measure(options, prefill, decode, bound, agents)
+            if (prefill, decode) == BEDS[0]:
+                facts[bound] = told
+            kept = [row for row in kept if (row.bed, row.bound) != (name, bound)] + rows
+    kept.sort(key=lambda row: (list(BOUND).index(row.bound), row.bed, POLICIES.index(row.policy)))
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    data = {"facts": facts, "rows": [dataclasses.asdict(row) for row in kept]}
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if set(facts) == set(BOUND) and len(kept) == len(BOUND) * len(BEDS) * len(POLICIES):
+        plot(kept, file.with_suffix(".png"))
+        if options.mode == "full":
+            write_section(kept, facts)
+
+
+if __name__ == "__main__":
+    main()
