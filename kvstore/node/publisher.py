@@ -210,19 +210,19 @@ class Publisher:
             raise from_rpc_error(broken[0])
 
     def _batches(self, inventories: Sequence[VolumeId]) -> Iterator[tuple[metadata_pb2.PublishRequest | None, int]]:
-        """What to send, one batch after the other: inventories first, then the log; (None, 0) where there is nothing now."""
+        """What to send, one batch after the other: inventories first, then the log; (None, 0) where more is to be waited for."""
         for volume in inventories:
             yield from self._inventory(volume)
         while True:
-            idle = True
+            more = False
             for volume in self._volumes:
                 if self._log.needs_inventory(volume):
                     yield from self._inventory(volume)
                 stored, removed, events = self._log.take(volume, BATCH_EVENTS)
                 if events:
-                    idle = False
                     yield self._message(volume, stored, b"".join(removed)), events
-            if idle:
+                more |= self._log.behind(volume)
+            if not more:
                 yield None, 0
 
     def _inventory(self, volume: VolumeId) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
