@@ -1,0 +1,314 @@
+"""Whatever happens to the store, vLLM says what it says alone, and goes on; its pages are never free while they are read."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_bed import BLOCK, VllmDriver, VllmEngine, text, tiny
+
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.testing.connector_kit import StoreAddress
+
+MIB = 1 << 20
+PROMPTS = [text(seed, 500) for seed in range(3)]
+WAIT_S = 30.0
+
+
+class Bed:
+    """One store and one engine."""
+
+    def __init__(self, folder: Path, cluster: LocalCluster) -> None:
+        self.folder = folder
+        self.cluster = cluster
+        self.store = StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
+        self.engine: VllmEngine | None = None
+
+    def open(self, family: str = "llama", *, mode: str = "async", policy: str = "recompute", **options: Any) -> VllmEngine:
+        self.close()
+        how = options.pop("engine", {})
+        driver = VllmDriver(tiny(family, self.folder), family, load_mode=mode, policy=policy)
+        self.engine = driver.open(self.store, options, **how)
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def make_bed(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Bed]]:
+    beds: list[Bed] = []
+
+    def make(**node: Any) -> Bed:
+        spec = NodeSpec("n", **{"dram_bytes": 64 * MIB, **node})
+        cluster = LocalCluster([spec], tmp_path / f"store{len(beds)}").__enter__()
+        beds.append(Bed(folder, cluster))
+        return beds[-1]
+
+    yield make
+    for bed in beds:
+        bed.close()
+        bed.cluster.close()
+
+
+def until(condition: Callable[[], bool], what: str, step: Callable[[], object] = lambda: time.sleep(0.02)) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, what
+        step()
+
+
+def kill_while_loading(bed: Bed, engine: VllmEngine) -> None:
+    """The node is killed after the lookup has said that it holds the prefix, before the load begins."""
+    begin = engine.worker_side.begin_loads
+
+    def begin_loads(plan: Any) -> None:
+        if plan.loads:
+            engine.worker_side.begin_loads = begin  # type: ignore[method-assign]
+            bed.cluster.kill("n")
+        begin(plan)
+
+    engine.worker_side.begin_loads = begin_loads  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("family", "mode"), [("llama", "async"), ("llama", "layerwise"), ("gemma3", "async")])
+def test_the_node_dies_between_lookup_and_load(family: str, mode: str, make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed()
+    engine = bed.open(family, mode=mode, load_deadline_s=2.0, store_deadline_s=2.0)
+    right = engine.tokens(PROMPTS)
+    engine.forget()
+    kill_while_loading(bed, engine)
+    assert engine.tokens(PROMPTS) == right
+    counts = engine.counters()
+    assert counts["loads_failed"] >= 1
+    assert counts["loads_failed"] <= len(PROMPTS), "each request fails once and is computed"
+    assert counts.get("bugs", 0) == 0
+    assert engine.flush()
+    bed.cluster.start_node("n")
+    until(
+        lambda: engine.counters()["client_session_open"] == (6 if family == "gemma3" else 1),
+        "sessions",
+        lambda: (engine.forget(), engine.tokens(PROMPTS), time.sleep(0.05)),
+    )
+    assert engine.tokens(PROMPTS) == right
+
+
+def test_with_policy_fail_the_request_fails_and_the_engine_goes_on(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed()
+    engine = bed.open(policy="fail", load_deadline_s=2.0, store_deadline_s=2.0)
+    right = engine.tokens(PROMPTS)
+    engine.forget()
+    kill_while_loading(bed, engine)
+    answers = engine.run(PROMPTS, 12)
+    reasons = {answer.outputs[0].finish_reason for answer in answers}
+    assert "error" in reasons
+    for answer, tokens in zip(answers, right, strict=True):
+        if answer.outputs[0].finish_reason != "error":
+            assert tuple(answer.outputs[0].token_ids) == tokens
+    until(lambda: engine.scheduler_side.finder is not None, "")
+    assert engine.flush()
+    bed.cluster.start_node("n")
+    until(lambda: all(one.outputs[0].finish_reason == "length" for one in engine.run(PROMPTS, 12)), "it goes on")
+    assert engine.tokens(PROMPTS) == right
+
+
+def test_the_metadata_server_dies_and_comes_back(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed()
+    engine = bed.open(lookup_deadline_s=0.5)
+    right = engine.tokens(PROMPTS)
+    engine.forget()
+    bed.cluster.kill("metadata")
+    assert engine.tokens(PROMPTS) == right, "no lookups, no hits, the same answers"
+    assert engine.counters()["lookup_failures"] >= 1
+    engine.forget()
+    bed.cluster.start_metadata()
+
+    def loads() -> bool:
+        engine.forget()
+        answers = engine.generate(PROMPTS, 12)
+        assert [one.tokens for one in answers] == right
+        return all(one.loaded_tokens for one in answers)
+
+    until(loads, "hits once more")
+
+
+def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed(nvme_bytes=64 * MIB)
+    engine = bed.open()
+    right = engine.tokens(PROMPTS)
+    engine.forget()
+    assert engine.worker_side.clients[0].flush()
+    slab = max(bed.cluster.volume_path("n").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(slab.read_bytes())
+    used = len(content.rstrip(b"\0"))
+    content[used // 2] ^= 1  # in the middle of what is stored
+    slab.write_bytes(content)
+    with grpc.insecure_channel(bed.cluster.node("n").address) as channel:
+        node_pb2_grpc.NodeStub(channel).Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
+    assert engine.tokens(PROMPTS) == right
+    counts = engine.counters()
+    assert counts["loads_failed"] == 1
+    assert counts["load_missing_blocks"] >= 1
+    assert counts["load_blocks"] >= 1, "what is before the first bad block counts"
+
+
+def test_a_store_without_room_skips(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed(dram_bytes=2 * MIB)
+    engine = bed.open(store_deadline_s=0.5)
+    prompts = [text(seed, 900) for seed in range(30, 38)]
+    right = engine.tokens(prompts)
+    assert engine.flush()
+    engine.forget()
+    assert engine.tokens(prompts) == right
+    assert engine.flush()
+    assert engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 0
+    assert engine.counters().get("bugs", 0) == 0
+
+
+class Gate:
+    """Holds a method of the client's back until it is opened."""
+
+    def __init__(self, client: Any, method: str) -> None:
+        self.inside = threading.Event()
+        self._open = threading.Event()
+        self._client = client
+        self._method = method
+        real = getattr(client, method)
+
+        def held(*given: Any, **named: Any) -> Any:
+            self.inside.set()
+            assert self._open.wait(WAIT_S)
+            return real(*given, **named)
+
+        setattr(client, method, held)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def add(engine: VllmEngine, request_id: str, prompt: list[int], max_tokens: int = 12) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+
+def test_pages_are_not_free_while_they_are_stored(make_bed: Callable[..., Bed]) -> None:
+    """The request ends, or is aborted, long before its pages are read: they stay as they are until then."""
+    bed = make_bed()
+    engine = bed.open(engine={"num_gpu_blocks_override": 80})
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    before = pool.get_num_free_blocks()
+    gate = Gate(engine.worker_side.clients[0], "store")
+    add(engine, "held", PROMPTS[0], max_tokens=200)
+    until(gate.inside.is_set, "a store began", engine.llm.llm_engine.step)
+    engine.llm.llm_engine.abort_request(["held"])
+    for _ in range(5):
+        engine.llm.llm_engine.step()
+    held = before - pool.get_num_free_blocks()
+    assert held == len(PROMPTS[0]) // BLOCK, "full blocks are pinned, the rest of the request's pages are free"
+    others = [text(seed, 400) for seed in range(50, 58)]
+    right = engine.tokens(others), gate.open()
+    assert engine.flush()
+    assert pool.get_num_free_blocks() == before
+    engine.forget()
+    answers = engine.generate([PROMPTS[0]], 12)
+    assert answers[0].loaded_tokens == (len(PROMPTS[0]) - 1) // BLOCK * BLOCK
+    assert engine.tokens(others) == right[0]
+    bed.close()
+    alone = VllmDriver(tiny("llama", bed.folder)).open(None)
+    try:
+        assert alone.tokens([PROMPTS[0]]) == [answers[0].tokens]
+    finally:
+        alone.close()
+
+
+def test_a_request_that_is_aborted_while_it_loads(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed()
+    engine = bed.open()
+    right = engine.tokens(PROMPTS)
+    engine.forget()
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    before = pool.get_num_free_blocks()
+    session = bed.cluster.node("n").process
+    session.send_signal(signal.SIGSTOP)  # the node hangs: the load neither ends nor fails
+    try:
+        add(engine, "aborted", PROMPTS[0])
+        until(lambda: bool(engine.worker_side._flights), "a load began", engine.llm.llm_engine.step)
+        engine.llm.llm_engine.abort_request(["aborted"])
+        until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "gone", engine.llm.llm_engine.step)
+        until(lambda: not engine.worker_side._flights, "the load has ended", engine.llm.llm_engine.step)
+    finally:
+        session.send_signal(signal.SIGCONT)
+    until(lambda: pool.get_num_free_blocks() == before, "its pages are free", engine.llm.llm_engine.step)
+    assert engine.counters()["loads_aborted"] == 1
+    assert engine.tokens(PROMPTS) == right
+
+
+def test_a_reset_begins_an_epoch(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
+    bed = make_bed()
+    name = tmp_path / "epoch"
+    name.write_text("step-1\n")
+    engine = bed.open(weights_epoch_file=str(name))
+    right = engine.tokens(PROMPTS)
+    engine.forget()
+    assert all(one.loaded_tokens for one in engine.generate(PROMPTS, 12))
+    name.write_text("step-2\n")
+    assert engine.flush()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    fresh = engine.generate(PROMPTS, 12)
+    assert [one.loaded_tokens for one in fresh] == [0] * 3, "KV of the weights before is not found"
+    assert [one.tokens for one in fresh] == right
+    engine.forget()
+    assert all(one.loaded_tokens for one in engine.generate(PROMPTS, 12)), "KV of these weights is"
+    engine = bed.open(weights_epoch="step-2")
+    assert all(one.loaded_tokens for one in engine.generate(PROMPTS, 12)), "and by another engine of the same epoch"
+    assert engine.flush()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    assert not any(one.loaded_tokens for one in engine.generate(PROMPTS, 12)), "without a name, it is this engine's alone"
+
+
+def test_events_salts_and_metrics(make_bed: Callable[..., Bed]) -> None:
+    from vllm.config import KVEventsConfig
+
+    bed = make_bed()
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = bed.open(engine={"kv_events_config": events, "disable_log_stats": False})
+    seen: list[Any] = []
+    take = engine.connector.take_events
+    engine.connector.take_events = lambda: [event for event in take() if not seen.append(event)]  # type: ignore[func-returns-value]
+    engine.tokens(PROMPTS[:1])
+    assert engine.flush()
+    stored = [event for event in seen if type(event).__name__ == "BlockStored"]
+    assert sum(len(event.block_hashes) for event in stored) == (500 + 12 - 1) // BLOCK, "the last token has no KV"
+    assert [token for event in stored for token in event.token_ids][: len(PROMPTS[0])] == PROMPTS[0][: 500 // BLOCK * BLOCK]
+    assert {event.medium for event in stored} == {"KVSTORE"}
+    engine.forget()
+    asked = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("a", "b")]
+    from vllm import SamplingParams
+
+    for _ in range(2):
+        for prompt in asked:
+            answer = engine.llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0]
+            assert answer.num_cached_tokens == 0, "whoever salts shares nothing"
+        asked = [{"prompt_token_ids": PROMPTS[0], "cache_salt": salt} for salt in ("c", "d")]
+    metrics = {metric.name: metric for metric in engine.llm.get_metrics()}
+    assert metrics["vllm:kvstore_store_bytes"].value > 0
+    assert metrics["vllm:kvstore_lookups"].value >= 5
