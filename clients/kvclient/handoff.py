@@ -262,27 +262,30 @@ class AwaitedPrompt:
             return False
         return bool((self._tally.outcomes == Outcome.HIT).all())
 
-    def take(self, buffer: object, *, verify: bool = False) -> LoadResult:
+    def take(self, buffer: object, *, skip: int = 0, verify: bool = False) -> LoadResult:
         """Copies what is here into memory of the engine's, and gives the decode buffer back. Once, after ``wait``.
 
         Args:
-            buffer: room for all blocks; see ``as_block_buffer``.
+            buffer: room for all blocks but those skipped; see ``as_block_buffer``.
+            skip: how many leading blocks the engine has already: they are not copied.
             verify: compare checksums after the copy.
 
         Raises:
-            InvalidArgument: a buffer that does not fit.
+            InvalidArgument: a buffer that does not fit, or more to skip than there is.
         """
-        blocks = as_block_buffer(buffer, self._core.shape, len(self._keys))
+        if not isinstance(skip, int) or not 0 <= skip <= len(self._keys):
+            raise InvalidArgument("no more can be skipped than was awaited", skip=skip, blocks=len(self._keys))
+        blocks = as_block_buffer(buffer, self._core.shape, len(self._keys) - skip)
         if not self.done:
             self._operation.cancel()
             assert self._future is not None
             self._future.result()
         tally, session = self._tally, self._session
         try:
-            here = np.flatnonzero(tally.outcomes == Outcome.HIT)
+            here = np.flatnonzero(tally.outcomes[skip:] == Outcome.HIT) + skip
             if session is not None and len(here):
                 for start, stop in spans(here):
-                    self._copy(session, blocks, start, stop, verify=verify)
+                    self._copy(session, blocks, start, stop, skip, verify=verify)
                 number = tally.node_number(session.node_id)
                 good = here[tally.outcomes[here] == Outcome.HIT]
                 if self._core.clock.now_s() > self._lease_end_s:
@@ -300,12 +303,12 @@ class AwaitedPrompt:
         self._core.incidents.counters.add("client_prompt_blocks_total", result.count(Outcome.HIT))
         return result
 
-    def _copy(self, session: Session, blocks: BlockBuffer, start: int, stop: int, *, verify: bool) -> None:
+    def _copy(self, session: Session, blocks: BlockBuffer, start: int, stop: int, skip: int, *, verify: bool) -> None:
         layers = self._core.shape.layers
-        session.arena.copy_out(self._offsets[start:stop], blocks, start, 0, layers, _COPY_THREADS)
+        session.arena.copy_out(self._offsets[start:stop], blocks, start - skip, 0, layers, _COPY_THREADS)
         if verify:
             sums = np.frombuffer(b"".join(self._checksums[at] for at in range(start, stop)), np.uint64)
-            bad = mismatches(blocks, start, stop - start, 0, sums.reshape(stop - start, layers))
+            bad = mismatches(blocks, start - skip, stop - start, 0, sums.reshape(stop - start, layers))
             self._tally.outcomes[start + np.flatnonzero(bad)] = Outcome.CORRUPT
 
     def cancel(self) -> None:

@@ -34,8 +34,7 @@ STOP_TIMEOUT_S = 15.0
 REQUEST_TIMEOUT_S = 120.0
 _POLL_S = 0.1
 _SHOWN_LINES = 40
-_CONNECTOR = "KVStoreConnector"
-_CONNECTOR_MODULE = "kvclient.engines.vllm.connector"
+_CONNECTORS = {False: ("KVStoreConnector", "connector"), True: ("KVStorePDConnector", "pd_connector")}
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,13 +57,14 @@ def store_transfer(
     Args:
         metadata: address of the metadata server.
         node: of this engine's node; see ``HookOptions.node``.
-        role: ``kv_both``, ``kv_producer`` or ``kv_consumer``.
+        role: ``kv_both``, or ``kv_producer`` and ``kv_consumer`` of engines that prefill and decode.
         policy: what vLLM does about a load that failed.
         options: further options of the connector.
     """
+    name, module = _CONNECTORS[role != "kv_both"]
     return {
-        "kv_connector": _CONNECTOR,
-        "kv_connector_module_path": _CONNECTOR_MODULE,
+        "kv_connector": name,
+        "kv_connector_module_path": f"kvclient.engines.vllm.{module}",
         "kv_role": role,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"metadata": metadata, "node": node, **options},

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvclient import CacheSpec, KVClient, Tier
+from kvclient import CacheSpec, ClientOptions, KVClient, Tier
 from kvclient.engines.vllm.engine_view import group_facts, has_replica_of_lower_rank, read_groups
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.events import stored_events
@@ -70,6 +70,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """A connector to the tiered store."""
 
+    options_class: type[ConnectorOptions] = ConnectorOptions
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
         """Made by vLLM.
 
@@ -77,7 +79,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             InvalidArgument: an impossible option, or a model or way of running it that the connector cannot serve.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self._options = ConnectorOptions.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._options = self.options_class.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
         self._groups = read_groups(vllm_config, kv_cache_config)
         self._options.check_groups(len(self._groups))
         self._epochs = Epochs(self._options)
@@ -113,9 +115,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
         """Clients of one epoch, one a group."""
-        hook = self._options.hook
-        options = replace(hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)
-        return [hook.connect(replace(spec, weights_epoch=weights_epoch), options) for spec in self._specs]
+        options, connect = self._worker_options(), self._options.hook.connect
+        return [connect(replace(spec, weights_epoch=weights_epoch), options) for spec in self._specs]
+
+    def _worker_options(self) -> ClientOptions:
+        return replace(self._options.hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """For the scheduler."""

@@ -33,6 +33,12 @@ class GroupView:
     kind: str
     dtype: str
 
+    @property
+    def window(self) -> int:
+        """How many tokens it looks back; 0: all."""
+        windows = [int(one.partition(":")[2] or 0) for one in self.kind.split("+")]
+        return max(windows) if all(windows) else 0
+
 
 def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # noqa: ANN401  # vLLM's types
     """The KV cache groups of an engine.

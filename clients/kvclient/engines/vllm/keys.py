@@ -20,6 +20,7 @@ class EngineRequest(Protocol):
     request_id: str
     num_computed_tokens: int
     num_preemptions: int
+    num_prompt_tokens: int
     num_tokens: int
     all_token_ids: Sequence[int]
     mm_features: Sequence[Any]
@@ -77,6 +78,10 @@ class RequestKeys:
             parent = self.keys[-1] if have else None
             self.keys += self._chain.keys(new, extras=self._extras, parent=parent, first_block=have)
         return self.keys[:blocks]
+
+    def tail(self, tokens: Sequence[int], parent: BlockKey | None) -> BlockKey:
+        """The key of a partial last block; see ``KeyChain.tail``."""
+        return self._chain.tail(np.asarray(tokens, np.int64), parent)
 
 
 class Masked:

@@ -46,6 +46,10 @@ class GroupPages:
             raise InvalidArgument("no such page", least=min(block_ids), most=max(block_ids), pages=self.num_blocks)
         return PageBuffer(self._layers, block_ids, self.shape)
 
+    def layer_buffer(self, layer: int, block_ids: Sequence[int]) -> PageBuffer:
+        """One layer of some pages, as a buffer of blocks of one layer."""
+        return PageBuffer(self._layers[layer : layer + 1], block_ids, BlockShape(1, self.shape.layer_block_bytes))
+
 
 class PageBuffer:
     """A block buffer over pages; see ``kvclient.BlockBuffer``."""

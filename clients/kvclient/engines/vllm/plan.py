@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvclient import BlockKey, Lookup
+from kvclient import BlockKey, Lookup, Paths
 
 
 @dataclass(slots=True)
@@ -33,11 +33,13 @@ class LoadJob:
         request_id: whose.
         groups: one part a group that lacks something.
         layerwise: the request is in this step's batch, and each layer waits.
+        paths: over which hosts' storage links it is read; None: this host's.
     """
 
     request_id: str
     groups: list[GroupLoad]
     layerwise: bool
+    paths: Paths | None = None
 
 
 @dataclass(slots=True)

@@ -154,14 +154,27 @@ class SchedulerSide:
         self._pool = pool
 
     # ---- arrival and match ----
-    def arrived(self, request: EngineRequest) -> None:
-        """A new request: its lookup begins."""
+    def arrived(self, request: EngineRequest, *, look_up: bool = True) -> None:
+        """A new request: its lookup begins, unless nothing of it is to be loaded before it may have been preempted."""
         if self._finder is None or not is_hashable(request):
             return
         keys = RequestKeys(self._finder.chain, request_extras(request, self._block_tokens))
         state = self._requests[request.request_id] = RequestState(request, keys)
-        if self._options.hook.load:
+        state.preemptions = request.num_preemptions
+        if self._options.hook.load and look_up:
             self._begin_lookup(state)
+
+    def held(self, request_id: str, blocks: int) -> None:
+        """The store is known to hold the leading blocks of a request."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.stored_blocks = max(state.stored_blocks, blocks)
+
+    def store_nothing(self, request_id: str) -> None:
+        """What a request computes is somebody else's to store."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.store_ended = True
 
     def _begin_lookup(self, state: RequestState) -> None:
         assert self._finder is not None

@@ -142,28 +142,31 @@ class WorkerSide:
         self._options = options
         self._connect = connect
         self._epoch = 0
-        self._pages = pages
-        self._clients = connect(weights_epoch)
-        self._place = {name: (group, at) for group, names in enumerate(layers) for at, name in enumerate(names)}
+        self.pages = pages
+        self.clients = connect(weights_epoch)
+        self.place = {name: (group, at) for group, names in enumerate(layers) for at, name in enumerate(names)}
         self._flights: list[Flight] = []
         self._in_step: list[Flight] = []
         self._arrivals = Arrivals()
+        self.step_failed = False
+        """Whether a layer-wise load of this step failed: some of what the step computed is wrong."""
         self._saver = Saver(pages, options.hook.store_deadline_s, self.tally) if stores else None
         self._answer = StepAnswer()
 
     # ---- loads ----
     def begin_loads(self, plan: StepPlan) -> None:
         """Begins the loads of a step."""
-        if plan.epoch != self._epoch:
-            self._begin_epoch(plan)
+        self.keep_up(plan)
         for job in plan.loads:
             (self._in_step if job.layerwise else self._flights).append(self._begin(job))
 
-    def _begin_epoch(self, plan: StepPlan) -> None:
-        """Other weights: what is on its way here is of the old ones."""
+    def keep_up(self, plan: StepPlan) -> None:
+        """Sees whether the weights are others since the last step: what is on its way here is of the old ones."""
+        if plan.epoch == self._epoch:
+            return
         for flight in self._flights:
             flight.cancel_soon()
-        old, self._clients = self._clients, self._connect(plan.weights_epoch)
+        old, self.clients = self.clients, self._connect(plan.weights_epoch)
         self._epoch = plan.epoch
         if self._saver is not None:
             self._saver.retire(old)
@@ -174,7 +177,7 @@ class WorkerSide:
     def _begin(self, job: LoadJob) -> Flight:
         parts = []
         for part in job.groups:
-            client, pages = self._clients[part.group], self._pages[part.group]
+            client, pages = self.clients[part.group], self.pages[part.group]
             handle = None
             try:
                 handle = client.start_load(
@@ -182,6 +185,7 @@ class WorkerSide:
                     pages.buffer(part.block_ids),
                     deadline_s=self._options.hook.load_deadline_s,
                     layerwise=job.layerwise,
+                    paths=job.paths,
                 )
             except (KVStoreError, KeyError):  # a scheduler and a worker of different minds: the pages count as not loaded
                 self.tally.add("bugs")
@@ -193,7 +197,7 @@ class WorkerSide:
         """Waits until a layer of this step's layer-wise loads has arrived."""
         if not self._in_step:
             return
-        place = self._place.get(name)
+        place = self.place.get(name)
         if place is None:
             return
         for flight in self._in_step:
@@ -203,16 +207,17 @@ class WorkerSide:
 
     def end_forward(self, plan: StepPlan) -> None:
         """The forward pass of a step, if it had one, is over: its blocks are complete."""
-        failed = False
+        self.step_failed = False
         for flight in self._in_step:
             missing = [page for part in flight.parts for page in part.end(self.tally)]
             self._arrivals.missing.update(missing)
-            failed |= bool(missing)
+            self.step_failed |= bool(missing)
         self._in_step = []
+        failed = self.step_failed
         if not plan.saves:
             return
         if self._saver is not None and not failed:
-            self._saver.add(plan.chain, plan.saves, self._clients)
+            self._saver.add(plan.chain, plan.saves, self.clients)
             return
         self._answer.merge(
             StepAnswer({job.job_id: 1 for job in plan.saves}, {job.job_id for job in plan.saves} if failed else set())
@@ -263,7 +268,7 @@ class WorkerSide:
     def client_stats(self) -> dict[str, int]:
         """Totals of the clients of this epoch, added up."""
         totals: dict[str, int] = {}
-        for client in self._clients:
+        for client in self.clients:
             for name, value in client.stats().items():
                 totals[name] = totals.get(name, 0) + value
         return totals
@@ -274,7 +279,7 @@ class WorkerSide:
             flight.cancel()
         if self._saver is not None:
             self._saver.close()
-        for client in self._clients:
+        for client in self.clients:
             client.close()
 
 

@@ -1,0 +1,260 @@
+"""The facade for engines that prefill for others, or decode what others have prefilled: ``KVStorePDConnector``.
+
+It is the connector, and beyond that it looks at each request's ``kv_transfer_params`` (``pd_params``). Without any, a request is
+served as by the connector itself, so an engine may do both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+
+from kvclient import ClientOptions, InvalidArgument
+from kvclient.engines.vllm.connector import KVStoreConnector, StepMetadata, WorkerMetadata
+from kvclient.engines.vllm.keys import is_hashable
+from kvclient.engines.vllm.pd_options import PdOptions
+from kvclient.engines.vllm.pd_params import Role, Transfer, read_transfer
+from kvclient.engines.vllm.pd_plan import PdAnswer, PdPlan
+from kvclient.engines.vllm.pd_receive import Receiver
+from kvclient.engines.vllm.pd_scheduler import PdScheduler, Stage
+from kvclient.engines.vllm.pd_send import Sender
+from kvclient.engines.vllm.plan import StepAnswer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class PdStepMetadata(StepMetadata):
+    """A step's plan, and what of it concerns prompts that change engines."""
+
+    pd: PdPlan = field(default_factory=PdPlan)
+
+
+@dataclass
+class PdWorkerMetadata(WorkerMetadata):
+    """A worker's answer, and the same."""
+
+    pd: PdAnswer = field(default_factory=PdAnswer)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PdWorkerMetadata:
+        """Another worker's, added."""
+        assert isinstance(other, PdWorkerMetadata)
+        self.answer.merge(other.answer)
+        self.pd.merge(other.pd)
+        return self
+
+
+class KVStorePDConnector(KVStoreConnector):
+    """A connector to the tiered store that hands prompts over between engines."""
+
+    options_class = PdOptions
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
+        """Made by vLLM; errors as of ``KVStoreConnector``."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._pd: PdScheduler | None = None
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._pd = PdScheduler(
+                self._groups[0].block_tokens,
+                [group.window for group in self._groups],
+                self._options.pinned_share,
+                self._side.tally,
+                workers=vllm_config.parallel_config.world_size,
+            )
+
+    @property
+    def _pd_options(self) -> PdOptions:
+        assert isinstance(self._options, PdOptions)
+        return self._options
+
+    # ---- start ----
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """The worker's pages exist."""
+        super().register_kv_caches(kv_caches)
+        moves, options = self._moves, self._pd_options
+        self._sender = Sender(moves.pages, moves.place, options.handoff_deadline_s, moves.tally)
+        verify = options.hook.verify == "always"
+        self._receiver = Receiver(moves.pages, options.prompt_deadline_s, moves.tally, verify=verify)
+
+    def _worker_options(self) -> ClientOptions:
+        """With a thread for each prompt that is waited for."""
+        return replace(super()._worker_options(), part_workers=self._pd_options.max_prompts)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
+        """Where pages are pinned while they are read."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._plans.bind_pool(gpu_block_pool)
+
+    # ---- scheduler ----
+    def on_new_request(self, request: Any) -> None:  # noqa: ANN401
+        """A request arrived. One whose prompt comes from elsewhere is not looked up: it will be here, or is looked up later."""
+        transfer = self._transfer_of(request)
+        finder = self._side.finder
+        if transfer is None or finder is None:
+            super().on_new_request(request)
+            return
+        self._plans.arrived(request, transfer, finder.chain)
+        if transfer.role is Role.PREFILL:
+            super().on_new_request(request)
+            self._side.store_nothing(request.request_id)
+
+    def _transfer_of(self, request: Any) -> Transfer | None:  # noqa: ANN401
+        try:
+            transfer = read_transfer(request.kv_transfer_params)
+        except InvalidArgument as error:
+            self._side.tally.add("transfers_refused")
+            _log.warning("request %s is served without a transfer: %s", request.request_id, error)
+            return None
+        return transfer if is_hashable(request) else None
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
+        """How many tokens of it can be loaded."""
+        stage = self._plans.stage(request.request_id)
+        if stage is Stage.AWAITED:
+            return None, False
+        if stage is Stage.HERE:
+            tokens = self._plans.matched(request, num_computed_tokens)
+            return tokens, tokens > 0
+        if self._plans.gave_up(request.request_id):
+            super().on_new_request(request)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
+        """Pages for it exist."""
+        if self._plans.stage(request.request_id) is Stage.HERE and num_external_tokens:
+            self._plans.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        else:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ANN401
+        """What the workers are to do in this step."""
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, StepMetadata)
+        for job in metadata.plan.loads:
+            if (transfer := self._plans.is_sending(job.request_id)) is not None:
+                job.paths = self._pd_options.paths(transfer.decode_node)
+        pd = self._plans.plan_step(
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+            scheduler_output.kv_connector_block_state.resolve_block_ids,
+        )
+        return PdStepMetadata(metadata.plan, pd)
+
+    def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
+        """What the workers have done."""
+        invalid, failed = connector_output.invalid_block_ids, connector_output.failed_recving
+        if invalid or failed:
+            self._plans.takes_failed(set(invalid or ()), set(failed or ()))
+        for request, held_blocks in self._plans.takes_done(connector_output.finished_recving or ()):
+            self._side.arrived(request, look_up=held_blocks == 0)
+            self._side.held(request.request_id, held_blocks)
+        super().update_connector_output(connector_output)
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, PdWorkerMetadata):
+            self._plans.answered(meta.pd)
+
+    def request_finished_all_groups(
+        self,
+        request: Any,  # noqa: ANN401
+        block_ids: tuple[list[int], ...],
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The end of a request. Of a prefill: what a decode engine is to be given."""
+        delayed, params = super().request_finished_all_groups(request, block_ids)
+        transfer = self._plans.finished(request.request_id)
+        return delayed, transfer.for_decode() if transfer is not None else params
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting is better than preempting."""
+        return super().has_pending_block_frees() or self._plans.has_pins
+
+    def has_pending_push_work(self) -> bool:
+        """Whether steps go on without requests."""
+        return super().has_pending_push_work() or self._plans.has_pins
+
+    def reset_cache(self) -> bool | None:
+        """Other weights: prompts on their way are of the old ones."""
+        self._plans.forget()
+        return super().reset_cache()
+
+    @property
+    def _plans(self) -> PdScheduler:
+        assert self._pd is not None
+        return self._pd
+
+    # ---- worker ----
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins: what it hands over, and which prompts are waited for from now on."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, PdStepMetadata)
+        plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self._moves
+        moves.keep_up(plan)
+        assert self._sender is not None
+        assert self._receiver is not None
+        self._receiver.drop(pd.drops)
+        self._receiver.begin(pd.awaits, plan.chain, moves.clients)
+        self._receiver.take(pd.takes)
+        self._sender.begin(pd.sends, plan.chain, moves.clients)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        """A layer of this step is complete."""
+        assert self._sender is not None
+        self._sender.layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over."""
+        super().wait_for_save()
+        assert self._sender is not None
+        self._sender.end_step(good=not self._moves.step_failed)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads and copies that have ended."""
+        assert self._sender is not None
+        assert self._receiver is not None
+        if not self._plan.has_tokens:
+            self._rest()
+        results = super().get_transfer_results(finished_req_ids)
+        taken = self._receiver.arrivals()
+        self._arrivals.missing |= taken.missing
+        results.finished_recving = (results.finished_recving or set()) | taken.received
+        if len(self._groups) > 1:
+            results.failed_recving = (results.failed_recving or set()) | taken.failed
+        return results
+
+    def _rest(self) -> None:
+        """A step without tokens: not too fast."""
+        assert self._sender is not None
+        assert self._receiver is not None
+        if self._receiver.is_busy:
+            self._receiver.wait(self._options.idle_wait_s)
+        elif self._sender.is_busy:
+            self._sender.wait(self._options.idle_wait_s)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What has ended."""
+        assert self._sender is not None
+        assert self._receiver is not None
+        meta = super().build_connector_worker_meta()
+        known, incomplete = self._receiver.came()
+        pd = PdAnswer(self._sender.take(), dict.fromkeys(known, 1), incomplete)
+        if meta is None and not pd:
+            return None
+        assert meta is None or isinstance(meta, WorkerMetadata)
+        return PdWorkerMetadata(meta.answer if meta is not None else StepAnswer(), pd)
+
+    def shutdown(self) -> None:
+        """The end of the engine."""
+        if self._sender is not None and self._receiver is not None:
+            self._sender.close()
+            self._receiver.close()
+        super().shutdown()

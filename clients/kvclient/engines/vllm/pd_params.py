@@ -1,0 +1,85 @@
+"""What travels in a request's ``kv_transfer_params``: the part that a router and two engines must agree on.
+
+A router that chose a prefill and a decode engine asks both at once, or one after the other:
+
+* the prefill engine: the request with ``max_tokens`` 1, and
+  ``{"do_remote_decode": true, "transfer_id": ID, "decode_node": NODE}``: the store's node on the decode engine's host;
+* the decode engine: the request as it is, and ``{"do_remote_prefill": true, "transfer_id": ID}``.
+
+ID is any name of up to 64 characters, a new one for each attempt. The prefill engine's answer carries the second for routers that
+ask one engine after the other. Whatever else is in there is left alone: it may be meant for others.
+
+The fields come with requests, from whoever may send them: what makes no sense is refused (that is, the request is served as if it
+were not there), never trusted, and never an error that an engine could end by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from kvclient import BlockKey, InvalidArgument
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NODE = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Role(StrEnum):
+    """This engine's part in one request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One attempt to prefill here and decode there.
+
+    Attributes:
+        role: of this engine.
+        transfer_id: names the attempt.
+        decode_node: the store's node on the decode engine's host; known to the prefill engine alone.
+    """
+
+    role: Role
+    transfer_id: str
+    decode_node: str = ""
+
+    def tail_key(self, key: BlockKey) -> BlockKey:
+        """The key under which the partial last block of this attempt travels: nobody else's, so that nobody else takes it."""
+        mask = hashlib.sha256(self.transfer_id.encode()).digest()[: len(key)]
+        return BlockKey((np.frombuffer(key, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes())
+
+    def for_decode(self) -> dict[str, Any]:
+        """What the decode engine is to be given."""
+        return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer_id}
+
+
+def read_transfer(params: object) -> Transfer | None:
+    """The transfer that a request belongs to, if any.
+
+    Raises:
+        InvalidArgument: it says that it belongs to one, and the rest makes no sense.
+    """
+    if not isinstance(params, Mapping):
+        return None
+    sends, receives = params.get("do_remote_decode") is True, params.get("do_remote_prefill") is True
+    if not sends and not receives:
+        return None
+    if sends and receives:
+        raise InvalidArgument("a request is prefilled here or elsewhere, not both")
+    transfer_id = params.get("transfer_id")
+    if not isinstance(transfer_id, str) or not _ID.fullmatch(transfer_id):
+        raise InvalidArgument("a transfer has an id of letters, digits, dots and dashes", got=type(transfer_id).__name__)
+    if receives:
+        return Transfer(Role.DECODE, transfer_id)
+    node = params.get("decode_node")
+    if not isinstance(node, str) or not _NODE.fullmatch(node):
+        raise InvalidArgument("a prompt is handed over to a node of the store by its id", got=type(node).__name__)
+    return Transfer(Role.PREFILL, transfer_id, node)
