@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -156,10 +157,13 @@ def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
     engine.forget()
     assert engine.worker_side.clients[0].flush()
     slab = max(bed.cluster.volume_path("n").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-    content = bytearray(slab.read_bytes())
-    used = len(content.rstrip(b"\0"))
-    content[used // 2] ^= 1  # in the middle of what is stored
-    slab.write_bytes(content)
+    layer = engine.worker_side.pages[0]._layers[2]
+    at = slab.read_bytes().index(bytes(layer.memory[5 * layer.stride : 5 * layer.stride + 512]))  # the fifth block of a prompt
+    with slab.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\x55\xaa")
+        file.flush()
+        os.fsync(file.fileno())
     with grpc.insecure_channel(bed.cluster.node("n").address) as channel:
         node_pb2_grpc.NodeStub(channel).Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
     assert engine.tokens(PROMPTS) == right
