@@ -32,6 +32,7 @@ from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import Prefix
 from kvclient.engines.sglang.page_store import SinglePages
 from kvclient.engines.sglang.pools import Pools
+from kvclient.engines.sglang.prefixes import tell_whole_prefixes
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
@@ -53,6 +54,8 @@ class KVStoreHiCache(HiCacheStorage):
         self._chained, self._loads = options.chained, options.hook.load
         self._activity = Activity()
         self._pools = Pools(options, storage_config, _cache_dtype(), self._activity)
+        if self._chained and options.mend_prefixes and not tell_whole_prefixes():
+            self._activity.incidents.counters.add("sglang_prefixes_as_told_total")
         self._trailing: set[str] = set()
         self._has_kv = False
 

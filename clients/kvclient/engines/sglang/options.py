@@ -9,7 +9,7 @@ from typing import Any, Self
 from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
-_ENGINES = ("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "extra_backend_tag")
+_ENGINES = ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size", "file_storage_path")
 """What SGLang itself reads, or leaves, in ``--hicache-storage-backend-extra-config``."""
 
 
@@ -22,12 +22,14 @@ class BackendOptions:
         zero_copy: pages move between SGLang's host memory and the store without a copy between (SGLang's ``interface_v1``).
         chained: pages are stored as chains, which is fast and needs ``hicache_storage_pass_prefix_keys``; otherwise each page is
             stored by itself. Unless given, as ``zero_copy``, since SGLang tells prefixes to its ``interface_v1`` alone.
+        mend_prefixes: with ``chained``: make SGLang tell all pages before what it asks for; see ``prefixes``.
         kv_cache_dtype: what the cache holds, where it is not what SGLang was started with (``--kv-cache-dtype``).
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
     zero_copy: bool = False
     chained: bool = False
+    mend_prefixes: bool = True
     kv_cache_dtype: str = ""
 
     @classmethod
@@ -37,13 +39,13 @@ class BackendOptions:
         Raises:
             InvalidArgument: an unknown key, or a value that is no such thing.
         """
-        own = ("chained", "kv_cache_dtype")
+        own = {"chained": bool, "mend_prefixes": bool, "kv_cache_dtype": str}
         hook = HookOptions.from_mapping(given, known_elsewhere=(*_ENGINES, *own))
+        for name, kind in own.items():
+            if name in given and not isinstance(given[name], kind):
+                raise InvalidArgument(
+                    "the option takes another type", option=name, wants=kind.__name__, got=type(given[name]).__name__
+                )
         zero_copy = bool(given.get("interface_v1", 0))
-        chained = given.get("chained", zero_copy)
-        if not isinstance(chained, bool):
-            raise InvalidArgument("the option takes another type", option="chained", wants="bool", got=type(chained).__name__)
-        dtype = given.get("kv_cache_dtype", "")
-        if not isinstance(dtype, str):
-            raise InvalidArgument("the option takes another type", option="kv_cache_dtype", wants="str", got=type(dtype).__name__)
-        return cls(replace(hook, hash_algorithm="sha256-128"), zero_copy, chained, dtype)
+        chosen = {"chained": zero_copy, **{name: given[name] for name in own if name in given}}
+        return cls(replace(hook, hash_algorithm="sha256-128"), zero_copy, **chosen)

@@ -127,7 +127,10 @@ class Pools:
             cache_dtype=options.kv_cache_dtype or self._cache_dtype,
             key_tokens=self._key_tokens,
         )
-        client = hook.connect(spec, replace(hook.client_options(), client_name="sglang"))
+        # SGLang's threads wait for this: no longer than for a load, and what is not there then is tried again later.
+        client_options = hook.client_options()
+        connect_s = min(client_options.connect_deadline_s, hook.load_deadline_s)
+        client = hook.connect(spec, replace(client_options, client_name="sglang", connect_deadline_s=connect_s))
         if chained:
             store: PageStore = ChainedPages(client, hook.load_deadline_s, hook.store_deadline_s)
         else:

@@ -1,0 +1,64 @@
+"""What tests with SGLang share. They run where this folder, or a file in it, is named: in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_cases import MIB, backend_extra
+
+from kvstore.testing import sglang_stand_ins
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    named = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    asked = any(path == HERE or HERE in path.parents for path in named)
+    return None if asked and importlib.util.find_spec("sglang") is not None else True
+
+
+def pytest_configure() -> None:
+    if importlib.util.find_spec("sglang") is not None:
+        sglang_stand_ins.install()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A store that tests share, each with a model name of its own."""
+    with LocalCluster([NodeSpec("n", dram_bytes=256 * MIB)], tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture
+def extra(cluster: LocalCluster, request: pytest.FixtureRequest) -> Callable[..., dict[str, object]]:
+    """The configuration of the backend, by keyword."""
+
+    def make(**changes: object) -> dict[str, object]:
+        return backend_extra(cluster, request.node.nodeid, **changes)
+
+    return make
+
+
+@pytest.fixture
+def open_backend(extra: Callable[..., dict[str, object]]) -> Iterator[Callable[..., Any]]:
+    """Makes backends as SGLang does, each with a host pool; closed at the end."""
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+    from kvstore.testing.sglang_bed import storage_config
+
+    made: list[Any] = []
+
+    def make(pool: Any, config: dict[str, object] | None = None, **changes: object) -> Any:
+        backend = StorageBackendFactory.create_backend("dynamic", storage_config(extra(**changes), **config or {}), pool)
+        backend.register_mem_pool_host(pool)
+        made.append(backend)
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()

@@ -1,0 +1,69 @@
+"""Helpers of tests with SGLang: configurations, page hashes, random pages and how to compare them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvstore.testing.cluster import LocalCluster
+
+PAGE = 16
+MIB = 1 << 20
+
+
+def backend_extra(cluster: LocalCluster, model: str, node: str = "n", **changes: object) -> dict[str, object]:
+    """``--hicache-storage-backend-extra-config`` of our backend: in place and chained, unless told otherwise."""
+    given = {
+        "backend_name": "kvstore",
+        "module_path": "kvclient.engines.sglang.backend",
+        "class_name": "KVStoreHiCache",
+        "interface_v1": 1,
+        "metadata": cluster.metadata_address,
+        "node": cluster.node(node).local_socket,
+        "model": model,
+    }
+    return {**given, **changes}
+
+
+def hashes(chain: str, count: int) -> list[str]:
+    """Page hashes of a chain, as SGLang makes them: each over the one before."""
+    made, before = [], b""
+    for page in range(count):
+        before = hashlib.sha256(before + f"{chain}/{page}".encode()).digest()
+        made.append(before.hex())
+    return made
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Polls until a condition holds; fails after a generous bound."""
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends_s, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.01)
+
+
+def prefixed(prefix: Sequence[str]) -> Any:
+    """What SGLang says of a batch that comes after some pages."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+
+    return HiCacheStorageExtraInfo(prefix_keys=list(prefix))
+
+
+def positions(pages: Sequence[int], page_tokens: int = PAGE) -> torch.Tensor:
+    """Positions of pages in a host pool."""
+    return torch.cat([torch.arange(page * page_tokens, (page + 1) * page_tokens) for page in pages])
+
+
+def randomise(pool: Any, seed: int) -> None:
+    """Fills a host pool."""
+    generator = torch.Generator().manual_seed(seed)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=generator))
+
+
+def contents(pool: Any, pages: Sequence[int], page_tokens: int = PAGE) -> torch.Tensor:
+    """Copies of pages, flat."""
+    return torch.stack([pool.get_data_page(page * page_tokens, flat=True).clone() for page in pages])

@@ -1,0 +1,247 @@
+"""Pages go from SGLang's host pools into the store and come back bit for bit, in all layouts and through both interfaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise, until
+
+from kvstore.testing.sglang_bed import host_pool
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+SCATTERED = [3, 1, 7, 9, 2, 20, 21, 22]
+
+OpenBackend = Callable[..., Any]
+
+
+def pool_of(layout: str = "page_first", **sizes: int) -> Any:
+    return host_pool(layout, tokens=512, page=PAGE, **sizes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_place(open_backend: OpenBackend, layout: str) -> None:
+    """Pages stored in two batches, from scattered places, loaded in one into other places by another engine."""
+    pool, names = pool_of(layout), hashes("a", len(SCATTERED))
+    backend = open_backend(pool)
+    randomise(pool, 1)
+    want = contents(pool, SCATTERED)
+    assert backend.batch_set_v1(names[:5], positions(SCATTERED[:5]), prefixed([])) == [True] * 5
+    assert backend.batch_set_v1(names[5:], positions(SCATTERED[5:]), prefixed(names[:5])) == [True] * 3
+    until(lambda: backend.batch_exists(names) == 8, "all pages can be looked up")
+
+    other = pool_of(layout)
+    reader = open_backend(other)
+    elsewhere = [31, 30, 4, 5, 6, 40, 0, 17]
+    untouched = contents(other, [1, 2, 3, 7, 29, 32])
+    assert reader.batch_exists(names) == 8
+    assert reader.batch_get_v1(names, positions(elsewhere), prefixed([])) == [True] * 8
+    assert torch.equal(contents(other, elsewhere), want)
+    assert torch.equal(contents(other, [1, 2, 3, 7, 29, 32]), untouched), "memory of nobody's pages was written to"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flat(open_backend: OpenBackend, layout: str) -> None:
+    pool, names = pool_of(layout), hashes("a", 4)
+    backend = open_backend(pool, interface_v1=0)
+    randomise(pool, 2)
+    want = contents(pool, [5, 2, 9, 1])
+    assert backend.batch_set(names, [pool.get_data_page(page * PAGE, flat=True) for page in (5, 2, 9, 1)])
+    until(lambda: backend.batch_exists(names) == 4, "all pages can be looked up")
+    assert backend.exists(names[3])
+    came = backend.batch_get(names, [pool.get_dummy_flat_data_page() for _ in names])
+    assert torch.equal(torch.stack(came), want)
+    assert torch.equal(backend.get(names[2], pool.get_dummy_flat_data_page()), want[2])
+    assert backend.set(names[2], want[2])
+
+
+def test_a_batch_in_the_middle_of_a_chain(open_backend: OpenBackend) -> None:
+    """Told what comes before, pages are found behind it; what begins in the middle is found by nobody who lacks the beginning."""
+    pool, names = pool_of(), hashes("a", 6)
+    backend = open_backend(pool)
+    randomise(pool, 3)
+    assert all(backend.batch_set_v1(names[3:], positions([3, 4, 5]), prefixed(names[:3])))
+    assert all(backend.batch_set_v1(names[:3], positions([0, 1, 2]), prefixed([])))
+    until(lambda: backend.batch_exists(names) == 6, "the chain can be looked up")
+    assert backend.batch_exists(names[3:], prefixed(names[:3])) == 3
+    assert backend.batch_exists(names[3:]) == 0, "at the head of a chain there are no such pages"
+    assert backend.batch_exists([*names[:4], *hashes("b", 2)]) == 4
+    want = contents(pool, [4, 5])
+    assert backend.batch_get_v1(names[4:], positions([10, 11]), prefixed(names[:4])) == [True, True]
+    assert torch.equal(contents(pool, [10, 11]), want)
+
+
+def test_without_prefixes_chains_are_not_stored(open_backend: OpenBackend) -> None:
+    backend = open_backend(pool_of())
+    assert backend.batch_set_v1(hashes("a", 2), positions([0, 1])) == [False, False]
+    assert backend.counters()["sglang_set_without_prefix_pages_total"] == 2
+    alone = open_backend(pool_of(), chained=False)
+    assert alone.batch_set_v1(hashes("a", 2), positions([0, 1])) == [True, True]
+    until(lambda: alone.batch_exists(hashes("a", 2)) == 2, "pages by themselves need none")
+
+
+def test_pages_set_twice_and_by_many_threads(open_backend: OpenBackend) -> None:
+    pool, names = pool_of(), hashes("a", 8)
+    backend = open_backend(pool)
+    randomise(pool, 4)
+    want = contents(pool, range(8))
+    answers: list[list[bool]] = []
+
+    def store() -> None:
+        answers.append(backend.batch_set_v1(names, positions(range(8)), prefixed([])))
+
+    threads = [threading.Thread(target=store) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [[True] * 8] * 4
+    until(lambda: backend.batch_exists(names) == 8, "the pages can be looked up")
+    assert backend.batch_get_v1(names, positions(range(20, 28)), prefixed([])) == [True] * 8
+    assert torch.equal(contents(pool, range(20, 28)), want)
+    assert backend.counters()["client_store_stored_blocks_total"] == 8
+
+
+def test_what_differs_is_not_shared(open_backend: OpenBackend) -> None:
+    """Another layout, size, rank, epoch, tenant or way to cut the model: nothing is found, and each keeps pages of its own."""
+    names = hashes("a", 2)
+    rank = {"tp_rank": 1, "tp_size": 2}
+    first = pool_of()
+    ways: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (first, {}, {}),
+        (pool_of("page_first_direct"), {}, {}),
+        (pool_of("layer_first"), {}, {}),
+        (pool_of(heads=4, head_dim=16), {}, {}),
+        (pool_of(layers=2, heads=4), {}, {}),
+        (pool_of(), {"tp_rank": 0, "tp_size": 2}, {}),
+        (pool_of(), rank, {}),
+        (pool_of(), {"pp_rank": 1, "pp_size": 2}, {}),
+        (pool_of(), {"attn_cp_rank": 1, "attn_cp_size": 2}, {}),
+        (pool_of(), {}, {"weights_epoch": "2"}),
+        (pool_of(), {}, {"tenant": "other"}),
+    ]
+    backends = []
+    for number, (pool, config, options) in enumerate(ways):
+        randomise(pool, number)
+        backend = open_backend(pool, config, **options)
+        assert backend.batch_exists(names) == 0, f"way {number} finds what another stored"
+        assert backend.batch_set_v1(names, positions([0, 1]), prefixed([])) == [True, True]
+        until(lambda backend=backend: backend.batch_exists(names) == 2, "the pages can be looked up")
+        backends.append(backend)
+    for (pool, _, _), backend in zip(ways, backends, strict=True):
+        want = contents(pool, [0, 1])
+        assert backend.batch_get_v1(names, positions([8, 9]), prefixed([])) == [True, True]
+        assert torch.equal(contents(pool, [8, 9]), want)
+    same = open_backend(pool_of(), {**rank, "dp_rank": 3})
+    assert same.batch_exists(names) == 2, "data-parallel ranks share"
+
+
+def test_ranks_of_replicated_kv_share(open_backend: OpenBackend) -> None:
+    """MLA: rank 0 writes, all read."""
+    from kvstore.testing.sglang_bed import mla_host_pool
+
+    for layout in ("page_first", "layer_first"):
+        names = hashes(layout, 3)
+        pool, other = mla_host_pool(layout, tokens=512, page=PAGE), mla_host_pool(layout, tokens=512, page=PAGE)
+        config = {"is_mla_model": True, "tp_size": 2}
+        writer = open_backend(pool, {**config, "tp_rank": 0})
+        reader = open_backend(other, {**config, "tp_rank": 1})
+        randomise(pool, 5)
+        assert all(writer.batch_set_v1(names, positions([4, 2, 7]), prefixed([])))
+        until(lambda names=names, reader=reader: reader.batch_exists(names) == 3, "the other rank finds them")
+        assert all(reader.batch_get_v1(names, positions([1, 0, 9]), prefixed([])))
+        assert torch.equal(contents(other, [1, 0, 9]), contents(pool, [4, 2, 7]))
+
+
+def test_clear_hides_what_was_stored(open_backend: OpenBackend) -> None:
+    pool, names = pool_of(), hashes("a", 2)
+    backend = open_backend(pool)
+    randomise(pool, 6)
+    assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
+    until(lambda: backend.batch_exists(names) == 2, "the pages can be looked up")
+    backend.clear()
+    assert backend.batch_exists(names) == 0
+    assert backend.batch_get_v1(names, positions([4, 5]), prefixed([])) == [False, False]
+    randomise(pool, 7)
+    want = contents(pool, [0, 1])
+    assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
+    until(lambda: backend.batch_exists(names) == 2, "what is stored after it is found")
+    assert all(backend.batch_get_v1(names, positions([4, 5]), prefixed([])))
+    assert torch.equal(contents(pool, [4, 5]), want)
+
+
+def test_nonsense_is_a_miss(open_backend: OpenBackend) -> None:
+    """SGLang's threads see no exception, whatever is asked."""
+    pool = pool_of()
+    backend, good = open_backend(pool), hashes("a", 2)
+    for names in (["nonsense", "x"], ["0" * 63, "0" * 65], ["g" * 64, "0" * 64], [f" {'0' * 62} ", "0" * 64]):
+        assert backend.batch_exists(names) == 0
+        assert backend.batch_set_v1(names, positions([0, 1]), prefixed([])) == [False, False]
+        assert backend.batch_get_v1(names, positions([0, 1]), prefixed([])) == [False, False]
+        assert backend.batch_set_v1(good, positions([0, 1]), prefixed(names[:1])) == [False, False]
+    assert backend.batch_set_v1(good, positions([0]), prefixed([])) == [False, False], "one page of memory for two keys"
+    assert backend.batch_get_v1(good, None, prefixed([])) == [False, False]
+    assert backend.batch_set(good, [torch.zeros(3)] * 2) is False
+    assert backend.batch_get(good, None) == [None, None]
+    assert backend.batch_exists([]) == 0
+    assert backend.batch_get_v1([], positions([0])[:0], prefixed([])) == []
+    failed = {name: count for name, count in backend.counters().items() if "failed" in name or "broke" in name}
+    assert failed, "and each is counted"
+
+
+def test_loads_and_stores_can_be_turned_off(open_backend: OpenBackend) -> None:
+    pool, names = pool_of(), hashes("a", 2)
+    randomise(pool, 8)
+    assert open_backend(pool, store=False).batch_set_v1(names, positions([0, 1]), prefixed([])) == [False, False]
+    assert all(open_backend(pool).batch_set_v1(names, positions([0, 1]), prefixed([])))
+    until(lambda: open_backend(pool).batch_exists(names) == 2, "the pages can be looked up")
+    silent = open_backend(pool, load=False)
+    assert silent.batch_exists(names) == 0
+    assert silent.batch_get_v1(names, positions([0, 1]), prefixed([])) == [False, False]
+
+
+def test_metrics(open_backend: OpenBackend) -> None:
+    pool, names = pool_of(), hashes("a", 3)
+    backend = open_backend(pool)
+    assert all(backend.batch_set_v1(names, positions([0, 1, 2]), prefixed([])))
+    assert all(backend.batch_get_v1(names, positions([0, 1, 2]), prefixed([])))
+    metrics = backend.get_stats()
+    assert (metrics.backup_pgs, metrics.prefetch_pgs) == ([3], [3])
+    assert len(metrics.backup_bandwidth) == 1
+    assert metrics.prefetch_bandwidth[0] > 0
+    assert backend.get_stats().backup_pgs == []
+    assert backend.counters()["sglang_set_good_pages_total"] == 3
+
+
+def test_from_another_process(open_backend: OpenBackend, extra: Callable[..., dict[str, object]], tmp_path: Path) -> None:
+    pool, names = pool_of(), hashes("a", 4)
+    script = tmp_path / "writer.py"
+    script.write_text(
+        "import json, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from kvstore.testing import sglang_stand_ins\n"
+        "sglang_stand_ins.install()\n"
+        "from kvstore.testing.sglang_bed import host_pool, storage_config\n"
+        "from kvclient.engines.sglang.backend import KVStoreHiCache\n"
+        "from sglang_cases import hashes, positions, prefixed, randomise\n"
+        "pool = host_pool('page_first', tokens=512, page=16)\n"
+        "backend = KVStoreHiCache(storage_config(json.loads(sys.argv[1])))\n"
+        "backend.register_mem_pool_host(pool)\n"
+        "randomise(pool, 9)\n"
+        "assert all(backend.batch_set_v1(hashes('a', 4), positions([0, 1, 2, 3]), prefixed([])))\n"
+        "backend.close()\n"
+    )
+    subprocess.run([sys.executable, str(script), json.dumps(extra())], check=True, timeout=120)
+    backend = open_backend(pool)
+    until(lambda: backend.batch_exists(names) == 4, "what the other process stored")
+    assert all(backend.batch_get_v1(names, positions([9, 8, 7, 6]), prefixed([])))
+    twin = pool_of()
+    randomise(twin, 9)
+    assert torch.equal(contents(pool, [9, 8, 7, 6]), contents(twin, [0, 1, 2, 3]))
