@@ -20,7 +20,7 @@ from netlab.against_lab import BOUND, Row, plot, write_section
 from netlab.agents import trajectories
 from netlab.coordinator import Variant
 from netlab.engine_bed import EngineSettings
-from netlab.engine_runs import GROUPS, PROFILE, facts_of, rounds_of
+from netlab.engine_rounds import GROUPS, PROFILE, facts_of, rounds_of
 from netlab.simulated import simulated
 
 BEDS = ((1, 1), (1, 2), (2, 1), (2, 2))

@@ -1,7 +1,7 @@
 """Runs agents against the engines of a bed: submits their turns, assigns engines, and keeps book of every request.
 
-Requests are assigned by the same scheduler as in the metadata server, or in turns. A prefill engine has ``in_flight`` requests at
-a time; what else is assigned to it waits here, in order.
+Requests are assigned by the scheduler of the metadata server, by the same rules without the server, or in turns. A prefill
+engine has ``in_flight`` requests at a time; what else is assigned to it waits here, in order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.groups import Engine, Role
-from kvstore.dualpath.scheduler import Ask, Pair, Scheduler, SchedulerLimits
-from kvstore.engine.roofline import Chunk
 from kvstore.testing.netlab_traffic import Recording
 from netlab.agents import Trajectory
+from netlab.assigning import Assigned, Assigner, ByRules, ByServer, InTurns, Wanted
 from netlab.bed import machine_times
 from netlab.engine_bed import EngineBed
 
-ALPHA_S, BETA_S = 3.0, 5.0
 _RUN_S = 150.0
 """A run that takes longer is given up."""
 
@@ -39,6 +36,7 @@ class Variant:
         layerwise: loads, computing and hand-over overlap layer by layer.
         scheduled: engines are chosen by the paper's scheduler; else in turns.
         layer_group: layers read from storage together; 0: whole blocks.
+        by_server: the scheduler is that of the metadata server, behind its RPCs; else the coordinator holds one.
     """
 
     name: str
@@ -46,6 +44,13 @@ class Variant:
     layerwise: bool = True
     scheduled: bool = True
     layer_group: int = 0
+    by_server: bool = False
+
+    def assigner(self, bed: EngineBed) -> Assigner:
+        """Who chooses the engines."""
+        if not self.scheduled:
+            return InTurns(bed)
+        return ByServer(bed) if self.by_server else ByRules(bed)
 
 
 LADDER = (
@@ -73,6 +78,9 @@ class Request:
     dispatched_s: float = 0.0
     prefill: str = ""
     decode: str = ""
+    generation: int = 0
+    paired_s: float = 0.0
+    """When its engines were known."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the prefill engine said."""
     ends: dict[str, Any] = field(default_factory=dict)
@@ -130,32 +138,28 @@ class Coordinator:
         self._bed = bed
         self._trajectories = trajectories
         self._runs = itertools.count(1)
-        self.limits = self._limits()
 
-    def run(self, variant: Variant, arrivals: Sequence[float]) -> RunResult:
-        """Agents begin at ``arrivals`` (seconds after the beginning, ascending), each its turns one after the other."""
+    def run(self, variant: Variant, arrivals: Sequence[float], at_once: int | None = None) -> RunResult:
+        """Runs agents, each its turns one after the other.
+
+        Args:
+            variant: how they are served.
+            arrivals: when agents begin, seconds after the beginning, ascending.
+            at_once: no more agents than so many at the same time: the next one begins when another has ended.
+        """
         bed = self._bed
         number = next(self._runs)
         described = {"policy": variant.policy, "layerwise": variant.layerwise, "layer_group": variant.layer_group}
-        bed.tell_all(do="run", run=number, variant=described)
+        bed.tell_all(do="run", run=number, variant=described, lead=variant.scheduled and variant.by_server)
         before = machine_times()
         with bed.lab.record() as recording:
-            one = _Run(bed, self._trajectories, number, variant, arrivals, self.limits)
+            one = _Run(bed, self._trajectories, number, variant, arrivals, at_once)
             one.drive()
         busy, total = (now - then for now, then in zip(machine_times(), before, strict=True))
         ends = bed.tell_all(do="end")
         return RunResult(
             variant, tuple(one.requests.values()), one.began_s, recording, busy / total if total else 0.0, tuple(ends)
         )
-
-    def _limits(self) -> SchedulerLimits:
-        """As the paper profiles them: tokens that a storage link reads in 3 s, and that an engine processes in 5 s."""
-        bed = self._bed
-        read_rate = bed.settings.snic_bytes_per_s / bed.engine.model.token_bytes
-        prompts = [(one.known(0), one.prompt(0)) for one in self._trajectories]
-        seconds = sum(bed.engine.prefill_seconds((Chunk(known, prompt - known),)) for known, prompt in prompts)
-        computed = sum(prompt for _, prompt in prompts) / seconds * bed.settings.dilation
-        return SchedulerLimits(int(ALPHA_S * read_rate), int(BETA_S * computed))
 
 
 class _Run:
@@ -166,7 +170,7 @@ class _Run:
         number: int,
         variant: Variant,
         arrivals: Sequence[float],
-        limits: SchedulerLimits,
+        at_once: int | None,
     ) -> None:
         self._bed = bed
         self._trajectories = trajectories
@@ -174,12 +178,13 @@ class _Run:
         self._variant = variant
         self._oracle = variant.policy == "oracle"
         self.requests: dict[str, Request] = {}
-        self._assigner = Assigner(bed, variant, limits)
+        self._assigner = variant.assigner(bed)
         self._waiting: dict[str, deque[Request]] = {name: deque() for name in bed.bed.prefill_hosts}
         self._busy = dict.fromkeys(bed.bed.prefill_hosts, 0)
         self.began_s = time.monotonic()
         self._arrivals = [(self.began_s + at, agent) for agent, at in enumerate(arrivals)]
         heapq.heapify(self._arrivals)
+        self._room = len(arrivals) if at_once is None else at_once
         self._left = sum(len(trajectories[agent].turns) for _, agent in self._arrivals)
 
     def drive(self) -> None:
@@ -188,9 +193,10 @@ class _Run:
             now_s = time.monotonic()
             if now_s - self.began_s > _RUN_S:
                 raise SystemExit(f"{self._left} turns were not done after {_RUN_S:.0f} s")
-            while self._arrivals and self._arrivals[0][0] <= now_s:
+            while self._room and self._arrivals and self._arrivals[0][0] <= now_s:
+                self._room -= 1
                 self._submit(heapq.heappop(self._arrivals)[1], 0)
-            wait_s = self._arrivals[0][0] - now_s if self._arrivals else 1.0
+            wait_s = self._arrivals[0][0] - now_s if self._arrivals and self._room else 1.0
             try:
                 _, event = self._bed.next_event(max(0.0005, wait_s))
             except queue.Empty:
@@ -204,14 +210,20 @@ class _Run:
             f"{self._number}-{agent}-{turn}", agent, turn, prompt, known, trajectory.turns[turn].out, time.monotonic()
         )
         self.requests[request.name] = request
-        self._paired(self._assigner.submit(request.name, prompt, request.out))
+        self._paired(self._assigner.submit(Wanted(request.name, prompt, self._expect(request), request.out)))
 
-    def _paired(self, pairs: Sequence[tuple[str, str, str]]) -> None:
-        for name, prefill, decode in pairs:
-            request = self.requests[name]
-            request.prefill, request.decode = prefill, decode
-            self._waiting[prefill].append(request)
-            self._dispatch(prefill)
+    def _paired(self, found: Sequence[Assigned]) -> None:
+        for one in found:
+            request = self.requests[one.name]
+            request.prefill, request.decode, request.generation = one.prefill, one.decode, one.generation
+            request.paired_s = time.monotonic()
+            self._waiting[one.prefill].append(request)
+            self._dispatch(one.prefill)
+
+    def _expect(self, request: Request) -> int:
+        """Tokens of it that should be in storage."""
+        tokens = self._bed.spec.block_tokens
+        return min(request.known, request.prompt - 1) // tokens * tokens
 
     def _dispatch(self, prefill: str) -> None:
         waiting = self._waiting[prefill]
@@ -221,17 +233,26 @@ class _Run:
             request.dispatched_s = time.monotonic()
             if not self._oracle:
                 self._decode(request, bare=False)  # awaited before the first layer can be handed over
-            expect = min(request.known, request.prompt - 1) // self._bed.spec.block_tokens
+            expect = self._expect(request) // self._bed.spec.block_tokens
             self._bed.engines[prefill].tell(do="prefill", **self._named(request), expect=expect, decode=request.decode)
 
     def _decode(self, request: Request, *, bare: bool) -> None:
         self._bed.engines[request.decode].tell(do="decode", **self._named(request), out=request.out, bare=bare)
 
     def _named(self, request: Request) -> dict[str, Any]:
-        return {"id": request.name, "agent": request.agent, "run": self._number, "prompt": request.prompt}
+        return {
+            "id": request.name,
+            "agent": request.agent,
+            "run": self._number,
+            "prompt": request.prompt,
+            "generation": request.generation,
+        }
 
     def _take(self, event: dict[str, Any]) -> None:
         request = self.requests[event["id"]]
+        if event["did"] == "paired":
+            self._paired([Assigned(event["id"], event["prefill"], event["decode"], event["generation"])])
+            return
         if event["did"] == "prefilled":
             request.facts = event
             self._busy[request.prefill] -= 1
@@ -246,51 +267,5 @@ class _Run:
             self._paired(self._assigner.finished(request.name))
             if request.turn + 1 < len(self._trajectories[request.agent].turns):
                 self._submit(request.agent, request.turn + 1)
-
-
-class Assigner:
-    """Who computes a request: by the paper's scheduler, or in turns. Answers are (request, prefill host, decode host)."""
-
-    def __init__(self, bed: EngineBed, variant: Variant, limits: SchedulerLimits) -> None:
-        self._prefill, self._decode = itertools.cycle(bed.bed.prefill_hosts), itertools.cycle(bed.bed.decode_hosts)
-        self._token_bytes = bed.engine.token_bytes
-        self._scheduler: Scheduler | None = None
-        self._groups: list[str] = []
-        self._generations: dict[str, int] = {}
-        if not variant.scheduled:
-            return
-        self._scheduler = Scheduler(limits)
-        for role, names in ((Role.PREFILL, bed.bed.prefill_hosts), (Role.DECODE, bed.bed.decode_hosts)):
-            room = int(bed.engine.kv_room_bytes) if role is Role.DECODE else 0
-            for name in names:
-                self._scheduler.join(Engine(name, role, group=name, node=name, hbm_bytes=room))
-                self._groups.append(name)
-
-    def submit(self, name: str, prompt: int, out: int) -> list[tuple[str, str, str]]:
-        """A new request; returns those that have both engines now."""
-        if self._scheduler is None:
-            return [(name, next(self._prefill), next(self._decode))]
-        self._scheduler.submit(Ask(name, prompt, int((prompt + out) * self._token_bytes)))
-        return self._fetch()
-
-    def prefilled(self, name: str) -> list[tuple[str, str, str]]:
-        """Its prompt is computed and handed over."""
-        if self._scheduler is None:
-            return []
-        self._scheduler.prefill_done(name, self._generations[name])
-        return self._fetch()
-
-    def finished(self, name: str) -> list[tuple[str, str, str]]:
-        """It is done."""
-        if self._scheduler is None:
-            return []
-        self._scheduler.finish(name, self._generations[name])
-        return self._fetch()
-
-    def _fetch(self) -> list[tuple[str, str, str]]:
-        assert self._scheduler is not None
-        pairs: list[Pair] = []
-        for group in self._groups:
-            pairs += self._scheduler.fetch(group).pairs
-        self._generations.update((pair.request_id, pair.generation) for pair in pairs)
-        return [(pair.request_id, pair.prefill.engine, pair.decode.engine) for pair in pairs]
+            else:
+                self._room += 1

@@ -23,9 +23,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.core.spec import CacheSpec
+from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.engine.hardware import gpu_named
 from kvstore.engine.models import model_named
-from kvstore.engine.roofline import EngineModel, Scale
+from kvstore.engine.roofline import Chunk, EngineModel, Scale
 from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
 from kvstore.testing.netlab import Host, NetLab
 from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
@@ -33,6 +34,8 @@ from netlab.agents import Trajectory
 
 MIB = 1 << 20
 BENCHMARKS = Path(__file__).resolve().parent.parent
+ALPHA_S, BETA_S = 3.0, 5.0
+"""The paper's: a reading queue is long above what is read in alpha, an engine is overloaded above what it computes in beta."""
 _ANSWER_S = 90.0
 BYTES_PER_MBIT = 125_000.0
 PREFILL_BUFFER, DECODE_BUFFER = 288 * MIB, 512 * MIB
@@ -147,12 +150,15 @@ class EngineBed:
         self.contexts = [one.context for one in made]
         self._most_tokens = max(one.end for one in made)
         self.seed = seed
+        self.limits = self._scheduler_limits(made)
         self._growth_blocks = growth_blocks
         self._scratch = scratch
         self._stack = ExitStack()
         self.lab = NetLab(bed.hosts())
         self.events: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self.engines: dict[str, EngineProcess] = {}
+        self.router: EngineProcess
+        """Asks the metadata server for engines where a run wants it to."""
 
     def __enter__(self) -> Self:
         try:
@@ -190,14 +196,18 @@ class EngineBed:
         self._stack.enter_context(self.lab)
         metadata = self.lab.host(METADATA_HOST)
         place = Place(metadata.compute_ip, metadata.popen)
-        self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder, metadata_place=place))
+        limits = {"alpha_tokens": str(self.limits.alpha_tokens), "beta_tokens": str(self.limits.beta_tokens)}
+        self.cluster = self._stack.enter_context(
+            LocalCluster(self._nodes(), self.folder, metadata_settings=tuple(limits.items()), metadata_place=place)
+        )
         self._settings_path = self.folder / "engines.json"
         self._settings_path.write_text(json.dumps(self._engine_settings()), encoding="utf-8")
         self._store()
         for role, names in (("prefill", self.bed.prefill_hosts), ("decode", self.bed.decode_hosts)):
             for name in names:
-                self._start(role, name)
-        for _ in self.engines:
+                self.engines[name] = self._start(role, name)
+        self.router = self._start("route", METADATA_HOST)
+        for _ in (*self.engines, METADATA_HOST):
             self.next_event(_ANSWER_S)
 
     def _engine_settings(self) -> dict[str, object]:
@@ -230,13 +240,13 @@ class EngineBed:
         return self._most_tokens // self.spec.block_tokens + 1
 
     def _argv(self, role: str, name: str) -> list[str]:
-        node = self.cluster.node(name).local_socket
-        return [sys.executable, "-m", "netlab.engines", str(self._settings_path), role, node]
+        node = "" if role == "route" else self.cluster.node(name).local_socket
+        return [sys.executable, "-m", "netlab.engines", str(self._settings_path), role, name, node]
 
-    def _start(self, role: str, name: str) -> None:
+    def _start(self, role: str, name: str) -> EngineProcess:
         engine = EngineProcess(self.lab.host(name), self._argv(role, name), self.folder / f"engine-{name}.log", self.events)
         self._stack.callback(engine.close)
-        self.engines[name] = engine
+        return engine
 
     def _store(self) -> None:
         """On the storage host itself, then with its DRAM emptied by a restart."""
@@ -249,6 +259,14 @@ class EngineBed:
         self.events.get(timeout=_ANSWER_S)  # its end
         self.cluster.stop(name)
         self.cluster.start_node(name)
+
+    def _scheduler_limits(self, made: Sequence[Trajectory]) -> SchedulerLimits:
+        """As the paper profiles them: tokens that a storage link reads in 3 s, and that an engine processes in 5 s."""
+        read_rate = self.settings.snic_bytes_per_s / self.engine.model.token_bytes
+        prompts = [(one.known(0), one.prompt(0)) for one in made]
+        seconds = sum(self.engine.prefill_seconds((Chunk(known, prompt - known),)) for known, prompt in prompts)
+        computed = sum(prompt for _, prompt in prompts) / seconds * self.settings.dilation
+        return SchedulerLimits(int(ALPHA_S * read_rate), int(BETA_S * computed))
 
     # ---------------------------------------------------------------- nodes
     def _nodes(self) -> list[NodeSpec]:

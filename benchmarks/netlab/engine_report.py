@@ -104,6 +104,7 @@ def _times(requests: Sequence[Request]) -> dict[str, dict[str, float]]:
         "ttft": [one.ttft_s for one in requests],
         "ttst": [one.ttst_s for one in requests],
         "tpot": [one.tpot_s for one in requests],
+        "assign": [one.paired_s - one.submitted_s for one in requests],
         "queue": [one.dispatched_s - one.submitted_s for one in requests],
         "prefill": [one.facts["first_s"] - one.facts["started_s"] for one in requests],
         "hand_over": [one.facts["handed_s"] - one.facts["first_s"] for one in requests],

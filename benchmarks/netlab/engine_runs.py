@@ -1,35 +1,30 @@
-"""The timed engine benchmark: offline runs of every variant in turn, a compute-bound bed, and the search for online capacity."""
+"""The timed engine benchmark: offline runs of every variant in turn, with few agents and many, and the search for agents/s."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
-import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 import harness
 from harness import Figure, Options, Parameter, Reference, Target
-from kvstore.engine.roofline import Chunk
 from kvstore.testing.netlab import available
 from kvstore.testing.netlab_bed import LabBed
-from netlab.agents import Trajectory, trajectories
+from netlab.agents import trajectories
 from netlab.coordinator import LADDER, ORACLE, Coordinator, Variant
 from netlab.engine_bed import EngineBed, EngineSettings
 from netlab.engine_report import TPOT_S, TTFT_S, Summary, plot, summarize
+from netlab.engine_rounds import GROUPS, PROFILE, facts_of, notes_of, parameters_of, ratios, read_s_of, rounds_of
+from netlab.engine_steps import run_steps
 
-PROFILE = "agentic-64k"
 BED = LabBed(1, 1, 1, snic_mbit=240.0, cnic_mbit=1920.0, storage_mbit=1920.0)
 """A compute link is eight storage links, as in the paper."""
 BASE, DUAL = LADDER[1], LADDER[-1]
 """Prefill-only loads, with everything but the second path; and ours."""
-GROUPS = 8
-"""Layers of a group, of 32, where computing is what takes long: it begins when the first group is there."""
 GOOD_SHARE = 0.9
 """Of the requests must meet the objective for a rate to count."""
 RATES = tuple(round(0.7 * 1.1**step, 3) for step in range(7))
@@ -38,7 +33,7 @@ RATES = tuple(round(0.7 * 1.1**step, 3) for step in range(7))
 
 def main(description: str | None) -> None:
     """Command line."""
-    parts = ("offline", "compute", "online")
+    parts = ("offline", "compute", "steps", "online")
 
     def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to run (default: all; smoke: offline)")
@@ -53,6 +48,8 @@ def main(description: str | None) -> None:
         made["offline"] = {name: [dataclasses.asdict(run) for run in runs] for name, runs in run_offline(options).items()}
     if "compute" in chosen:
         run_compute_bound(options)
+    if "steps" in chosen:
+        run_steps(options)
     if "online" in chosen:
         made["online"] = run_online(options)
     if options.results is not None:
@@ -79,28 +76,27 @@ def run_offline(options: Options) -> dict[str, list[Summary]]:
     runs = rounds_of(options, BED, made, settings, variants)
     facts = facts_of(made, settings, BED)
     print(f"{BED.describe()}\n{facts}", flush=True)
-    parameters = _parameters(settings, agents, turns)
+    parameters = parameters_of(settings, agents, turns)
     oracle = Reference("oracle", [run.jct_s for run in runs["oracle"]])
     for name, found in runs.items():
         figure = Figure(
             "engines_offline_jct", "Offline, agents at once: job completion", {**parameters, "variant": name}, "s", True
         )
-        options.keep(figure, [run.jct_s for run in found], peer=oracle, verified=True, notes=_notes(found, facts))
+        options.keep(figure, [run.jct_s for run in found], peer=oracle, verified=True, notes=notes_of(found, facts))
     _gains(options, runs, parameters, facts)
     return runs
 
 
 def _gains(options: Options, runs: dict[str, list[Summary]], parameters: dict[str, Parameter], facts: str) -> None:
-    """Each step over the one before, and over the first; the whole against prefill-only."""
-    names = [variant.name for variant in LADDER if variant.name in runs]
-    for before, after in itertools.pairwise(names):
-        figure = Figure("engines_step_gain", "Gain of a step over the one before", {**parameters, "step": after}, "x")
-        first = statistics.median(_ratios(runs[names[0]], runs[after]))
-        options.keep(figure, _ratios(runs[before], runs[after]), verified=True, notes=f"{first:.2f} x {names[0]}")
-    gain = _ratios(runs[BASE.name], runs[DUAL.name])
+    """The whole against prefill-only, and against the engine that does one after the other; how even the links were used."""
+    gain = ratios(runs[BASE.name], runs[DUAL.name])
     target = Target("value", 1.8) if options.mode != "smoke" else None
     title = "Offline JCT against loads over prefill hosts alone, storage-bound"
     options.keep(Figure("engines_offline_gain", title, parameters, "x"), gain, target=target, verified=True, notes=facts)
+    if LADDER[0].name in runs:
+        title = "Offline JCT against an engine that loads, computes and hands over one after the other"
+        gain = ratios(runs[LADDER[0].name], runs[DUAL.name])
+        options.keep(Figure("engines_offline_gain_over_basic", title, parameters, "x"), gain, verified=True, notes=facts)
     balance = [run.snic_max_over_avg for run in runs[DUAL.name]]
     beside = [run.snic_max_over_avg for run in runs.get(LADDER[2].name, runs[DUAL.name])]
     figure = Figure(
@@ -123,18 +119,18 @@ def run_compute_bound(options: Options) -> None:
     settings = EngineSettings(dilation=0.5, in_flight=12)
     dual = dataclasses.replace(DUAL, layer_group=GROUPS)
     runs = rounds_of(options, BED, made, settings, (BASE, dual, ORACLE), growth=1400 * agents)
-    parameters = {**_parameters(settings, agents, turns), "append": "x64"}
+    parameters = {**parameters_of(settings, agents, turns), "append": "x64"}
     facts = facts_of(made, settings, BED)
     print(facts, flush=True)
-    share = _ratios(runs[ORACLE.name], runs[DUAL.name])
+    share = ratios(runs[ORACLE.name], runs[DUAL.name])
     title = "Offline JCT, compute-bound: the oracle's as a share of ours"
     notes = (
-        f"prefill idle between its first and last work for {runs[DUAL.name][-1].idle_s:.2f} s; {_notes(runs[DUAL.name], facts)}"
+        f"prefill idle between its first and last work for {runs[DUAL.name][-1].idle_s:.2f} s; {notes_of(runs[DUAL.name], facts)}"
     )
     options.keep(
         Figure("engines_of_oracle", title, parameters, ""), share, target=Target("value", 0.9), verified=True, notes=notes
     )
-    gain = _ratios(runs[BASE.name], runs[DUAL.name])
+    gain = ratios(runs[BASE.name], runs[DUAL.name])
     options.keep(Figure("engines_compute_bound_gain", "The same, against prefill-only", parameters, "x"), gain, verified=True)
 
 
@@ -143,7 +139,7 @@ def run_online(options: Options) -> list[dict[str, float | str]]:
     """Agents arrive as a Poisson process: the highest rate at which most requests meet the objective, by bisection."""
     settings = EngineSettings(dilation=0.5)
     turns, window_s = 2, options.pick(full=12.0, quick=10.0, smoke=1.0)
-    per_agent_s = _read_s(trajectories(PROFILE, 100, turns, options.seed), settings, BED) / 100
+    per_agent_s = read_s_of(trajectories(PROFILE, 100, turns, options.seed), settings, BED) / 100
     most = int(RATES[-1] * 2 / per_agent_s * window_s * 1.5)
     made = trajectories(PROFILE, most, turns, options.seed)
     trials: list[dict[str, float | str]] = []
@@ -155,7 +151,7 @@ def run_online(options: Options) -> list[dict[str, float | str]]:
             for variant, links in ((BASE, 1), (DUAL, 2)):
                 capacity = links / per_agent_s
                 found[variant.name].append(_highest(coordinator, variant, gaps, capacity, window_s, number, trials, settings))
-    parameters: dict[str, Parameter] = {**_parameters(settings, most, turns), "window_s": window_s}
+    parameters: dict[str, Parameter] = {**parameters_of(settings, most, turns), "window_s": window_s}
     parameters.pop("agents")
     slo = f"TTFT <= {TTFT_S:g} s and TPOT <= {TPOT_S * 1e3:g} ms (real time) in {GOOD_SHARE:.0%} of the requests"
     figure = Figure("engines_online_capacity", f"Online, agents/s of the lab within {slo}", parameters, "1/s")
@@ -190,74 +186,3 @@ def _highest(
         else:
             high = middle
     return (RATES[low] if low >= 0 else RATES[0] / 1.1) * capacity
-
-
-# ---- shared ----
-def rounds_of(
-    options: Options,
-    bed: LabBed,
-    made: Sequence[Trajectory],
-    settings: EngineSettings,
-    variants: Sequence[Variant],
-    growth: int = 8192,
-) -> dict[str, list[Summary]]:
-    """Offline runs, by variant: all agents begin at once, every variant in turn, a round after the other.
-
-    Args:
-        options: rounds, seed and scratch.
-        bed: hosts and links.
-        made: the agents.
-        settings: the engines.
-        variants: in the order of the first round.
-        growth: blocks of room in storage for what runs add.
-    """
-    runs: dict[str, list[Summary]] = {variant.name: [] for variant in variants}
-    with EngineBed(bed, settings, made, seed=options.seed, growth_blocks=growth, scratch=options.scratch) as running:
-        coordinator = Coordinator(running, made)
-        order = list(variants)
-        for number in range(options.repetitions):
-            for variant in order:
-                run = summarize(coordinator.run(variant, [0.0] * len(made)), bed, settings.dilation)
-                runs[variant.name].append(run)
-                print(f"  round {number}: {variant.name:14} {run.jct_s:6.2f} s, cpu {run.cpu:.0%}, {run.counts}", flush=True)
-            order.append(order.pop(0))
-    return runs
-
-
-def _ratios(slow: Sequence[Summary], fast: Sequence[Summary]) -> list[float]:
-    return [one.jct_s / other.jct_s for one, other in zip(slow, fast, strict=True)]
-
-
-def _read_s(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) -> float:
-    """Seconds (of the lab) in which one storage link reads all that hits."""
-    tokens = sum(one.known(turn) for one in made for turn in range(len(one.turns)))
-    return tokens * settings.engine(bed).model.token_bytes / settings.snic_bytes_per_s * settings.dilation
-
-
-def facts_of(made: Sequence[Trajectory], settings: EngineSettings, bed: LabBed) -> str:
-    """What bounds the bed: reading and computing, a turn."""
-    engine = settings.engine(bed)
-    chunks = [(one.known(turn), one.prompt(turn) - one.known(turn)) for one in made for turn in range(len(one.turns))]
-    compute_s = sum(engine.prefill_seconds([Chunk(*chunk)]) for chunk in chunks) / len(chunks)
-    read_s = _read_s(made, settings, bed) / len(chunks)
-    link = settings.snic_bytes_per_s * 8e-9
-    return (
-        f"{settings.model} on {settings.gpus} {settings.gpu} a host with one {link:g} Gb/s storage link; "
-        f"bytes x {engine.scale.bytes:.2g}, time x {settings.dilation:g}; "
-        f"a turn reads for {read_s:.3f} s over one link and {read_s / 2:.3f} s over two, "
-        f"and computes for {compute_s:.3f} s; {bed.verdict().sentence}"
-    )
-
-
-def _parameters(settings: EngineSettings, agents: int, turns: int) -> dict[str, Parameter]:
-    return {"bed": "1P1D", "model": settings.model, "dilation": settings.dilation, "agents": agents, "turns": turns}
-
-
-def _notes(runs: Sequence[Summary], facts: str) -> str:
-    """Percentiles over the middle run, and where bytes went."""
-    run = sorted(runs, key=lambda one: one.jct_s)[len(runs) // 2]
-    times = ", ".join(
-        f"{name} p50 {run.times[name]['p50']:.3f} p90 {run.times[name]['p90']:.3f} s" for name in ("ttft", "ttst", "tpot")
-    )
-    megabytes = {host: round(size / 1e6) for host, size in run.snic_bytes.items()}
-    return f"{times}; SNIC MB {megabytes}; cpu {run.cpu:.0%}; blocks {dict(run.counts)}; {facts}"

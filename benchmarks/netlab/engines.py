@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from kvstore.engine.roofline import EngineModel, Scale
 from kvstore.workload.payload import Payloads
 from netlab.agents import Chains
 from netlab.decode_engine import DecodeEngine
+from netlab.leading import Routing
 from netlab.prefill_engine import PrefillEngine
 from netlab.stepping import Speaker
 
@@ -62,29 +62,33 @@ def main() -> None:
     """Command line: the file with the settings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", type=Path)
-    parser.add_argument("role", choices=("prefill", "decode", "store"))
-    parser.add_argument("node", help="address of the node on this host")
+    parser.add_argument("role", choices=("prefill", "decode", "store", "route"))
+    parser.add_argument("host", help="name of this host")
+    parser.add_argument("node", help="address of the node on this host; a router has none")
     parsed = parser.parse_args()
     settings = json.loads(parsed.settings.read_text(encoding="utf-8"))
     spec = CacheSpec(**settings["spec"])
     chains = Chains(spec, settings["seed"], settings["contexts"])
     options = ClientOptions(client_name=f"{parsed.role}-{os.getpid()}", workers=32, max_pending=256, default_deadline_s=STORE_S)
     speaker = Speaker(sys.stdout)
+    if parsed.role == "route":
+        obey(Routing(settings["metadata"], speaker), speaker)
+        return
     with KVClient.connect(settings["metadata"], spec, node=parsed.node, options=options) as client:
         if parsed.role == "store":
             speaker.say(did="stored", blocks=store_contexts(client, chains, len(settings["contexts"])))
             return
         model = engine_model(settings["engine"])
         make = PrefillEngine if parsed.role == "prefill" else DecodeEngine
-        engine = make(client, chains, model, settings, speaker)
-        speaker.say(did="ready")
-        for line in sys.stdin:
-            command = json.loads(line)
-            if command["do"] == "quit":
-                break
-            engine.do(command)
-        speaker.say(did="quit", threads=threading.active_count(), counters=client.stats())
-        engine.close()
+        obey(make(client, chains, model, {**settings, "name": parsed.host}, speaker), speaker)
+
+
+def obey(one: PrefillEngine | DecodeEngine | Routing, speaker: Speaker) -> None:
+    """Takes commands until there are no more."""
+    speaker.say(did="ready")
+    for line in sys.stdin:
+        one.do(json.loads(line))
+    one.close()
 
 
 if __name__ == "__main__":

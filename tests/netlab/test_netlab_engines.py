@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,18 @@ def test_every_token_and_byte_of_two_agents_is_accounted_for(lab_possible: None,
         coordinator = Coordinator(bed, AGENTS)
         size = bed.spec.layer_block_bytes
         basic, split = (coordinator.run(variant, [0.0, 0.0]) for variant in (LADDER[0], LADDER[-1]))
-        for result in (basic, split):
+        by_server = dataclasses.replace(LADDER[-1], by_server=True)
+        served, again = (coordinator.run(by_server, [0.0, 0.0], at_once=1) for _ in range(2))
+        for result in (basic, split, served, again):
             accounted(result, size, bed.spec.layers)
         assert all(set(request.facts["paths"]) <= {"prefill", "local"} for request in basic.requests)
         summary = summarize(split, BED, SETTINGS.dilation)
         assert summary.counts["tokens"] == sum(turn.out for agent in AGENTS for turn in agent.turns)
+        for result in (served, again):  # one agent after the other
+            turns = sorted(result.requests, key=lambda request: request.submitted_s)
+            assert [request.agent for request in turns] == [0, 0, 0, 1, 1, 1]
+            assert turns[3].submitted_s > turns[2].ends["last_s"]
+            assert all(request.generation for request in turns), "the metadata server names the attempt"
         oracle = coordinator.run(ORACLE, [0.0, 0.1])
         assert oracle.recording.series("prefill-0", "storage").total_bytes("rx") < basic.requests[0].facts["hit"] * size
         assert all(request.ends["tokens"] == request.prompt + request.out for request in oracle.requests)

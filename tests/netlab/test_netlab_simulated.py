@@ -1,0 +1,50 @@
+"""The simulator's picture of a bed of timed engines: hosts, agents and steps are the lab's, times of the right size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvstore.dualpath.groups import Role
+from kvstore.testing.netlab_bed import LabBed
+from netlab.agents import Trajectory, Turn, trajectories
+from netlab.coordinator import LADDER, ORACLE, Variant
+from netlab.engine_bed import EngineSettings
+from netlab.simulated import sim_config, simulated
+
+SETTINGS = EngineSettings(dilation=1.5)
+
+
+def bed(prefill: int, decode: int) -> LabBed:
+    """As the lab's, of that shape."""
+    return LabBed(prefill, decode, 1, snic_mbit=120.0, cnic_mbit=960.0, storage_mbit=1920.0)
+
+
+def test_hosts_links_and_turns_are_those_of_the_lab() -> None:
+    made = [Trajectory(1000, (Turn(30, 50), Turn(200, 10)))]
+    grouped = dataclasses.replace(LADDER[-1], layer_group=8)
+    config = sim_config(bed(1, 2), SETTINGS, made, grouped)
+    assert [(host.name, host.role) for host in config.hosts] == [
+        ("prefill-0", Role.PREFILL),
+        ("decode-0", Role.DECODE),
+        ("decode-1", Role.DECODE),
+    ]
+    assert {(host.snic, host.cnic) for host in config.hosts} == {(15e6, 120e6)}
+    assert config.full_block_bytes == SETTINGS.spec(bed(1, 2)).block_bytes
+    assert config.layer_groups == 4
+    first, second = config.sessions[0].turns
+    assert (first.hit, first.hit + first.new, first.out) == (896, 1030, 50)
+    assert (second.hit, second.hit + second.new, second.out) == (1024, 1280, 10)  # of 1,079 known tokens, whole blocks
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 2)])
+def test_times_are_bound_by_links_and_by_the_oracle(prefill: int, decode: int) -> None:
+    made = trajectories("agentic-64k", 4 * prefill, 1, seed=1, out_factor=0.1)
+    shape = bed(prefill, decode)
+    prefill_only, split = (simulated(shape, SETTINGS, made, Variant(name, name)) for name in ("prefill_only", "split"))
+    oracle = simulated(shape, SETTINGS, made, ORACLE)
+    assert prefill_only.read_bytes == split.read_bytes > 0 == oracle.read_bytes
+    assert prefill_only.seconds > prefill_only.read_bytes / (15e6 * prefill)
+    assert oracle.seconds < split.seconds < prefill_only.seconds
+    assert split.seconds > split.read_bytes / (15e6 * (prefill + decode))
