@@ -29,7 +29,7 @@ from kvclient.tally import Tally
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, Outcome
-from kvstore.transport.contract import LayerProgress, ReadRequest
+from kvstore.transport.contract import LayerProgress, ReadRequest, ReadWatch
 
 Positions = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
@@ -180,35 +180,30 @@ class Load:
             future.result()
 
     def _read(self, node: NodeRef, positions: Positions, deadline_s: float, may_retry: Mask) -> None:
-        """Reads some blocks from one node: piece by piece, so that a cancellation is seen soon; layer-wise in one piece."""
+        """Reads some blocks from one node, in one go: between two reads the wire would run dry. A cancellation ends it."""
         tally, core = self._tally, self._core
-        block_bytes = core.shape.block_bytes
-        piece = len(positions) if self._board is not None else max(1, core.options.copy_chunk_bytes // block_bytes)
         number = tally.node_number(node.node_id)
+        watch = ReadWatch()
         try:
-            peer = core.peers.peer(node)
-            for at in range(0, len(positions), piece):
-                if self._operation.over or core.clock.now_s() >= deadline_s:
-                    tally.outcomes[positions[at:]] = Outcome.UNAVAILABLE  # TIMEOUT in the end, if nobody else brings it
-                    return
-                part = positions[at : at + piece]
-                request = ReadRequest(
-                    core.namespace,
-                    [self._keys[position] for position in part.tolist()],
-                    0,
-                    core.shape.layers,
-                    core.options.layer_group if self._board is not None else 0,
-                    deadline_s,
-                )
-                result = peer.read(
+            request = ReadRequest(
+                core.namespace,
+                [self._keys[position] for position in positions.tolist()],
+                0,
+                core.shape.layers,
+                core.options.layer_group if self._board is not None else 0,
+                deadline_s,
+            )
+            with self._operation.on_cancel(watch.end):
+                result = core.peers.peer(node).read(
                     request,
-                    pick_blocks(self._buffer, part),
+                    pick_blocks(self._buffer, positions),
                     verify=self._verify != "never",
-                    on_layers=self._progress(part, may_retry),
+                    on_layers=self._progress(positions, may_retry),
+                    watch=watch,
                 )
-                outcomes = np.array(result.outcomes, np.uint8)
-                outcomes[outcomes == Outcome.TIMEOUT] = Outcome.UNAVAILABLE
-                tally.record(part, outcomes, np.array(result.tiers, np.uint8), number, PATH_PREFILL)
+            outcomes = np.array(result.outcomes, np.uint8)
+            outcomes[outcomes == Outcome.TIMEOUT] = Outcome.UNAVAILABLE  # TIMEOUT in the end, if nobody else brings it
+            tally.record(positions, outcomes, np.array(result.tiers, np.uint8), number, PATH_PREFILL)
         except KVStoreError as error:
             self._refused(node, positions, error)
         finally:
@@ -239,6 +234,8 @@ class Load:
     def _refused(self, node: NodeRef, positions: Positions, error: KVStoreError) -> None:
         tally = self._tally
         tally.outcomes[positions[tally.outcomes[positions] != Outcome.HIT]] = Outcome.UNAVAILABLE
+        if self._operation.cancelled:
+            return  # we ended it, not the node
         tally.note(error)
         self._core.incidents.report("client_peer_failed_total", f"cannot read from node {node.node_id}", error)
 
