@@ -118,6 +118,7 @@ class Assigned:
     expected_output_tokens: int
     prefill: EnginePlace | None
     decode: EnginePlace | None
+    near_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,7 @@ def _assigned(told: pb.ScheduledRequest) -> Assigned:
         told.expected_output_tokens,
         _place(told.prefill) if told.HasField("prefill") else None,
         _place(told.decode) if told.HasField("decode") else None,
+        told.near_tokens,
     )
 
 

@@ -106,8 +106,9 @@ def assign_prefill(
     Of the engines with at most ``beta`` tokens, those whose node has at most ``alpha`` tokens to read come first (else its
     storage link would run dry); among them the one with the fewest tokens. The arrays of the group are brought up to date.
 
-    Ours: an engine that has a part of the prompt at hand is spared that part: it may be as many tokens behind another and still be
-    the one that is done first. Its class stays what it was: no prefix makes an engine less overloaded.
+    Ours: an engine that has a part of the prompt at hand is spared that part: it may be as many tokens behind another, and still
+    be the one that is done first, and it is charged the rest only. Its class stays what it was: no prefix makes an engine less
+    overloaded.
 
     Args:
         group: the group that fetches.
@@ -131,6 +132,8 @@ def assign_prefill(
                 break
         else:
             return
+        if at_hand:
+            length -= min(length, at_hand.get(group.engines[place].engine, 0))  # the rest of it
         tokens[place] += length
         group.tok[place] += length
         group.seq[place] += 1

@@ -61,9 +61,13 @@ class Ask:
     hbm_bytes: int = 0
     near: Mapping[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if not (0 < self.tokens <= MAX_TOKENS and 0 <= self.hbm_bytes <= MAX_HBM_BYTES):
-            raise InvalidArgument("request out of bounds", tokens=self.tokens, hbm_bytes=self.hbm_bytes)
+    def spared(self, engine: Engine) -> int:
+        """Tokens that an engine has at hand; of those that decode it is not asked."""
+        return min(self.tokens, self.near.get(engine.engine, 0)) if engine.role is Role.PREFILL else 0
+
+    def cost(self, engine: Engine) -> int:
+        """Tokens that an engine is charged."""
+        return self.tokens - self.spared(engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +424,7 @@ class Scheduler:
         group = self._groups[engine.group]
         place = group.place(engine.engine)
         if desk.counts:
-            group.tok[place] -= job.ask.tokens
+            group.tok[place] -= job.ask.cost(engine)
             group.seq[place] -= 1
             if engine.role is Role.DECODE:
                 self._decode_groups.add(engine.group, -job.ask.tokens)

@@ -75,11 +75,10 @@ class _Request:
         """Has it both engines?"""
         return self.prefill is not None and self.decode is not None
 
-    @property
-    def load(self) -> Load:
+    def load(self, engine: Engine) -> Load:
         """What it costs an engine."""
         ask = _ask(self.wanted)
-        return Load(1, ask.tokens, ask.hbm_bytes)
+        return Load(1, ask.cost(engine), ask.hbm_bytes)
 
 
 class Scheduling:
@@ -248,7 +247,7 @@ class Scheduling:
                 entry.prefill, other = engine, entry.decode
             else:
                 entry.decode, other = engine, entry.prefill
-            self._tell(engine, entry, entry.load)
+            self._tell(engine, entry, entry.load(engine))
             if other is not None:
                 self._tell(other, entry)
                 self._answer(entry)
@@ -505,6 +504,7 @@ class Scheduling:
             expected_output_tokens=wanted.expected_output_tokens,
             prefill=self._ref(entry.prefill),
             decode=self._ref(entry.decode),
+            near_tokens=_ask(wanted).spared(engine),
         )
         group.mail.put(pb.SchedulerEvent(assigned=assigned), engine.engine, load)
 

@@ -16,6 +16,7 @@ from kvstore.core.tls import TlsConfig
 from kvstore.rpc.address import check_address, stays_on_host
 
 MAX_ENGINES: Final = 1_024
+_NO_BRACKETS: Final = str.maketrans("", "", "[]")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:-]+")
 
 Policy = Literal["scheduler", "least_loaded", "round_robin"]
@@ -51,8 +52,19 @@ class EngineConfig:
         for kind, text in (("name", self.name), ("node", self.node or "-")):
             if not _NAME.fullmatch(text) or len(text) > limits.MAX_NAME_BYTES:
                 raise InvalidArgument(f"an engine's {kind} takes letters, digits and _ . : -", got=text)
-        parts = urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query or parts.fragment:
+        try:
+            parts = urlsplit(self.url)
+            wrong = parts.port == 0  # also whether it is a number
+        except ValueError:
+            raise InvalidArgument("an engine's address is http://host:port", got=self.url) from None
+        if (
+            wrong
+            or parts.scheme not in {"http", "https"}
+            or not parts.hostname
+            or parts.username
+            or parts.query
+            or parts.fragment
+        ):
             raise InvalidArgument("an engine's address is http://host:port", got=self.url)
         if parts.path not in {"", "/"}:
             raise InvalidArgument("an engine's address has no path: /v1 is added by the router", got=self.url)
@@ -66,10 +78,11 @@ def parse_engine(text: str, role: Role) -> EngineConfig:
     """
     name, equals, rest = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
     url, _, node = rest.partition("@")
-    url = url.rstrip("/")
+    url = url.rstrip("/").removesuffix("/v1")
     if equals and not name:
         raise InvalidArgument("an engine is given as [NAME=]URL[@NODE]", got=text)
-    return EngineConfig(name or urlsplit(url).netloc or url, url, role, node)
+    called = url.partition("://")[2].translate(_NO_BRACKETS)
+    return EngineConfig(name or called or url, url, role, node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +177,8 @@ class RouterConfig:
             raise InvalidArgument("a router's name takes letters, digits and _ . : -", got=self.name)
         if self.metadata is not None:
             check_address(self.metadata)
+        elif self.policy == "scheduler":
+            raise InvalidArgument("the policy scheduler takes a metadata server; least_loaded and round_robin do without")
         times = (self.assign_timeout_s, self.connect_timeout_s, self.first_byte_timeout_s, self.idle_timeout_s)
         if min(times) <= 0 or self.stop_grace_s < 0:
             raise InvalidArgument("timeouts are above 0")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.core.limits import MAX_DEPTH
+from kvstore.router.ledger import DECODING_SHARE, EngineLoad
 
 _LINE: Final = re.compile(
     rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|vllm:cache_config_info"
@@ -33,6 +34,15 @@ class EngineMetrics:
     capacity_tokens: int = 0
     used_tokens: int = 0
     started_s: float = 0.0
+
+    def beyond(self, known: EngineLoad) -> EngineLoad | None:
+        """What the engine does beyond what is known of; None: nothing. A guess: its mean request stands for each."""
+        more = self.running + self.waiting - known.sequences
+        if more <= 0:
+            return None
+        mean = self.used_tokens // max(1, self.running)
+        computing = min(more, self.waiting)
+        return EngineLoad(more, mean * computing + mean * (more - computing) // DECODING_SHARE, mean * more)
 
 
 def parse_metrics(text: bytes) -> EngineMetrics:

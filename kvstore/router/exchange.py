@@ -30,6 +30,8 @@ _log = LimitedLog(logging.getLogger(__name__))
 
 MAX_ANSWER_BYTES: Final = 256 << 20
 """Of an answer that is not streamed, and so is held until it is complete."""
+_SHUNNED_S: Final = 1.0
+"""For so long others come before an engine that lost a request: long enough for the next attempt to go elsewhere."""
 _NOT_PASSED: Final = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length")
 )
@@ -176,6 +178,7 @@ class Exchange:
         elif failure.kind is FailureKind.REFUSED:
             out = pool.refused(engine, now_s, why)
         else:
+            pool.busy(engine, now_s, _SHUNNED_S)
             out = pool.failed(engine, now_s, why)
         if out:
             logging.getLogger(__name__).warning("engine %s is out: %s", engine, why)

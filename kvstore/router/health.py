@@ -76,12 +76,16 @@ class HealthChecks:
     async def _figures(self, name: str, timeout_s: float) -> None:
         """How it is; without an answer, what it said before no longer counts."""
         before = self._parts.metrics.pop(name, None)
+        self._parts.foreign.pop(name, None)
         try:
             text = await self._parts.upstreams[name].get("/metrics", timeout_s)
         except KVStoreError:
             self._parts.counters.add("router_metrics_unknown_total")
             return
         metrics = self._parts.metrics[name] = parse_metrics(text)
+        beyond = metrics.beyond(self._parts.ledger.load(name))
+        if beyond is not None:
+            self._parts.foreign[name] = beyond
         if before is not None and abs(metrics.started_s - before.started_s) > _RESTARTED_S:
             self._parts.memory.forget(name)
             _log.info("engine %s was restarted: what its cache held is forgotten", name)

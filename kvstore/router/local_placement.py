@@ -85,4 +85,4 @@ class LocalPlacement:
     def _pick(self, role: Role, candidates: list[str], near: Mapping[str, int]) -> str:
         if self._round_robin:
             return self._turns[role].next(candidates)
-        return least_loaded(candidates, self._parts.ledger.load, near, self._turns[role])
+        return least_loaded(candidates, self._parts.load, near, self._turns[role])

@@ -10,13 +10,14 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
 
+from kvclient import AsyncSchedulerClient
 from kvstore.core.errors import InvalidArgument, Unavailable
 from kvstore.observe.counters import Counters
 from kvstore.router.config import RouterConfig
@@ -27,7 +28,9 @@ from kvstore.router.parts import Parts, Placement
 from kvstore.router.pool import Pool
 from kvstore.router.prefix_memory import PrefixMemory
 from kvstore.router.prompts import PromptReader
+from kvstore.router.scheduled_placement import ScheduledPlacement
 from kvstore.router.service import make_app
+from kvstore.router.store_index import KVStoreIndex
 from kvstore.router.upstream import Upstream
 from kvstore.rpc.descriptors import raise_limit
 
@@ -63,18 +66,33 @@ async def serve(config: RouterConfig) -> None:
 async def router(config: RouterConfig) -> AsyncIterator[FastAPI]:
     """A router's application, with all that runs behind it as long as the context lasts."""
     parts = make_parts(config)
-    checks = HealthChecks(parts)
-    try:
-        placement: Placement = LocalPlacement(parts, round_robin=config.policy == "round_robin")
-        prompts = PromptReader(parts, None)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_close, parts)
+        checks = HealthChecks(parts)
+        stack.push_async_callback(checks.stop)
         await checks.start()
-        yield make_app(parts, placement, prompts)
-    finally:
-        await checks.stop()
-        for work in list(parts.running):
-            work.cancel()
-        for upstream in parts.upstreams.values():
-            await upstream.close()
+        placement: Placement = LocalPlacement(parts, round_robin=config.policy == "round_robin")
+        index: KVStoreIndex | None = None
+        if config.metadata is not None and config.policy == "scheduler":
+            client = await stack.enter_async_context(AsyncSchedulerClient(config.metadata, tls=config.tls))
+            placement = scheduled = ScheduledPlacement(parts, client, LocalPlacement(parts, round_robin=False))
+            scheduled.reporter.start()
+            stack.push_async_callback(scheduled.reporter.stop)
+        if config.metadata is not None and config.lookup and config.policy != "round_robin":
+            index = KVStoreIndex(parts, config.metadata, config.tls)
+            stack.push_async_callback(index.close)
+            index.start()
+        yield make_app(parts, placement, PromptReader(parts, index))
+
+
+async def _close(parts: Parts) -> None:
+    """Ends what requests have left running, then the connections."""
+    for work in list(parts.running):
+        work.cancel()
+    if parts.running:
+        await asyncio.wait(parts.running)
+    for upstream in parts.upstreams.values():
+        await upstream.close()
 
 
 def make_parts(config: RouterConfig) -> Parts:

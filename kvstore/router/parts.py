@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from kvstore.observe.counters import Counters
 from kvstore.router.config import RouterConfig
 from kvstore.router.engine_metrics import EngineMetrics
-from kvstore.router.ledger import Ledger
+from kvstore.router.ledger import EngineLoad, Ledger
 from kvstore.router.pool import Pool
 from kvstore.router.prefix_memory import PrefixMemory
 from kvstore.router.upstream import Upstream
@@ -29,6 +29,7 @@ class Parts:
         upstreams: connections, by engine.
         counters: events.
         metrics: what engines last said of themselves.
+        foreign: what engines do that neither this router nor the scheduler knows of, by engine.
         running: work that goes on by itself, to be ended with the router.
     """
 
@@ -39,12 +40,20 @@ class Parts:
     upstreams: Mapping[str, Upstream]
     counters: Counters
     metrics: dict[str, EngineMetrics] = field(default_factory=dict)
+    foreign: dict[str, EngineLoad] = field(default_factory=dict)
     running: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def keep(self, work: asyncio.Future[Any]) -> None:
         """Lets work end by itself; nobody waits for its result."""
         self.running.add(work)
         work.add_done_callback(self.running.discard)
+
+    def load(self, engine: str) -> EngineLoad:
+        """All that an engine has to do."""
+        own, foreign = self.ledger.load(engine), self.foreign.get(engine)
+        if foreign is None:
+            return own
+        return EngineLoad(own.sequences + foreign.sequences, own.tokens + foreign.tokens, own.room_tokens + foreign.room_tokens)
 
     @staticmethod
     def now_s() -> float:
@@ -83,13 +92,11 @@ class Place:
         attempt: see ``Wanted``.
         engine: who answers: a plain engine, or one that decodes.
         prefill: who computes the prompt; None: the engine that answers.
-        generation: of the scheduler's assignment; 0: it was not asked.
     """
 
     attempt: str
     engine: str
     prefill: str | None = None
-    generation: int = 0
 
 
 class Placement(Protocol):

@@ -103,14 +103,14 @@ class _Doors:
         lines = [f"kvstore_{name} {value}" for name, value in sorted(self._parts.counters.snapshot().items())]
         lines.append(f"kvstore_router_requests_inflight {self._inflight}")
         for name, health in self._parts.pool.engines.items():
-            load, label = self._parts.ledger.load(name), f'{{engine="{name}",role="{health.config.role}"}}'
+            load, label = self._parts.load(name), f'{{engine="{name}",role="{health.config.role}"}}'
             lines.append(f"kvstore_router_engine_up{label} {int(health.up)}")
             lines.append(f"kvstore_router_engine_sequences{label} {load.sequences}")
             lines.append(f"kvstore_router_engine_tokens{label} {load.tokens}")
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     def _engine(self, name: str) -> dict[str, Any]:
-        health, load = self._parts.pool.engines[name], self._parts.ledger.load(name)
+        health, load = self._parts.pool.engines[name], self._parts.load(name)
         return {
             "url": health.config.url,
             "role": health.config.role,

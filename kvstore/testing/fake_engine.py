@@ -102,6 +102,7 @@ class FakeEngine:
         self._server.should_exit = self._server.force_exit = True
         self.cut_all()
         await self._task
+        self.cut_all()  # also what came in meanwhile
         self._server = self._task = None
 
     def cut_all(self) -> None:

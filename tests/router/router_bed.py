@@ -24,9 +24,10 @@ NEVER = HealthLimits(interval_s=3600.0)
 class Bed:
     """A router before fake engines."""
 
-    def __init__(self, http: httpx.AsyncClient, engines: dict[str, FakeEngine]) -> None:
+    def __init__(self, http: httpx.AsyncClient, engines: dict[str, FakeEngine], configs: list[EngineConfig]) -> None:
         self.http = http
         self.engines = engines
+        self.configs = configs
 
     def __getitem__(self, name: str) -> FakeEngine:
         return self.engines[name]
@@ -42,33 +43,41 @@ class Bed:
         return {name for name, engine in (await self.http.get("/router/engines")).json().items() if engine["up"]}
 
 
-Make = Callable[..., Awaitable[Bed]]
+class Make:
+    """Starts fake engines and routers before them."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+
+    async def __call__(
+        self,
+        *names: str,
+        prefill: tuple[str, ...] = (),
+        decode: tuple[str, ...] = (),
+        models: tuple[str, ...] = ("m",),
+        **config: Any,
+    ) -> Bed:
+        roles = dict.fromkeys(names, Role.PLAIN)
+        roles |= dict.fromkeys(prefill, Role.PREFILL) | dict.fromkeys(decode, Role.DECODE)
+        engines = {name: await self._stack.enter_async_context(FakeEngine(name, models=models)) for name in roles}
+        configs = [EngineConfig(name, engine.url, roles[name], f"node-{name}") for name, engine in engines.items()]
+        return await self._router(configs, engines, config)
+
+    async def beside(self, other: Bed, **config: Any) -> Bed:
+        """A second router before another's engines."""
+        return await self._router(other.configs, other.engines, config)
+
+    async def _router(self, configs: list[EngineConfig], engines: dict[str, FakeEngine], config: dict[str, Any]) -> Bed:
+        settings: dict[str, Any] = {"policy": "least_loaded", "health": NEVER, "connect_timeout_s": 5.0, **config}
+        http = await self._stack.enter_async_context(serving(RouterConfig(configs, listen="127.0.0.1:0", **settings)))
+        return Bed(http, engines, configs)
 
 
 @pytest.fixture
 async def bed() -> AsyncIterator[Make]:
-    """Starts fake engines and a router before them; ends all with the test."""
+    """Starts fake engines and routers; ends all with the test."""
     async with AsyncExitStack() as stack:
-
-        async def make(
-            *names: str,
-            prefill: tuple[str, ...] = (),
-            decode: tuple[str, ...] = (),
-            models: tuple[str, ...] = ("m",),
-            **config: Any,
-        ) -> Bed:
-            roles = {
-                **dict.fromkeys(names, Role.PLAIN),
-                **dict.fromkeys(prefill, Role.PREFILL),
-                **dict.fromkeys(decode, Role.DECODE),
-            }
-            engines = {name: await stack.enter_async_context(FakeEngine(name, models=models)) for name in roles}
-            configs = [EngineConfig(name, engine.url, roles[name], f"node-{name}") for name, engine in engines.items()]
-            settings: dict[str, Any] = {"policy": "least_loaded", "health": NEVER, "connect_timeout_s": 5.0, **config}
-            http = await stack.enter_async_context(serving(RouterConfig(configs, listen="127.0.0.1:0", **settings)))
-            return Bed(http, engines)
-
-        yield make
+        yield Make(stack)
 
 
 @asynccontextmanager

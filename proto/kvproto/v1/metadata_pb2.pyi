@@ -403,7 +403,7 @@ class SchedulerEvent(_message.Message):
     def __init__(self, number: _Optional[int] = ..., assigned: _Optional[_Union[ScheduledRequest, _Mapping]] = ..., revoked: _Optional[_Union[RevokedRequest, _Mapping]] = ...) -> None: ...
 
 class ScheduledRequest(_message.Message):
-    __slots__ = ("request_id", "generation", "engine", "prompt_tokens", "hit_tokens", "expected_output_tokens", "prefill", "decode")
+    __slots__ = ("request_id", "generation", "engine", "prompt_tokens", "hit_tokens", "expected_output_tokens", "prefill", "decode", "near_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +412,7 @@ class ScheduledRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    NEAR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: int
     engine: str
@@ -420,7 +421,8 @@ class ScheduledRequest(_message.Message):
     expected_output_tokens: int
     prefill: EngineRef
     decode: EngineRef
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[int] = ..., engine: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., prefill: _Optional[_Union[EngineRef, _Mapping]] = ..., decode: _Optional[_Union[EngineRef, _Mapping]] = ...) -> None: ...
+    near_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[int] = ..., engine: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., prefill: _Optional[_Union[EngineRef, _Mapping]] = ..., decode: _Optional[_Union[EngineRef, _Mapping]] = ..., near_tokens: _Optional[int] = ...) -> None: ...
 
 class RevokedRequest(_message.Message):
     __slots__ = ("request_id", "generation")

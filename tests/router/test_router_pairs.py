@@ -1,0 +1,108 @@
+"""Requests on a prefill engine and a decode engine: what each is told, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from router_bed import Make, until
+
+from kvstore.testing.fake_engine import Behaviour
+
+
+async def test_both_engines_are_called_and_the_decode_engine_answers(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",))
+    answer = await router.complete("a b c", max_tokens=50, n=2, min_tokens=5, temperature=0)
+    assert answer.json()["choices"][0]["text"] == "d0 saw 3"
+    assert (answer.headers["x-kvstore-engine"], answer.headers["x-kvstore-prefill"]) == ("d0", "p0")
+    await router["p0"].until_requests(1)
+    prefill, decode = router["p0"].requests[0], router["d0"].requests[0]
+    told = prefill.pop("kv_transfer_params")
+    assert prefill == {"model": "m", "prompt": "a b c", "max_tokens": 1, "n": 1, "temperature": 0, "stream": False}
+    assert told.keys() == {"do_remote_decode", "transfer_id", "decode_node"}
+    assert (told["do_remote_decode"], told["decode_node"]) == (True, "node-d0")
+    waits = decode.pop("kv_transfer_params")
+    assert decode == {"model": "m", "prompt": "a b c", "max_tokens": 50, "n": 2, "min_tokens": 5, "temperature": 0}
+    assert waits == {"do_remote_prefill": True, "transfer_id": told["transfer_id"], "prefill_node": "node-p0"}
+
+
+async def test_no_two_attempts_share_a_transfer(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0", "d1"), policy="round_robin")
+    router["d0"].default = router["d1"].default = Behaviour(status=503)
+    assert (await router.complete()).status_code == 503
+    ids = [body["kv_transfer_params"]["transfer_id"] for body in router["p0"].requests]
+    assert len(set(ids)) == len(ids) == 3
+
+
+async def test_one_after_the_other_passes_on_what_the_prefill_engine_says(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",), flow="sequential")
+    assert (await router.complete()).status_code == 200
+    told: dict[str, Any] = router["d0"].requests[0]["kv_transfer_params"]
+    assert told["remote_host"] == "p0"
+    assert told["do_remote_prefill"] is True
+
+
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+async def test_a_prefill_engine_that_fails_is_replaced_and_the_waiting_decode_engine_let_go(bed: Make, flow: str) -> None:
+    router = await bed(prefill=("p0", "p1"), decode=("d0",), flow=flow, policy="round_robin")
+    router["p0"].default = Behaviour(cut_after=0)
+    if flow == "concurrent":
+        router["d0"].script.append(Behaviour(hold=asyncio.Event()))  # as one that waits for a prompt
+    answer = await router.complete()
+    assert answer.headers["x-kvstore-prefill"] == "p1"
+    if flow == "concurrent":
+        await router["d0"].until_gone(1)
+    assert await router.counter("router_prefills_failed_total") == 1
+
+
+async def test_without_a_prefill_engine_the_decode_engine_computes_the_prompt(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",))
+    await router["p0"].stop()
+    router["d0"].script.append(Behaviour(hold=asyncio.Event()))
+    answer = await router.complete()
+    assert answer.json()["choices"][0]["text"] == "d0 saw 3"
+    assert "kv_transfer_params" not in router["d0"].requests[-1]
+    assert await router.counter("router_without_prefill_total") == 1
+
+
+async def test_a_decode_engine_that_fails_takes_its_prefill_with_it(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0", "d1"), policy="round_robin")
+    router["p0"].script.append(Behaviour(hold=asyncio.Event()))
+    router["d0"].default = Behaviour(cut_after=0)
+    answer = await router.complete()
+    assert answer.headers["x-kvstore-engine"] == "d1"
+    await router["p0"].until_gone(1)
+
+
+async def test_a_client_that_leaves_ends_both(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",))
+    router["p0"].default = router["d0"].default = Behaviour(hold=asyncio.Event())
+    asking = asyncio.create_task(router.complete())
+    await router["p0"].until_requests(1)
+    await router["d0"].until_requests(1)
+    asking.cancel()
+    await router["p0"].until_gone(1)
+    await router["d0"].until_gone(1)
+
+    async def settled() -> bool:
+        return all(engine["sequences"] == 0 for engine in (await router.http.get("/router/engines")).json().values())
+
+    await until(settled, "the books are even")
+
+
+async def test_a_request_that_is_wrong_is_refused_by_the_decode_engine_in_its_own_words(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",))
+    router["p0"].default = Behaviour(status=400)
+    router["d0"].default = Behaviour(status=400, body={"error": {"message": "no"}})
+    answer = await router.complete()
+    assert (answer.status_code, answer.json()) == (400, {"error": {"message": "no"}})
+
+
+async def test_a_prefill_engine_slower_than_the_answer_is_let_finish(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",))
+    release = asyncio.Event()
+    router["p0"].default = Behaviour(hold=release)
+    assert (await router.complete()).status_code == 200
+    release.set()
+    assert router["p0"].gone == 0

@@ -1,0 +1,235 @@
+"""The router and the metadata server's scheduler, a real process: who decides, what is told, what happens while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router_bed import QUICK, Bed, Make, until
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1 import metadata_pb2_grpc
+from kvstore.rpc.client import call_aio, connect_aio
+from kvstore.testing.cluster import LocalCluster
+from kvstore.testing.fake_engine import Behaviour
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster([], tmp_path, metadata_settings=(("beta_tokens", "1000"), ("engine_ttl", "2s"))) as cluster:
+        yield cluster
+
+
+class Scheduler:
+    """What the metadata server counts."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = connect_aio(address)
+        self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
+
+    async def counter(self, name: str) -> int:
+        answer: pb.GetStatsResponse = await call_aio(self._stub.GetStats, pb.GetStatsRequest(), 5.0)
+        return int(answer.counters.get(name, 0))
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+@pytest.fixture
+async def scheduler(store: LocalCluster) -> AsyncIterator[Scheduler]:
+    made = Scheduler(store.metadata_address)
+    yield made
+    await made.close()
+
+
+def scheduled(store: LocalCluster, **config: Any) -> dict[str, Any]:
+    return {"policy": "scheduler", "metadata": store.metadata_address, "health": QUICK, **config}
+
+
+async def known(router: Bed, scheduler: Scheduler, engines: int) -> None:
+    async def joined() -> bool:
+        return await scheduler.counter("metadata_scheduler_engines") == engines
+
+    await until(joined, f"{engines} engines have joined")
+
+
+async def idle(scheduler: Scheduler) -> None:
+    async def nothing() -> bool:
+        return await scheduler.counter("metadata_scheduler_requests") == 0
+
+    await until(nothing, "the scheduler has no request left")
+
+
+async def test_plain_engines_are_assigned_by_the_scheduler(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    router = await bed("e0", "e1", **scheduled(store))
+    await known(router, scheduler, 3)  # and the one that stands for them where requests decode
+    answers = await asyncio.gather(*(router.complete(f"p{number}", stream=number % 2 == 0) for number in range(40)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert min(len(engine.requests) for engine in router.engines.values()) >= 10
+    assert await router.counter("router_scheduled_total") == 40
+    await idle(scheduler)
+    assert await scheduler.counter("metadata_requests_finished_total") == 40
+    assert await scheduler.counter("metadata_scheduler_void_reports_total") == 0
+
+
+async def test_pairs_are_assigned_by_the_scheduler(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    router = await bed(prefill=("p0", "p1"), decode=("d0", "d1"), **scheduled(store))
+    await known(router, scheduler, 4)
+    answers = await asyncio.gather(*(router.complete(f"p{number} " * 50) for number in range(20)))
+    assert {answer.headers["x-kvstore-engine"] for answer in answers} == {"d0", "d1"}
+    assert {answer.headers["x-kvstore-prefill"] for answer in answers} == {"p0", "p1"}
+    assert await router.counter("router_scheduled_total") == 20
+    await idle(scheduler)
+
+
+async def test_the_prefix_is_preferred_and_the_load_still_shared(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    router = await bed("e0", "e1", **scheduled(store))
+    await known(router, scheduler, 3)
+    sessions = {number: f"session {number} " + "word " * 1_500 for number in range(6)}
+    homes: dict[int, str] = {}
+    for number, text in sessions.items():
+        homes[number] = (await router.complete(text)).headers["x-kvstore-engine"]
+    for turn in range(4):
+        for number in sessions:
+            sessions[number] += f"turn {turn} " + "more " * 60
+        answers = await asyncio.gather(*(router.complete(text) for text in sessions.values()))
+        assert {number: answer.headers["x-kvstore-engine"] for number, answer in zip(homes, answers, strict=True)} == homes
+    assert set(homes.values()) == {"e0", "e1"}
+
+
+async def test_an_overloaded_engine_is_passed_over_whatever_it_holds(
+    bed: Make, store: LocalCluster, scheduler: Scheduler
+) -> None:
+    router = await bed("e0", "e1", **scheduled(store))
+    await known(router, scheduler, 3)
+    shared = "word " * 4_000  # some 5,000 tokens by the router's first guess, above beta: one at a time a engine
+    release = asyncio.Event()
+    for engine in router.engines.values():
+        engine.default = Behaviour(hold=release)
+    asking = [asyncio.create_task(router.complete(f"{number} {shared}")) for number in range(3)]
+    await router["e0"].until_requests(1)
+    await router["e1"].until_requests(1)
+    assert sum(len(engine.requests) for engine in router.engines.values()) == 2  # the third waits at the scheduler
+    release.set()
+    assert {(await one).status_code for one in asking} == {200}
+    await idle(scheduler)
+
+
+async def test_who_leaves_while_waiting_is_called_off(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    router = await bed("e0", **scheduled(store))
+    await known(router, scheduler, 2)
+    release = asyncio.Event()
+    router["e0"].default = Behaviour(hold=release)
+    first = asyncio.create_task(router.complete("word " * 4_000))
+    await router["e0"].until_requests(1)
+    second = asyncio.create_task(router.complete("other " * 4_000))
+
+    async def waits() -> bool:
+        return await scheduler.counter("metadata_scheduler_waiting_prefill") == 1
+
+    await until(waits, "the second waits")
+    second.cancel()
+    release.set()
+    assert (await first).status_code == 200
+    await idle(scheduler)
+    assert len(router["e0"].requests) == 1
+
+
+async def test_no_room_in_time_is_said_so(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    router = await bed("e0", **scheduled(store, assign_timeout_s=0.5))
+    await known(router, scheduler, 2)
+    release = asyncio.Event()
+    router["e0"].default = Behaviour(hold=release)
+    first = asyncio.create_task(router.complete("word " * 4_000))
+    await router["e0"].until_requests(1)
+    refused = await router.complete("other " * 4_000)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "capacity_exceeded")
+    release.set()
+    assert (await first).status_code == 200
+
+
+async def test_an_engine_that_dies_leaves_the_scheduler_and_its_request_goes_elsewhere(
+    bed: Make, store: LocalCluster, scheduler: Scheduler
+) -> None:
+    router = await bed("e0", "e1", **scheduled(store))
+    await known(router, scheduler, 3)
+    for engine in router.engines.values():
+        engine.default = Behaviour(hold=asyncio.Event())
+    asking = asyncio.create_task(router.complete())
+    served = await until_one_has_it(router)
+    other = next(name for name in router.engines if name != served)
+    router[other].default = Behaviour()
+    await router[served].stop()
+    assert (await asking).headers["x-kvstore-engine"] == other
+    await known(router, scheduler, 2)
+    await idle(scheduler)
+
+
+async def until_one_has_it(router: Bed) -> str:
+    found: list[str] = []
+
+    async def has() -> bool:
+        found[:] = [name for name, engine in router.engines.items() if engine.requests]
+        return bool(found)
+
+    await until(has, "an engine has the request")
+    return found[0]
+
+
+async def test_while_the_scheduler_is_away_the_router_decides_and_then_asks_again(
+    bed: Make, store: LocalCluster, scheduler: Scheduler
+) -> None:
+    router = await bed("e0", "e1", **scheduled(store))
+    await known(router, scheduler, 3)
+    assert (await router.complete()).status_code == 200
+    store.kill("metadata")
+    answers = await asyncio.gather(*(router.complete(f"p{number}") for number in range(10)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert await router.counter("router_unscheduled_total") == 10
+    store.start_metadata()
+
+    async def scheduled_again() -> bool:
+        before = await router.counter("router_scheduled_total")
+        assert (await router.complete()).status_code == 200
+        return await router.counter("router_scheduled_total") > before
+
+    await until(scheduled_again, "the scheduler decides again")
+
+
+async def test_a_router_whose_scheduler_never_came_serves(bed: Make, tmp_path: Path) -> None:
+    router = await bed("e0", policy="scheduler", metadata="127.0.0.1:1", health=QUICK)
+    assert (await router.complete()).status_code == 200
+    assert await router.counter("router_unscheduled_total") == 1
+
+
+async def test_two_routers_share_a_pool(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    first = await bed("e0", "e1", **scheduled(store))
+    await known(first, scheduler, 3)
+    second = await bed.beside(first, **scheduled(store, report=False))
+    answers = await asyncio.gather(*(router.complete(f"p{number}") for number in range(20) for router in (first, second)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert await second.counter("router_scheduled_total") == 20
+    await idle(scheduler)
+
+    async def even() -> bool:
+        engines = (await first.http.get("/router/engines")).json()
+        return all(engine["sequences"] == 0 for engine in engines.values())
+
+    await until(even, "the first router's books are even again")
+
+
+async def test_a_second_reporter_makes_the_first_stop_reporting(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    first = await bed("e0", "e1", **scheduled(store))
+    await known(first, scheduler, 3)
+    second = await bed.beside(first, **scheduled(store))
+
+    async def yielded() -> bool:
+        return await first.counter("router_reports_taken_over_total") == 1
+
+    await until(yielded, "the first has yielded")
+    for router in (first, second):
+        assert (await router.complete()).status_code == 200
+        assert await router.counter("router_scheduled_total") == 1
