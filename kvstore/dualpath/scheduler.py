@@ -61,6 +61,10 @@ class Ask:
     hbm_bytes: int = 0
     near: Mapping[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not (0 < self.tokens <= MAX_TOKENS and 0 <= self.hbm_bytes <= MAX_HBM_BYTES):
+            raise InvalidArgument("request out of bounds", tokens=self.tokens, hbm_bytes=self.hbm_bytes)
+
     def spared(self, engine: Engine) -> int:
         """Tokens that an engine has at hand; of those that decode it is not asked."""
         return min(self.tokens, self.near.get(engine.engine, 0)) if engine.role is Role.PREFILL else 0

@@ -210,6 +210,12 @@ class RouterConfig:
         if roles not in ({Role.PLAIN}, {Role.PREFILL, Role.DECODE}):
             raise InvalidArgument("engines are all plain, or some prefill and some decode", roles=", ".join(sorted(roles)))
 
+        nameless = [engine.name for engine in self.engines if engine.role is Role.DECODE and not engine.node]
+        if self.flow == "concurrent" and nameless:
+            raise InvalidArgument(
+                "a prompt is handed over to the store's node beside the decode engine: name it, URL@NODE", engine=nameless[0]
+            )
+
     @property
     def pairs(self) -> bool:
         """Whether a request takes a prefill engine and a decode engine."""

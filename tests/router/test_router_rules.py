@@ -271,7 +271,7 @@ def test_engines_as_people_write_them(text: str, expected: EngineConfig | None) 
 E0, P0, D0 = (
     EngineConfig("e", "http://e:1"),
     EngineConfig("p", "http://p:1", Role.PREFILL),
-    EngineConfig("d", "http://d:1", Role.DECODE),
+    EngineConfig("d", "http://d:1", Role.DECODE, "n"),
 )
 
 
@@ -284,6 +284,7 @@ E0, P0, D0 = (
         {"engines": [E0, P0, D0]},
         {"engines": [P0]},
         {"engines": [D0]},
+        {"engines": [P0, EngineConfig("d", "http://d:1", Role.DECODE)]},
         {"policy": "scheduler"},
         {"listen": "0.0.0.0:80"},
         {"listen": "nowhere"},
