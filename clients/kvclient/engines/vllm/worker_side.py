@@ -290,3 +290,5 @@ def _count_load(tally: Tally, result: LoadResult) -> None:
     for tier, size in result.bytes_by_tier.items():
         if tier in _TIER_COUNTERS:
             tally.add(_TIER_COUNTERS[tier], size)
+    for path, size in result.bytes_by_path.items():
+        tally.add(f"load_{path}_path_bytes", size)

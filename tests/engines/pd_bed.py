@@ -1,0 +1,136 @@
+"""A prefill engine and a decode engine, each a served vLLM beside a node of its own, and a storage node: what P/D tests share."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.testing.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, token_ids_of
+from kvstore.testing.tiny_models import PAD
+
+STORAGE, PREFILL, DECODE = "storage-0", "prefill-0", "decode-0"
+BLOCK = 32
+PROMPT_DEADLINE_S = 4.0
+MIB = 1 << 20
+
+
+def transfer_id() -> str:
+    return uuid.uuid4().hex
+
+
+def for_prefill(transfer: str, node: str = DECODE) -> dict[str, Any]:
+    return {"do_remote_decode": True, "transfer_id": transfer, "decode_node": node}
+
+
+def for_decode(transfer: str) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "transfer_id": transfer}
+
+
+@dataclass
+class PdBed:
+    """The processes, and how requests go through them."""
+
+    cluster: LocalCluster
+    engines: EngineBed
+    model: Path
+    options: dict[str, object] = field(default_factory=dict)
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32))
+
+    def spec(self, name: str) -> ServeSpec:
+        role = {PREFILL: "kv_producer", DECODE: "kv_consumer"}[name]
+        options: dict[str, object] = {"prompt_deadline_s": PROMPT_DEADLINE_S, "path_policy": "round_robin", **self.options}
+        node = self.cluster.node(name).local_socket
+        store = store_transfer(self.cluster.metadata_address, node, role=role, **options)
+        return ServeSpec(name, self.model, store=store, core=int(role == "kv_consumer"), block_tokens=BLOCK)
+
+    @property
+    def prefill(self) -> ServedEngine:
+        return self.engines.engine(PREFILL)
+
+    @property
+    def decode(self) -> ServedEngine:
+        return self.engines.engine(DECODE)
+
+    def begin(self, prompt: Sequence[int], max_tokens: int, transfer: str, **how: Any) -> tuple[Future[Any], Future[Any]]:
+        """Asks both engines at once."""
+        first = self.pool.submit(self.prefill.complete, prompt, 1, kv_transfer_params=for_prefill(transfer))
+        second = self.pool.submit(self.decode.complete, prompt, max_tokens, kv_transfer_params=for_decode(transfer), **how)
+        return first, second
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
+        """Through both; the answer's tokens."""
+        first, second = self.begin(prompt, max_tokens, transfer_id())
+        assert len(token_ids_of(first.result())) == 1
+        return token_ids_of(second.result())
+
+    def counts(self, engine: ServedEngine) -> dict[str, int]:
+        """The connector's counters."""
+        found = engine.metrics().items()
+        return {
+            name.removeprefix("vllm:kvstore_").removesuffix("_total"): round(value)
+            for name, value in found
+            if name.startswith("vllm:kvstore_") and name.endswith("_total")
+        }
+
+    def node(self, name: str) -> node_pb2_grpc.NodeStub:
+        return node_pb2_grpc.NodeStub(grpc.insecure_channel(self.cluster.node(name).address))
+
+    def only_in_storage(self) -> None:
+        """Everything stored so far is durable, and in no host's or engine's memory."""
+        for engine in self.engines:
+            engine.reset_prefix_cache()
+        for name in (PREFILL, DECODE, STORAGE):
+            assert self.node(name).Flush(node_pb2.FlushRequest(timeout_ms=20_000), timeout=25).complete
+        for name in (PREFILL, DECODE, STORAGE):
+            self.node(name).Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=node_pb2_tier_dram), timeout=20)
+
+
+node_pb2_tier_dram: Any = 2
+
+
+@contextmanager
+def pd_bed(folder: Path, model: Path, **options: object) -> Iterator[PdBed]:
+    """All of it, started."""
+    nodes = [
+        NodeSpec(STORAGE, ("storage",), dram_bytes=128 * MIB, nvme_bytes=256 * MIB),
+        NodeSpec(PREFILL, ("prefill",), dram_bytes=128 * MIB, write_behind_to=STORAGE),
+        NodeSpec(DECODE, ("decode",), dram_bytes=256 * MIB, write_behind_to=STORAGE, settings=(("decode_buffer", "16MiB"),)),
+    ]
+    with LocalCluster(nodes, folder / "store") as cluster, EngineBed(folder / "engines") as engines:
+        bed = PdBed(cluster, engines, model, options)
+        engines.start(bed.spec(PREFILL), bed.spec(DECODE))
+        yield bed
+
+
+class Oracle:
+    """What the model itself says, by transformers: no engine, no cache of ours."""
+
+    def __init__(self, model: Path) -> None:
+        torch.set_num_threads(1)
+        self._model = AutoModelForCausalLM.from_pretrained(model).eval()
+        self._said: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def says(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        asked = tuple(prompt), max_tokens
+        if asked not in self._said:
+            ids = torch.tensor([list(prompt)])
+            answer = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=PAD,
+            )
+            self._said[asked] = answer[0, ids.shape[1] :].tolist()
+        return self._said[asked]
