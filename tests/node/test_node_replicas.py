@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.clock import ManualClock
+from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.digests import key_range
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
 from kvstore.node.replicas import ReplicaLog, runs_of
@@ -97,3 +99,31 @@ def test_waiting_for_the_index_ends_with_the_acknowledgement_or_the_deadline() -
     log.take(VOLUME, 10)
     log.acknowledge(VOLUME, 1)
     assert log.wait_published([VOLUME], 0.0)
+
+
+def test_what_was_gathered_is_taken_before_the_next_wait() -> None:
+    log = make_log()
+    for number in range(3):
+        log.stored(VOLUME, block_of(number))
+    assert not log.behind(VOLUME), "nothing was gathered yet"
+    log.wait(0.0)
+    log.stored(VOLUME, block_of(3))
+    assert log.take(VOLUME, 2)[2] == 2
+    assert log.behind(VOLUME)
+    assert log.take(VOLUME, 2)[2] == 2
+    assert not log.behind(VOLUME)
+    log.stored(VOLUME, block_of(4))
+    assert not log.behind(VOLUME), "what came later waits for what comes with it"
+
+
+def test_who_waits_to_be_published_does_not_wait_for_more() -> None:
+    log = ReplicaLog([VOLUME], Counters(), MonotonicClock())
+    with ThreadPoolExecutor(1) as publisher:
+        waited = publisher.submit(log.wait, 60.0)
+        log.stored(VOLUME, block_of(0))
+        assert not log.wait_published([VOLUME], time.monotonic() + 0.001), "nobody acknowledges"
+        waited.result(30.0)
+        assert log.take(VOLUME, 10)[2] == 1
+        waiting = publisher.submit(lambda: log.wait_published([VOLUME], time.monotonic() + 30))
+        log.acknowledge(VOLUME, 1)
+        assert waiting.result(30.0)
