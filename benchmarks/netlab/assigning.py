@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from kvstore.core.errors import Internal
 from kvstore.dualpath.groups import Engine, Role
 from kvstore.dualpath.scheduler import Ask, Pair, Scheduler
 from netlab.engine_bed import EngineBed
@@ -42,12 +43,18 @@ class Assigner(Protocol):
     def finished(self, name: str) -> list[Assigned]:
         """It is done."""
 
+    def assigned(self, event: dict[str, Any]) -> Assigned:
+        """An answer that came later."""
+
 
 class InTurns:
     """Engines in turns, whatever their load."""
 
     def __init__(self, bed: EngineBed) -> None:
         self._prefill, self._decode = itertools.cycle(bed.bed.prefill_hosts), itertools.cycle(bed.bed.decode_hosts)
+
+    def assigned(self, event: dict[str, Any]) -> Assigned:
+        raise Internal("nobody was asked", got=event["id"])
 
     def submit(self, wanted: Wanted) -> list[Assigned]:
         return [Assigned(wanted.name, next(self._prefill), next(self._decode))]
@@ -60,18 +67,22 @@ class InTurns:
 
 
 class ByRules:
-    """The paper's scheduler, held by the coordinator itself: it answers at once, and no message is in the way."""
+    """The paper's scheduler, held by the coordinator itself: it answers at once, and no message is in the way.
+
+    All engines of a role are one group: one that fetches alone would take whatever waits, and leave nothing to others.
+    """
 
     def __init__(self, bed: EngineBed) -> None:
         self._token_bytes = bed.engine.token_bytes
         self._generations: dict[str, int] = {}
-        self._groups: list[str] = []
         self._scheduler = Scheduler(bed.limits)
         for role, names in ((Role.PREFILL, bed.bed.prefill_hosts), (Role.DECODE, bed.bed.decode_hosts)):
             room = int(bed.engine.kv_room_bytes) if role is Role.DECODE else 0
             for name in names:
-                self._scheduler.join(Engine(name, role, group=name, node=name, hbm_bytes=room))
-                self._groups.append(name)
+                self._scheduler.join(Engine(name, role, group=role.value, node=name, hbm_bytes=room))
+
+    def assigned(self, event: dict[str, Any]) -> Assigned:
+        raise Internal("nobody was asked", got=event["id"])
 
     def submit(self, wanted: Wanted) -> list[Assigned]:
         room = int((wanted.prompt + wanted.out) * self._token_bytes)
@@ -88,24 +99,36 @@ class ByRules:
 
     def _fetch(self) -> list[Assigned]:
         pairs: list[Pair] = []
-        for group in self._groups:
-            pairs += self._scheduler.fetch(group).pairs
+        for role in (Role.PREFILL, Role.DECODE):
+            pairs += self._scheduler.fetch(role.value).pairs
         self._generations.update((pair.request_id, pair.generation) for pair in pairs)
         return [Assigned(pair.request_id, pair.prefill.engine, pair.decode.engine) for pair in pairs]
 
 
 class ByServer:
-    """The metadata server's scheduler: a router on the bed asks it, engines' leaders report to it; answers come as events."""
+    """The metadata server's scheduler, to which a process on the bed speaks as router and as leader of both groups.
+
+    Answers come as events; ``assigned`` takes them.
+    """
 
     def __init__(self, bed: EngineBed) -> None:
-        self._bed = bed
+        self._router = bed.router
+        self._generations: dict[str, int] = {}
+
+    def assigned(self, event: dict[str, Any]) -> Assigned:
+        """What the router was told."""
+        found = Assigned(event["id"], event["prefill"], event["decode"], event["generation"])
+        self._generations[found.name] = found.generation
+        return found
 
     def submit(self, wanted: Wanted) -> list[Assigned]:
-        self._bed.router.tell(do="assign", id=wanted.name, prompt=wanted.prompt, hit=wanted.hit, out=wanted.out)
+        self._router.tell(do="assign", id=wanted.name, prompt=wanted.prompt, hit=wanted.hit, out=wanted.out)
         return []
 
-    def prefilled(self, name: str) -> list[Assigned]:  # noqa: ARG002  # the engine's leader has said it
+    def prefilled(self, name: str) -> list[Assigned]:
+        self._router.tell(do="ended", group="prefill", generation=self._generations[name])
         return []
 
-    def finished(self, name: str) -> list[Assigned]:  # noqa: ARG002
+    def finished(self, name: str) -> list[Assigned]:
+        self._router.tell(do="ended", group="decode", generation=self._generations.pop(name))
         return []

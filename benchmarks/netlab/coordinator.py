@@ -150,13 +150,15 @@ class Coordinator:
         bed = self._bed
         number = next(self._runs)
         described = {"policy": variant.policy, "layerwise": variant.layerwise, "layer_group": variant.layer_group}
-        bed.tell_all(do="run", run=number, variant=described, lead=variant.scheduled and variant.by_server)
+        bed.tell_all(do="run", run=number, variant=described)
         before = machine_times()
         with bed.lab.record() as recording:
             one = _Run(bed, self._trajectories, number, variant, arrivals, at_once)
             one.drive()
         busy, total = (now - then for now, then in zip(machine_times(), before, strict=True))
         ends = bed.tell_all(do="end")
+        if variant.by_server:
+            bed.router.tell(do="leave")
         return RunResult(
             variant, tuple(one.requests.values()), one.began_s, recording, busy / total if total else 0.0, tuple(ends)
         )
@@ -240,18 +242,12 @@ class _Run:
         self._bed.engines[request.decode].tell(do="decode", **self._named(request), out=request.out, bare=bare)
 
     def _named(self, request: Request) -> dict[str, Any]:
-        return {
-            "id": request.name,
-            "agent": request.agent,
-            "run": self._number,
-            "prompt": request.prompt,
-            "generation": request.generation,
-        }
+        return {"id": request.name, "agent": request.agent, "run": self._number, "prompt": request.prompt}
 
     def _take(self, event: dict[str, Any]) -> None:
         request = self.requests[event["id"]]
         if event["did"] == "paired":
-            self._paired([Assigned(event["id"], event["prefill"], event["decode"], event["generation"])])
+            self._paired([self._assigner.assigned(event)])
             return
         if event["did"] == "prefilled":
             request.facts = event

@@ -19,7 +19,6 @@ from kvstore.core.types import BlockKey
 from kvstore.engine.roofline import EngineModel
 from kvstore.workload.payload import Payloads
 from netlab.agents import Chains
-from netlab.leading import Leading
 from netlab.stepping import Speaker, sleep_until
 
 Bytes = npt.NDArray[np.uint8]
@@ -39,8 +38,6 @@ class Sequence:
     """So far: the prompt and the first token, which prefill made, at the beginning."""
     last: int
     """Tokens at its end."""
-    generation: int
-    """Of this attempt, where the metadata server schedules."""
     joined_s: float = 0.0
     second_s: float = 0.0
     wrong: int = 0
@@ -56,8 +53,6 @@ class DecodeEngine:
         self._client = client
         self._chains = chains
         self._model = model
-        self._settings = settings
-        self._leading: Leading | None = None
         self._speaker = speaker
         self._block_tokens = client.spec.block_tokens
         self._payloads = Payloads(client.spec.block_bytes)
@@ -85,14 +80,8 @@ class DecodeEngine:
         if command["do"] == "run":
             self._steps, self._late_s, self._not_stored = 0, 0.0, 0
             self._persist = command["variant"]["policy"] != "oracle"
-            if command["lead"]:
-                name, metadata = self._settings["name"], self._settings["metadata"]
-                self._leading = Leading(metadata, name, "decode", self._room_tokens, self._speaker)
             self._speaker.say(did="begun", run=command["run"])
         elif command["do"] == "end":
-            if self._leading is not None:
-                self._leading.close()
-                self._leading = None
             self._client.flush(DEADLINE_S)
             figures = {"steps": self._steps, "late_s": self._late_s, "not_stored": self._not_stored}
             self._speaker.say(did="ended", cpu_s=time.process_time(), **figures)
@@ -119,7 +108,7 @@ class DecodeEngine:
         last = command["prompt"] + command["out"]
         full = (last - 1) // self._block_tokens * self._block_tokens
         keys = self._chains.keys(command["agent"], command["run"], full)
-        return Sequence(command["id"], keys, command["prompt"] + 1, last, command["generation"])
+        return Sequence(command["id"], keys, command["prompt"] + 1, last)
 
     def _await(self, command: dict[str, Any], keys: list[BlockKey], awaited: AwaitedPrompt) -> None:
         """In a thread: the prompt arrives, is taken out of the host's memory and checked."""
@@ -187,8 +176,6 @@ class DecodeEngine:
             if one.tokens < one.last:
                 left.append(one)
                 continue
-            if self._leading is not None:
-                self._leading.ended(one.generation)
             self._speaker.say(
                 did="finished",
                 id=one.name,

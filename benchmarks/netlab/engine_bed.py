@@ -158,7 +158,7 @@ class EngineBed:
         self.events: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self.engines: dict[str, EngineProcess] = {}
         self.router: EngineProcess
-        """Asks the metadata server for engines where a run wants it to."""
+        """Speaks with the metadata server's scheduler where a run wants it to."""
 
     def __enter__(self) -> Self:
         try:
@@ -226,6 +226,10 @@ class EngineBed:
             "in_flight": settings.in_flight,
             "loads": settings.loads,
             "most_blocks": self._most_blocks,
+            "groups": {
+                "prefill": dict.fromkeys(self.bed.prefill_hosts, 0),
+                "decode": {name: int(self.engine.kv_room_bytes / self.engine.token_bytes) for name in self.bed.decode_hosts},
+            },
             "engine": {
                 "model": settings.model,
                 "gpu": settings.gpu,
@@ -241,7 +245,7 @@ class EngineBed:
 
     def _argv(self, role: str, name: str) -> list[str]:
         node = "" if role == "route" else self.cluster.node(name).local_socket
-        return [sys.executable, "-m", "netlab.engines", str(self._settings_path), role, name, node]
+        return [sys.executable, "-m", "netlab.engines", str(self._settings_path), role, node]
 
     def _start(self, role: str, name: str) -> EngineProcess:
         engine = EngineProcess(self.lab.host(name), self._argv(role, name), self.folder / f"engine-{name}.log", self.events)

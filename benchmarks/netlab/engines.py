@@ -24,8 +24,8 @@ from kvstore.engine.roofline import EngineModel, Scale
 from kvstore.workload.payload import Payloads
 from netlab.agents import Chains
 from netlab.decode_engine import DecodeEngine
-from netlab.leading import Routing
 from netlab.prefill_engine import PrefillEngine
+from netlab.routing import Routing
 from netlab.stepping import Speaker
 
 STORE_BLOCKS = 256
@@ -63,7 +63,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", type=Path)
     parser.add_argument("role", choices=("prefill", "decode", "store", "route"))
-    parser.add_argument("host", help="name of this host")
     parser.add_argument("node", help="address of the node on this host; a router has none")
     parsed = parser.parse_args()
     settings = json.loads(parsed.settings.read_text(encoding="utf-8"))
@@ -72,7 +71,7 @@ def main() -> None:
     options = ClientOptions(client_name=f"{parsed.role}-{os.getpid()}", workers=32, max_pending=256, default_deadline_s=STORE_S)
     speaker = Speaker(sys.stdout)
     if parsed.role == "route":
-        obey(Routing(settings["metadata"], speaker), speaker)
+        obey(Routing(settings["metadata"], settings["groups"], speaker), speaker)
         return
     with KVClient.connect(settings["metadata"], spec, node=parsed.node, options=options) as client:
         if parsed.role == "store":
@@ -80,7 +79,7 @@ def main() -> None:
             return
         model = engine_model(settings["engine"])
         make = PrefillEngine if parsed.role == "prefill" else DecodeEngine
-        obey(make(client, chains, model, {**settings, "name": parsed.host}, speaker), speaker)
+        obey(make(client, chains, model, settings, speaker), speaker)
 
 
 def obey(one: PrefillEngine | DecodeEngine | Routing, speaker: Speaker) -> None:

@@ -19,7 +19,6 @@ from kvstore.core.types import BlockKey
 from kvstore.engine.roofline import Chunk, EngineModel
 from kvstore.workload.payload import Payloads
 from netlab.agents import Chains
-from netlab.leading import Leading
 from netlab.stepping import Processor, Speaker
 
 Bytes = npt.NDArray[np.uint8]
@@ -59,7 +58,7 @@ class PrefillEngine:
         client: on this host.
         chains: keys of prompts.
         model: how long things take.
-        settings: of the bed, and ``name``: that of this host.
+        settings: of the bed: ``layers_together`` layers of the model are one here.
         speaker: where events go.
     """
 
@@ -71,8 +70,6 @@ class PrefillEngine:
         self._block_tokens = client.spec.block_tokens
         self._payloads = Payloads(client.spec.block_bytes)
         self._variant: dict[str, Any] = {}
-        self._settings = settings
-        self._leading: Leading | None = None
         self._gpu = Processor()
         in_flight = settings["in_flight"]
         self._loads = ThreadPoolExecutor(settings["loads"], thread_name_prefix="load")
@@ -89,13 +86,8 @@ class PrefillEngine:
         if command["do"] == "run":
             self._variant = command["variant"]
             self._gpu = Processor()
-            if command["lead"]:
-                self._leading = Leading(self._settings["metadata"], self._settings["name"], "prefill", 0, self._speaker)
             self._speaker.say(did="begun", run=command["run"])
         elif command["do"] == "end":
-            if self._leading is not None:
-                self._leading.close()
-                self._leading = None
             figures = {"busy_s": self._gpu.busy_s, "idle_s": self._gpu.idle_s, "late_s": self._gpu.late_s}
             self._speaker.say(did="ended", cpu_s=time.process_time(), **figures)
         else:
@@ -120,8 +112,6 @@ class PrefillEngine:
                 self._layer_by_layer(job)
             else:
                 self._one_after_the_other(job)
-            if self._leading is not None:
-                self._leading.ended(command["generation"])
             self._tell(job)
         except Exception as error:  # noqa: BLE001  # the edge of this thread: the coordinator ends the run
             self._speaker.say(did="failed", id=command["id"], error=f"{type(error).__name__}: {error}")

@@ -36,7 +36,7 @@ def sim_config(bed: LabBed, settings: EngineSettings, made: Sequence[Trajectory]
     """As ``simulated``, not run."""
     engine, spec = settings.engine(bed), settings.spec(bed)
     hosts = [
-        Host(name, role, 1, name, bed.snic_mbit * BYTES_PER_MBIT, bed.cnic_mbit * BYTES_PER_MBIT, stage_bytes=room)
+        Host(name, role, 1, role.value, bed.snic_mbit * BYTES_PER_MBIT, bed.cnic_mbit * BYTES_PER_MBIT, stage_bytes=room)
         for role, names, room in (
             (Role.PREFILL, bed.prefill_hosts, PREFILL_BUFFER),
             (Role.DECODE, bed.decode_hosts, DECODE_BUFFER),

@@ -31,12 +31,14 @@ def accounted(result: RunResult, layer_bytes: int, layers: int) -> None:
         assert request.ends["tokens"] == request.prompt + request.out
         assert facts["blocks"] == -(-request.prompt // tokens)
         assert facts["hit"] + facts["late"] + facts["lost"] == min(request.known, request.prompt - 1) // tokens
-        assert sum(facts["paths"].values()) == facts["hit"] * layer_bytes * layers
+        read = sum(facts["paths"].values()) // (layer_bytes * layers)
+        assert facts["hit"] <= read <= facts["hit"] + facts["lost"]  # what lies behind a lost block may have come
         assert request.ends["stored"] == (request.prompt + request.out - 1) // tokens - request.prompt // tokens
         assert request.submitted_s <= request.facts["first_s"] < request.ends["second_s"] <= request.ends["last_s"]
         if request.turn == 2:  # what decode filled in turn 0 was stored a whole turn ago
             first = AGENTS[request.agent]
-            assert facts["hit"] > (first.prompt(0) + first.turns[0].out) // tokens - 2 > first.prompt(0) // tokens
+            found = facts["hit"] + facts["lost"]
+            assert found > (first.prompt(0) + first.turns[0].out) // tokens - 2 > first.prompt(0) // tokens
 
 
 def test_every_token_and_byte_of_two_agents_is_accounted_for(lab_possible: None, tmp_path: Path) -> None:
