@@ -1,0 +1,203 @@
+"""The router before two served vLLM engines, asked by real clients: whole requests on either engine, and pairs over both."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import openai
+from pd_bed import DECODE, PREFILL, Oracle, PdBed, pd_bed
+
+from kvstore.testing.engine_bed import token_ids_of
+from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.tiny_models import make_model
+
+WAIT_S = 30.0
+GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
+    with pd_bed(tmp_path_factory.mktemp("router"), make_model(tmp_path_factory.mktemp("model"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def oracle(bed: PdBed) -> Oracle:
+    return Oracle(bed.model)
+
+
+@pytest.fixture(scope="module")
+def plain(bed: PdBed) -> Iterator[RouterProcess]:
+    """Both engines serve whole requests."""
+    engines = ",".join(f"{name}=http://{bed.engines.engine(name).address}@{name}" for name in (PREFILL, DECODE))
+    with RouterProcess(["--engine", engines, *common(bed, "plain")], bed.engines.folder, "plain") as router:
+        yield router
+
+
+@pytest.fixture(scope="module")
+def pairs(bed: PdBed) -> Iterator[RouterProcess]:
+    """One engine prefills, one decodes. Only one pool of engines is the scheduler's; this router decides by itself."""
+    prefill, decode = (f"{name}=http://{bed.engines.engine(name).address}@{name}" for name in (PREFILL, DECODE))
+    arguments = ["--prefill", prefill, "--decode", decode, *common(bed, "pairs"), "--policy", "least_loaded"]
+    with RouterProcess(arguments, bed.engines.folder, "pairs") as router:
+        yield router
+
+
+def text(seed: object, tokens: int) -> list[int]:
+    return random.Random(repr(seed)).choices(range(32, 127), k=tokens)
+
+
+def common(bed: PdBed, name: str) -> list[str]:
+    return ["--metadata", bed.cluster.metadata_address, "--set", f"router.name={name}", "--set", "router.check_interval=200ms"]
+
+
+def client(router: RouterProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=router.url, api_key="none", max_retries=0, timeout=60)
+
+
+def counter(router: RouterProcess, name: str) -> int:
+    with urllib.request.urlopen(f"http://{router.address}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"kvstore_{name} ")), 0)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(params=["plain", "pairs"])
+def router(request: pytest.FixtureRequest) -> RouterProcess:
+    found: RouterProcess = request.getfixturevalue(request.param)
+    return found
+
+
+def test_completions_are_the_models_own(router: RouterProcess, oracle: Oracle) -> None:
+    for number, length in enumerate((5, 32, 333)):
+        prompt = text(("router", router.address, number), length)
+        answer = client(router).completions.create(model="tiny", prompt=prompt, max_tokens=12, **GREEDY)
+        assert token_ids_of(answer.model_dump()) == oracle.says(prompt, 12)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == length
+
+
+def test_a_stream_is_the_same_answer_piece_by_piece(router: RouterProcess) -> None:
+    with client(router) as asked:
+        messages: Any = [{"role": "user", "content": "Once upon a time " * 20}]
+        whole = asked.chat.completions.create(model="tiny", messages=messages, max_tokens=24, **GREEDY)
+        stream = asked.chat.completions.create(model="tiny", messages=messages, max_tokens=24, stream=True, **GREEDY)
+        pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert len([piece for piece in pieces if piece]) > 5
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_engines_refusals_reach_the_client(router: RouterProcess) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client(router).completions.create(model="tiny", prompt=text("long", 5_000), max_tokens=8)
+    assert "maximum" in str(refused.value)
+    with pytest.raises(openai.NotFoundError):
+        client(router).completions.create(model="other", prompt="a", max_tokens=8)
+    assert [model.id for model in client(router).models.list()] == ["tiny"]
+
+
+def test_a_client_that_leaves_a_stream_frees_the_engine(bed: PdBed, router: RouterProcess) -> None:
+    stream = client(router).completions.create(model="tiny", prompt="a b c", max_tokens=3_000, stream=True, **GREEDY)
+    next(iter(stream))
+    stream.close()
+    engines = [bed.engines.engine(name) for name in (PREFILL, DECODE)]
+    until(lambda: all(engine.metrics()["vllm:num_requests_running"] == 0 for engine in engines), "nothing runs")
+    assert sum(engine.metrics()["vllm:generation_tokens_total"] for engine in engines) < 100_000
+
+
+def test_the_pairs_hand_prompts_over(bed: PdBed, pairs: RouterProcess, oracle: Oracle) -> None:
+    before = bed.counts(bed.decode).get("prompts", 0)
+    prompts = [text(("hand", number), 100 + 40 * number) for number in range(8)]
+
+    def ask(prompt: list[int]) -> list[int]:
+        return token_ids_of(client(pairs).completions.create(model="tiny", prompt=prompt, max_tokens=8, **GREEDY).model_dump())
+
+    with ThreadPoolExecutor(8) as pool:
+        for prompt, answer in zip(prompts, pool.map(ask, prompts), strict=True):
+            assert answer == oracle.says(prompt, 8)
+    assert bed.counts(bed.decode)["prompts"] == before + 8
+
+
+def test_sessions_hit_and_the_scheduler_decides(bed: PdBed, plain: RouterProcess) -> None:
+    """Several turns of text: after the first, nearly all of each prompt was seen before."""
+    scheduled, asked = counter(plain, "router_scheduled_total"), 0
+    prompt_tokens = cached = 0
+    histories: list[list[dict[str, str]]] = [
+        [{"role": "user", "content": f"agent {n}: " + "look at it. " * 100}] for n in range(3)
+    ]
+    for turn in range(4):
+        for history in histories:
+            answer = client(plain).chat.completions.create(model="tiny", messages=history, max_tokens=8, **GREEDY)  # type: ignore[arg-type]
+            asked += 1
+            assert answer.usage is not None
+            if turn:
+                prompt_tokens += answer.usage.prompt_tokens
+            history += [
+                {"role": "assistant", "content": answer.choices[0].message.content or ""},
+                {"role": "user", "content": f"turn {turn}"},
+            ]
+    cached = sum(int(bed.engines.engine(name).metrics()["vllm:prefix_cache_hits_total"]) for name in (PREFILL, DECODE))
+    assert cached > 0.9 * prompt_tokens
+    assert counter(plain, "router_scheduled_total") - scheduled == asked
+    assert counter(plain, "router_lookups_total") > 0
+
+
+def test_the_store_knows_what_lies_near_an_engine(bed: PdBed, plain: RouterProcess) -> None:
+    """Stored by one engine, forgotten by its cache: the index still says so, by the tokens that the engine counted."""
+    prompt = "a prompt that is stored " * 40
+    client(plain).completions.create(model="tiny", prompt=prompt, max_tokens=2)
+    before = counter(plain, "router_lookup_hit_tokens_total")
+
+    def found() -> bool:
+        client(plain).completions.create(model="tiny", prompt=prompt, max_tokens=1)
+        return counter(plain, "router_lookup_hit_tokens_total") >= before + 900
+
+    until(found, "the prompt is found in the store")
+
+
+def test_vllms_own_benchmark_runs_against_the_router(bed: PdBed, router: RouterProcess, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
+    command += ["--base-url", f"http://{router.address}", "--endpoint", "/v1/completions", "--model", "tiny"]
+    command += ["--tokenizer", str(bed.model), "--dataset-name", "random", "--random-input-len", "200"]
+    command += ["--random-output-len", "8", "--num-prompts", "24", "--max-concurrency", "6", "--ignore-eos"]
+    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3_000:]
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert result["completed"] == 24
+    assert result["total_output_tokens"] == 24 * 8
+
+
+def test_an_engine_that_is_killed_costs_no_request(bed: PdBed, plain: RouterProcess, oracle: Oracle) -> None:
+    """The last test: it takes one engine away in the middle of work."""
+    prompts = [text(("killed", number), 600) for number in range(10)]
+
+    def ask(prompt: list[int]) -> list[int]:
+        return token_ids_of(client(plain).completions.create(model="tiny", prompt=prompt, max_tokens=16, **GREEDY).model_dump())
+
+    with ThreadPoolExecutor(10) as pool:
+        answers = [pool.submit(ask, prompt) for prompt in prompts]
+        until(lambda: bed.decode.metrics()["vllm:num_requests_running"] > 0, "the engine works")
+        bed.decode.kill()
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.result(60) == oracle.says(prompt, 16)
