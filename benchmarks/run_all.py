@@ -12,13 +12,20 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import report
 
 HERE = Path(__file__).resolve().parent
 NOT_A_BENCHMARK = {"harness", "report", "run_all"}
-SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NOT_A_BENCHMARK)
+ENGINES = "engine_"
+"""How scripts begin that need an inference engine, and are left out where there is none."""
+SCRIPTS = sorted(
+    path.stem
+    for path in HERE.glob("*.py")
+    if path.stem not in NOT_A_BENCHMARK and not (path.stem.startswith(ENGINES) and find_spec("transformers") is None)
+)
 """Each runs alone, so that none disturbs another."""
 
 
