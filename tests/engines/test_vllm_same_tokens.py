@@ -96,7 +96,7 @@ def test_a_wrong_byte_would_show(elsewhere: dict[str, Any], store: StoreAddress,
             flight = begin(job)
             for part, handle in zip(job.groups, flight.parts, strict=True):
                 handle._handle.result()
-                for layer in side._pages[part.group]._layers[:1]:
+                for layer in side.pages[part.group]._layers[:1]:
                     for page in part.block_ids:
                         memory = torch.frombuffer(layer.memory, dtype=torch.uint8)
                         at = slice(page * layer.stride, page * layer.stride + layer.page_bytes)

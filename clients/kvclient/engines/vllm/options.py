@@ -36,7 +36,7 @@ class ConnectorOptions:
     min_load_tokens: int = 0
     pinned_share: float = 0.5
     weights_epoch_file: str = ""
-    idle_wait_ms: float = 2.0
+    idle_wait_ms: float = 5.0
 
     def __post_init__(self) -> None:
         if self.load_mode not in LOAD_MODES:

@@ -1,0 +1,135 @@
+"""Time to the first token of vLLM with 95 % of the prompt in the store, against computing it, and against vLLM's own fs tier.
+
+Each contestant is an engine in a process of its own, on one core; only one works at a time. Every prompt is a known prefix and a
+tail that nobody has seen. The engines' own prefix caches are emptied before each measurement, so the prefix comes out of
+DRAM of this host's node, out of its NVMe (the arena is emptied first), or, with vLLM's tiering, out of its files: its host
+memory holds one prefix, and two prefixes take turns. Files may be in the page cache, NVMe volumes are read with O_DIRECT.
+
+The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV a token. Run with an interpreter that has
+vLLM (``make install-engines``).
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+
+import harness
+from harness import Figure, Options, Reference, Target
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.testing.engine_bed import store_transfer
+from peers.vllm_fs_tier import transfer_config
+from rig.engine_child import MIB, EngineChild, ModelSize, make_model
+
+SIZE = ModelSize()
+BLOCK = 128
+HIT = 0.95
+PREFIXES = 2
+
+
+def prompts(tokens: int, seed: int) -> tuple[list[list[int]], Iterator[list[int]]]:
+    """The prefixes that are stored, and tails without end."""
+    known = int(tokens * HIT) // BLOCK * BLOCK
+    draw = random.Random(seed)
+    prefixes = [draw.choices(range(32, 127), k=known) for _ in range(PREFIXES)]
+    return prefixes, iter(lambda: draw.choices(range(32, 127), k=tokens - known), None)
+
+
+def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
+    """One length of prompt."""
+    prefixes, tails = prompts(tokens, options.seed)
+    volume = len(prefixes[0]) * SIZE.kv_bytes
+    node = NodeSpec("bench", dram_bytes=3 * volume + 64 * MIB, nvme_bytes=4 * volume + 64 * MIB)
+    engine = {"max_model_len": tokens + 64, "max_num_seqs": 4, "kv_cache_memory_bytes": int(2.5 * volume) + 64 * MIB}
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster([node], scratch / f"store-{tokens}"))
+        where = cluster.metadata_address, cluster.node("bench").local_socket
+        store, layerwise = store_transfer(*where), store_transfer(*where, load_mode="layerwise")
+        fs = transfer_config(scratch / f"fs-{tokens}", int(1.2 * volume))
+        children = {
+            name: stack.enter_context(EngineChild(model, transfer, scratch / f"{name}-{tokens}.log", **engine))
+            for name, transfer in {"recompute": None, "store": store, "layerwise": layerwise, "fs": fs}.items()
+        }
+        for name, child in children.items():
+            for prefix in prefixes:  # stored once, and the way there is warm
+                child.ask("prompt", tokens=[*prefix, *next(tails)])
+                child.ask("forget")
+            assert name == "recompute" or child.ask("prompt", tokens=[*prefixes[0], *next(tails)])["cached"] == len(prefixes[0])
+        turn = 0
+
+        def first_token(name: str, *, cold: bool = False) -> float:
+            nonlocal turn
+            turn += 1
+            child = children[name]
+            prompt = [*prefixes[turn % PREFIXES], *next(tails)]
+            if name == "fs":  # the other prefix was the last to be in its host memory
+                child.ask("forget")
+                child.ask("prompt", tokens=[*prefixes[(turn + 1) % PREFIXES], *next(tails)])
+            child.ask("forget")
+            if cold:
+                evict(cluster)
+            answer = child.ask("prompt", tokens=prompt)
+            expected = 0 if name == "recompute" else len(prefixes[0])
+            if answer["cached"] != expected:
+                raise RuntimeError(f"{name}: {answer['cached']} tokens were cached, {expected} should be")
+            return float(answer["seconds"]) * 1e3
+
+        samples = harness.interleave(
+            {
+                "dram": lambda: first_token("store"),
+                "recompute": lambda: first_token("recompute"),
+                "fs": lambda: first_token("fs"),
+                "nvme": lambda: first_token("store", cold=True),
+                "layerwise": lambda: first_token("layerwise"),
+            },
+            options.repetitions,
+        )
+    report(options, tokens, samples)
+
+
+def evict(cluster: LocalCluster) -> None:
+    """Empties the node's DRAM of all that is durable."""
+    with grpc.insecure_channel(cluster.node("bench").address) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
+        stub.Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12)
+        stub.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
+
+
+def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> None:
+    """The records: ours against computing, and against vLLM's tier."""
+    for name, what in (("dram", "DRAM"), ("nvme", "NVMe"), ("layerwise", "DRAM, layer by layer")):
+        for peer, called in (("recompute", "computing the prompt"), ("fs", "vLLM's fs tier")):
+            options.keep(
+                Figure(
+                    f"engine_ttft_{name}_{peer}",
+                    f"TTFT, 95 % hit out of {what}",
+                    {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT},
+                    "ms",
+                    lower_is_better=True,
+                ),
+                samples[name],
+                peer=Reference(called, samples[peer]),
+                target=Target("peer", 1.0),
+                verified=True,
+            )
+
+
+def main() -> None:
+    """All lengths."""
+    options = harness.options("engine_ttft", __doc__)
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engine-ttft-") as folder:
+        scratch = Path(folder)
+        lengths = options.pick(full=(2_048, 8_192), quick=(2_048,), smoke=(1_024,))
+        model = make_model(scratch / "model", SIZE, max(lengths) + 64)
+        for tokens in lengths:
+            measure(options, scratch, model, tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""A vLLM engine in a process of its own, for benchmarks that compare engines: it does what it is told, one JSON line each.
+
+The parent starts one child a contestant and lets only one of them work at a time. Everything that vLLM prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+HERE = Path(__file__).resolve()
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A Llama with random weights: large enough that computing a token costs more than an engine's own steps.
+
+    ``layers * 2 * kv_heads * head_dim * 4`` bytes of KV a token, in float32.
+    """
+
+    layers: int = 8
+    hidden: int = 512
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV bytes of a token."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * 4
+
+
+class EngineChild:
+    """The parent's end. A context manager.
+
+    Args:
+        model: its folder.
+        transfer: vLLM's ``kv_transfer_config``; None: no connector.
+        log: where the child's output goes.
+        engine: further arguments of vLLM's ``LLM``.
+    """
+
+    def __init__(self, model: Path, transfer: Mapping[str, Any] | None, log: Path, **engine: object) -> None:
+        given = json.dumps({"model": str(model), "transfer": transfer, "engine": engine})
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(HERE.parent.parent),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "0",  # with and without a connector the same core and as many threads
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE), given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=environment
+            )
+        self._log = log
+
+    def ask(self, what: str, **how: object) -> dict[str, Any]:
+        """One command and its answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": what, **how}).encode() + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine has ended:\n{self._log.read_text(errors='replace')[-3000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Engine:
+    """The child's end."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = given["transfer"]
+        more = {"kv_transfer_config": KVTransferConfig(**transfer)} if transfer is not None else {}
+        self._llm = LLM(
+            model=given["model"],
+            dtype="float32",
+            enforce_eager=True,
+            seed=0,
+            enable_prefix_caching=True,
+            **more,
+            **given["engine"],
+        )
+        self._engine = self._llm.llm_engine
+        self._numbers = iter(range(1 << 62))
+
+    def prompt(self, tokens: Sequence[int], max_tokens: int = 1) -> dict[str, Any]:
+        """One request alone: seconds until its last token."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        start = time.perf_counter()
+        (answer,) = self._llm.generate([{"prompt_token_ids": list(tokens)}], params, use_tqdm=False)
+        taken = time.perf_counter() - start
+        return {"seconds": taken, "cached": answer.num_cached_tokens, "tokens": list(answer.outputs[0].token_ids)}
+
+    def decode(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+        """Several requests at once: mean seconds of the steps in which all of them decode."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for prompt in prompts:
+            self._engine.add_request(f"r{next(self._numbers)}", {"prompt_token_ids": list(prompt)}, params)
+        started, steps, began = 0, 0, 0.0
+        while True:
+            outputs = self._engine.step()
+            if any(output.finished for output in outputs):
+                break
+            if began:
+                steps += 1
+            else:
+                started = max(started, len(outputs))
+                if started == len(prompts):
+                    began = time.perf_counter()
+        seconds = (time.perf_counter() - began) / (steps + 1)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return {"seconds": seconds, "steps": steps + 1}
+
+    def forget(self) -> dict[str, Any]:
+        """Lets all stores end, and empties the engine's own cache."""
+        while self._engine.engine_core.engine_core.scheduler.has_requests():
+            self._engine.step()
+        end = time.monotonic() + 20
+        while not self._llm.reset_prefix_cache():
+            if time.monotonic() > end:
+                raise RuntimeError("pages stay in use")
+            self._engine.step()
+        return {}
+
+
+def make_model(folder: Path, size: ModelSize, longest: int) -> Path:
+    """Makes the model in a process of its own (a parent of engines loads no torch)."""
+    program = (
+        "import sys,json; from pathlib import Path; from kvstore.testing.tiny_models import *;"
+        "make_model(Path(sys.argv[1]), TinyModel(max_tokens=int(sys.argv[3]), **json.loads(sys.argv[2])))"
+    )
+    subprocess.run([sys.executable, "-c", program, str(folder), json.dumps(asdict(size)), str(longest)], check=True)
+    return folder
+
+
+def main() -> None:
+    """The child: commands from stdin until it ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    engine = _Engine(json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer = getattr(engine, command.pop("do"))(**command)
+        answers.write(json.dumps(answer) + "\n")
+    os._exit(0)  # vLLM's own end takes seconds and proves nothing here
+
+
+if __name__ == "__main__":
+    main()
