@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import harness
 import simulate_parts
+import simulate_plot
 from harness import Figure, Options, Reference
 from kvstore.engine.hardware import GPUS
 from kvstore.engine.models import model_named
@@ -248,6 +249,8 @@ def main() -> None:
     parts: tuple[Callable[[Bench], None], ...] = (offline, ablation, prefill_to_decode, append, scale, online)
     for part in parts:
         part(bench)
+    if options.results is not None:
+        simulate_plot.plot(options.results / "simulate_paper.jsonl", options.results / "simulate_paper.png")
     if options.mode == "full":
         kept = f"One turn in {bench.every} of each agent (appends x n: in {bench.every}/n; scale: {bench.every * 4}; online: 32)"
         said = f"\n{kept}, seed {options.seed}.\n"

@@ -122,11 +122,12 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             at = [index + (number - (len(policies) - 1) / 2) * 0.35 for index in range(len(beds))]
             found = [gain[bed, bound, policy] for bed in beds]
             panel.bar(at, [lab for lab, _ in found], 0.33, label=f"{policy}: lab")
-            panel.plot(at, [simulated for _, simulated in found], "k_", markersize=18, label=f"{policy}: simulated")
+            panel.plot(at, [simulated for _, simulated in found], "k_", markersize=18, label=None if number else "simulated")
         panel.axhline(1.0, color="gray", linestyle=":")
         panel.set_xticks(range(len(beds)), beds)
         panel.set(title=f"gain over prefill_only by P:D, {title}", ylabel="times as fast")
-        panel.legend(fontsize="small")
+        panel.set_ylim(0, 1.35 * max(panel.get_ylim()[1] / 1.05, 1.0))  # room for the legend
+        panel.legend(fontsize="small", loc="upper left", ncols=3)
     longest = max(max(row.sim_jct_s, *row.jct_s) for row in rows) * 1.05
     panels[2].plot([0, longest], [0, longest], color="gray", linestyle=":")
     for policy in ("prefill_only", *policies):
