@@ -25,9 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
-
-import grpc
+from typing import TYPE_CHECKING, Self
 
 from harness import Figure, Reference, Target, interleave, options
 from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
@@ -43,6 +41,9 @@ from kvstore.rpc.codec import tier_to_proto
 from peers import PeerMissingError
 from peers.bare_grpc import BareGrpc
 from peers.mooncake import Mooncake
+
+if TYPE_CHECKING:
+    import grpc
 
 CHAIN = 1_600
 DRAM_SHARE = 1_200

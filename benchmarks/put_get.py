@@ -5,6 +5,8 @@ process; checksums are made on the way in, and verified by the receiving side bo
 ``batch_get_into`` of its client against the memory that another process lends, over its TCP transport, without checksums. Both
 sides ask their metadata server for every get, keep the caller's memory apart from block to block, and compare what they got
 with what they put, outside of the time. A batch is a chain of its own.
+
+The limit is one bare socket pair that moves and sums as many bytes in as large batches, and knows nothing of blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from kvstore.core.types import Tier
 from kvstore.testing.cluster import NodeSpec
 from peers import PeerMissingError
 from peers.mooncake import Mooncake
+from peers.summed_sockets import SummedSockets
 from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, room_for, spec, stored
 
 LAYERS = 32
@@ -87,9 +90,16 @@ def measure(options: Options, mooncake: Mooncake | None, missing: str, block_byt
     with (
         cluster(node, options.scratch) as store,
         KVClient.connect(store.metadata_address, cache, node=None, options=OPTIONS) as client,
+        SummedSockets(total, block_bytes // LAYERS) as bare,
     ):
         control = NodeControl(store.node("bench").address)
-        sides = {"ours": ours(client, control, Chains(cache, blocks, options.seed, BATCH), total, block_bytes)}
+        sides = {
+            "ours": ours(client, control, Chains(cache, blocks, options.seed, BATCH), total, block_bytes),
+            "limit": (
+                lambda: harness.gigabytes_per_second(total, lambda: bare.put(BATCH * block_bytes)),
+                lambda: harness.gigabytes_per_second(total, lambda: bare.get(BATCH * block_bytes)),
+            ),
+        }
         if mooncake is not None:
             mooncake.buffer(total, options.seed)
             sides["theirs"] = theirs(mooncake, held, total, block_bytes)
@@ -115,6 +125,7 @@ def measure(options: Options, mooncake: Mooncake | None, missing: str, block_byt
                 "GB/s",
             ),
             rounds[f"ours {act}"],
+            limit=Reference("bare sockets, summed", rounds[f"limit {act}"]),
             peer=Reference("Mooncake Store", rounds[f"theirs {act}"]) if mooncake is not None else None,
             target=Target("peer", 1.5),
             transport="tcp",

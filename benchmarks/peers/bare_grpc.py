@@ -11,9 +11,13 @@ import sys
 from types import TracebackType
 from typing import Self
 
-import grpc.aio
+from kvstore.rpc.io_engine import wait_in_callers_threads
 
-from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+wait_in_callers_threads()  # as the metadata server's process does, before anything imports gRPC
+
+import grpc.aio  # noqa: E402
+
+from kvproto.v1 import metadata_pb2, metadata_pb2_grpc  # noqa: E402
 
 
 class _Constant(metadata_pb2_grpc.MetadataServicer):
