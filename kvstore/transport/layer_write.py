@@ -17,7 +17,7 @@ from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import BlockShape, StoreOutcome
 from kvstore.transport import frames
-from kvstore.transport.arrival import send_summed
+from kvstore.transport.arrival import SummedSend
 from kvstore.transport.contract import LayerWrite, WriteRequest
 from kvstore.transport.frames import FrameKind, WriteFrame
 from kvstore.transport.layout import Layout
@@ -95,7 +95,7 @@ class TcpLayerWrite(LayerWrite):
             head = frames.encode_layers(self._request_id, first_layer, layers, size)
             pieces = Layout(source, writable=False).pieces(self.granted, 0, layers)
             try:
-                sums = send_summed(connection.wire, head, pieces, shape.layer_block_bytes, self._request.deadline_s)
+                sums = SummedSend(pieces, shape.layer_block_bytes).run(connection.wire, head, self._request.deadline_s)
                 connection.wire.send((frames.encode_checksums(self._request_id, sums),), self._request.deadline_s)
             except KVStoreError as error:
                 self._drop()

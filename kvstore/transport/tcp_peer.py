@@ -34,7 +34,7 @@ from kvstore.core.types import KEY_BYTES, BlockRun, BlockShape, StoreOutcome
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.transport import frames
-from kvstore.transport.arrival import send_summed
+from kvstore.transport.arrival import SummedSend
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.contract import (
     BlockPeer,
@@ -368,9 +368,12 @@ class TcpPeer(BlockPeer):
         count = len(run.keys)
         request_id = connection.next_id()
         budget = budget_ms(deadline_s - time.monotonic())
+        offered = SummedSend(layout.pieces(np.arange(start, start + count), 0, shape.layers), shape.layer_block_bytes)
         try:
             frame = WriteFrame(run, shape, request.durable, budget)
             connection.wire.send((frames.encode_write(request_id, frame),), deadline_s)
+            if checksums is None:
+                offered.sum_ahead()  # nearly always all is granted
             _, header = connection.answer(request_id, FrameKind.GRANT, deadline_s)
             granted = frames.decode_store_outcomes(header, count)
         except AnsweredError as refusal:
@@ -385,12 +388,13 @@ class TcpPeer(BlockPeer):
             return
         payload_bytes = len(places) * shape.block_bytes
         head = frames.encode_head(FrameKind.PAYLOAD, request_id, 0, payload_bytes)
-        pieces = layout.pieces(places, 0, shape.layers)
-        if checksums is None:
-            sums = send_summed(connection.wire, head, pieces, shape.layer_block_bytes, deadline_s)
-        else:
-            connection.wire.send([head, *pieces], deadline_s)
+        if checksums is not None:
+            connection.wire.send([head, *layout.pieces(places, 0, shape.layers)], deadline_s)
             sums = checksums[places]
+        else:
+            if len(places) < count:
+                offered = SummedSend(layout.pieces(places, 0, shape.layers), shape.layer_block_bytes)
+            sums = offered.run(connection.wire, head, deadline_s)
         connection.wire.send((frames.encode_checksums(request_id, sums),), deadline_s)
         try:
             _, header = connection.answer(request_id, FrameKind.WRITTEN, deadline_s)
