@@ -12,7 +12,7 @@ from typing import Any
 
 from kvclient import InvalidArgument
 from kvclient.engines.vllm.namespaces import GroupFacts, digest
-from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.pages import GroupPages, page_order
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "_commit_hash", "architectures_hash")
 
@@ -103,6 +103,7 @@ def group_facts(
     facts = []
     for group, memory in zip(groups, pages, strict=True):
         backend, isa = _kernel(vllm_config, group)
+        order = page_order(kv_caches[group.layers[0]])
         facts.append(
             GroupFacts(
                 dtype=group.dtype or str(kv_caches[group.layers[0]].dtype).removeprefix("torch."),
@@ -110,6 +111,7 @@ def group_facts(
                 layers=group.layers,
                 page_bytes=memory.shape.layer_block_bytes,
                 page_shape=tuple(kv_caches[group.layers[0]].shape[1:]),
+                page_order=() if order == tuple(range(len(order))) else order,
                 kind=group.kind,
                 backend=backend,
                 isa=isa,

@@ -34,6 +34,7 @@ class GroupFacts:
         layers: names of the layers, in order.
         page_bytes: bytes of a page of one layer.
         page_shape: axes of a page.
+        page_order: these axes as they lie in memory, outermost first; empty: as they are named.
         kind: what the group attends to, e.g. ``full`` or ``sliding:512``.
         backend: attention backend.
         isa: which of the backend's kernels: on CPUs it decides the order of bytes in a page.
@@ -55,6 +56,7 @@ class GroupFacts:
     engine: str
     shard_rank: int = 0
     shard_count: int = 1
+    page_order: tuple[int, ...] = ()
 
     @property
     def layout(self) -> str:
@@ -68,6 +70,7 @@ class GroupFacts:
                 f"kind={self.kind}",
                 f"layers={len(self.layers)}:{digest(self.layers)}",
                 f"config={self.model_digest}",
+                *((f"order={'.'.join(map(str, self.page_order))}",) if self.page_order else ()),
             )
         )
 

@@ -96,13 +96,21 @@ def _page_bytes(tensor: Any, num_blocks: int) -> LayerPages:  # noqa: ANN401  # 
 
     if tensor.device.type != "cpu":
         raise InvalidArgument("the KV cache is not in host memory", device=str(tensor.device))
-    array: npt.NDArray[np.uint8] = tensor.detach().view(torch.uint8).numpy()
-    if num_blocks <= 0 or array.shape[0] % num_blocks:
-        raise InvalidArgument("the KV cache has not the blocks that were announced", shape=array.shape, blocks=num_blocks)
-    per_block = array.shape[0] // num_blocks
-    if not array[:per_block].flags.c_contiguous:
-        raise InvalidArgument("pages of the KV cache are not contiguous", shape=array.shape, strides=array.strides)
+    if num_blocks <= 0 or tensor.shape[0] % num_blocks:
+        raise InvalidArgument("the KV cache has not the blocks that were announced", shape=tuple(tensor.shape), blocks=num_blocks)
+    per_block = tensor.shape[0] // num_blocks
+    natural = tensor.detach().permute(0, *(axis + 1 for axis in page_order(tensor)))
+    if per_block > 1 and natural.stride(0) != natural[0].numel():
+        raise InvalidArgument("the kernel's pages of one page lie apart", shape=tuple(tensor.shape), strides=tensor.stride())
+    if not natural[:per_block].is_contiguous():
+        raise InvalidArgument("pages of the KV cache are not contiguous", shape=tuple(tensor.shape), strides=tensor.stride())
+    array: npt.NDArray[np.uint8] = natural.view(torch.uint8).numpy()
     stride, size = array.strides[0] * per_block, array[:per_block].nbytes
-    extent = (num_blocks - 1) * stride + size
-    memory = np.lib.stride_tricks.as_strided(array, (extent,), (1,))
+    memory = np.lib.stride_tricks.as_strided(array, ((num_blocks - 1) * stride + size,), (1,))
     return LayerPages(memory.data, stride, size)
+
+
+def page_order(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """The axes of a page as they lie in memory, outermost first; ``(0, 1, 2)`` where they lie as they are named."""
+    strides = tensor.stride()[1:]
+    return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))

@@ -72,7 +72,7 @@ class PageLayout:
         said = dict(part.partition("=")[::2] for part in spec.layout.split(";"))
         if said.get(_FAMILY) not in _ENGINE_LINES or spec.layout_version != _LAYOUT_VERSION:
             raise InvalidArgument("not pages of a vLLM that is known here", layout=spec.layout, known=", ".join(_ENGINE_LINES))
-        if said.get("attention") != "CPU_ATTN" or said.get("isa") not in _READERS:
+        if said.get("attention") != "CPU_ATTN" or said.get("isa") not in _READERS or "order" in said:
             raise InvalidArgument("the arrangement within pages is not known for this kernel", layout=spec.layout)
         if said.get("kind") != "full" or spec.shard_count != 1:
             raise InvalidArgument("only full attention, not spread over ranks, can be read", layout=spec.layout)

@@ -1,0 +1,247 @@
+"""Small parts of the vLLM connector: keys, pages, namespaces, options, epochs, answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient import BlockBuffer, CacheSpec, InvalidArgument, KeyChain, encode_extra
+from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.epochs import Epochs
+from kvclient.engines.vllm.keys import Masked, RequestKeys, request_extras
+from kvclient.engines.vllm.namespaces import GroupFacts, chain_spec, group_spec
+from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.pages import GroupPages, page_order
+from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.tally import Tally
+
+SPEC = CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64)
+FACTS = GroupFacts("m", "d", "float32", 4, ("a", "b"), 64, (2, 4, 2), "full", "CPU_ATTN", "vec", "0.32")
+
+
+def asks(**fields: Any) -> Any:
+    return SimpleNamespace(**{"mm_features": [], "lora_request": None, "cache_salt": None, **fields})
+
+
+def image(offset: int, length: int, identifier: str = "i") -> Any:
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier=identifier)
+
+
+@given(tokens=st.lists(st.integers(0, 1 << 20), max_size=60), cuts=st.lists(st.integers(0, 20), max_size=6), salted=st.booleans())
+def test_keys_in_any_number_of_steps_are_those_of_the_whole(tokens: list[int], cuts: list[int], salted: bool) -> None:
+    chain = KeyChain(SPEC)
+    extras = request_extras(asks(cache_salt="s" if salted else None, mm_features=[image(5, 9)]), 4)
+    keys = RequestKeys(chain, extras)
+    for blocks in sorted(cuts):
+        assert keys.upto(tokens, blocks) == chain.keys(tokens, extras=extras)[:blocks]
+    assert keys.upto(tokens, len(tokens)) == chain.keys(tokens, extras=extras)
+
+
+def test_extras_of_adapters_salts_and_images() -> None:
+    adapter = SimpleNamespace(lora_name="n", lora_path="/p")
+    extras = request_extras(asks(lora_request=adapter, cache_salt="s", mm_features=[image(6, 4, "x"), image(10, 1, "y")]), 4)
+    assert sorted(extras) == [0, 1, 2]
+    assert extras[0] == encode_extra([("lora", b"n"), ("lora-path", b"/p"), ("salt", b"s")])
+    assert extras[1] != extras[2], "the same image at another place of its block"
+    assert request_extras(asks(mm_features=[image(6, 2, "x")]), 4) != request_extras(asks(mm_features=[image(7, 1, "x")]), 4)
+    assert request_extras(asks(), 4) == {}
+
+
+@given(st.binary(min_size=16, max_size=16), st.lists(st.binary(min_size=16, max_size=16), max_size=9))
+def test_masked_keys_are_a_bijection(namespace: bytes, keys: list[bytes]) -> None:
+    chain = SPEC.namespace
+    masked = Masked(chain, namespace).keys(keys)  # type: ignore[arg-type]
+    again = [masked[at : at + 16] for at in range(0, len(masked), 16)]
+    assert Masked(namespace, chain).keys(again) == b"".join(keys)  # type: ignore[arg-type]
+    assert Masked(chain, chain).keys(keys) == b"".join(keys)  # type: ignore[arg-type]
+    assert namespace == chain or all(one != other for one, other in zip(again, keys, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_page_is_the_bytes_of_the_tensor_at_its_block(dtype: torch.dtype) -> None:
+    cache = torch.arange(3 * 5 * 2 * 4 * 8).to(dtype).reshape(3, 5, 2, 4, 8)  # layer-major: 3 layers of 5 pages
+    pages = GroupPages(list(cache), 5)
+    buffer = pages.buffer([4, 1])
+    assert isinstance(buffer, BlockBuffer)
+    assert (buffer.count, buffer.shape.layers, buffer.shape.layer_block_bytes) == (2, 3, 2 * 4 * 8 * dtype.itemsize)
+    for at, page in enumerate([4, 1]):
+        for layer in range(3):
+            (piece,) = buffer.segments(at, layer, 1)
+            assert bytes(piece) == cache[layer, page].contiguous().view(torch.uint8).numpy().tobytes()
+            piece[:] = bytes([7]) * len(piece)
+            assert (cache[layer, page].view(torch.uint8) == 7).all()
+    assert [len(piece) for piece in buffer.segments(0, 0, 3)] == [buffer.shape.layer_block_bytes] * 3
+
+
+def test_pages_of_block_major_caches_and_of_kernel_blocks() -> None:
+    cache = torch.arange(5 * 3 * 2 * 4 * 8, dtype=torch.int32).reshape(5, 3, 2, 4, 8)  # block-major
+    pages = GroupPages([cache[:, layer] for layer in range(3)], 5)
+    assert bytes(pages.buffer([2]).segments(0, 1, 1)[0]) == cache[2, 1].numpy().tobytes()
+    kernel = torch.arange(10 * 2 * 4 * 8, dtype=torch.int32).reshape(10, 2, 4, 8)  # two pages of the kernel in each
+    halves = GroupPages([kernel], 5)
+    assert bytes(halves.buffer([3]).segments(0, 0, 1)[0]) == kernel[6:8].numpy().tobytes()
+
+
+def test_a_page_whose_axes_lie_in_another_order_is_moved_as_it_lies() -> None:
+    memory = torch.arange(5 * 4 * 2 * 8, dtype=torch.int32).reshape(5, 4, 2, 8)  # [block, token, head, content]
+    cache = memory.transpose(1, 2)
+    assert page_order(cache) == (1, 0, 2)
+    assert page_order(memory) == (0, 1, 2)
+    assert bytes(GroupPages([cache], 5).buffer([3]).segments(0, 0, 1)[0]) == memory[3].numpy().tobytes()
+    assert group_spec(HookOptions(), replace(FACTS, page_order=(1, 0, 2))).namespace != group_spec(HookOptions(), FACTS).namespace
+
+
+@pytest.mark.parametrize(
+    ("tensors", "blocks"),
+    [
+        ([torch.zeros(5, 4, 16)[:, :, ::2]], 5),
+        ([torch.zeros(5, 4, 16)[:, :, :8]], 5),
+        ([torch.zeros(5, 4, 8).transpose(0, 1)], 4),
+        ([torch.zeros(10, 3, 4, 8)[:, 1]], 5),
+        ([torch.zeros(5, 4, 8), torch.zeros(5, 4, 4)], 5),
+        ([torch.zeros(5, 4, 8)], 4),
+        ([torch.zeros(5, 4, 8)], 0),
+        ([torch.zeros(5, 4, 8, device="meta")], 5),
+    ],
+)
+def test_memory_that_is_no_pages_is_refused(tensors: list[Any], blocks: int) -> None:
+    with pytest.raises(InvalidArgument):
+        GroupPages(tensors, blocks)
+
+
+@pytest.mark.parametrize("ids", [[5], [-1], [0, 9]])
+def test_there_is_no_such_page(ids: list[int]) -> None:
+    with pytest.raises(InvalidArgument):
+        GroupPages([torch.zeros(5, 4, 8)], 5).buffer(ids)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "n"},
+        {"model_digest": "e"},
+        {"dtype": "bfloat16"},
+        {"block_tokens": 8},
+        {"layers": ("a", "c")},
+        {"page_bytes": 32},
+        {"page_shape": (4, 2, 2)},
+        {"kind": "sliding:96"},
+        {"backend": "CPU_MLA"},
+        {"isa": "amx"},
+        {"engine": "0.33"},
+        {"shard_count": 2},
+        {"shard_count": 2, "shard_rank": 1},
+    ],
+)
+def test_whatever_changes_bytes_changes_the_namespace(other: dict[str, Any]) -> None:
+    options = HookOptions()
+    assert group_spec(options, FACTS).namespace == group_spec(options, replace(FACTS)).namespace
+    assert group_spec(options, replace(FACTS, **other)).namespace != group_spec(options, FACTS).namespace
+
+
+def test_epochs_tenants_and_salts_change_the_namespace() -> None:
+    names = {
+        group_spec(HookOptions(**choice), FACTS).namespace
+        for choice in (
+            {},
+            {"weights_epoch": "1"},
+            {"tenant": "t"},
+            {"salt": "s"},
+            {"model": "n"},
+            {"hash_algorithm": "sha256-128"},
+        )
+    }
+    assert len(names) == 6
+
+
+def test_all_ranks_use_one_chain() -> None:
+    ranks = [group_spec(HookOptions(), replace(FACTS, shard_count=2, shard_rank=rank)) for rank in range(2)]
+    assert chain_spec([ranks[0]]) == chain_spec([ranks[1]])
+
+
+@pytest.mark.parametrize(
+    "given_options",
+    [
+        {"load_mode": "eager"},
+        {"lookup_wait_ms": -1},
+        {"lookup_wait_ms": float("nan")},
+        {"pinned_share": 2},
+        {"pinned_share": True},
+        {"min_load_tokens": -1},
+        {"min_load_tokens": 1.5},
+        {"weights_epoch_file": 3},
+        {"weights_epoch_file": "f", "weights_epoch": "1"},
+        {"lod_mode": "async"},
+        {"load_deadline_s": 0},
+    ],
+)
+def test_impossible_options(given_options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        ConnectorOptions.from_mapping(given_options)
+
+
+def test_options_of_both_kinds() -> None:
+    options = ConnectorOptions.from_mapping({"load_mode": "layerwise", "tenant": "t", "min_load_tokens": 64})
+    assert (options.load_mode, options.hook.tenant, options.min_load_tokens) == ("layerwise", "t", 64)
+    options.check_groups(1)
+    with pytest.raises(InvalidArgument):
+        options.check_groups(2)
+
+
+def test_an_epoch_of_a_file_and_an_epoch_of_nobody_else(tmp_path: Path) -> None:
+    alone = Epochs(ConnectorOptions.from_mapping({"weights_epoch": "7"}))
+    assert (alone.name, alone.number) == ("7", 0)
+    alone.advance()
+    first = alone.name
+    alone.advance()
+    assert len({"7", first, alone.name}) == 3
+    path = tmp_path / "epoch"
+    with pytest.raises(InvalidArgument):
+        Epochs(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
+    path.write_text(" 8\n")
+    named = Epochs(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
+    assert named.name == "8"
+    path.write_text("9")
+    named.advance()
+    assert (named.name, named.number) == ("9", 1)
+    path.unlink()
+    named.advance()
+    assert named.name not in {"8", "9", ""}, "rather nothing than stale KV"
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 5), st.booleans()), max_size=5))
+def test_answers_add_up_in_any_order(workers: list[dict[int, bool]]) -> None:
+    def merged(order: list[dict[int, bool]]) -> StepAnswer:
+        total = StepAnswer()
+        for worker in order:
+            total.merge(StepAnswer(dict.fromkeys(worker, 1), {job for job, good in worker.items() if not good}))
+        return total
+
+    assert merged(workers) == merged(workers[::-1])
+    assert sum(merged(workers).saved.values()) == sum(map(len, workers))
+
+
+def test_a_tally_tells_each_count_once() -> None:
+    tally = Tally()
+    tally.add("loads")
+    tally.add("load_bytes", 5)
+    assert tally.take() == {"loads": 1, "load_bytes": 5}
+    assert tally.take() == {}
+    tally.add("loads", 2)
+    assert tally.totals() == {"loads": 3, "load_bytes": 5}
+    with pytest.raises(AssertionError):
+        tally.add("nonsense")
+
+
+def test_facts_of_numpy_stay_plain() -> None:
+    """Page shapes come from torch as integers; a namespace must not depend on their type."""
+    shape = tuple(np.int64(one) for one in FACTS.page_shape)
+    assert group_spec(HookOptions(), replace(FACTS, page_shape=shape)).namespace == group_spec(HookOptions(), FACTS).namespace  # type: ignore[arg-type]

@@ -1,0 +1,365 @@
+"""The decisions of the vLLM connector, without vLLM: matches, loads, stores, pins, failures; against a simple pool and store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient import CacheSpec, KeyChain, Lookup
+from kvclient.engines.vllm.keys import RequestKeys
+from kvclient.engines.vllm.lookups import Found
+from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.plan import SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.scheduler_side import SchedulerSide
+
+BLOCK = 4
+SPEC = CacheSpec(model="m", block_tokens=BLOCK, layers=2, layer_block_bytes=64)
+
+
+@dataclass
+class Request:
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    mm_features: Sequence[Any] = ()
+    lora_request: Any = None
+    cache_salt: str | None = None
+    prompt_embeds: Any = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass
+class Block:
+    block_id: int
+    users: int = 0
+
+
+class Pool:
+    """Blocks with a count of users, as the engine's pool has them."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = [Block(at) for at in range(count)]
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            block.users += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        for block in ordered_blocks:
+            assert block.users > 0
+            block.users -= 1
+
+    @property
+    def pinned(self) -> set[int]:
+        return {block.block_id for block in self.blocks if block.users}
+
+
+class Shelf:
+    """A store as the finder sees it: how many blocks it says to hold; answers when told to."""
+
+    def __init__(self, hits: int = 0, groups: int = 1, *, at_once: bool = True) -> None:
+        self.chain = KeyChain(SPEC)
+        self.hits = hits
+        self.groups = groups
+        self.at_once = at_once
+        self.open: list[tuple[Future[Found], RequestKeys, Sequence[int], int]] = []
+        self.closed = False
+
+    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[Found]:
+        self.open.append((Future(), keys, tokens, blocks))
+        future = self.open[-1][0]
+        if self.at_once:
+            self.answer()
+        return future
+
+    def answer(self) -> None:
+        for future, keys, tokens, blocks in self.open:
+            wanted = keys.upto(tokens, blocks)
+            hit = min(self.hits, len(wanted))
+            lookup = Lookup(wanted, hit)
+            future.set_result(Found(hit, [{b"n" * 16: lookup} for _ in range(self.groups)]))
+        self.open.clear()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def side(shelf: Shelf, pool: Pool | None = None, **options: Any) -> SchedulerSide:
+    made = SchedulerSide(ConnectorOptions(**{"lookup_wait_ms": 0.0, **options}), BLOCK, events=True)
+    made.connect(shelf, 0, "")  # type: ignore[arg-type]
+    if pool is not None:
+        made.bind_pool(pool)
+    return made
+
+
+def request(tokens: int, name: str = "r") -> Request:
+    return Request(name, random.Random(name).choices(range(1000), k=tokens))
+
+
+def plan(made: SchedulerSide, one: Request, tokens: int, ids: list[list[int]], drafts: int = 0) -> StepPlan:
+    found = made.plan_step({one.request_id: tokens}, {one.request_id: [0] * drafts}, lambda _: ids)
+    one.num_computed_tokens += tokens - drafts
+    return found
+
+
+def test_a_hit_is_offered_and_planned_once() -> None:
+    made = side(Shelf(hits=3))
+    one = request(17)
+    made.arrived(one)
+    assert made.matched(one, 0) == (12, True)
+    assert made.matched(one, 0) == (12, True), "asked again, for the pool was full"
+    assert made.matched(one, 4) == (8, True), "the engine has got the first block itself"
+    made.allocated(one, [[7, 8, 9, 10, 11]], 8)
+    first = made.plan_step({}, {}, lambda _: None)
+    (load,) = first.loads
+    assert (load.request_id, load.layerwise) == ("r", False)
+    (part,) = load.groups
+    assert (part.first_block, part.block_ids) == (1, [8, 9])
+    assert [lookup.depth for lookup in part.lookups.values()] == [1]
+    assert made.plan_step({}, {}, lambda _: None).loads == []
+
+
+def test_a_token_is_always_left_to_compute() -> None:
+    made = side(Shelf(hits=100))
+    one = request(12)
+    made.arrived(one)
+    assert made.matched(one, 0) == (8, True)
+    two = request(3, "s")
+    made.arrived(two)
+    assert made.matched(two, 0) == (0, False)
+
+
+def test_none_until_the_lookup_is_answered() -> None:
+    shelf = Shelf(hits=2, at_once=False)
+    made = side(shelf)
+    one = request(17)
+    made.arrived(one)
+    assert made.matched(one, 0) == (None, False)
+    assert made.matched(one, 0) == (None, False)
+    shelf.answer()
+    assert made.matched(one, 0) == (8, True)
+    assert made.tally.totals()["lookups_asked_again"] == 2
+
+
+def test_pages_before_a_window_are_not_loaded() -> None:
+    made = side(Shelf(hits=4, groups=2))
+    one = request(20)
+    made.arrived(one)
+    made.matched(one, 0)
+    made.allocated(one, [[1, 2, 3, 4, 5], [0, 0, 0, 6, 7]], 16)
+    full, window = made.plan_step({}, {}, lambda _: None).loads[0].groups
+    assert (full.first_block, full.block_ids) == (0, [1, 2, 3, 4])
+    assert (window.group, window.first_block, window.block_ids) == (1, 3, [6])
+
+
+@pytest.mark.parametrize("by_pages", [True, False])
+def test_a_failed_load_is_not_offered_again(by_pages: bool) -> None:
+    made = side(Shelf(hits=3), Pool(20))
+    one = request(17)
+    made.arrived(one)
+    made.matched(one, 0)
+    made.allocated(one, [[7, 8, 9, 10, 11]], 12)
+    made.plan_step({}, {}, lambda _: None)
+    made.loads_failed({9} if by_pages else set(), set() if by_pages else {"r"})
+    assert made.matched(one, 0) == (0, False)
+    save = plan(made, one, 17, [[7, 8, 9, 10, 11]]).saves[0]
+    assert (save.first_block, len(save.keys)) == (0, 4), "the store says itself what it lacks of it"
+
+
+def test_pages_of_others_are_no_failure_of_ours() -> None:
+    made = side(Shelf(hits=3))
+    one, two = request(17), request(17, "s")
+    for each, ids in ((one, [1, 2, 3, 4, 5]), (two, [6, 7, 8, 9, 10])):
+        made.arrived(each)
+        made.matched(each, 0)
+        made.allocated(each, [ids], 12)
+    made.loads_failed({8}, set())
+    assert made.matched(one, 0) == (12, True)
+    assert made.matched(two, 0) == (0, False)
+    made.loads_done(["r"])
+    made.loads_failed({1}, set())
+    assert made.matched(one, 0) == (12, True), "what has been loaded is the engine's"
+
+
+def test_after_a_preemption_there_is_more_in_the_store() -> None:
+    shelf = Shelf(hits=1)
+    made = side(shelf)
+    one = request(17)
+    made.arrived(one)
+    assert made.matched(one, 0) == (4, True)
+    one.num_preemptions, shelf.hits = 1, 4
+    one.all_token_ids += [1] * 8
+    assert made.matched(one, 0) == (16, True)
+
+
+def test_blocks_are_stored_when_they_are_full_and_known() -> None:
+    pool = Pool(20)
+    made = side(Shelf(), pool)
+    one = request(10)
+    made.arrived(one)
+    made.matched(one, 0)
+    ids = [[1, 2, 3]]
+    (save,) = plan(made, one, 6, ids).saves
+    assert (save.first_block, save.parent, save.block_ids) == (0, None, [[1]])
+    assert pool.pinned == {1}
+    (save,) = plan(made, one, 4, ids).saves
+    assert (save.first_block, save.parent, save.block_ids) == (1, made.finder.chain.keys(one.all_token_ids)[0], [[2]])  # type: ignore[union-attr]
+    one.all_token_ids.append(5)
+    assert plan(made, one, 3, ids, drafts=2).saves == [], "drafts may be rejected"
+    one.all_token_ids.append(6)
+    (save,) = plan(made, one, 1, ids).saves
+    assert save.first_block == 2
+    assert made.has_pins
+    made.finished(one)
+    assert pool.pinned == {1, 2, 3}, "the end of a request frees nothing that is still read"
+    made.answered(StepAnswer({1: 1, 2: 1, 3: 1}))
+    assert pool.pinned == set()
+    assert not made.has_pins
+    assert [(stored.first, stored.stop) for stored in made.take_stored()] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_all_workers_answer_before_pages_are_free() -> None:
+    pool = Pool(9)
+    made = SchedulerSide(ConnectorOptions(), BLOCK, workers=3)
+    made.connect(Shelf(), 0, "")  # type: ignore[arg-type]
+    made.bind_pool(pool)
+    one = request(4)
+    made.arrived(one)
+    plan(made, one, 4, [[5]])
+    first = StepAnswer({1: 1})
+    first.merge(StepAnswer({1: 1}, {1}))
+    made.answered(first)
+    assert pool.pinned == {5}
+    made.answered(StepAnswer({1: 1}))
+    assert pool.pinned == set()
+    assert made.tally.totals()["stores_failed"] == 1
+
+
+def test_a_failed_store_is_tried_once_more_with_the_next_blocks() -> None:
+    pool = Pool(20)
+    made = side(Shelf(), pool)
+    one = request(40)
+    made.arrived(one)
+    ids = [list(range(1, 11))]
+    plan(made, one, 8, ids)
+    made.answered(StepAnswer({1: 1}, {1}))
+    (save,) = plan(made, one, 4, ids).saves
+    assert (save.first_block, len(save.keys)) == (0, 3)
+    made.answered(StepAnswer({2: 1}, {2}))
+    assert plan(made, one, 8, ids).saves == []
+    assert made.tally.totals()["stores_given_up"] == 1
+    assert pool.pinned == set()
+    assert made.take_stored() == []
+
+
+def test_no_more_pages_wait_than_a_share() -> None:
+    pool = Pool(10)
+    made = side(Shelf(), pool, pinned_share=0.3)
+    one, two = request(12), request(12, "s")
+    made.arrived(one)
+    made.arrived(two)
+    assert len(plan(made, one, 12, [[1, 2, 3]]).saves) == 1
+    assert plan(made, two, 12, [[4, 5, 6]]).saves == []
+    assert made.tally.totals()["stores_skipped"] == 1
+
+
+def test_a_chain_that_a_window_has_torn_ends() -> None:
+    made = side(Shelf(groups=2), Pool(10))
+    one = request(12)
+    made.arrived(one)
+    assert plan(made, one, 12, [[1, 2, 3], [0, 0, 4]]).saves == []
+    assert made.tally.totals()["stores_broken"] == 1
+
+
+def test_embeddings_are_nobodys_tokens() -> None:
+    made = side(Shelf(hits=3), Pool(10))
+    one = request(17)
+    one.prompt_embeds = object()
+    made.arrived(one)
+    assert made.matched(one, 0) == (0, False)
+    assert plan(made, one, 17, [[1, 2, 3, 4, 5]]).saves == []
+
+
+def test_other_weights() -> None:
+    pool = Pool(20)
+    old, new = Shelf(hits=2), Shelf(hits=2)
+    made = side(old, pool)
+    running, waiting = request(17), request(17, "s")
+    for one in (running, waiting):
+        made.arrived(one)
+        made.matched(one, 0)
+    plan(made, running, 12, [[1, 2, 3, 4, 5]])
+    made.connect(new, 1, "two")  # type: ignore[arg-type]
+    assert old.closed
+    assert plan(made, running, 4, [[1, 2, 3, 4, 5]]).saves == [], "a part of it is of the old weights"
+    assert made.matched(waiting, 0) == (8, True), "what has not begun is looked up anew"
+    assert (made.plan_step({}, {}, lambda _: None).epoch, made.plan_step({}, {}, lambda _: None).weights_epoch) == (1, "two")
+    assert made.has_pins
+    made.answered(StepAnswer({1: 1}))
+    assert pool.pinned == set()
+
+
+@given(st.data())
+def test_whatever_happens_every_block_is_stored_after_its_parent_and_every_pin_is_given_back(data: st.DataObject) -> None:
+    pool = Pool(64)
+    made = side(Shelf(hits=data.draw(st.integers(0, 6))), pool)
+    held: dict[str, set[int]] = {}
+    flying: list[SaveJob] = []
+    requests: dict[str, tuple[Request, list[int]]] = {}
+    for number in range(data.draw(st.integers(5, 40))):
+        choice = data.draw(st.sampled_from(["new", "step", "step", "answer", "finish", "preempt"]))
+        if choice == "new" and len(requests) < 3:
+            one = request(data.draw(st.integers(1, 30)), f"r{number}")
+            made.arrived(one)
+            tokens, _ = made.matched(one, 0)
+            assert tokens is not None
+            ids = data.draw(st.permutations(range(1, 64)))[:12]
+            made.allocated(one, [ids], tokens)
+            one.num_computed_tokens = tokens
+            held[one.request_id] = set(range(tokens // BLOCK))
+            requests[one.request_id] = (one, ids)
+        elif choice == "step" and requests:
+            one, ids = requests[data.draw(st.sampled_from(sorted(requests)))]
+            if one.num_computed_tokens == one.num_tokens:
+                one.all_token_ids.append(number)
+            left = one.num_tokens - one.num_computed_tokens
+            if one.num_tokens < len(ids) * BLOCK:
+                saves = plan(made, one, data.draw(st.integers(1, left)), [ids]).saves
+                flying += saves
+                for save in saves:
+                    keys = made.finder.chain.keys(one.all_token_ids)  # type: ignore[union-attr]
+                    last = save.first_block + len(save.keys)
+                    assert last * BLOCK <= min(one.num_computed_tokens, one.num_tokens), "only what is computed"
+                    assert save.keys == keys[save.first_block : last]
+                    assert save.parent == (keys[save.first_block - 1] if save.first_block else None)
+                    assert save.block_ids == [ids[save.first_block : last]]
+                    assert set(ids[save.first_block : last]) <= pool.pinned
+        elif choice == "answer" and flying:
+            save = flying.pop(0)
+            bad = data.draw(st.booleans()) and data.draw(st.booleans())
+            made.answered(StepAnswer({save.job_id: 1}, {save.job_id} if bad else set()))
+            if not bad and save.request_id in held:
+                held[save.request_id] |= set(range(save.first_block, save.first_block + len(save.keys)))
+        elif choice == "finish" and requests:
+            made.finished(requests.pop(data.draw(st.sampled_from(sorted(requests))))[0])
+        elif choice == "preempt" and requests:
+            one, _ = requests[data.draw(st.sampled_from(sorted(requests)))]
+            one.num_preemptions += 1
+            tokens, _ = made.matched(one, 0)
+            one.num_computed_tokens = tokens or 0
+    made.answered(StepAnswer({save.job_id: 1 for save in flying}))
+    assert pool.pinned == set()
+    assert not made.has_pins

@@ -1,0 +1,280 @@
+"""The movers of the vLLM connector against a real store, without vLLM: pages in tensors, tensor-parallel ranks in processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvclient import CacheSpec, ClientOptions, KVClient
+from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.keys import RequestKeys
+from kvclient.engines.vllm.lookups import Finder, Found
+from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
+from kvclient.engines.vllm.tally import Tally
+from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+BLOCK, LAYERS, PAGES = 4, 3, 32
+PAGE = (2, BLOCK, 64)
+PAGE_BYTES = 2 * BLOCK * 64 * 4
+NAMES = ["l0", "l1", "l2"]
+WAIT_S = 20.0
+TOKENS = list(range(100, 100 + 8 * BLOCK))
+
+
+def spec(group: int = 0, rank: int = 0, ranks: int = 1) -> CacheSpec:
+    return CacheSpec(
+        model="m",
+        block_tokens=BLOCK,
+        layers=LAYERS,
+        layer_block_bytes=PAGE_BYTES,
+        dtype="float32",
+        layout=f"g{group}",
+        shard_rank=rank,
+        shard_count=ranks,
+    )
+
+
+class Rank:
+    """A worker with pages of its own."""
+
+    def __init__(
+        self, cluster: LocalCluster, specs: Sequence[CacheSpec], *, seed: int | None = None, stores: bool = True
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed or 0)
+        make = torch.rand if seed is not None else torch.zeros
+        how = {"generator": generator} if seed is not None else {}
+        self.caches = [make(LAYERS, PAGES, *PAGE, **how) for _ in specs]  # type: ignore[operator]
+        self.specs = specs
+        self.hook = HookOptions(metadata=cluster.metadata_address, node=cluster.node("n").local_socket, load_deadline_s=5.0)
+
+        def connect(weights_epoch: str) -> list[KVClient]:
+            options = ClientOptions(client_name="rank")
+            return [
+                KVClient.connect(
+                    cluster.metadata_address, replace(one, weights_epoch=weights_epoch), node=self.hook.node, options=options
+                )
+                for one in specs
+            ]
+
+        pages = [GroupPages(list(cache), PAGES) for cache in self.caches]
+        self.side = WorkerSide(ConnectorOptions(hook=self.hook), connect, "", pages, [NAMES] * len(specs), stores=stores)
+
+    def save(self, ids: Sequence[Sequence[int]], keys: RequestKeys, first: int = 0, job_id: int = 1) -> set[int]:
+        """Stores pages as the first blocks of ``TOKENS``; the jobs that failed."""
+        chain = keys.upto(TOKENS, first + len(ids[0]))
+        parent = chain[first - 1] if first else None
+        job = SaveJob(job_id, "r", first, parent, chain[first:], [list(one) for one in ids])
+        plan = StepPlan(chain=self.chain, saves=[job])
+        self.side.end_forward(plan)
+        end_s = time.monotonic() + WAIT_S
+        while (answer := self.side.answer()) is None:
+            assert time.monotonic() < end_s
+            self.side.arrivals(plan, set())  # waits a moment
+        assert answer.saved == {job_id: 1}
+        return answer.not_saved
+
+    @property
+    def chain(self) -> bytes:
+        return replace(self.specs[0], shard_rank=0).namespace
+
+    def load(self, found: Found, ids: Sequence[Sequence[int]], *, layerwise: bool = False, start: int = 0) -> Arrivals:
+        parts = [
+            GroupLoad(group, list(one), start, {name: lookup.part(start, start + len(one)) for name, lookup in lookups.items()})
+            for group, (one, lookups) in enumerate(zip(ids, found.by_group, strict=True))
+        ]
+        plan = StepPlan(chain=self.chain, loads=[LoadJob("r", parts, layerwise)])
+        self.side.begin_loads(plan)
+        if layerwise:
+            for name in NAMES:
+                self.side.wait_layer(name)
+            self.side.end_forward(StepPlan())
+            return self.side.arrivals(StepPlan(has_tokens=True), set())
+        return self.until_received()
+
+    def until_received(self) -> Arrivals:
+        total = Arrivals()
+        end_s = time.monotonic() + WAIT_S
+        while not total.received:
+            assert time.monotonic() < end_s
+            some = self.side.arrivals(StepPlan(), set())
+            total.received |= some.received
+            total.failed |= some.failed
+            total.missing |= some.missing
+        return total
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def find(cluster: LocalCluster) -> Iterator[Callable[..., tuple[Found, RequestKeys]]]:
+    finders: list[Finder] = []
+
+    def look_up(groups: Sequence[Sequence[CacheSpec]], least: int = 0) -> tuple[Found, RequestKeys]:
+        finders.append(Finder(HookOptions(metadata=cluster.metadata_address), groups, Tally()))
+        end_s = time.monotonic() + WAIT_S
+        while True:
+            keys = RequestKeys(finders[-1].chain, {})
+            future = finders[-1].begin(keys, TOKENS, 8)
+            wait((future,), WAIT_S)
+            found = future.result()
+            if found.hit_blocks >= least:
+                return found, keys
+            assert time.monotonic() < end_s, found.hit_blocks
+
+    yield look_up
+    for finder in finders:
+        finder.close()
+
+
+Find = Callable[..., tuple[Found, RequestKeys]]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_pages_come_back_in_other_places(cluster: LocalCluster, find: Find, layerwise: bool) -> None:
+    writer, reader = Rank(cluster, [spec()], seed=1), Rank(cluster, [spec()])
+    _, keys = find([[spec()]])
+    assert writer.save([[3, 9, 4]], keys) == set()
+    assert writer.save([[1, 30]], keys, first=3, job_id=2) == set()
+    found, _ = find([[spec()]], 5)
+    assert found.hit_blocks == 5
+    arrivals = reader.load(found, [[20, 21, 5]], layerwise=layerwise, start=2)
+    assert arrivals == (Arrivals() if layerwise else Arrivals({"r"}))
+    assert torch.equal(reader.caches[0][:, [20, 21, 5]], writer.caches[0][:, [4, 1, 30]])
+    others = [page for page in range(PAGES) if page not in {20, 21, 5}]
+    assert not reader.caches[0][:, others].any(), "nothing else was touched"
+    assert reader.side.tally.totals()["load_blocks"] == 3
+    writer.side.close()
+    reader.side.close()
+
+
+def test_groups_have_keys_of_their_own(cluster: LocalCluster, find: Find) -> None:
+    specs = [spec(0), spec(1)]
+    writer, reader = Rank(cluster, specs, seed=2), Rank(cluster, specs)
+    groups = [[one] for one in specs]
+    _, keys = find(groups)
+    writer.save([[1, 2], [3, 4]], keys)
+    found, _ = find(groups, 2)
+    reader.load(found, [[5, 6], [7, 8]])
+    assert torch.equal(reader.caches[0][:, [5, 6]], writer.caches[0][:, [1, 2]])
+    assert torch.equal(reader.caches[1][:, [7, 8]], writer.caches[1][:, [3, 4]])
+    writer.side.close()
+    reader.side.close()
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_what_does_not_arrive_is_named_and_nothing_of_the_step_is_stored(
+    cluster: LocalCluster, find: Find, layerwise: bool
+) -> None:
+    writer = Rank(cluster, [spec()], seed=3)
+    _, keys = find([[spec()]])
+    writer.save([[1, 2, 3]], keys)
+    found, _ = find([[spec()]], 3)
+    cluster.kill("n")
+    reader = writer
+    parts = [GroupLoad(0, [10, 11, 12], 0, {name: one.part(0, 3) for name, one in found.by_group[0].items()})]
+    plan = StepPlan(
+        chain=writer.chain,
+        loads=[LoadJob("r", parts, layerwise)],
+        saves=[SaveJob(7, "r", 3, keys.keys[2], keys.keys[3:4], [[13]])],
+    )
+    reader.side.begin_loads(plan)
+    for name in NAMES:
+        reader.side.wait_layer(name)
+    reader.side.end_forward(plan)
+    arrivals = reader.side.arrivals(StepPlan(has_tokens=True), set()) if layerwise else reader.until_received()
+    assert arrivals.missing == {10, 11, 12}
+    assert arrivals.failed == (set() if layerwise else {"r"})
+    if layerwise:
+        answer = reader.side.answer()
+        assert answer is not None
+        assert (answer.saved, answer.not_saved) == ({7: 1}, {7}), "it may have been computed from garbage"
+    writer.side.close()
+
+
+def test_a_rank_with_the_same_pages_as_another_answers_and_stores_nothing(cluster: LocalCluster, find: Find) -> None:
+    second = Rank(cluster, [spec()], seed=4, stores=False)
+    _, keys = find([[spec()]])
+    assert second.save([[1, 2]], keys) == set()
+    assert second.side.tally.totals().get("stores", 0) == 0
+    second.side.close()
+
+
+def test_other_weights_are_another_namespace(cluster: LocalCluster, find: Find) -> None:
+    rank = Rank(cluster, [spec()], seed=5)
+    _, keys = find([[spec()]])
+    rank.save([[1, 2]], keys)
+    old = list(rank.side.clients)
+    rank.side.begin_loads(StepPlan(epoch=1, weights_epoch="two"))
+    assert rank.side.clients[0].spec.weights_epoch == "two"
+    later = replace(spec(), weights_epoch="two")
+    assert find([[later]])[0].hit_blocks == 0
+    assert find([[spec()]], 2)[0].hit_blocks == 2
+    end_s = time.monotonic() + WAIT_S
+    while old[0].stats()["client_session_open"]:
+        assert time.monotonic() < end_s, "clients that nobody needs are closed"
+        time.sleep(0.01)
+    rank.side.close()
+
+
+def test_two_ranks_are_shards_and_a_hit_needs_both(cluster: LocalCluster, find: Find) -> None:
+    """Each rank in a process of its own, as under tensor parallelism; each has other heads, so other bytes."""
+    shards = [spec(0, rank, 2) for rank in range(2)]
+
+    def run(rank: int, blocks: int) -> None:
+        place = [cluster.metadata_address, cluster.node("n").local_socket, str(cluster.base_dir), str(rank), str(blocks)]
+        done = subprocess.run([sys.executable, __file__, *place], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == []
+
+    run(0, 6)
+    assert find([shards])[0].hit_blocks == 0, "the other rank's part is not there"
+    run(1, 4)
+    found, _ = find([shards], 4)
+    assert found.hit_blocks == 4, "as far as both have it"
+    for rank, one in enumerate(shards):
+        reader = Rank(cluster, [one])
+        assert reader.load(found, [[9, 8, 7, 6]]) == Arrivals({"r"})
+        writer = torch.rand(LAYERS, PAGES, *PAGE, generator=torch.Generator().manual_seed(10 + rank))
+        assert torch.equal(reader.caches[0][:, [9, 8, 7, 6]], writer[:, :4])
+        reader.side.close()
+
+
+class _Elsewhere:
+    """What ``Rank`` asks of a cluster, from its addresses."""
+
+    def __init__(self, metadata: str, node: str) -> None:
+        self.metadata_address = metadata
+        self.local_socket = node
+
+    def node(self, _: str) -> _Elsewhere:
+        return self
+
+
+def _rank_process(metadata: str, node: str, rank: int, blocks: int) -> None:
+    from kvclient import KeyChain
+
+    shard = spec(0, rank, 2)
+    worker = Rank(_Elsewhere(metadata, node), [shard], seed=10 + rank)  # type: ignore[arg-type]
+    keys = RequestKeys(KeyChain(replace(shard, shard_rank=0)), {})
+    print(json.dumps(sorted(worker.save([list(range(blocks))], keys))))
+    worker.side.close()
+
+
+if __name__ == "__main__":
+    _rank_process(sys.argv[1], sys.argv[2], int(sys.argv[4]), int(sys.argv[5]))
