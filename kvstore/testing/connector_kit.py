@@ -11,16 +11,18 @@ is made in the test's process and in child processes, so it is a picklable value
         def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> HookEngine: ...
 
     class TestMyHook(ConnectorSuite):          # kvstore.testing.connector_suite
-        def driver(self, folder: Path) -> HookDriver:
+        @classmethod
+        def make_driver(cls, folder: Path) -> HookDriver:
             return MyDriver(make_model(folder / "model"))
 
-The rule above all: whatever happens to the store, the tokens are those of the engine alone.
+The rule above all: whatever happens to the store, the tokens are those of the engine alone. The suite holds a hook to it in a
+dozen cases, ``python -m kvstore.testing.connector_soak`` in as many seeded runs as wanted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -76,7 +78,7 @@ class HookEngine(Protocol):
 
 
 class HookDriver(Protocol):
-    """Opens engines. Picklable: engines are opened in child processes, too."""
+    """Opens engines, one at a time in each process. Picklable: engines are opened in child processes, too."""
 
     @property
     def block_tokens(self) -> int:
@@ -89,18 +91,3 @@ class HookDriver(Protocol):
             store: where the store is; None: the engine alone, without the hook: what it says is right.
             options: further options common to all hooks (fields of ``HookOptions``), such as ``verify`` or ``load_deadline_s``.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One conversation of a test: prompts that share prefixes, in the order in which they are asked.
-
-    Attributes:
-        prompts: token ids.
-        max_tokens: of each answer.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    max_tokens: int = 8
-    answers: tuple[tuple[int, ...], ...] = field(default=())
-    """What the engine alone says."""

@@ -1,0 +1,131 @@
+"""An engine with a hook in a process of its own: what another process stored is loaded here, and it may be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvstore.core.errors import DeadlineExceeded, Internal, Unavailable
+from kvstore.testing.children import die_with_parent
+from kvstore.testing.connector_kit import Generated, HookDriver, HookEngine, StoreAddress
+
+START_S = 120.0
+CALL_S = 120.0
+_STOP_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What went wrong in the child."""
+
+    why: str
+
+
+class EngineProcess:
+    """A ``HookEngine`` in a child process.
+
+    Args:
+        driver: opens the engine there.
+        store: where the store is; None: the engine alone.
+        options: of the hook.
+
+    Raises:
+        Internal: the engine does not open.
+    """
+
+    def __init__(self, driver: HookDriver, store: StoreAddress | None, options: Mapping[str, object]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, driver, store, dict(options)), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer(START_S)
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Asks without waiting; ``end`` waits."""
+        try:
+            self._pipe.send((method, arguments))
+        except OSError as error:
+            raise Unavailable("the engine's process has ended") from error
+
+    def end(self) -> Any:  # noqa: ANN401  # whatever the method returns
+        """The answer to what ``begin`` asked.
+
+        Raises:
+            Unavailable: the process has ended.
+            Internal: the method failed.
+            DeadlineExceeded: no answer in time.
+        """
+        return self._answer(CALL_S)
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+        """See ``HookEngine``."""
+        self.begin("generate", [list(prompt) for prompt in prompts], max_tokens)
+        answers: list[Generated] = self.end()
+        return answers
+
+    def flush(self, timeout_s: float) -> bool:
+        """See ``HookEngine``."""
+        self.begin("flush", timeout_s)
+        return bool(self.end())
+
+    def forget(self) -> None:
+        """See ``HookEngine``."""
+        self.begin("forget")
+        self.end()
+
+    def counters(self) -> Mapping[str, int]:
+        """See ``HookEngine``."""
+        self.begin("counters")
+        counters: dict[str, int] = self.end()
+        return counters
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def close(self) -> None:
+        """Ends it in order."""
+        if self._process.is_alive():
+            self.begin("close")
+            self._process.join(_STOP_S)
+        self.kill()
+
+    def _answer(self, timeout_s: float) -> Any:  # noqa: ANN401
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise DeadlineExceeded("the engine's process does not answer", seconds=timeout_s)
+            answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Unavailable("the engine's process has ended") from error
+        if isinstance(answer, _Failed):
+            raise Internal(f"in the engine's process: {answer.why}")
+        return answer
+
+
+def _serve(pipe: Connection, driver: HookDriver, store: StoreAddress | None, options: Mapping[str, object]) -> None:
+    """The child: answers calls until it is told to close, or its parent is gone."""
+    die_with_parent()
+    engine: HookEngine | None = None
+    while True:
+        try:
+            if engine is None:
+                engine = driver.open(store, options)
+                pipe.send(None)
+                continue
+            method, arguments = pipe.recv()
+            answer = getattr(engine, method)(*arguments)
+            if method == "close":
+                return
+            pipe.send(dict(answer) if method == "counters" else answer)
+        except EOFError:
+            return
+        except Exception as error:  # noqa: BLE001  # the edge of the process: whatever it is, the other side is told
+            pipe.send(_Failed(repr(error)))
+            if engine is None:
+                return
