@@ -22,6 +22,7 @@ from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages, page_order
 from kvclient.engines.vllm.plan import StepAnswer
 from kvclient.engines.vllm.tally import Tally
+from kvclient.engines.vllm.weights import sampled_digest
 
 SPEC = CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64)
 FACTS = GroupFacts("m", "d", "float32", 4, ("a", "b"), 64, (2, 4, 2), "full", "CPU_ATTN", "vec", "0.32")
@@ -215,6 +216,20 @@ def test_an_epoch_of_a_file_and_an_epoch_of_nobody_else(tmp_path: Path) -> None:
     path.unlink()
     named.advance()
     assert named.name not in {"8", "9", ""}, "rather nothing than stale KV"
+
+
+def test_other_weights_have_another_digest(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+        (tmp_path / name / "model.safetensors").write_bytes(np.random.default_rng(1).bytes(3 << 20))
+    assert sampled_digest(tmp_path / "a") == sampled_digest(tmp_path / "b") != ""
+    assert sampled_digest(tmp_path / "a" / "model.safetensors") == sampled_digest(tmp_path / "a")
+    changed = np.frombuffer((tmp_path / "b" / "model.safetensors").read_bytes(), np.uint8).copy()
+    changed[2 << 20 :: 4096] ^= 1
+    (tmp_path / "b" / "model.safetensors").write_bytes(changed.tobytes())
+    assert sampled_digest(tmp_path / "a") != sampled_digest(tmp_path / "b")
+    assert sampled_digest(tmp_path / "nothing") == ""
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 5), st.booleans()), max_size=5))

@@ -79,6 +79,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             InvalidArgument: an impossible option, or a model or way of running it that the connector cannot serve.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_the_engine()
         self._options = self.options_class.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
         self._groups = read_groups(vllm_config, kv_cache_config)
         self._options.check_groups(len(self._groups))
@@ -104,8 +105,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """The worker's pages exist: their namespaces are known, and clients are made."""
         config = self._kv_cache_config
         pages = [GroupPages([kv_caches[name] for name in group.layers], config.num_blocks) for group in self._groups]
-        facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches)
         epoch = self._epochs.name
+        facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches, sample_weights=not epoch)
         self._specs = [group_spec(self._options.hook.with_epoch(epoch), one) for one in facts]
         for spec in self._specs:
             _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)
@@ -303,3 +304,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+def _log_as_the_engine() -> None:
+    """What the client logs goes where vLLM's own lines go, unless somebody has said where to."""
+    ours, engine = logging.getLogger("kvclient"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = list(engine.handlers)
+        ours.setLevel(engine.level)
+        ours.propagate = False

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvclient import InvalidArgument
 from kvclient.engines.vllm.namespaces import GroupFacts, digest
 from kvclient.engines.vllm.pages import GroupPages, page_order
+from kvclient.engines.vllm.weights import sampled_digest
 
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "_commit_hash", "architectures_hash")
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,22 @@ def group_facts(
     groups: Sequence[GroupView],
     pages: Sequence[GroupPages],
     kv_caches: Mapping[str, Any],
+    *,
+    sample_weights: bool,
 ) -> list[GroupFacts]:
-    """What distinguishes the pages of this worker, a group each. In the worker, once its KV cache is there."""
+    """What distinguishes the pages of this worker, a group each. In the worker, once its KV cache is there.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's configuration of the KV cache.
+        groups: from ``read_groups``.
+        pages: by group: its memory.
+        kv_caches: by layer: its tensor.
+        sample_weights: look at the files of the weights; not where the user has named them.
+
+    Raises:
+        OSError: they cannot be read.
+    """
     from vllm import __version__
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
@@ -95,7 +111,9 @@ def group_facts(
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     common = {
         "model": str(model.served_model_name if isinstance(model.served_model_name, str) else model.model),
-        "model_digest": model_digest(model, vllm_config.cache_config),
+        "model_digest": model_digest(
+            model, vllm_config.cache_config, sampled_digest(Path(model.model)) if sample_weights else ""
+        ),
         "engine": ".".join(__version__.split(".")[:2]),
         "shard_rank": rank // replicas,
         "shard_count": max(1, ranks // replicas),
@@ -121,10 +139,25 @@ def group_facts(
     return facts
 
 
-def model_digest(model: Any, cache: Any) -> str:  # noqa: ANN401
-    """A digest of what computes the KV: the model's configuration as it is in force, quantization, kind of cache."""
+def model_digest(model: Any, cache: Any, weights: str) -> str:  # noqa: ANN401
+    """A digest of what computes the KV.
+
+    Args:
+        model: vLLM's configuration of the model: as it is in force, with overrides, quantization and revision.
+        cache: vLLM's configuration of the cache.
+        weights: what tells the weights apart, beyond the model's name.
+    """
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
-    return digest({"config": config, "quantization": model.quantization, "dtype": str(model.dtype), "cache": cache.cache_dtype})
+    return digest(
+        {
+            "config": config,
+            "revision": getattr(model.hf_config, "_commit_hash", None) or model.revision,
+            "weights": weights,
+            "quantization": model.quantization,
+            "dtype": str(model.dtype),
+            "cache": cache.cache_dtype,
+        }
+    )
 
 
 def _kernel(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: ANN401
