@@ -14,25 +14,26 @@ from netlab.engine_bed import EngineSettings
 from netlab.engine_rounds import GROUPS, PROFILE, facts_of, notes_of, parameters_of, ratios, rounds_of
 
 BED = LabBed(1, 2, 1, snic_mbit=160.0, cnic_mbit=1280.0, storage_mbit=1920.0)
+APPEND = 32.0
 BY_SERVER = "+ split, by server"
 
 
 def run_steps(options: Options) -> None:
     """Few requests at once on 1P2D: with many, what comes after the second path only changes who waits for links that are full.
 
-    What is appended takes about half as long to compute as one link takes to load what hits, so that an engine gains by doing
-    both at once; layer-wise variants read storage in groups of layers. Two decode hosts, so that there is a choice. One turn an
-    agent: a next one would find blocks on their way from the decode host to storage, and some of them in neither place.
+    What is appended takes a good part of the time to compute that one link takes to load what hits, so that an engine gains by
+    doing both at once; layer-wise variants read storage in groups of layers. Two decode hosts, so that there is a choice. One
+    turn an agent: a next one would find blocks on their way from the decode host to storage, and some of them in neither place.
     """
-    agents, at_once = options.pick(full=(12, 4), quick=(8, 4), smoke=(2, 2))
-    made = trajectories(PROFILE, agents, 1, options.seed, append_factor=64.0, out_factor=0.25)
+    agents, at_once = options.pick(full=(12, 3), quick=(6, 3), smoke=(2, 2))
+    made = trajectories(PROFILE, agents, 1, options.seed, append_factor=APPEND, out_factor=0.25)
     settings = EngineSettings()
     steps = [dataclasses.replace(one, layer_group=GROUPS if one.layerwise else 0) for one in LADDER]
     by_server = dataclasses.replace(steps[-1], name=BY_SERVER, by_server=True)
     runs = rounds_of(options, BED, made, settings, (*steps, by_server, ORACLE), at_once=at_once)
     facts = facts_of(made, settings, BED)
     print(f"{BED.describe()}\n{facts}", flush=True)
-    shared = {**parameters_of(settings, agents, 1, "1P2D"), "append": "x64", "at_once": at_once}
+    shared = {**parameters_of(settings, agents, 1, "1P2D"), "append": f"x{APPEND:g}", "at_once": at_once}
     names = [one.name for one in steps]
     for before, after in itertools.pairwise(names):
         figure = Figure("engines_step_gain", "Gain of a step over the one before", {**shared, "step": after}, "x")
