@@ -12,6 +12,7 @@ Needs transformers and torch; both are loaded when a model is made.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -224,3 +225,18 @@ def _deepseek(model: TinyModel) -> Any:  # noqa: ANN401
 _GEMMA_EMBEDDINGS = 0.1
 _QWEN_QUERIES = 4.0
 _MAKERS = {Family.LLAMA: _llama, Family.QWEN3: _qwen3, Family.GEMMA3: _gemma3, Family.DEEPSEEK: _deepseek}
+
+
+def main() -> None:
+    """``python -m kvstore.testing.tiny_models FOLDER``: makes a model and says where it is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvstore.testing.tiny_models", description="Makes a tiny model of random weights."
+    )
+    parser.add_argument("folder", type=Path, help="where to; kept if it holds this very model already")
+    parser.add_argument("--family", type=Family, choices=list(Family), default=Family.LLAMA, help="default: llama")
+    chosen = parser.parse_args()
+    print(make_model(chosen.folder, TinyModel(family=chosen.family)))
+
+
+if __name__ == "__main__":
+    main()
