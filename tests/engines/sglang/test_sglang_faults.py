@@ -83,6 +83,7 @@ def test_corrupt_pages_are_misses(frail: LocalCluster, in_place: int) -> None:
     again.close()
 
 
+@pytest.mark.slow
 def test_node_killed_and_restarted(frail: LocalCluster) -> None:
     backend, pool, names, want = filled(frail)
     frail.kill("n")
@@ -112,6 +113,7 @@ def test_metadata_server_killed(frail: LocalCluster) -> None:
     backend.close()
 
 
+@pytest.mark.slow
 def test_store_absent_at_the_start(frail: LocalCluster) -> None:
     """The engine comes up without the store, and uses it once it is there; where it is required, attaching fails."""
     pool, names = host_pool("page_first", tokens=1024, page=PAGE), hashes("f", 4)

@@ -48,6 +48,20 @@ def test_in_place(open_backend: OpenBackend, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_a_row(open_backend: OpenBackend, layout: str) -> None:
+    """Pages one behind the other move as one array; into a row or scattered, they are the same pages."""
+    pool, names = pool_of(layout), hashes("a", 8)
+    backend = open_backend(pool)
+    randomise(pool, 2)
+    want, rest = contents(pool, range(4, 12)), contents(pool, [3, 12, 19, 28])
+    assert all(backend.batch_set_v1(names, positions(range(4, 12)), prefixed([])))
+    for places in (range(20, 28), SCATTERED):
+        assert all(backend.batch_get_v1(names, positions(places), prefixed([])))
+        assert torch.equal(contents(pool, places), want)
+    assert torch.equal(contents(pool, [12, 19, 28]), rest[1:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_flat(open_backend: OpenBackend, layout: str) -> None:
     pool, names = pool_of(layout), hashes("a", 4)
     backend = open_backend(pool, interface_v1=0)

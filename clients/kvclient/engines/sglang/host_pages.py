@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient import BlockBuffer, BlockShape, InvalidArgument
+from kvclient import BlockBuffer, BlockShape, DenseBlocks, InvalidArgument
 from kvclient.buffers import as_block_buffer
 
 Deliver = Callable[[Sequence[bool]], None]
@@ -87,6 +87,7 @@ class HostPages:
         """Positions of the host pool that one page takes."""
         self._sizes = _piece_sizes(pool, self.page_tokens) if zero_copy else None
         sizes = self._sizes or (_flat_bytes(pool),)
+        self._interleaved = getattr(pool, "layout", "") == "layer_first" and len(sizes) == 2 * getattr(pool, "layer_num", 0)
         even = len(set(sizes)) == 1
         self.shape = BlockShape(len(sizes), sizes[0]) if even else BlockShape(1, sum(sizes))
         """Of a page as a block: a piece a layer, where pieces are equal."""
@@ -146,13 +147,39 @@ class HostPages:
         heads: list[int] = indices[:: self.page_tokens].tolist()
         return heads
 
-    def _pieces(self, indices: torch.Tensor, count: int) -> PagePieces:
+    def _pieces(self, indices: torch.Tensor, count: int) -> BlockBuffer:
         sizes = self._sizes
         assert sizes is not None
         pointers, lengths = self._pool.get_page_buffer_meta(indices)
         if list(lengths) != list(sizes) * count or len(pointers) != len(lengths):
             raise InvalidArgument("pages of another size than the pool's", pieces=len(pointers), pages=count)
-        return PagePieces(np.asarray(pointers, np.int64).reshape(count, len(sizes)), sizes, self.shape)
+        table = np.asarray(pointers, np.int64).reshape(count, len(sizes))
+        if self._interleaved:  # K and V of each layer in turn: all K first, as they lie
+            table = np.concatenate([table[:, 0::2], table[:, 1::2]], axis=1)
+        return _regular(table, self.shape) or PagePieces(table, sizes, self.shape)
+
+
+def _regular(table: npt.NDArray[np.int64], shape: BlockShape) -> DenseBlocks | None:
+    """Pages one behind the other, as SGLang allots them while memory is fresh: one array, which moves with less ado.
+
+    Args:
+        table: addresses ``[pages, pieces]``.
+        shape: of a page, a layer a piece.
+    """
+    pages, pieces = table.shape
+    if not table.size or pieces != shape.layers:
+        return None
+    base = int(table[0, 0])
+    page_step = int(table[1, 0]) - base if pages > 1 else shape.block_bytes
+    piece_step = int(table[0, 1]) - base if pieces > 1 else shape.layer_block_bytes
+    if page_step <= 0 or piece_step <= 0:
+        return None
+    if (table != base + np.arange(pages)[:, None] * page_step + np.arange(pieces) * piece_step).any():
+        return None
+    extent = (pages - 1) * page_step + (pieces - 1) * piece_step + shape.layer_block_bytes
+    memory = np.asarray(_Stretch(base, extent))
+    wanted = (pages, pieces, shape.layer_block_bytes)
+    return DenseBlocks(np.lib.stride_tricks.as_strided(memory, wanted, (page_step, piece_step, 1)))
 
 
 def _piece_sizes(pool: Any, page_tokens: int) -> tuple[int, ...] | None:  # noqa: ANN401  # see HostPages

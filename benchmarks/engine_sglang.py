@@ -1,0 +1,168 @@
+"""SGLang's third cache tier: pages out of its host memory into the store and back, against SGLang's own ``file`` backend.
+
+Needs the environment of the engines (``make install-engines``). SGLang's own page functions call each backend, as its background
+threads do: the store in place (``interface_v1``), with pages as chains and each by itself, and files through flat copies, which
+is what SGLang does with them. One batch of 64 pages a call; new pages in every round; what comes back is compared with what was
+stored. Neither side waits for a disk: the store's node has DRAM only, files stay in the page cache. Pages lie one behind the
+other in host memory, or scattered, as after a while.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from harness import Figure, Options, Reference, Target, interleave, options
+from kvstore.testing import sglang_stand_ins
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+PAGE = 64
+PAGES = 64
+LAYOUTS = ("page_first", "layer_first")
+SIZES = [(1, False), (4, False), (4, True)]
+"""KV heads of the model, which make a page half a megabyte or two; whether pages are scattered."""
+WAIT_S = 10.0
+
+
+class Contestant:
+    """One backend with a host pool of its own, driven by SGLang's page functions."""
+
+    def __init__(self, backend: Any, pool: Any, *, in_place: bool, chained: bool, scattered: bool) -> None:  # noqa: ANN401  # loaded late
+        import torch
+        from sglang.srt.managers.cache_controller import HiCacheController
+        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+
+        backend.register_mem_pool_host(pool)
+        self.backend, self.pool = backend, pool
+        controller = SimpleNamespace(storage_host_pool=pool, page_size=PAGE, storage_backend=backend)
+        operation = SimpleNamespace(request_id="measured", is_terminated=lambda: False)
+        put = HiCacheController._page_set_zero_copy if in_place else HiCacheController._generic_page_set
+        get = HiCacheController._page_get_zero_copy if in_place else HiCacheController._generic_page_get
+        place = HiCacheStorageExtraInfo(prefix_keys=[] if chained else None)
+        order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)) if scattered else torch.arange(PAGES)
+        self._from = (order[:, None] * PAGE + torch.arange(PAGE)).reshape(-1)
+        self._to = self._from + PAGES * PAGE
+        self._put: Callable[[list[str]], bool] = lambda names: put(controller, names, self._from, place)
+        self._get: Callable[[list[str]], int] = lambda names: get(controller, operation, names, self._to, place)
+        self._torch = torch
+        self._round = 0
+        self._names: list[str] = []
+
+    def set(self) -> float:
+        """Stores new pages; pages a second."""
+        self._round += 1
+        self._names = [hashlib.sha256(f"{self._round}/{page}".encode()).hexdigest() for page in range(PAGES)]
+        self._half(0).copy_(self._torch.randn(self._half(0).shape))
+        began_s = time.perf_counter()
+        stored = self._put(self._names)
+        seconds = time.perf_counter() - began_s
+        assert stored, "pages were not stored"
+        return PAGES / seconds
+
+    def get(self) -> float:
+        """Brings the pages stored last back, to other places; pages a second."""
+        ends_s = time.monotonic() + WAIT_S
+        while self.backend.batch_exists(self._names) < PAGES:
+            assert time.monotonic() < ends_s, "stored pages are not found"
+        self._half(1).zero_()
+        began_s = time.perf_counter()
+        came = self._get(self._names)
+        seconds = time.perf_counter() - began_s
+        assert came == PAGES, f"{came} of {PAGES} pages came back"
+        assert self._torch.equal(self._half(0), self._half(1)), "other bytes came back"
+        return PAGES / seconds
+
+    def _half(self, which: int) -> Any:  # noqa: ANN401
+        """The pages that are stored, or those that they come back to."""
+        tokens = slice(which * PAGES * PAGE, (which + 1) * PAGES * PAGE)
+        return self.pool.kv_buffer[:, :, tokens] if self.pool.layout == "layer_first" else self.pool.kv_buffer[:, tokens]
+
+
+def contestants(cluster: LocalCluster, folder: Path, layout: str, heads: int, *, scattered: bool) -> dict[str, Contestant]:
+    """The store in its two ways, and files."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+    from kvclient.engines.sglang.backend import KVStoreHiCache
+    from kvstore.testing.sglang_bed import host_pool, storage_config
+
+    def pool() -> Any:  # noqa: ANN401
+        return host_pool(layout, tokens=PAGES * PAGE, page=PAGE, layers=16, heads=heads, head_dim=64)
+
+    def store(*, chained: bool) -> Contestant:
+        extra = {
+            "metadata": cluster.metadata_address,
+            "node": cluster.node("n").local_socket,
+            "interface_v1": 1,
+            "chained": chained,
+            "model": f"{layout} {heads} {scattered}",
+        }
+        return Contestant(KVStoreHiCache(storage_config(extra)), pool(), in_place=True, chained=chained, scattered=scattered)
+
+    files = HiCacheFile(storage_config({}), str(folder))
+    return {
+        "chained": store(chained=True),
+        "single": store(chained=False),
+        "files": Contestant(files, pool(), in_place=False, chained=False, scattered=scattered),
+    }
+
+
+def run(given: Options, cluster: LocalCluster, folder: Path, layout: str, heads: int, *, scattered: bool) -> None:
+    """All figures of one layout and size."""
+    raced = contestants(cluster, folder, layout, heads, scattered=scattered)
+    page_bytes = 2 * 16 * PAGE * heads * 64 * 4
+    moves: dict[str, dict[str, list[float]]] = {"set": {name: [] for name in raced}, "get": {name: [] for name in raced}}
+
+    def turn(name: str) -> float:
+        for move in ("set", "get"):
+            moves[move][name].append(getattr(raced[name], move)())
+        return 0.0
+
+    interleave({name: (lambda name=name: turn(name)) for name in raced}, given.repetitions)  # type: ignore[misc]
+    for move, samples in moves.items():
+        counted = {name: values[1:] for name, values in samples.items()}  # the first round warms up
+        for way in ("chained", "single"):
+            given.keep(
+                Figure(
+                    f"sglang_{move}_pages",
+                    f"SGLang: pages {'stored' if move == 'set' else 'loaded'}",
+                    {"layout": layout, "page": page_bytes, "places": "scattered" if scattered else "in a row", "way": way},
+                    "pages/s",
+                ),
+                counted[way],
+                peer=Reference("SGLang's file backend", counted["files"]),
+                target=Target("peer", 1.0),
+                verified=True,
+                notes=f"batches of {PAGES} pages of {PAGE} tokens, out of the node's DRAM; files in the page cache",
+            )
+    for one in raced.values():
+        if hasattr(one.backend, "close"):
+            one.backend.close()
+    shutil.rmtree(folder)
+
+
+def main() -> None:
+    """See the module."""
+    given = options("engine_sglang", __doc__)
+    if find_spec("sglang") is None:
+        sys.exit("SGLang is not installed: this benchmark runs in the environment of the engines (make install-engines)")
+    sglang_stand_ins.install()
+    with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
+        folder = Path(scratch)
+        with LocalCluster(
+            [NodeSpec("n", dram_bytes=given.pick(full=1 << 30, quick=512 << 20, smoke=128 << 20))], folder
+        ) as cluster:
+            for layout in LAYOUTS:
+                for heads, scattered in given.pick(full=SIZES, quick=SIZES, smoke=SIZES[:1]):
+                    run(given, cluster, folder / "files", layout, heads, scattered=scattered)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The parts of the SGLang backend that need no SGLang: keys, options, memory, namespaces, what several pools can restore."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient import InvalidArgument
+from kvclient.engines.options import HookOptions
+from kvclient.engines.sglang.host_pages import HostPages
+from kvclient.engines.sglang.hybrid import LeadingPages, TrailingPages, restorable
+from kvclient.engines.sglang.namespaces import page_spec
+from kvclient.engines.sglang.options import BackendOptions
+from kvclient.engines.sglang.page_keys import PageKeys, Prefix
+
+SHA = st.binary(min_size=32, max_size=32).map(bytes.hex)
+
+
+@given(st.lists(SHA, max_size=20), st.binary(min_size=16, max_size=16))
+def test_keys_are_masked_heads_of_hashes(hashes: list[str], namespace: bytes) -> None:
+    want = [bytes(a ^ b for a, b in zip(bytes.fromhex(one)[:16], namespace, strict=True)) for one in hashes]
+    assert PageKeys(namespace).of(hashes) == want
+
+
+@pytest.mark.parametrize(
+    "wrong", [["00"], ["0" * 63, "0" * 65], ["g" * 64], [" " + "0" * 62 + " "], ["0" * 64, ""], ["é" * 32], ["0" * 128]]
+)
+def test_what_is_no_hash(wrong: list[str]) -> None:
+    with pytest.raises(InvalidArgument):
+        PageKeys(bytes(16)).of(wrong)
+
+
+def test_a_prefix_that_is_told_and_one_that_is_not() -> None:
+    assert not Prefix(None).told
+    assert Prefix([]).told
+    assert Prefix(["00" * 32] * 3).depth == 3
+
+
+def test_options() -> None:
+    plain = {"backend_name": "kvstore", "module_path": "m", "class_name": "C"}
+    assert not BackendOptions.from_mapping(plain).chained
+    in_place = BackendOptions.from_mapping({**plain, "interface_v1": 1, "tenant": "t"})
+    assert in_place.chained
+    assert in_place.zero_copy
+    assert in_place.hook.tenant == "t"
+    assert in_place.hook.hash_algorithm == "sha256-128"
+    assert not BackendOptions.from_mapping({**plain, "interface_v1": 1, "chained": False}).chained
+    for wrong in ({"chained": 1}, {"kv_cache_dtype": 8}, {"mend_prefixes": "no"}, {"tenannt": "t"}, {"load_deadline_s": 0}):
+        with pytest.raises(InvalidArgument):
+            BackendOptions.from_mapping({**plain, **wrong})
+
+
+@dataclass
+class Config:
+    """What is read of SGLang's ``HiCacheStorageConfig``."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    attn_cp_rank: int = 0
+    attn_cp_size: int = 1
+    is_mla_model: bool = False
+    model_name: str | None = "m"
+    dp_rank: int = 0
+
+
+class Pool:
+    """A host pool of pages in given pieces: ``[pieces, pages, bytes]``."""
+
+    layout = "page_first"
+    dtype = torch.uint8
+    page_size = 2
+    head_num = 2
+    layer_num = 2
+
+    def __init__(self, sizes: list[int], pages: int = 8) -> None:
+        self.pieces = [torch.zeros((pages, size), dtype=torch.uint8) for size in sizes]
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = (indices[:: self.page_size] // self.page_size).tolist()
+        pointers = [piece[page].data_ptr() for page in pages for piece in self.pieces]
+        return pointers, [piece.shape[1] for piece in self.pieces] * len(pages)
+
+    def page(self, page: int) -> bytes:
+        return b"".join(piece[page].numpy().tobytes() for piece in self.pieces)
+
+
+def indices(pages: list[int]) -> torch.Tensor:
+    return torch.tensor([page * Pool.page_size + token for page in pages for token in range(Pool.page_size)])
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True),
+    st.randoms(use_true_random=False),
+)
+def test_pages_in_place(sizes: list[int], pages: list[int], random: Any) -> None:
+    """Whatever the pieces, wherever the pages: a block's segments are its pieces in order, and writing reaches nothing else."""
+    pool = Pool(sizes)
+    for piece in pool.pieces:
+        piece.copy_(torch.tensor(bytearray(random.randbytes(piece.numel())), dtype=torch.uint8).reshape(piece.shape))
+    host = HostPages(pool, zero_copy=True)
+    assert host.in_place
+    assert host.shape.block_bytes == sum(sizes)
+    before = [pool.page(page) for page in range(8)]
+    buffer = host.source(indices(pages), len(pages))
+    assert buffer.count == len(pages)
+    for block, page in enumerate(pages):
+        assert b"".join(buffer.segments(block, 0, host.shape.layers)) == before[page]
+        if host.shape.layers > 1:
+            one = b"".join(buffer.segments(block, 1, 1))
+            assert one == before[page][host.shape.layer_block_bytes : 2 * host.shape.layer_block_bytes]
+    target, deliver = host.target(indices(pages), len(pages))
+    for segment in target.segments(0, 0, host.shape.layers):
+        segment[:] = bytes(len(segment))
+    deliver([True] * len(pages))
+    for page in range(8):
+        assert pool.page(page) == (bytes(sum(sizes)) if page == pages[0] else before[page])
+
+
+def test_positions_that_do_not_fit() -> None:
+    host = HostPages(Pool([4, 4]), zero_copy=True)
+    for wrong in (indices([1]), indices([1, 2, 3])):
+        with pytest.raises(InvalidArgument):
+            host.source(wrong, 2)
+
+
+def test_namespaces() -> None:
+    """All that makes pages differ makes another namespace; the data-parallel rank and the tensor-parallel one of MLA do not."""
+
+    def of(config: Config | None = None, options: HookOptions | None = None, **changes: Any) -> bytes:
+        pool = Pool([4, 4])
+        for name, value in changes.pop("pool", {}).items():
+            setattr(pool, name, value)
+        pages = HostPages(pool, zero_copy=True)
+        given = {"name": "kv", "chained": True, "cache_dtype": "fp8_e4m3", "key_tokens": 2, **changes}
+        return page_spec(options or HookOptions(), config or Config(), pool, pages, **given).namespace
+
+    others = [
+        of(Config(tp_rank=0, tp_size=2)),
+        of(Config(tp_rank=1, tp_size=2)),
+        of(Config(pp_rank=0, pp_size=2)),
+        of(Config(pp_rank=1, pp_size=2)),
+        of(Config(attn_cp_rank=1, attn_cp_size=2)),
+        of(Config(model_name="other")),
+        of(options=HookOptions(tenant="t")),
+        of(options=HookOptions(weights_epoch="2")),
+        of(options=HookOptions(salt="s")),
+        of(chained=False),
+        of(cache_dtype="fp8_e5m2"),
+        of(key_tokens=4),
+        of(name="draft"),
+        of(pool={"layout": "layer_first"}),
+        of(pool={"head_num": 4}),
+        of(pool={"storage_format_tag": "x"}),
+    ]
+    assert len({of(), *others}) == len(others) + 1
+    assert of(Config(dp_rank=3)) == of()
+    latent: dict[str, Any] = {"head_num": None}
+    ranks = [Config(is_mla_model=True, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    assert of(ranks[0], pool=latent) == of(ranks[1], pool=latent)
+    assert of(ranks[0], name="mamba", pool=latent) != of(ranks[1], name="mamba", pool=latent), "state is sharded all the same"
+    assert of(ranks[0], name="draft") != of(ranks[1], name="draft"), "and so are heads"
+    with pytest.raises(InvalidArgument):
+        of(Config(model_name=None))
+
+
+@given(
+    st.integers(0, 12),
+    st.lists(
+        st.one_of(
+            st.integers(0, 14),
+            st.tuples(st.lists(st.booleans(), min_size=14, max_size=14), st.integers(1, 4)),
+        ),
+        max_size=3,
+    ),
+)
+def test_restorable_prefixes(kv_pages: int, pools: list[Any]) -> None:
+    """Against the definition: a prefix can be restored where every pool has what it needs there."""
+    made: list[tuple[str, LeadingPages | TrailingPages]] = []
+    for number, pool in enumerate(pools):
+        if isinstance(pool, int):
+            made.append((f"p{number}", LeadingPages(pool)))
+        else:
+            made.append((f"p{number}", TrailingPages(pool[0].__getitem__, pool[1])))
+
+    def allowed(pool: Any, length: int) -> bool:
+        if isinstance(pool, int):
+            return length <= pool
+        return all(pool[0][max(0, length - pool[1]) : length])
+
+    want = [length for length in range(1, kv_pages + 1) if all(allowed(pool, length) for pool in pools)]
+    found = restorable(kv_pages, made)
+    assert found.lengths == want
+    assert found.pages == (want[-1] if want else 0)
+    for number, pool in enumerate(pools):
+        alone = [length for length in range(1, kv_pages + 1) if allowed(pool, length)]
+        assert found.by_pool.get(f"p{number}", 0) == (alone[-1] if alone else 0)
