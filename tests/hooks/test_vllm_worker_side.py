@@ -57,7 +57,9 @@ class Rank:
         how = {"generator": generator} if seed is not None else {}
         self.caches = [make(LAYERS, PAGES, *PAGE, **how) for _ in specs]  # type: ignore[operator]
         self.specs = specs
-        self.hook = HookOptions(metadata=cluster.metadata_address, node=cluster.node("n").local_socket, load_deadline_s=5.0)
+        self.hook = HookOptions(
+            metadata=cluster.metadata_address, node=cluster.node("n").local_socket, load_deadline_s=5.0, store_deadline_s=store_s
+        )
 
         def connect(weights_epoch: str) -> list[KVClient]:
             options = ClientOptions(client_name="rank")
@@ -213,6 +215,15 @@ def test_a_rank_with_the_same_pages_as_another_answers_and_stores_nothing(cluste
     assert second.save([[1, 2]], keys) == set()
     assert second.side.tally.totals().get("stores", 0) == 0
     second.side.close()
+
+
+def test_a_store_whose_turn_comes_too_late_gives_its_pages_back(cluster: LocalCluster, find: Find) -> None:
+    rank = Rank(cluster, [spec()], seed=6, store_s=1e-9)
+    _, keys = find([[spec()]])
+    assert rank.save([[1, 2]], keys) == {1}
+    assert rank.side.tally.totals()["stores_late"] == 1
+    assert rank.side.tally.totals().get("stores", 0) == 0
+    rank.side.close()
 
 
 def test_other_weights_are_another_namespace(cluster: LocalCluster, find: Find) -> None:

@@ -52,6 +52,8 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # n
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise InvalidArgument("context parallelism spreads the tokens of a page over ranks: not supported", option=name)
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise InvalidArgument("scales that an engine finds out by itself are not in its pages: not supported")
     groups = [
         GroupView(tuple(group.layer_names), spec.block_size, _kind(spec), str(getattr(spec, "dtype", "")).removeprefix("torch."))
         for group in kv_cache_config.kv_cache_groups
@@ -72,6 +74,9 @@ def _kind(spec: Any) -> str:  # noqa: ANN401
     if isinstance(spec, interface.UniformTypeKVCacheSpecs):
         kinds = {_kind(one) for one in spec.kv_cache_specs.values()}
         return "+".join(sorted(kinds))
+    mode = getattr(spec, "kv_quant_mode", interface.KVQuantMode.NONE)
+    if mode not in {interface.KVQuantMode.NONE, interface.KVQuantMode.FP8_PER_TENSOR}:
+        raise InvalidArgument("this quantization of the KV cache is not supported", mode=mode.name)
     plain = (interface.FullAttentionSpec, interface.MLAAttentionSpec)
     if type(spec) in plain:
         window = spec.sliding_window or spec.attention_chunk_size or 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class _Save:
     chain: bytes
     job: SaveJob
     clients: Sequence[KVClient]
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Saver:
 
     Args:
         pages: by group: its memory.
-        deadline_s: bound of the store of one job and group.
+        deadline_s: how long after its step a job may be stored: until then its pages are pinned, whatever goes on before it.
         tally: where stores are counted.
     """
 
@@ -68,8 +70,9 @@ class Saver:
         """
         with self._changed:
             self._pending += len(jobs)
+        deadline_s = time.monotonic() + self._deadline_s
         for job in jobs:
-            self._queue.put(_Save(chain, job, clients))
+            self._queue.put(_Save(chain, job, clients, deadline_s))
 
     def retire(self, clients: Sequence[KVClient]) -> None:
         """Closes clients when everything before is done."""
@@ -114,13 +117,17 @@ class Saver:
 
     def _store(self, save: _Save, client: KVClient, pages: GroupPages, ids: Sequence[int]) -> bool:
         job = save.job
+        left_s = save.deadline_s - time.monotonic()
+        if left_s <= 0:
+            self._tally.add("stores_late")
+            return False
         masked = Masked(save.chain, client.spec.namespace)
         result = client.store(
             masked.keys(job.keys),
             pages.buffer(ids),
             parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
             depth=job.first_block,
-            deadline_s=self._deadline_s,
+            deadline_s=left_s,
         )
         self._tally.add("stores")
         self._tally.add("store_bytes", result.bytes_stored)

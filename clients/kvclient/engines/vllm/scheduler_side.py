@@ -180,7 +180,7 @@ class SchedulerSide:
         assert self._finder is not None
         request = state.request
         state.preemptions = request.num_preemptions
-        state.found = NOTHING
+        state.found, state.loading = NOTHING, {}
         blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
         state.lookup = self._finder.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
 

@@ -29,6 +29,7 @@ COUNTERS = {
     "store_bytes": "Bytes that were stored: not those that the store held already.",
     "store_seconds": "Seconds that stores took, added up.",
     "stores_failed": "Stores after which the store lacks some of the blocks.",
+    "stores_late": "Stores that had waited for too long when their turn came, one a group and worker.",
     "stores_skipped": "Requests of which nothing more is stored: too many blocks wait already.",
     "stores_broken": "Requests of which nothing more is stored: a sliding window has passed blocks that the store lacks.",
     "stores_given_up": "Requests of which nothing more is stored: it failed too often.",
