@@ -50,7 +50,13 @@ class Rank:
     """A worker with pages of its own."""
 
     def __init__(
-        self, cluster: LocalCluster, specs: Sequence[CacheSpec], *, seed: int | None = None, stores: bool = True
+        self,
+        cluster: LocalCluster,
+        specs: Sequence[CacheSpec],
+        *,
+        seed: int | None = None,
+        stores: bool = True,
+        store_s: float = 5.0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed or 0)
         make = torch.rand if seed is not None else torch.zeros
