@@ -19,10 +19,14 @@ PROMPT = 203
 STEPS = 24
 
 
+def saved(family: str, folder: Path) -> Path:
+    """Folder of a tiny model, the same in every process."""
+    return make_model(folder / family, TinyModel(Family(family), hidden=128, head_dim=32, window=WINDOW, max_tokens=2048))
+
+
 def tiny(family: str, folder: Path) -> Any:
-    """A tiny model, the same in every process."""
-    made = TinyModel(Family(family), hidden=128, head_dim=32, window=WINDOW, max_tokens=2048)
-    return AutoModelForCausalLM.from_pretrained(make_model(folder / family, made)).eval()
+    """The model itself."""
+    return AutoModelForCausalLM.from_pretrained(saved(family, folder)).eval()
 
 
 def prompt(seed: int = 0, tokens: int = PROMPT, rows: int = 1) -> torch.Tensor:

@@ -104,6 +104,24 @@ def test_another_prompt_than_the_one_announced_contradicts_what_was_loaded() -> 
             assert (fed.ids == other.ids).all()  # keys are those of what was fed
 
 
+@pytest.mark.parametrize("pads", [[0], [0, 2]])
+def test_a_first_pass_that_begins_at_the_beginning_is_known(pads: list[int]) -> None:
+    prompts = batch(pads)
+    fed = Fed(prompts)
+    assert not fed.starts_over(*passes(prompts, 0, 12))  # nothing was loaded
+    fed.loaded(4)
+    assert fed.starts_over(*passes(prompts, 0, 12))
+    assert fed.starts_over(*passes(prompts, 0, 3))
+    ids = torch.from_numpy(prompts.ids)
+    assert fed.starts_over(ids, {})
+    assert not fed.starts_over(ids[:, 4:], {})
+    assert not fed.starts_over(*passes(prompts, 4, 12))
+    assert not fed.starts_over(None, {})
+    assert not fed.starts_over(ids, {"position_ids": torch.arange(12)[None] + 1})
+    fed.take(*passes(prompts, 4, 12))
+    assert not fed.starts_over(*passes(prompts, 0, 12))  # no more the first
+
+
 def test_passes_that_depend_on_more_than_tokens_and_their_places_are_not_taken() -> None:
     prompts = batch([0, 2])
     ids, plain = passes(prompts, 0, 12)
@@ -150,9 +168,7 @@ def test_a_mask_that_hides_something_for_one_step_is_seen() -> None:
 
 
 # ---- what a sliding window forgets ----
-@given(
-    st.integers(0, 5), st.lists(st.tuples(st.sampled_from(["append", "drop", "cut"]), st.integers(0, 12)), max_size=12)
-)
+@given(st.integers(0, 5), st.lists(st.tuples(st.sampled_from(["append", "drop", "cut"]), st.integers(0, 12)), max_size=12))
 def test_a_recorder_holds_a_window_of_all_that_passed(start: int, steps: list[tuple[str, int]]) -> None:
     recorder = Recorder(start)
     rows, model, first = 2, np.zeros((2, 0), np.int64), start

@@ -89,6 +89,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         spec(kind="sliding:256"),
         spec(kind="mla", page_shape=(1, 32, 576)),
         spec(shard_count=2),
+        spec(page_order=(1, 0, 2)),
         spec(dtype="fp7"),
         spec(dtype="float16"),
         spec(block_tokens=64),

@@ -74,8 +74,8 @@ class PageLayout:
             raise InvalidArgument("not pages of a vLLM that is known here", layout=spec.layout, known=", ".join(_ENGINE_LINES))
         if said.get("attention") != "CPU_ATTN" or said.get("isa") not in _READERS or "order" in said:
             raise InvalidArgument("the arrangement within pages is not known for this kernel", layout=spec.layout)
-        if said.get("kind") != "full" or spec.shard_count != 1:
-            raise InvalidArgument("only full attention, not spread over ranks, can be read", layout=spec.layout)
+        if said.get("kind") != "full" or spec.shard_count != 1 or "order" in said:
+            raise InvalidArgument("only full attention, not spread over ranks or turned, can be read", layout=spec.layout)
         dtype = getattr(torch, spec.dtype, None)
         shape = said.get("page", "").split("x")
         if not isinstance(dtype, torch.dtype) or len(shape) != 3 or not all(part.isdecimal() for part in shape):

@@ -1,0 +1,28 @@
+"""The connector conformance suite over transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from generate_bed import saved
+
+from kvstore.testing.connector_suite import ConnectorSuite
+from kvstore.testing.transformers_driver import TransformersDriver
+
+
+class TestTransformers(ConnectorSuite):
+    @classmethod
+    def make_driver(cls, folder: Path) -> TransformersDriver:
+        return TransformersDriver(saved("llama", folder))
+
+
+class SlidingWindows(ConnectorSuite):
+    """For soaks (``kvstore.testing.connector_soak``); what is particular about windows is in ``test_transformers_cache``."""
+
+    @classmethod
+    def make_driver(cls, folder: Path) -> TransformersDriver:
+        return TransformersDriver(saved("gemma3", folder))
