@@ -176,7 +176,8 @@ def _bind(listen: str) -> socket.socket:
     """
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
-    door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # the protocol is named, or asyncio does not know it for TCP and leaves Nagle's delays on: 40 ms a piece
+    door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         door.bind((host, int(port)))

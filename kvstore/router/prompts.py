@@ -6,7 +6,7 @@ knows what lies in the DRAM of an engine's host. The latter goes by tokens: an e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -17,6 +17,8 @@ from kvstore.router.prefix_memory import PIECE_BYTES, text_chain
 
 _FIRST_GUESS: Final = 4.0
 """Bytes of text a token, until engines have counted some."""
+_MOST: Final = 0.75
+"""Of a prompt: what lies in DRAM counts at three quarters at best."""
 _WEIGHT: Final = 0.1
 """Of the newest count in the running mean."""
 
@@ -80,15 +82,22 @@ class PromptReader:
     async def read(self, body: ParsedBody, headers: Mapping[str, str]) -> PromptFacts:
         """What is known of a request's prompt."""
         text = body.text()
+        chain = text_chain(body.seed(), text)
         tokens = None if body.token_prompt is None else len(body.token_prompt)
         hits = StoreHits()
-        if self._index is not None:
+        if self._index is not None and not self._known(chain):
             counted, hits = await self._index.look_up(body, headers)
             if counted:
                 tokens = counted
                 self._bytes_a_token += _WEIGHT * (max(1.0, len(text) / counted) - self._bytes_a_token)
         tokens = max(1, tokens or int(len(text) / self._bytes_a_token))
-        return PromptFacts(tokens, text_chain(body.seed(), text), PIECE_BYTES * tokens / max(1, len(text)), hits)
+        return PromptFacts(tokens, chain, PIECE_BYTES * tokens / max(1, len(text)), hits)
+
+    def _known(self, chain: Sequence[bytes]) -> bool:
+        """Has an engine that is in seen most of it lately? Then the store can tell nothing better, and need not be asked."""
+        memory, engines = self._parts.memory, self._parts.pool.engines
+        most = max((memory.held(name, chain) for name, health in engines.items() if health.up), default=0)
+        return most > len(chain) * _MOST
 
     def near(self, facts: PromptFacts) -> dict[str, int]:
         """By engine: how many tokens of a prompt are likely to be at hand there."""

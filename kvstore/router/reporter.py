@@ -124,8 +124,11 @@ class Reporter:
 
     # ---- what requests do
     def begins(self, request_id: str) -> None:
-        """One of this router's requests waits."""
+        """One of this router's requests will wait."""
         self.waiting.add(request_id)
+
+    def asked(self) -> None:
+        """It was sent to the scheduler: a report that follows it finds it there."""
         self._gap_s = FIRST_S
         self._poke.set()
 

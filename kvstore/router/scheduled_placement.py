@@ -88,6 +88,8 @@ class ScheduledPlacement:
         away = asyncio.ensure_future(self.reporter.away.wait())
         taken = False
         try:
+            await asyncio.sleep(0)  # the request goes out first, and then, on the same connection, the report that fetches it
+            self.reporter.asked()
             await asyncio.wait((assign, away), return_when=asyncio.FIRST_COMPLETED)
             if not assign.done():
                 return None

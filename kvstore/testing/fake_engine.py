@@ -86,7 +86,7 @@ class FakeEngine:
 
     async def start(self) -> None:
         """Listens; again at the same address after a stop."""
-        door = socket.socket()
+        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         door.bind(("127.0.0.1", self._port))
         door.listen(256)  # from here on connections wait, until the server takes them

@@ -83,7 +83,7 @@ async def bed() -> AsyncIterator[Make]:
 @asynccontextmanager
 async def serving(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
     """A router on a socket, and a client of it."""
-    door = socket.socket()
+    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     door.bind(("127.0.0.1", 0))
     door.listen(256)
     async with router(config) as app:
