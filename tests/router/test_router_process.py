@@ -1,0 +1,55 @@
+"""The router as people start it: its command line, its end, what it says where it cannot begin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from kvstore.testing.fake_engine import FakeEngine
+from kvstore.testing.router_process import RouterProcess
+
+
+async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
+    async with FakeEngine("e0") as engine:
+        arguments = ["--engine", f"{engine.url}/v1@node-a", "--policy", "least_loaded", "--metadata", "none"]
+        router = await asyncio.to_thread(RouterProcess(arguments, tmp_path).__enter__)
+        body = json.dumps({"model": "m", "prompt": "a b"}).encode()
+        asked = urllib.request.Request(f"{router.url}/completions", body, {"content-type": "application/json"})
+
+        def ask() -> bytes:
+            with urllib.request.urlopen(asked, timeout=20) as answer:
+                found: bytes = answer.read()
+                return found
+
+        assert b"e0 saw 2" in await asyncio.to_thread(ask)
+        assert await asyncio.to_thread(router.stop) == 0
+        assert "Traceback" not in router.log_tail()
+
+
+def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvstore.cli", "router", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_help_shows_how_to_begin() -> None:
+    shown = kvstore("--help").stdout
+    assert "kvstore router --engine http://127.0.0.1:8001,http://127.0.0.1:8002" in shown
+    assert "[NAME=]URL[@NODE]" in shown
+
+
+def test_what_cannot_work_is_said_in_one_line() -> None:
+    for arguments, said in (
+        ((), "a router takes engines"),
+        (("--engine", "http://h:1", "--metadata", "none"), "takes a metadata server"),
+        (("--engine", "nonsense"), "http://host:port"),
+        (("--prefill", "http://p:1"), "all plain, or some prefill and some decode"),
+        (("--engine", "http://h:1", "--listen", "0.0.0.0:1"), "without TLS"),
+    ):
+        done = kvstore(*arguments)
+        assert done.returncode != 0
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
