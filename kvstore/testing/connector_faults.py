@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -182,8 +183,12 @@ class FaultyStore:
     def _arena(self) -> Iterator[mmap.mmap]:
         """The node's memory, mapped from outside."""
         folder = Path(f"/proc/{self.cluster.node(NODE).process.pid}/fd")
-        (arena,) = {os.stat(fd).st_ino: fd for fd in folder.iterdir() if os.readlink(fd).startswith("/memfd:")}.values()
-        with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        arenas = set()
+        for fd in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(fd).startswith("/memfd:"):
+                    arenas.add(fd)
+        with min(arenas).open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             yield memory
 
     # ---- the node's doors ----

@@ -195,7 +195,8 @@ def test_what_does_not_arrive_is_named_and_nothing_of_the_step_is_stored(
     found, _ = find([[spec()]], 3)
     cluster.kill("n")
     reader = writer
-    parts = [GroupLoad(0, [10, 11, 12], 0, {name: one.part(0, 3) for name, one in found.by_group[0].items()})]
+    writer.caches[0][:, 10:15] = float("nan")  # as bytes that are no KV may read
+    parts = [GroupLoad(0, [10, 11, 12], 0, {name: one.part(0, 3) for name, one in found.by_group[0].items()}, [13])]
     plan = StepPlan(
         chain=writer.chain,
         loads=[LoadJob("r", parts, layerwise)],
@@ -207,6 +208,8 @@ def test_what_does_not_arrive_is_named_and_nothing_of_the_step_is_stored(
     reader.side.end_forward(plan)
     arrivals = reader.side.arrivals(StepPlan(has_tokens=True), set()) if layerwise else reader.until_received()
     assert arrivals.missing == {10, 11, 12}
+    assert not writer.caches[0][:, 10:14].any(), "nothing of a load that failed is left for who gets the pages next"
+    assert writer.caches[0][:, 14].isnan().all()
     assert arrivals.failed == (set() if layerwise else {"r"})
     if layerwise:
         answer = reader.side.answer()

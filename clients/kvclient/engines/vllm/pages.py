@@ -50,6 +50,18 @@ class GroupPages:
         """One layer of some pages, as a buffer of blocks of one layer."""
         return PageBuffer(self._layers[layer : layer + 1], block_ids, BlockShape(1, self.shape.layer_block_bytes))
 
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zeros in some pages.
+
+        What a load that failed has left in a page must not stay there: whoever gets the page next fills a part of it, and
+        kernels multiply the rest by zero, which of a NaN makes a NaN.
+        """
+        empty = bytes(self.shape.layer_block_bytes)
+        pages = self.buffer(block_ids)
+        for block in range(pages.count):
+            for piece in pages.segments(block, 0, self.shape.layers):
+                piece[:] = empty
+
 
 class PageBuffer:
     """A block buffer over pages; see ``kvclient.BlockBuffer``."""

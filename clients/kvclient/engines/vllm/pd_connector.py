@@ -143,7 +143,7 @@ class KVStorePDConnector(KVStoreConnector):
         assert isinstance(metadata, StepMetadata)
         for job in metadata.plan.loads:
             if (transfer := self._plans.is_sending(job.request_id)) is not None:
-                job.paths = self._pd_options.paths(transfer.decode_node)
+                job.paths = self._pd_options.paths(transfer.decode_node, transfer.path_policy)
         pd = self._plans.plan_step(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,

@@ -35,12 +35,16 @@ class PdOptions(ConnectorOptions):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         if not isinstance(self.max_prompts, int) or isinstance(self.max_prompts, bool) or self.max_prompts < 1:
             raise InvalidArgument("the option takes an integer from 1 on", option="max_prompts", value=self.max_prompts)
-        self.paths("")
+        self.paths("", "")
 
-    def paths(self, decode_node: str) -> Paths:
+    def paths(self, decode_node: str, policy: str) -> Paths:
         """How the prefix of a request is loaded that will be decoded on ``decode_node``'s host.
+
+        Args:
+            decode_node: the store's node there.
+            policy: of this request; empty: the option's.
 
         Raises:
             InvalidArgument: an impossible option.
         """
-        return Paths(decode_node or None, self.path_policy or None, layer_group=self.path_layer_group)
+        return Paths(decode_node or None, policy or self.path_policy or None, layer_group=self.path_layer_group)

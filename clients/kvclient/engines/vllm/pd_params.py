@@ -6,8 +6,10 @@ A router that chose a prefill and a decode engine asks both at once, or one afte
   ``{"do_remote_decode": true, "transfer_id": ID, "decode_node": NODE}``: the store's node on the decode engine's host;
 * the decode engine: the request as it is, and ``{"do_remote_prefill": true, "transfer_id": ID}``.
 
-ID is any name of up to 64 characters, a new one for each attempt. The prefill engine's answer carries the second for routers that
-ask one engine after the other. Whatever else is in there is left alone: it may be meant for others.
+ID is any name of up to 64 characters, a new one for each attempt. ``"path_policy": NAME`` beside the node's name chooses, for
+this request, over which hosts' storage links its prefix is read; see ``PdOptions``. The prefill engine's answer carries what the
+decode engine is to be given, for routers that ask one engine after the other. Whatever else is in there is left alone: it may be
+meant for others.
 
 The fields come with requests, from whoever may send them: what makes no sense is refused (that is, the request is served as if it
 were not there), never trusted, and never an error that an engine could end by.
@@ -28,6 +30,7 @@ from kvclient import BlockKey, InvalidArgument
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NODE = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_POLICY = re.compile(r"[a-z_]{0,64}")
 
 
 class Role(StrEnum):
@@ -45,11 +48,13 @@ class Transfer:
         role: of this engine.
         transfer_id: names the attempt.
         decode_node: the store's node on the decode engine's host; known to the prefill engine alone.
+        path_policy: how the prefix is read; empty: as the engine's options say.
     """
 
     role: Role
     transfer_id: str
     decode_node: str = ""
+    path_policy: str = ""
 
     def tail_key(self, key: BlockKey) -> BlockKey:
         """The key under which the partial last block of this attempt travels: nobody else's, so that nobody else takes it."""
@@ -82,4 +87,7 @@ def read_transfer(params: object) -> Transfer | None:
     node = params.get("decode_node")
     if not isinstance(node, str) or not _NODE.fullmatch(node):
         raise InvalidArgument("a prompt is handed over to a node of the store by its id", got=type(node).__name__)
-    return Transfer(Role.PREFILL, transfer_id, node)
+    policy = params.get("path_policy", "")
+    if not isinstance(policy, str) or not _POLICY.fullmatch(policy):
+        raise InvalidArgument("a path policy is a name", got=type(policy).__name__)
+    return Transfer(Role.PREFILL, transfer_id, node, policy)

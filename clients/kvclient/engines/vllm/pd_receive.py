@@ -128,7 +128,9 @@ class Receiver:
                     continue
                 result = parts[group].take(self._pages[group].buffer(ids), skip=skip, verify=self._verify)
                 self._tally.add("prompt_bytes", result.bytes_loaded)
-                missing += ids[max(0, result.hit_blocks - skip) :]
+                bad = ids[max(0, result.hit_blocks - skip) :]
+                self._pages[group].clear(bad)
+                missing += bad
         return missing
 
     def arrivals(self) -> Arrivals:

@@ -17,12 +17,14 @@ class GroupLoad:
         block_ids: pages to fill, in order.
         first_block: position of the first in its chain.
         lookups: by namespace: who holds these blocks. A worker takes its own.
+        behind: the request's pages after them, which a step may fill while a layer-wise load goes on.
     """
 
     group: int
     block_ids: list[int]
     first_block: int
     lookups: Mapping[bytes, Lookup]
+    behind: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -227,7 +227,7 @@ class SchedulerSide:
             first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)
             if first < stop:
                 lookups = {name: lookup.part(first, stop) for name, lookup in found.by_group[group].items()}
-                parts.append(GroupLoad(group, list(ids[first:stop]), first, lookups))
+                parts.append(GroupLoad(group, list(ids[first:stop]), first, lookups, list(ids[stop:])))
         state.loading = {part.group: part.block_ids for part in parts}
         self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
         self.tally.add("loads")

@@ -35,14 +35,15 @@ class GroupFlight:
     Args:
         job: what is loaded.
         handle: the load; None: it could not even begin.
-        layers: of the group.
+        pages: of the group.
     """
 
-    def __init__(self, job: GroupLoad, handle: LoadHandle | None, layers: int) -> None:
+    def __init__(self, job: GroupLoad, handle: LoadHandle | None, pages: GroupPages) -> None:
         self.group = job.group
         self._block_ids = job.block_ids
+        self._behind = job.behind
         self._handle = handle
-        self._layers = layers
+        self._pages = pages
         self._spoiled = handle is None
 
     @property
@@ -59,7 +60,7 @@ class GroupFlight:
     def wait(self, timeout_s: float) -> None:
         """Waits a moment for its end."""
         if self._handle is not None:
-            self._handle.wait_layer(self._layers - 1, timeout_s)
+            self._handle.wait_layer(self._pages.shape.layers - 1, timeout_s)
 
     def cancel(self) -> None:
         """Gives it up. When this has returned, nothing touches the pages any more."""
@@ -67,7 +68,7 @@ class GroupFlight:
             self._handle.cancel()
 
     def end(self, tally: Tally) -> list[int]:
-        """Waits for the end and counts it; the pages that may not be used."""
+        """Waits for the end and counts it; the pages that may not be used, in which nothing of it is left."""
         result = self._handle.result() if self._handle is not None else None
         good = 0 if result is None or self._spoiled else result.hit_blocks
         if result is not None:
@@ -75,6 +76,7 @@ class GroupFlight:
         missing = self._block_ids[good:]
         if missing:
             tally.add("load_missing_blocks", len(missing))
+            self._pages.clear([*missing, *self._behind])
         return missing
 
 
@@ -190,7 +192,7 @@ class WorkerSide:
             except (KVStoreError, KeyError):  # a scheduler and a worker of different minds: the pages count as not loaded
                 self.tally.add("bugs")
                 _log.exception("a load could not begin: it counts as failed")
-            parts.append(GroupFlight(part, handle, pages.shape.layers))
+            parts.append(GroupFlight(part, handle, pages))
         return Flight(job.request_id, parts)
 
     def wait_layer(self, name: str) -> None:

@@ -1,0 +1,230 @@
+"""Prefill here, decode there: what requests may say, and the decisions, without vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_vllm_scheduler_side import BLOCK, SPEC, Pool, Request, request
+
+from kvclient import InvalidArgument, KeyChain
+from kvclient.engines.vllm.engine_view import GroupView
+from kvclient.engines.vllm.pd_options import PdOptions
+from kvclient.engines.vllm.pd_params import Role, Transfer, read_transfer
+from kvclient.engines.vllm.pd_plan import PdAnswer, PdPlan
+from kvclient.engines.vllm.pd_scheduler import PdScheduler, Stage
+from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.tally import Tally
+
+CHAIN = KeyChain(SPEC)
+HERE = Transfer(Role.DECODE, "t1")
+THERE = Transfer(Role.PREFILL, "t1", "d0")
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = ("do_remote_decode", "do_remote_prefill", "transfer_id", "decode_node", "path_policy")
+
+
+# ---- parameters ----
+@given(json_values | st.dictionaries(st.sampled_from(NAMES), json_values | st.just(True) | st.just("a-1")))
+def test_whatever_a_request_says_is_a_transfer_or_none_or_refused(params: Any) -> None:
+    try:
+        transfer = read_transfer(params)
+    except InvalidArgument:
+        return
+    if transfer is not None:
+        assert 0 < len(transfer.transfer_id) <= 64
+        assert bool(transfer.decode_node) == (transfer.role is Role.PREFILL)
+
+
+def test_what_the_prefill_engine_answers_is_what_the_decode_engine_reads() -> None:
+    told = {"do_remote_decode": True, "transfer_id": "a.b-c_1", "decode_node": "d0", "path_policy": "split", "other": [1]}
+    transfer = read_transfer(told)
+    assert transfer == Transfer(Role.PREFILL, "a.b-c_1", "d0", "split")
+    assert read_transfer(transfer.for_decode()) == Transfer(Role.DECODE, "a.b-c_1")
+
+
+def test_partial_blocks_of_two_transfers_do_not_meet() -> None:
+    key = CHAIN.tail([1, 2])
+    masked = {Transfer(Role.DECODE, f"t{number}").tail_key(key) for number in range(100)}
+    assert len(masked | {key}) == 101
+    assert THERE.tail_key(key) == HERE.tail_key(key)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt_deadline_s": 0},
+        {"handoff_deadline_s": "soon"},
+        {"max_prompts": 0},
+        {"path_layer_group": -1},
+        {"load_mode": "both"},
+        {"prompt_deadline": 3},
+    ],
+)
+def test_impossible_options_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        PdOptions.from_mapping(wrong)
+
+
+def test_a_request_may_choose_its_paths() -> None:
+    options = PdOptions.from_mapping({"path_policy": "split", "load_mode": "layerwise", "path_layer_group": 2})
+    assert options.paths("d0", "").policy == "split"
+    assert options.paths("d0", "prefill_only").policy == "prefill_only"
+    assert options.paths("d0", "").layer_group == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"), [("full", 0), ("mla", 0), ("full:64", 64), ("sliding:96", 96), ("full+sliding:96", 0)]
+)
+def test_how_far_a_group_looks_back(kind: str, window: int) -> None:
+    assert GroupView(("l",), BLOCK, kind, "float32").window == window
+
+
+# ---- the decode engine ----
+def decisions(pool: Pool | None = None, windows: tuple[int, ...] = (0,), workers: int = 1) -> PdScheduler:
+    made = PdScheduler(BLOCK, windows, 0.5, Tally(), workers=workers)
+    made.bind_pool(pool if pool is not None else Pool(64))
+    return made
+
+
+def prompt(tokens: int, name: str = "r") -> Request:
+    made = request(tokens, name)
+    made.num_prompt_tokens = tokens
+    return made
+
+
+def step(made: PdScheduler, scheduled: dict[str, int] | None = None, pages: Any = None) -> PdPlan:
+    return made.plan_step(scheduled or {}, {}, lambda _request_id: pages)
+
+
+def test_a_prompt_is_awaited_then_here_then_taken() -> None:
+    made, one = decisions(workers=2), prompt(10)
+    made.arrived(one, HERE, CHAIN)
+    (job,) = step(made).awaits
+    full = CHAIN.keys(one.all_token_ids)
+    assert job.keys == [*full, HERE.tail_key(CHAIN.tail(one.all_token_ids[8:], full[-1]))]
+    assert made.stage("r") is Stage.AWAITED
+    made.answered(PdAnswer(came={"r": 1}))
+    assert made.stage("r") is Stage.AWAITED, "the other worker does not know yet"
+    made.answered(PdAnswer(came={"r": 1}))
+    assert made.stage("r") is Stage.HERE
+    assert made.matched(one, 4) == 6
+    made.allocated(one, [[7, 8, 9]], 6)
+    (take,) = step(made).takes
+    assert (take.first_blocks, take.block_ids) == ([1], [[8, 9]])
+    assert made.takes_done({"r", "other"}) == [(one, 2)]
+    assert made.stage("r") is Stage.OVER
+    assert not made.gave_up("r")
+
+
+def test_a_prompt_that_some_worker_lacks_is_given_up_by_all() -> None:
+    made, one = decisions(workers=2), prompt(9)
+    made.arrived(one, HERE, CHAIN)
+    step(made)
+    made.answered(PdAnswer(came={"r": 2}, incomplete={"r"}))
+    assert made.stage("r") is Stage.OVER
+    assert step(made).drops == ["r"]
+    assert made.gave_up("r")
+    assert not made.gave_up("r"), "said once"
+
+
+def test_pages_that_could_not_be_filled_are_told() -> None:
+    made, one = decisions(), prompt(9)
+    made.arrived(one, HERE, CHAIN)
+    made.answered(PdAnswer(came={"r": 1}))
+    made.allocated(one, [[3, 4, 5]], 9)
+    made.takes_failed({4}, set())
+    assert made.takes_done({"r"}) == [(one, 0)]
+
+
+@pytest.mark.parametrize("stage", ["awaited", "here"])
+def test_who_leaves_while_waiting_is_dropped(stage: str) -> None:
+    made = decisions()
+    made.arrived(prompt(9), HERE, CHAIN)
+    step(made)
+    if stage == "here":
+        made.answered(PdAnswer(came={"r": 1}))
+    assert made.finished("r") is None
+    assert step(made).drops == ["r"]
+    made.answered(PdAnswer(came={"r": 1}))  # too late: nobody minds
+
+
+def test_of_a_sliding_window_only_what_it_still_sees_is_awaited() -> None:
+    made = decisions(windows=(0, 9))
+    made.arrived(prompt(41), HERE, CHAIN)
+    (job,) = step(made).awaits
+    assert job.first_needed == [0, 8]
+    assert len(job.keys) == 11
+
+
+# ---- the prefill engine ----
+@given(chunks=st.lists(st.integers(1, 13), min_size=1, max_size=6))
+def test_each_block_is_handed_over_once_with_the_step_that_completes_it(chunks: list[int]) -> None:
+    tokens = sum(chunks)
+    pool, one = Pool(100), prompt(tokens)
+    made = decisions(pool)
+    made.arrived(one, THERE, CHAIN)
+    pages = [list(range(1, -(-tokens // BLOCK) + 2))]
+    sent: list[Any] = []
+    for chunk in chunks:
+        for job in step(made, {"r": chunk}, pages).sends:
+            assert job.first_block == len(sent)
+            assert job.parent == (sent[-1][0] if sent else None)
+            sent += zip(job.keys, job.block_ids[0], strict=True)
+            assert pool.pinned == set(job.block_ids[0])
+            made.answered(PdAnswer(StepAnswer({job.job_id: 1}, set())))
+            assert not pool.pinned
+        one.num_computed_tokens += chunk
+    full = CHAIN.keys(one.all_token_ids)
+    tail = (
+        [THERE.tail_key(CHAIN.tail(one.all_token_ids[len(full) * BLOCK :], full[-1] if full else None))] if tokens % BLOCK else []
+    )
+    assert [key for key, _ in sent] == [*full, *tail]
+    assert [page for _, page in sent] == pages[0][: len(sent)]
+    one.all_token_ids.append(1)
+    assert not step(made, {"r": 1}, pages).sends, "what is generated is not the prompt's"
+    assert made.finished("r") == THERE
+
+
+def test_a_hand_over_that_failed_is_tried_once_more() -> None:
+    pool, one = Pool(100), prompt(12)
+    made = decisions(pool)
+    made.arrived(one, THERE, CHAIN)
+    pages = [[1, 2, 3]]
+    for attempt, chunk in enumerate((5, 5, 2)):
+        jobs = step(made, {"r": chunk}, pages).sends
+        assert [(job.first_block, len(job.keys)) for job in jobs] == [[(0, 1)], [(0, 2)], []][attempt]
+        made.answered(PdAnswer(StepAnswer({job.job_id: 1 for job in jobs}, {job.job_id for job in jobs})))
+        one.num_computed_tokens += chunk
+    assert not pool.pinned
+    assert not made.has_pins
+    assert made.finished("r") is None, "nothing of it was handed over"
+
+
+def test_what_waits_is_bounded() -> None:
+    pool, one = Pool(10), prompt(40)
+    made = decisions(pool)
+    made.arrived(one, THERE, CHAIN)
+    assert not step(made, {"r": 40}, [list(range(1, 11))]).sends
+    assert not pool.pinned
+
+
+def test_other_weights_end_what_is_on_its_way() -> None:
+    made = decisions()
+    made.arrived(prompt(9, "a"), HERE, CHAIN)
+    step(made)
+    made.arrived(prompt(9, "b"), HERE, CHAIN)
+    made.arrived(prompt(9, "c"), THERE, CHAIN)
+    made.forget()
+    plan = step(made, {"c": 9}, [[1, 2, 3]])
+    assert set(plan.drops) == {"a", "b"}
+    assert not plan.awaits
+    assert not plan.sends
+    assert made.gave_up("a")
+    assert made.gave_up("b")
