@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 FOLDER = Path(__file__).parent / "sglang"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", sorted(path.name for path in FOLDER.glob("test_*.py")))
 def test_alone(module: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / module)]

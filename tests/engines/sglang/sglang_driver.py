@@ -1,7 +1,7 @@
 """SGLang's tree as an engine for the connector kit: its "model" makes the KV of a page from all tokens up to it.
 
-An answer is computed from every byte of a prompt's KV, as it lies in device memory after whatever was loaded, so that a wrong byte
-gives another answer.
+An answer is computed from every byte of a prompt's KV, as it lies in device memory after whatever was loaded, so that a wrong
+byte gives another answer.
 """
 
 from __future__ import annotations
@@ -134,8 +134,14 @@ class TreeEngine:
         return True
 
     def forget(self) -> None:
-        self.close()
-        self._tree = self._open()
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        cache = self._tree.cache
+        cache.evict(EvictParams(num_tokens=TOKENS))
+        cache.evict_host(4 * TOKENS)
+        if self._tree.allocator.available_size() < TOKENS or cache.cache_controller.mem_pool_host.available_size() < TOKENS:
+            self.close()
+            self._tree = self._open()
 
     def counters(self) -> Mapping[str, int]:
         return {**self._counted, **self._tree.storage.counters()}
