@@ -57,7 +57,11 @@ class VllmDriver:
     policy: str = "recompute"
 
     def open(self, store: StoreAddress | None, options: Mapping[str, object] = {}, **engine: object) -> VllmEngine:  # type: ignore[assignment]
-        """A new engine; ``engine``: further arguments of ``LLM``."""
+        """A new engine in this process; ``engine``: further arguments of ``LLM``."""
+        return VllmEngine(self.make(store, options, **engine))
+
+    def make(self, store: StoreAddress | None, options: Mapping[str, object] = {}, **engine: object) -> Any:
+        """vLLM's own object."""
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -80,7 +84,7 @@ class VllmDriver:
                 kv_load_failure_policy=self.policy,
                 kv_connector_extra_config=extra,
             )
-        return VllmEngine(LLM(model=str(self.model), **{**given, **engine}))
+        return LLM(model=str(self.model), **{**given, **engine})
 
 
 class VllmEngine:

@@ -1,0 +1,59 @@
+"""vLLM with two tensor-parallel ranks: each stores and loads its own pages, and pages that both hold are stored once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_bed import BLOCK
+from vllm_ranks_bed import TOKENS
+
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+HIT = TOKENS // BLOCK * BLOCK
+STORED = (TOKENS + 12 - 1) // BLOCK
+TIMEOUT_S = 200.0
+"""Ranks spin while they wait for each other: on busy cores that takes its time."""
+
+
+def answers(cluster: LocalCluster, folder: Path, family: str) -> dict[str, Any]:
+    """What an engine of two ranks in processes of its own says."""
+    script = Path(__file__).with_name("vllm_ranks_bed.py")
+    argv = [sys.executable, str(script), cluster.metadata_address, cluster.node("n").local_socket, str(folder), family]
+    process = subprocess.Popen(
+        argv, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
+        process.wait()
+    assert process.returncode == 0, errors[-4000:]
+    said: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_two_ranks_load_what_they_stored(family: str, tmp_path: Path) -> None:
+    with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
+        engine = answers(cluster, tmp_path, family)
+    assert engine["cached"] == [0, HIT, HIT]
+    assert engine["said"][1] == engine["said"][2]
+    assert family == "deepseek" or engine["said"][0] == engine["said"][1]
+    assert engine["counts"]["load_blocks"] == 2 * 2 * (HIT // BLOCK), "both ranks load"
+    page = engine["counts"]["store_bytes"] / STORED
+    assert page == {"llama": 4 * 2 * BLOCK * 2 * 32 * 4, "deepseek": 3 * BLOCK * 576 * 2}[family], "each byte once"
