@@ -162,17 +162,26 @@ def test_sessions_hit_and_the_scheduler_decides(bed: PdBed, plain: RouterProcess
     assert counter(plain, "router_lookups_total") > 0
 
 
-def test_the_store_knows_what_lies_near_an_engine(bed: PdBed, plain: RouterProcess) -> None:
-    """Stored by one engine, forgotten by its cache: the index still says so, by the tokens that the engine counted."""
+def test_the_store_knows_what_a_router_has_not_seen(bed: PdBed) -> None:
+    """A prompt that an engine stored, and a router that has just begun: the index knows it, by tokens that the engine counts."""
     prompt = "a prompt that is stored " * 40
-    client(plain).completions.create(model="tiny", prompt=prompt, max_tokens=2)
-    before = counter(plain, "router_lookup_hit_tokens_total")
+    bed.prefill.complete(prompt, 2)
+    engines = ",".join(f"{name}=http://{bed.engines.engine(name).address}@{name}" for name in (PREFILL, DECODE))
+    arguments = ["--engine", engines, *common(bed, "fresh"), "--policy", "least_loaded"]
 
     def found() -> bool:
-        client(plain).completions.create(model="tiny", prompt=prompt, max_tokens=1)
-        return counter(plain, "router_lookup_hit_tokens_total") >= before + 900
+        with RouterProcess(arguments, bed.engines.folder, "fresh") as router:
+            until(lambda: looked_up(router), "namespaces are known")
+            client(router).completions.create(model="tiny", prompt=prompt, max_tokens=1)
+            return counter(router, "router_lookup_hit_tokens_total") >= 900
 
     until(found, "the prompt is found in the store")
+
+
+def looked_up(router: RouterProcess) -> bool:
+    """Asks something new; says whether anything has been looked up."""
+    client(router).completions.create(model="tiny", prompt=f"something new {time.monotonic()} " * 20, max_tokens=1)
+    return counter(router, "router_lookups_total") > 0
 
 
 def test_vllms_own_benchmark_runs_against_the_router(bed: PdBed, router: RouterProcess, tmp_path: Path) -> None:
