@@ -20,8 +20,8 @@ import torch
 from generate_bed import BLOCK, PROMPT, STEPS, WINDOW, greedy, prompt, tiny, with_local_prefix
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from kvclient import InvalidArgument, Outcome, encode_extra
-from kvclient.engines.transformers import PrefixStore
+from kvclient import BlockKey, InvalidArgument, Outcome, encode_extra
+from kvclient.engines.transformers import PrefixStore, StoredCache
 from kvclient.engines.transformers.model_facts import config_digest, weights_digest
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.tiny_models import PAD, Family
@@ -82,12 +82,37 @@ def connect() -> Iterator[Connect]:
         store.close()
 
 
-def answer(store: PrefixStore, ids: torch.Tensor, mask: torch.Tensor | None = None, **how: Any) -> tuple[list[list[int]], int]:
-    """An answer with the store, once all of it is stored, and how many columns came from there."""
+def answer(
+    store: PrefixStore, ids: torch.Tensor, mask: torch.Tensor | None = None, *, shown: bool = True, **how: Any
+) -> tuple[list[list[int]], int]:
+    """An answer with the store, and how many columns came from there.
+
+    Returns once all of it is stored, and (``shown``) lookups show it: what a node stores is published a moment later.
+    """
     with store.cache(ids, mask) as cache:
         tokens = greedy(store.model, ids, mask, past_key_values=cache, **how)
     assert store.flush(30)
+    if shown:
+        _until_all_shown(store, cache)
     return tokens, cache.loaded_tokens
+
+
+def _until_all_shown(store: PrefixStore, *caches: StoredCache) -> None:
+    """Waits until the index shows what caches stored."""
+    assert store.flush(30)
+    for cache in caches:
+        for chain in cache._chains:
+            _until_shown(store, chain.keys[: chain.stored])
+
+
+def _until_shown(store: PrefixStore, keys: list[BlockKey]) -> None:
+    """Waits until the index shows blocks."""
+    pause = threading.Event()
+    for _ in range(600):
+        if store._client.lookup(keys).hit_blocks == len(keys):
+            return
+        pause.wait(0.05)
+    pytest.fail("the blocks do not appear")
 
 
 def padded(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,6 +250,8 @@ def test_long_prompts_in_chunks(
         tokens = store.generate(ids, mask, max_new_tokens=STEPS, do_sample=False, prefill_chunk_size=chunk)
         assert tokens[:, PROMPT:].tolist() == fresh
         assert store.flush(30)
+        for row, pad in enumerate((0, PROMPT - 150)):
+            _until_shown(store, store._client.keys(ids[row, pad : PROMPT - 1].numpy()))
         with store.cache(ids, mask) as cache:
             assert cache.loaded_tokens == HIT
 
@@ -239,7 +266,7 @@ def test_a_cache_goes_on_for_several_turns_and_can_be_copied(llama: Any, shared:
         other = torch.cat([ids, torch.tensor(first), prompt(10, 30)], 1)
         with fork:
             assert greedy(llama, other, past_key_values=fork) == greedy(llama, other)
-    assert store.flush(30)
+    _until_all_shown(store, cache, fork)
     for turn in (second, other):
         assert answer(store, turn)[1] == (turn.shape[1] - 1) // BLOCK * BLOCK
 
@@ -285,7 +312,7 @@ def test_keys_are_of_what_was_fed_and_not_of_what_was_said(llama: Any, shared: L
     store, said, fed = connect(shared, llama), prompt(31), prompt(32)
     with store.cache(said) as cache:
         assert greedy(llama, fed, past_key_values=cache) == greedy(llama, fed)
-    assert store.flush(30)
+    _until_all_shown(store, cache)
     assert store.cache(said).loaded_tokens == 0
     assert answer(store, fed) == (greedy(llama, fed), HIT)
 
@@ -338,7 +365,7 @@ def test_extras_tenants_and_weights_are_worlds_of_their_own(
     store, ids = connect(shared, model, salt="worlds"), prompt(35)
     with store.cache(ids, extra=encode_extra([("customer", b"7")])) as cache:
         greedy(model, ids, past_key_values=cache)
-    assert store.flush(30)
+    _until_all_shown(store, cache)
     assert store.cache(ids, extra=encode_extra([("customer", b"7")])).loaded_tokens == HIT
     assert store.cache(ids).loaded_tokens == store.cache(ids, extra=encode_extra([("customer", b"8")])).loaded_tokens == 0
     answer(store, ids)
@@ -393,7 +420,7 @@ def test_without_a_store_models_answer_as_ever(llama: Any, connect: Connect) -> 
         store, ids = connect(cluster, llama, store_deadline_s=2.0), prompt(40)
         fresh, _ = answer(store, ids)
         assert answer(store, ids) == (fresh, HIT)
-    assert answer(store, ids) == (fresh, 0)  # the whole store is gone
+    assert answer(store, ids, shown=False) == (fresh, 0)  # the whole store is gone
     assert store.stats()["client_lookups_failed_total"]
     nowhere = PrefixStore.connect(llama, metadata="127.0.0.1:1", node="none", block_tokens=BLOCK, store_deadline_s=0.5)
     with nowhere:
@@ -405,24 +432,13 @@ def test_node_and_metadata_server_restart_between_store_and_load(llama: Any, fra
     fresh, _ = answer(store, ids)
     assert store._client.flush(20)
     fragile.kill("n")
-    assert answer(store, ids) == (fresh, 0)
+    assert answer(store, ids, shown=False) == (fresh, 0)
     fragile.start_node("n")
     fragile.kill("metadata")
     fragile.start_metadata()
     again = connect(fragile, llama, salt=store.options.salt)
-    _until_found(again, ids)
+    _until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
     assert answer(again, ids) == (fresh, HIT)
-
-
-def _until_found(store: PrefixStore, ids: torch.Tensor) -> None:
-    """Waits until the index shows what the node has told it anew."""
-    keys = store._client.keys(ids[0, :HIT].numpy())
-    done = threading.Event()
-    for _ in range(400):
-        if store._client.lookup(keys).hit_blocks == len(keys):
-            return
-        done.wait(0.05)
-    pytest.fail("the blocks do not come back")
 
 
 def test_a_flipped_bit_is_a_miss_and_the_answer_stays(llama: Any, fragile: LocalCluster, connect: Connect) -> None:
@@ -441,7 +457,7 @@ def test_a_flipped_bit_is_a_miss_and_the_answer_stays(llama: Any, fragile: Local
         file.write(bytes([content[at] ^ 0x10]))
     fragile.start_node("n")
     again = connect(fragile, llama, salt=store.options.salt)
-    _until_found(again, ids)
+    _until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
     assert answer(again, ids) == (fresh, bad * BLOCK)
     assert again.stats()[f"client_load_{Outcome.CORRUPT.name.lower()}_blocks_total"] == 1
     assert answer(again, ids) == (fresh, HIT), "what was bad was computed and stored anew"
@@ -472,7 +488,7 @@ def test_a_node_killed_while_a_model_answers(when: str, llama: Any, fragile: Loc
         )
     assert store.flush(30)
     assert store.stats()["hook_store_failed_total"] >= 1
-    assert answer(store, ids) == (fresh, 0)
+    assert answer(store, ids, shown=False) == (fresh, 0)
 
 
 def test_a_store_without_room_costs_nothing_but_misses(llama: Any, connect: Connect) -> None:
@@ -481,8 +497,8 @@ def test_a_store_without_room_costs_nothing_but_misses(llama: Any, connect: Conn
         for seed in range(50, 54):
             ids = prompt(seed, 1000)
             fresh = greedy(llama, ids)
-            assert answer(store, ids)[0] == fresh
-            assert answer(store, ids)[0] == fresh
+            assert answer(store, ids, shown=False)[0] == fresh
+            assert answer(store, ids, shown=False)[0] == fresh
 
 
 def test_more_than_may_wait_is_offered_later(llama: Any, shared: LocalCluster, connect: Connect) -> None:
@@ -493,7 +509,7 @@ def test_more_than_may_wait_is_offered_later(llama: Any, shared: LocalCluster, c
         fresh = greedy(llama, ids, past_key_values=cache)
         stop.set()
         assert store.flush(30)
-    assert store.flush(30)
+    _until_all_shown(store, cache)
     assert store.stats()["hook_store_refused_total"] >= 1
     assert fresh == greedy(llama, ids)
     assert answer(store, torch.cat([ids, torch.tensor(fresh)], 1))[1] == (PROMPT + STEPS - 1) // BLOCK * BLOCK

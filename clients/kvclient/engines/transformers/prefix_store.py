@@ -234,7 +234,7 @@ class PrefixStore:
 
     # ---- life ----
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all that was offered is stored, or given up. False: not in time."""
+        """Waits until all that was offered is stored, or given up; other hosts find it a moment later. False: not in time."""
         return self.writer.flush(timeout_s)
 
     def stats(self) -> dict[str, int]:
