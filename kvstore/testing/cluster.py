@@ -116,10 +116,11 @@ class Daemon:
         return "\n".join([reason.removeprefix(_ERROR_MARK), *rest[-_SHOWN_LINES:]])
 
     def _log_lines(self) -> list[str]:
+        """What it logged, without gRPC's own lines unless there are no others."""
         with self.log_path.open("rb") as log:
             log.seek(self.log_start)
-            text = log.read().decode(errors="replace")
-        return [line for line in text.splitlines() if not _GRPC_LINE.match(line)]
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line for line in lines if not _GRPC_LINE.match(line)] or lines
 
 
 class LocalCluster:

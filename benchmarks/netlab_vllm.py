@@ -1,0 +1,271 @@
+"""Time to the first token of two vLLM engines, one prefills and one decodes, over both storage links against one.
+
+Real vLLM engines, daemons and clients run on emulated hosts: network namespaces with a storage and a compute link each. Each
+question is a context that lies in storage and a tail that nobody has seen; nothing of it is in any engine's cache or in any other
+host's memory. The prefill engine loads the context as its policy says, computes the tail and hands the prompt over; the answer of
+the decode engine with one token ends the measurement. Every policy gives the same tokens, or the benchmark ends.
+
+Links are slowed so that they and not the CPU are what is measured; a model this small would be computed sooner than it is loaded
+over them, so nothing is said of loading against computing here. Needs root and iproute2, and an interpreter that has vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+import harness
+from harness import Figure, Options, Reference, Target
+from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
+from kvstore.testing import netns
+from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
+from kvstore.testing.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, token_ids_of
+from kvstore.testing.netlab import NetLab, available
+from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
+from kvstore.testing.tiny_models import TinyModel, make_model
+
+MIB = 1 << 20
+BLOCK = 32
+MODEL = TinyModel(layers=8, heads=8, kv_heads=8)
+KV_BYTES = MODEL.layers * 2 * MODEL.kv_heads * MODEL.head_dim * 4
+"""A token's."""
+PREFILL, DECODE, STORAGE = "prefill-0", "decode-0", "storage-0"
+POLICIES = ("prefill_only", "split", "shorter_queue")
+_CALL_S = 60.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One question's.
+
+    Attributes:
+        seconds: to the first token.
+        load_seconds: of them, those in which the prefix was loaded.
+        handoff_seconds: of them, those in which the prompt was handed over; they overlap with the others.
+        bytes: of the prefix by path.
+        token: the first.
+    """
+
+    seconds: float
+    load_seconds: float
+    handoff_seconds: float
+    bytes: dict[str, int]
+    token: int
+
+
+@dataclass
+class Bed:
+    """Hosts, daemons and engines. A context manager."""
+
+    links: LabBed
+    context_tokens: int
+    load_mode: str
+    layer_group: int
+    folder: Path
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        try:
+            self._build()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _build(self) -> None:
+        self.lab = self._stack.enter_context(NetLab(self.links.hosts()))
+        metadata = self.lab.host(METADATA_HOST)
+        fd = self._stack.enter_context((netns.NETNS_DIR / metadata.namespace).open("rb")).fileno()
+        # whoever asks sits beside the metadata server, whose links are free
+        self._asking = self._stack.enter_context(ThreadPoolExecutor(4, initializer=netns.enter, initargs=(fd,)))
+        place = Place(metadata.compute_ip, metadata.popen)
+        self.cluster = self._stack.enter_context(LocalCluster(self._nodes(), self.folder / "store", metadata_place=place))
+        self.engines = self._stack.enter_context(EngineBed(self.folder / "engines"))
+        model = make_model(self.folder / "model", MODEL)
+        started = [self.engines.begin(self._engine(name, model, core)) for core, name in enumerate((PREFILL, DECODE))]
+        for engine in started:
+            self._asking.submit(self.engines.await_healthy, engine).result()
+
+    def _nodes(self) -> list[NodeSpec]:
+        prompt = (self.context_tokens + 512) * KV_BYTES
+        links = self.links
+        rates = {
+            "storage_bandwidth": str(int(links.snic_mbit * 125_000)),
+            "compute_bandwidth": str(int(links.cnic_mbit * 125_000)),
+        }
+        passing = {"keep_loaded": "false", "prefill_buffer": str(prompt), "decode_buffer": str(prompt), **rates}
+        contexts = int(6 * prompt) + 64 * MIB
+        return [
+            self._node(STORAGE, "storage", 2 * prompt, contexts, {}),
+            self._node(PREFILL, "prefill", 3 * prompt, 0, passing),
+            self._node(DECODE, "decode", 3 * prompt, 0, passing),
+        ]
+
+    def _node(self, name: str, role: str, dram: int, nvme: int, settings: dict[str, str]) -> NodeSpec:
+        host = self.lab.host(name)
+        more = {"storage_listen": f"{host.storage_ip}:0", "load_window": str(4 * MIB), **settings}
+        return NodeSpec(
+            name,
+            (role,),
+            dram,
+            nvme,
+            write_behind_to=None if nvme else STORAGE,
+            settings=tuple(more.items()),
+            place=Place(host.compute_ip, host.popen),
+        )
+
+    def _engine(self, name: str, model: Path, core: int) -> ServeSpec:
+        host = self.lab.host(name)
+        role = {PREFILL: "kv_producer", DECODE: "kv_consumer"}[name]
+        options: dict[str, Any] = {"prompt_deadline_s": 60.0, "load_deadline_s": 60.0, "handoff_deadline_s": 60.0}
+        if name == PREFILL:
+            options |= {"load_mode": self.load_mode, "path_layer_group": self.layer_group}
+        store = store_transfer(self.cluster.metadata_address, self.cluster.node(name).local_socket, role=role, **options)
+        return ServeSpec(
+            name,
+            model,
+            store=store,
+            core=core,
+            kv_cache_bytes=(self.context_tokens + 1024) * KV_BYTES,
+            block_tokens=BLOCK,
+            max_tokens=self.context_tokens + 512,
+            arguments=("--max-num-batched-tokens", str(self.context_tokens + 512)),
+            environment={"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+            host=host.compute_ip,
+            launcher=host.popen,
+        )
+
+    # ---- questions ----
+    def ask(self, prompt: Sequence[int], policy: str) -> Answer:
+        """Through both engines, with nothing of it in their caches."""
+        engines = [self.engines.engine(name) for name in (PREFILL, DECODE)]
+        for engine in engines:
+            self._asking.submit(engine.reset_prefix_cache).result()
+        prefill, decode = engines
+        before = self._counts(prefill)
+        transfer = uuid.uuid4().hex
+        there = {"do_remote_decode": True, "transfer_id": transfer, "decode_node": DECODE, "path_policy": policy}
+        here = {"do_remote_prefill": True, "transfer_id": transfer}
+        began_s = time.perf_counter()
+        first = self._asking.submit(prefill.complete, prompt, 1, kv_transfer_params=there)
+        second = self._asking.submit(decode.complete, prompt, 1, kv_transfer_params=here)
+        (token,) = token_ids_of(second.result())
+        seconds = time.perf_counter() - began_s
+        if token_ids_of(first.result()) != [token]:
+            sys.exit("WRONG TOKEN: the two engines do not agree")
+        grown = {name: value - before.get(name, 0) for name, value in self._counts(prefill).items()}
+        moved = {path: int(grown.get(f"load_{path}_path_bytes", 0)) for path in ("local", "prefill", "decode", "relay")}
+        return Answer(seconds, grown.get("load_seconds", 0), grown.get("handoff_seconds", 0), moved, token)
+
+    def _counts(self, engine: ServedEngine) -> dict[str, float]:
+        found: dict[str, float] = self._asking.submit(engine.metrics).result()
+        return {name.removeprefix("vllm:kvstore_").removesuffix("_total"): value for name, value in found.items()}
+
+    def settle(self) -> None:
+        """All that was computed is in storage, and nowhere else."""
+        self._asking.submit(self._settle).result()
+
+    def _settle(self) -> None:
+        for name in (PREFILL, DECODE, STORAGE):
+            with grpc.insecure_channel(self.cluster.node(name).address) as channel:
+                node = node_pb2_grpc.NodeStub(channel)
+                if not node.Flush(node_pb2.FlushRequest(timeout_ms=int(_CALL_S * 1000)), timeout=_CALL_S + 1).complete:
+                    sys.exit(f"node {name} does not store what was computed")
+                node.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=common_pb2.TIER_DRAM), timeout=_CALL_S)
+
+
+def measure(options: Options, folder: Path) -> None:
+    """Contexts are computed and stored once; then each round asks each policy one question about each."""
+    extra = options.extra
+    tokens = options.pick(full=2016, quick=1024, smoke=512)
+    links = LabBed(1, 1, 1, extra.snic_mbit, extra.snic_mbit * 5, extra.snic_mbit * 5)
+    print(links.describe(), flush=True)
+    dice = random.Random(options.seed)
+    contexts = [dice.choices(range(32, 127), k=tokens) for _ in range(2)]
+    told: dict[str, list[Answer]] = {policy: [] for policy in POLICIES}
+    with Bed(links, tokens, extra.load_mode, extra.layer_group, folder) as bed:
+        for context in contexts:
+            bed.ask(context + dice.choices(range(32, 127), k=BLOCK), "prefill_only")
+        bed.settle()
+        turn = 0
+
+        def question(policy: str) -> float:
+            nonlocal turn
+            turn += 1
+            tail = random.Random(turn // len(POLICIES)).choices(range(32, 127), k=3 * BLOCK)
+            answer = bed.ask(contexts[turn // len(POLICIES) % 2] + tail, policy)
+            told[policy].append(answer)
+            loaded = sum(answer.bytes.values())
+            if loaded < tokens // BLOCK * BLOCK * KV_BYTES:
+                sys.exit(f"only {loaded} bytes of the context were loaded: {answer}")
+            bed.settle()
+            return answer.seconds
+
+        samples = harness.interleave({policy: partial(question, policy) for policy in POLICIES}, options.repetitions)
+    shared: dict[str, Any] = {
+        "bed": "1P1D",
+        "snic_mbit": links.snic_mbit,
+        "cnic_mbit": links.cnic_mbit,
+        "context_tokens": tokens,
+        "load_mode": extra.load_mode,
+        "layer_group": extra.layer_group,
+    }
+    for policy in POLICIES:
+        answers = told[policy][-len(samples[policy]) :]
+        share = statistics.median(one.load_seconds / one.seconds for one in answers)
+        handed = statistics.median(one.handoff_seconds for one in answers)
+        over = {path: statistics.median(one.bytes[path] for one in answers) / 1e6 for path in answers[0].bytes}
+        options.keep(
+            Figure(
+                "netlab_vllm_ttft",
+                "vLLM prefill and decode on emulated hosts: time to first token",
+                shared | {"policy": policy},
+                "s",
+                True,
+            ),
+            samples[policy],
+            peer=None if policy == POLICIES[0] else Reference(POLICIES[0], samples[POLICIES[0]]),
+            target=Target("peer", 0.75) if policy == "split" else None,
+            transport="tcp over shaped veth links",
+            verified=True,
+            notes=f"share of loading {share:.2f}; hand-over {handed:.2f} s, overlapping; "
+            + "MB by path "
+            + ", ".join(f"{path} {size:.1f}" for path, size in over.items() if size),
+        )
+
+
+def main() -> None:
+    """The command line."""
+
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--snic-mbit", type=float, default=200.0, help="rate of each storage link (default 200); compute: 5x")
+        parser.add_argument("--load-mode", default="layerwise", help="of the prefill engine (default layerwise)")
+        parser.add_argument("--layer-group", type=int, default=0, help="layers read together (default 0: whole blocks)")
+
+    options = harness.options("netlab_vllm", __doc__, arguments=arguments)
+    if (reason := available()) is not None:
+        sys.exit(f"SKIPPED: {reason}")
+    with tempfile.TemporaryDirectory(prefix="kvstore-netlab-vllm-", dir=options.scratch) as folder:
+        measure(options, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
