@@ -22,6 +22,7 @@ BLOCK = 32
 MIB = 1 << 20
 MOST_TOKENS = 2048
 FLUSH_S = 20.0
+SHOWN_S = 5.0
 
 
 def tiny(family: str, folder: Path) -> Path:
@@ -95,8 +96,10 @@ class VllmEngine:
         self.core = llm.llm_engine.engine_core.engine_core
         self.connector = self.core.scheduler.connector
         self._loaded: dict[str, int] = {}
+        self._stored: dict[str, list[Any]] = {}
         if self.connector is not None:
             self._watch_loads(self.scheduler_side)
+            self._watch_stores(self.scheduler_side)
 
     @property
     def scheduler_side(self) -> SchedulerSide:
@@ -125,6 +128,29 @@ class VllmEngine:
                     self._loaded[request_id] = 0
 
         side.allocated, side.loads_failed = allocated, loads_failed  # type: ignore[method-assign]
+
+    def _watch_stores(self, side: SchedulerSide) -> None:
+        """Notes which chains were given to the store: its index shows them a moment later."""
+        plan, failed = side._plan_store, side._store_failed
+
+        def plan_store(state: Any, full: int, block_ids: Any) -> Any:
+            job = plan(state, full, block_ids)
+            if job is not None:
+                self._stored[state.request.request_id] = state.keys.keys[:full]
+            return job
+
+        def store_failed(pins: Any) -> None:
+            self._stored.pop(pins.request.request_id, None)
+            failed(pins)
+
+        side._plan_store, side._store_failed = plan_store, store_failed  # type: ignore[method-assign]
+
+    def _is_shown(self, keys: Any) -> bool:
+        """Whether lookups show a whole chain, or cannot tell."""
+        finder = self.scheduler_side.finder
+        assert finder is not None
+        found = finder._found(keys)
+        return found.hit_blocks == len(keys) or any(one.error for group in found.by_group for one in group.values())
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any) -> list[Any]:
         """vLLM's own answers."""
@@ -157,6 +183,11 @@ class VllmEngine:
             if time.monotonic() > end_s:
                 return False
             self.llm.llm_engine.step()
+        shown_s = time.monotonic() + SHOWN_S
+        while self._stored and time.monotonic() < min(end_s, shown_s):
+            self._stored = {name: keys for name, keys in self._stored.items() if not self._is_shown(keys)}
+            time.sleep(0.005)
+        self._stored.clear()  # what was evicted, or lost with its node, is never shown
         return True
 
     def forget(self) -> None:
