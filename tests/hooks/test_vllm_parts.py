@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from kvclient import BlockBuffer, CacheSpec, InvalidArgument, KeyChain, encode_extra
 from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.engine_view import model_digest
 from kvclient.engines.vllm.epochs import Epochs
-from kvclient.engines.vllm.keys import Masked, RequestKeys, request_extras
+from kvclient.engines.vllm.keys import Masked, RequestKeys, is_hashable, request_extras
 from kvclient.engines.vllm.namespaces import GroupFacts, chain_spec, group_spec
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages, page_order
@@ -29,7 +31,7 @@ FACTS = GroupFacts("m", "d", "float32", 4, ("a", "b"), 64, (2, 4, 2), "full", "C
 
 
 def asks(**fields: Any) -> Any:
-    return SimpleNamespace(**{"mm_features": [], "lora_request": None, "cache_salt": None, **fields})
+    return SimpleNamespace(**{"mm_features": [], "lora_request": None, "cache_salt": None, "prompt_embeds": None, **fields})
 
 
 def image(offset: int, length: int, identifier: str = "i") -> Any:
@@ -46,11 +48,31 @@ def test_keys_in_any_number_of_steps_are_those_of_the_whole(tokens: list[int], c
     assert keys.upto(tokens, len(tokens)) == chain.keys(tokens, extras=extras)
 
 
+def adapter_of(path: str, number: int = 1, *, in_place: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(lora_name="n", lora_path=path, lora_int_id=number, load_inplace=in_place)
+
+
+def test_an_adapter_is_its_weights(tmp_path: Path) -> None:
+    """Trained again in the same folder it is another, once the engine has loaded it again."""
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    first = request_extras(asks(lora_request=adapter_of(str(tmp_path))), 4)
+    weights.write_bytes(b"two")
+    assert request_extras(asks(lora_request=adapter_of(str(tmp_path))), 4) == first, "the engine has the first still"
+    again = request_extras(asks(lora_request=adapter_of(str(tmp_path), 2)), 4)
+    assert again != first
+    assert request_extras(asks(lora_request=adapter_of(str(tmp_path), in_place=True)), 4) == again
+    assert request_extras(asks(lora_request=adapter_of(str(tmp_path))), 4) == again
+    weights.unlink()
+    weights.mkdir()  # cannot be read
+    assert not is_hashable(asks(lora_request=adapter_of(str(tmp_path), 3)))
+
+
 def test_extras_of_adapters_salts_and_images() -> None:
-    adapter = SimpleNamespace(lora_name="n", lora_path="/p")
+    adapter = adapter_of("/p")
     extras = request_extras(asks(lora_request=adapter, cache_salt="s", mm_features=[image(6, 4, "x"), image(10, 1, "y")]), 4)
     assert sorted(extras) == [0, 1, 2]
-    assert extras[0] == encode_extra([("lora", b"n"), ("lora-path", b"/p"), ("salt", b"s")])
+    assert extras[0] == encode_extra([("lora", b"n"), ("lora-path", b"/p"), ("lora-weights", b""), ("salt", b"s")])
     assert extras[1] != extras[2], "the same image at another place of its block"
     assert request_extras(asks(mm_features=[image(6, 2, "x")]), 4) != request_extras(asks(mm_features=[image(7, 1, "x")]), 4)
     assert request_extras(asks(), 4) == {}
@@ -230,6 +252,50 @@ def test_other_weights_have_another_digest(tmp_path: Path) -> None:
     (tmp_path / "b" / "model.safetensors").write_bytes(changed.tobytes())
     assert sampled_digest(tmp_path / "a") != sampled_digest(tmp_path / "b")
     assert sampled_digest(tmp_path / "nothing") == ""
+
+
+def test_a_small_tensor_of_large_weights_shows(tmp_path: Path) -> None:
+    """Norms between large tensors, which no sample of the file meets."""
+    large, norm = 40 << 20, 512
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt"},
+            "a": {"dtype": "U8", "shape": [large], "data_offsets": [0, large]},
+            "norm": {"dtype": "U8", "shape": [norm], "data_offsets": [large, large + norm]},
+            "b": {"dtype": "U8", "shape": [large], "data_offsets": [large + norm, 2 * large + norm]},
+        }
+    ).encode()
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * large + norm)
+    before = sampled_digest(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(8 + len(header) + large + 7)
+        file.write(b"x")
+    assert sampled_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b"{", b'{"a": 7}', b'{"a": {"data_offsets": [5, 1]}}', b'{"a": {"data_offsets": ["x"]}}']
+)
+def test_weights_with_a_senseless_header_are_sampled_all_the_same(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(65 << 20)
+    assert sampled_digest(tmp_path)
+
+
+def test_contexts_of_other_lengths_are_other_models_where_positions_depend_on_it() -> None:
+    def digest_of(rope: dict[str, Any], length: int) -> str:
+        config = SimpleNamespace(to_dict=lambda: {"text_config": {"rope_parameters": rope}}, _commit_hash="c")
+        model = SimpleNamespace(hf_config=config, revision=None, quantization=None, dtype="f", max_model_len=length)
+        return model_digest(model, SimpleNamespace(cache_dtype="auto"), "")
+
+    assert digest_of({"rope_type": "longrope"}, 4096) != digest_of({"rope_type": "longrope"}, 8192)
+    assert digest_of({"full": {"rope_type": "new kind"}}, 4096) != digest_of({"full": {"rope_type": "new kind"}}, 8192)
+    assert digest_of({"rope_type": "llama3"}, 4096) == digest_of({"rope_type": "llama3"}, 8192)
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 5), st.booleans()), max_size=5))

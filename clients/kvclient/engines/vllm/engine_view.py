@@ -6,6 +6,8 @@ restored a part of it would be wrong.
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,10 @@ from kvclient.engines.vllm.namespaces import GroupFacts, digest
 from kvclient.engines.vllm.pages import GroupPages, page_order
 from kvclient.engines.vllm.weights import sampled_digest
 
+_log = logging.getLogger(__name__)
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+_ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
+"""Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +121,7 @@ def group_facts(
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     common = {
         "model": str(model.served_model_name if isinstance(model.served_model_name, str) else model.model),
-        "model_digest": model_digest(
-            model, vllm_config.cache_config, sampled_digest(Path(model.model)) if sample_weights else ""
-        ),
+        "model_digest": model_digest(model, vllm_config.cache_config, _weights(model) if sample_weights else ""),
         "engine": ".".join(__version__.split(".")[:2]),
         "shard_rank": rank // replicas,
         "shard_count": max(1, ranks // replicas),
@@ -144,6 +147,30 @@ def group_facts(
     return facts
 
 
+def _weights(model: Any) -> str:  # noqa: ANN401
+    """What tells the weights apart: samples of their files, or the hub's revision; where there is neither, nothing is shared."""
+    sampled = sampled_digest(Path(model.model))
+    if not sampled and not _revision(model):
+        _log.warning("the weights of %s cannot be told apart: no KV is shared until weights_epoch names them", model.model)
+        return secrets.token_hex(8)
+    return sampled
+
+
+def _revision(model: Any) -> str | None:  # noqa: ANN401
+    revision: str | None = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    return revision
+
+
+def _rope_kinds(config: Any) -> set[str]:  # noqa: ANN401
+    """All ways in which a model's configuration says that positions are turned."""
+    if isinstance(config, Mapping):
+        own = {str(config[name]) for name in ("rope_type", "type") if isinstance(config.get(name), str)}
+        return own.union(
+            *(_rope_kinds(value) for name, value in config.items() if "rope" in str(name) or isinstance(value, Mapping))
+        )
+    return set()
+
+
 def model_digest(model: Any, cache: Any, weights: str) -> str:  # noqa: ANN401
     """A digest of what computes the KV.
 
@@ -156,11 +183,13 @@ def model_digest(model: Any, cache: Any, weights: str) -> str:  # noqa: ANN401
     return digest(
         {
             "config": config,
-            "revision": getattr(model.hf_config, "_commit_hash", None) or model.revision,
+            "revision": _revision(model),
             "weights": weights,
             "quantization": model.quantization,
             "dtype": str(model.dtype),
             "cache": cache.cache_dtype,
+            # some models turn all positions by other factors where longer contexts are allowed
+            "max_model_len": 0 if _rope_kinds(config) <= _ROPE_OF_ANY_LENGTH else model.max_model_len,
         }
     )
 

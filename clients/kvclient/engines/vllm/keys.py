@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvclient import BlockKey, KeyChain, encode_extra
+from kvclient.engines.vllm.weights import adapter_digest
 
 
 class EngineRequest(Protocol):
@@ -30,20 +31,26 @@ class EngineRequest(Protocol):
 
 
 def is_hashable(request: EngineRequest) -> bool:
-    """Whether tokens and extras say all that the KV of a request depends on: embeddings in place of tokens do not."""
-    return request.prompt_embeds is None
+    """Whether tokens and extras say all that the KV of a request depends on.
+
+    Embeddings in place of tokens do not, nor an adapter whose weights cannot be read.
+    """
+    if request.prompt_embeds is not None:
+        return False
+    return request.lora_request is None or adapter_digest(request.lora_request) is not None
 
 
 def request_extras(request: EngineRequest, block_tokens: int) -> dict[int, bytes]:
     """What the blocks of a request depend on besides tokens, by position of the block; empty for most requests.
 
-    The adapter and the salt go into the first block, and by the chain into all; an image into each block that it reaches into,
-    with its place there.
+    The adapter, with its weights, and the salt go into the first block, and by the chain into all; an image into each block that
+    it reaches into, with its place there.
     """
     parts: dict[int, list[tuple[str, bytes]]] = {}
     lora = request.lora_request
     if lora is not None:
-        parts.setdefault(0, []).extend((("lora", lora.lora_name.encode()), ("lora-path", lora.lora_path.encode())))
+        named = ("lora", lora.lora_name), ("lora-path", lora.lora_path), ("lora-weights", adapter_digest(lora) or "")
+        parts.setdefault(0, []).extend((name, value.encode()) for name, value in named)
     if request.cache_salt:
         parts.setdefault(0, []).append(("salt", request.cache_salt.encode()))
     for feature in request.mm_features:
