@@ -29,7 +29,7 @@ from kvclient.stages import Stage
 from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import Internal, KVStoreError
+from kvstore.core.errors import Internal, KVStoreError, LeaseLost
 from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
@@ -208,9 +208,8 @@ class StagedPart(ABC):
         self._began_s = wanted.core.clock.now_s()
         try:
             call = self._stub().Load(request, timeout=max(0.001, wanted.operation.left_s()))
-        except ValueError:  # the channel was closed under us
-            self._cancelled = True
-            return
+        except ValueError:
+            raise LeaseLost("the session was given up under this load") from None
         with self._lock:
             self._call = call
             cancelled = self._cancelled
@@ -332,16 +331,26 @@ class RemotePart(StagedPart):
         self._heard = 0
 
     def run(self) -> None:
+        if not self._attempt() and not self.over:
+            self.error = None
+            self._attempt()
+
+    def _attempt(self) -> bool:
+        """One session's worth. False: it had ended before it told anything, as one does that rests; another will do."""
         self.moved_s = self._wanted.core.clock.now_s()
         timeout_s = min(OPEN_STAGE_S, self._stall_s, self._wanted.operation.left_s())
         try:
             self._opened = self._wanted.core.stages.stage(self._node, max(0.001, timeout_s))
         except KVStoreError as error:
             self.error = error
-            return
+            return True
         super().run()
-        if self.error is not None and means_lost(self.error):
+        if self.error is None:
+            return True
+        ended = isinstance(self.error, LeaseLost) or not self._wanted.core.stages.holds(self._opened)  # another part found out
+        if ended or means_lost(self.error):
             self._wanted.core.stages.lost(self._opened)
+        return not ended or self._received >= 0
 
     def cancel(self) -> None:
         super().cancel()

@@ -82,6 +82,11 @@ class Stages:
             _close(retired)
         return stage
 
+    def holds(self, stage: Stage) -> bool:
+        """Whether nobody has found it lost yet."""
+        with self._lock:
+            return self._open.get(stage.node) is stage
+
     def lost(self, stage: Stage) -> None:
         """The session proved to be over, or its node does not answer: the next use opens another."""
         with self._lock:

@@ -382,6 +382,25 @@ def test_a_decode_node_that_was_restarted_is_used_again(ready: Ready) -> None:
     until(again, "loads go over the decode node again")
 
 
+def test_a_session_that_the_other_host_has_ended_costs_no_path(ready: Ready) -> None:
+    store, engine, found = ready
+    how = paths("split", 2, relays=False)
+    assert load(engine, found, how).bytes_by_path["decode"] > 0
+    found = only_stored(store, engine, "c", BLOCKS)
+    open_stages = engine.client._core.stages._open
+    for node, stage in open_stages.items():  # the node knows no such session, as after a minute's rest
+        open_stages[node] = replace(stage, session_id=os.urandom(16))
+    results: list[LoadResult] = []
+    threads = [threading.Thread(target=lambda: results.append(load(engine, found, how))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [(result.hit_blocks, result.error) for result in results] == [(BLOCKS, None)] * 3
+    assert all(result.bytes_by_path["decode"] > 0 for result in results)
+    assert engine.client.stats().get("client_parts_failed_total", 0) == 0
+
+
 def test_many_loads_over_one_node_with_little_room_all_end(make_store: MakeStore) -> None:
     tight = (*SETTINGS, ("prefill_buffer", str(3 * MIB)), ("decode_buffer", str(3 * MIB)), ("load_threads", "2"))
     store = make_store(*three_nodes(dram_bytes=12 * MIB, settings=tight)[:3])
