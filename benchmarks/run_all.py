@@ -18,7 +18,7 @@ from pathlib import Path
 import report
 
 HERE = Path(__file__).resolve().parent
-NOT_A_BENCHMARK = {"harness", "report", "run_all"}
+NOT_A_BENCHMARK = {"harness", "report", "run_all", "simulate_parts", "simulate_plot", "engine_child"}
 ENGINES = "engine_"
 """How scripts begin that need an inference engine, and are left out where there is none."""
 SCRIPTS = sorted(

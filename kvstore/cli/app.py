@@ -12,6 +12,7 @@ import click
 import kvstore
 from kvstore.cli.help import Command
 from kvstore.core.errors import KVStoreError
+from kvstore.rpc.io_engine import wait_in_callers_threads
 
 _COMMANDS = {
     "up": "kvstore.cli.up:up",
@@ -52,6 +53,7 @@ class _Commands(Command, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
+        wait_in_callers_threads()  # before the command imports gRPC
         module, _, name = _COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         return command

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from kvstore.core.config import LogSection
 
+_TALKATIVE = ("httpx",)
+"""Libraries that log each call at level info: a program that calls others every second would log little else."""
+
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (UTC), level, logger, message, and the error if there is one."""
@@ -64,6 +67,8 @@ def set_up_logs(section: LogSection) -> None:
     root.handlers[:] = [old for old in root.handlers if not isinstance(old, StderrHandler)]
     root.addHandler(handler)
     root.setLevel(section.level.upper())
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.NOTSET if root.level < logging.INFO else max(root.level, logging.WARNING))
 
 
 class _FirstLines(logging.Filter):

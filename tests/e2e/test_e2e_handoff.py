@@ -53,8 +53,8 @@ def test_a_prompt_reaches_decode_whole_and_only_what_it_lacks_travels(
     store.evict("storage-0")
     keys, room = prompt.keys, prefill.room(16)
     with decode.client.await_prompt(keys, deadline_s=20) as awaited:
+        until(lambda: prefill.client.lookup(keys[:16]).hit_blocks == 16, "the index shows what lies on NVMe")
         lookup = prefill.client.lookup(keys[:16])
-        assert lookup.hit_blocks == 16
         paths = Paths(decode_node="decode-0", policy=policy, layer_group=layer_group)
         with (
             prefill.client.start_load(lookup, room, paths=paths) as load,
