@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 
 from kvclient import BlockKey, InvalidArgument, Outcome, encode_extra
 from kvclient.engines.transformers import PrefixStore, StoredCache
-from kvclient.engines.transformers.model_facts import config_digest, weights_digest
+from kvclient.engines.transformers.model_facts import config_digest
+from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.tiny_models import PAD, Family
 
@@ -358,6 +360,77 @@ def test_training_and_late_adapters_leave_the_store_alone(
         connect(shared, model)
 
 
+def test_what_autocast_computes_is_neither_loaded_nor_stored(llama: Any, shared: LocalCluster, connect: Connect) -> None:
+    store, ids = connect(shared, llama), prompt(36)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = greedy(llama, ids)
+        assert answer(store, ids) == (cast, 0)
+    with store.cache(ids) as cache, torch.autocast("cpu", torch.bfloat16):  # made before
+        assert greedy(llama, ids, past_key_values=cache) == cast
+    assert store.flush(30)
+    stats = store.stats()
+    assert stats.get("hook_stored_blocks_total", 0) == 0
+    assert (stats["hook_bypassed_total"], stats["hook_store_stopped_total"]) == (1, 1)
+    fresh = greedy(llama, ids)
+    assert answer(store, ids) == (fresh, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert answer(store, ids) == (cast, 0)
+    with store.cache(ids) as cache, torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidArgument, match="autocast"):
+        greedy(llama, ids, past_key_values=cache)
+    with torch.autocast("cpu", torch.bfloat16):  # connecting there says nothing of where caches are used
+        again = connect(shared, llama, salt=store.options.salt)
+    assert answer(again, ids) == (fresh, HIT)
+
+
+def test_a_model_with_autocast_of_its_own_is_refused(
+    models: Callable[[str], Any], shared: LocalCluster, connect: Connect
+) -> None:
+    model = copy.deepcopy(models("llama"))
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    with pytest.raises(InvalidArgument, match="autocast"):
+        connect(shared, model)
+
+
+def _cast(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def _write(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
+
+
+def _write_unseen(model: Any) -> None:
+    model.model.layers[1].self_attn.v_proj.weight.data += 0.1  # as merging an adapter does: no version is counted
+
+
+def _replace(model: Any) -> None:
+    layer = model.model.layers[1].self_attn.v_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach() * 1.5)
+
+
+@pytest.mark.parametrize("change", [_cast, _write, _write_unseen, _replace])
+def test_a_model_that_changed_goes_on_without_the_store(
+    change: Callable[[Any], None], models: Callable[[str], Any], shared: LocalCluster, connect: Connect
+) -> None:
+    model = copy.deepcopy(models("llama"))
+    store, ids = connect(shared, model), prompt(37)
+    assert answer(store, ids) == (greedy(model, ids), 0)
+    assert answer(store, ids)[1] == HIT
+    stored = store.stats()["hook_stored_blocks_total"]
+    held = store.cache(prompt(38))
+    change(model)
+    assert answer(store, ids) == (greedy(model, ids), 0)
+    with held:
+        assert greedy(model, prompt(38), past_key_values=held) == greedy(model, prompt(38))
+    assert store.flush(30)
+    stats = store.stats()
+    assert stats["hook_stored_blocks_total"] == stored
+    assert (stats["hook_bypassed_total"], stats["hook_store_stopped_total"]) == (1, 1)
+    again = connect(shared, model, salt=store.options.salt)
+    assert [answer(again, ids)[1] for _ in range(2)] == [0, HIT]
+
+
 def test_extras_tenants_and_weights_are_worlds_of_their_own(
     models: Callable[[str], Any], shared: LocalCluster, connect: Connect
 ) -> None:
@@ -412,6 +485,45 @@ def test_digests_differ_exactly_where_kv_may() -> None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
     ):
         assert config_digest({**config, **changed}) != config_digest(config)
+
+
+class _Odd(torch.nn.Module):
+    """Its state is more than tensors."""
+
+    def __init__(self, extra: object) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+
+def test_digests_count_all_of_a_models_state() -> None:
+    with warnings.catch_warnings():  # torch is about to move this elsewhere
+        warnings.simplefilter("ignore")
+        digests = []
+        for more in (0.0, 0.0, 0.1):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            with torch.no_grad():
+                model[0].weight[0, 0] += more
+            packed = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+            digests.append(weights_digest(packed))
+            digests.append(weights_digest(_Odd(packed[0]._packed_params._packed_params)))
+            assert fingerprint(packed) != fingerprint(model)
+    assert digests[:2] == digests[2:4]
+    assert len(set(digests)) == 4
+    odd = [weights_digest(_Odd(extra)) for extra in ({"a": [1, torch.zeros(2)]}, {"a": [1, torch.ones(2)]}, b"x", b"y", 1, 1.0)]
+    assert len(set(odd)) == len(odd)
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        weights_digest(_Odd(object()))
+    with pytest.raises(InvalidArgument, match="offloaded"):
+        weights_digest(torch.nn.Linear(2, 2, device="meta"))
+    rope = LlamaForCausalLM(LlamaConfig(**SMALL)).half()
+    rounded = copy.deepcopy(rope)
+    rope.model.rotary_emb.float()
+    rope.model.rotary_emb.inv_freq += 1e-5  # no part of the state, and yet of all keys
+    assert weights_digest(rope) != weights_digest(rounded)
 
 
 # ---- whatever fails ----

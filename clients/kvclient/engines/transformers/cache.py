@@ -112,6 +112,8 @@ class StoredCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._off is None and torch.is_autocast_enabled(key_states.device.type):
+            self._autocast_found()
         if self._off is None and self._store.facts.sliding[layer_idx]:
             recorder = self._recorders.setdefault(layer_idx, Recorder(self.layers[layer_idx].get_seq_length()))
             recorder.append(key_states, value_states)
@@ -128,6 +130,9 @@ class StoredCache(DynamicCache):
             return
         if any(layer.get_seq_length() != columns for layer in self.layers):
             self._stop("the layers are of different lengths")
+            return
+        if changed := self._store.changed():
+            self._stop(changed)
             return
         if (reason := self._fed.settle()) is not None:
             self._stop(reason)
@@ -196,6 +201,17 @@ class StoredCache(DynamicCache):
         """Stores nothing more of this cache."""
         self.leave(reason)
         self._store.incidents.report("hook_store_stopped_total", f"a cache is not stored any further: {reason}")
+
+    def _autocast_found(self) -> None:
+        """The model computes what its weights alone do not tell; seen here, where it does, whoever switched autocast on.
+
+        Raises:
+            InvalidArgument: what came from the store was not computed so: the answer would be neither of the two.
+        """
+        first = self.get_seq_length() == self.loaded_tokens
+        self._stop("computed under autocast")
+        if first and self.loaded_tokens:
+            raise InvalidArgument("the cache holds what was computed without autocast: make it under autocast as well")
 
     # ---- what else may be done to a cache ----
     def _widen(self, times: int) -> None:

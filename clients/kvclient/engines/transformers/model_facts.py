@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -61,6 +60,17 @@ class ModelFacts:
     pad_ids: frozenset[int]
 
 
+class _Probe(DynamicCache):
+    """Notices whether what it is given was computed under autocast, as in a model that wraps its own forward pass so."""
+
+    autocast = False
+
+    def update(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+        self.autocast = self.autocast or torch.is_autocast_enabled(key_states.device.type)
+        states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, *args, **kwargs)
+        return states
+
+
 def study(model: Any, block_tokens: int) -> ModelFacts:  # noqa: ANN401  # transformers is not typed
     """Learns what a model's cache is like, by one forward pass of a single token.
 
@@ -69,13 +79,13 @@ def study(model: Any, block_tokens: int) -> ModelFacts:  # noqa: ANN401  # trans
         block_tokens: tokens of a block.
 
     Raises:
-        InvalidArgument: its KV is no function of the tokens before it, or its cache is not made of attention layers.
+        InvalidArgument: its KV is no function of weights and of the tokens before it, or its cache is not of attention layers.
     """
     refuse(model)
     config = model.config
     text = config.get_text_config(decoder=True)
-    cache = DynamicCache(config=config)
-    with torch.no_grad():
+    cache = _Probe(config=config)
+    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # the caller's; a model's own is what is asked for
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
     for number, layer in enumerate(cache.layers):
         if type(layer) not in {DynamicLayer, DynamicSlidingWindowLayer} or layer.keys is None:
@@ -84,6 +94,8 @@ def study(model: Any, block_tokens: int) -> ModelFacts:  # noqa: ANN401  # trans
                 layer=number,
                 kind=type(layer).__name__,
             )
+    if cache.autocast:
+        raise InvalidArgument("the model computes under autocast of its own, so that its weights do not tell what its KV is")
     layout = KVLayout.of([(layer.keys, layer.values) for layer in cache.layers], block_tokens)
     return ModelFacts(
         layout,
@@ -137,20 +149,3 @@ def config_digest(config: Mapping[str, Any]) -> str:
     """16 hex digits that differ where KV may differ: of everything but names, ids and what is printed."""
     kept = {name: value for name, value in config.items() if name not in _IRRELEVANT}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """32 hex digits of all weights, bit for bit: other weights, another namespace. Reads them all once (10 GB/s or so).
-
-    Raises:
-        InvalidArgument: some are not in memory (offloaded).
-    """
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        if tensor.device.type == "meta":
-            raise InvalidArgument("weights are offloaded and cannot be told apart: give weights_epoch", parameter=name)
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

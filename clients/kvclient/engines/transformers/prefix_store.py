@@ -16,8 +16,9 @@ from kvclient.engines.options import HookOptions
 from kvclient.engines.torch_blocks import KV, import_blocks
 from kvclient.engines.transformers.cache import StoredCache
 from kvclient.engines.transformers.fed import tokens_here
-from kvclient.engines.transformers.model_facts import ModelFacts, has_adapters, study, weights_digest
+from kvclient.engines.transformers.model_facts import ModelFacts, has_adapters, study
 from kvclient.engines.transformers.prompts import Ids, Prompts, common_columns, read_prompts, usable_blocks
+from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvclient.engines.transformers.writer import Chain, Writer, extras_of
 from kvclient.incidents import Incidents
 from kvstore.core.clock import MonotonicClock
@@ -50,6 +51,7 @@ class PrefixStore:
         self.options = options
         self.background = background
         self.stores = options.store
+        self._fingerprint = fingerprint(model)
         self._client = options.connect(spec)
         self._clock = MonotonicClock()
         self.incidents = Incidents(self._clock, options.client_options().log_interval_s)
@@ -145,18 +147,26 @@ class PrefixStore:
         prompts = read_prompts(tokens_here(input_ids), mask)
         extras = extras_of(extra)
         cache = StoredCache(self, prompts, extras)
-        if why := self._unfit():
+        if why := self.unfit():
             self.incidents.report("hook_bypassed_total", f"the store is left alone: {why}")
             cache.leave(why)
         elif self.options.load:
             self._load(cache, prompts, extras)
         return cache
 
-    def _unfit(self) -> str:
-        """Why the model as it is now has nothing to do with the store."""
+    def unfit(self) -> str:
+        """Why the model as it is now, and as it would compute here, has nothing to do with the store."""
         if self.model.training:
             return "the model is in training mode"
-        return "adapters were attached to the model" if has_adapters(self.model) else ""
+        if has_adapters(self.model):
+            return "adapters were attached to the model"
+        if any(torch.is_autocast_enabled(kind) for kind in {device.type for device in self.facts.devices}):
+            return "under autocast KV has other bits"
+        return self.changed()
+
+    def changed(self) -> str:
+        """Why what the model computed, or would compute, is not what the namespace says."""
+        return "" if fingerprint(self.model) == self._fingerprint else "the weights are not those of connect: connect again"
 
     def _load(self, cache: StoredCache, prompts: Prompts, extras: dict[int, bytes]) -> None:
         """Fills a cache with what the store has; a miss leaves it empty."""
