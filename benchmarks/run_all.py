@@ -19,12 +19,17 @@ import report
 
 HERE = Path(__file__).resolve().parent
 NOT_A_BENCHMARK = {"harness", "report", "run_all", "simulate_parts", "simulate_plot", "engine_child"}
-ENGINES = "engine_"
-"""How scripts begin that need an inference engine, and are left out where there is none."""
+
+
+def _needs_engine(script: str) -> bool:
+    """Whether a script needs an inference engine, and is left out where there is none."""
+    return script.startswith("engine_") or script.endswith("_vllm")
+
+
 SCRIPTS = sorted(
     path.stem
     for path in HERE.glob("*.py")
-    if path.stem not in NOT_A_BENCHMARK and not (path.stem.startswith(ENGINES) and find_spec("transformers") is None)
+    if path.stem not in NOT_A_BENCHMARK and not (_needs_engine(path.stem) and find_spec("transformers") is None)
 )
 """Each runs alone, so that none disturbs another."""
 
