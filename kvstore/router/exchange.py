@@ -34,7 +34,7 @@ _SHUNNED_S: Final = 1.0
 """For so long others come before an engine that lost a request: long enough for the next attempt to go elsewhere."""
 _NOT_PASSED: Final = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length")
-)
+) | {b"date", b"server"}  # of whoever sends the answer, which is this router: its own server writes them
 _JSON: Final = (b"content-type", b"application/json")
 _Headers = Iterable[tuple[bytes, bytes]]
 

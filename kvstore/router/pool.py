@@ -8,6 +8,7 @@ and fails at requests may fail because of the requests.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,11 @@ class Pool:
     def __init__(self, engines: Sequence[EngineConfig], limits: HealthLimits) -> None:
         self._limits = limits
         self.engines = {engine.name: EngineHealth(engine) for engine in engines}
+        self._change = asyncio.Event()
+
+    async def changed(self) -> None:
+        """Waits for the next change of who is in, or of what somebody serves; changes before the call are not noticed."""
+        await self._change.wait()
 
     def candidates(self, role: Role, now_s: float, model: str | None = None) -> list[str]:
         """Engines of a role that requests may go to, in the order of the configuration; those with room, if there are any.
@@ -80,7 +86,9 @@ class Pool:
         """An engine answered a check; says whether it came in by that."""
         health = self.engines[name]
         health.failed_checks = 0
-        health.models = tuple(models)
+        if health.models != tuple(models):
+            health.models = tuple(models)
+            self._tell()
         if health.up:
             if now_s - health.up_since_s > self._limits.eject_most_s:
                 health.ejections = 0
@@ -88,6 +96,7 @@ class Pool:
         if now_s < health.out_until_s:
             return False
         health.up, health.up_since_s, health.failed_requests, health.why = True, now_s, 0, ""
+        self._tell()
         return True
 
     def check_failed(self, name: str, now_s: float, why: str) -> bool:
@@ -136,3 +145,9 @@ class Pool:
         health.up, health.why, health.out_until_s = False, why, now_s + seconds
         health.ejections += 1
         health.failed_checks = health.failed_requests = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wakes all who wait for a change; who comes later waits for the next one."""
+        self._change.set()
+        self._change = asyncio.Event()

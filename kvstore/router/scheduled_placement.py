@@ -17,6 +17,8 @@ from kvstore.router.reporter import Reporter
 
 _log = LimitedLog(logging.getLogger(__name__))
 
+_MOST_ASKED = 3
+"""Times that one attempt is asked about, where the engines that it was assigned had died meanwhile; then this router decides."""
 _MAX_NEAR = 64
 """Engines named to the scheduler as near; those with the most."""
 
@@ -40,14 +42,33 @@ class ScheduledPlacement:
         self._asked: dict[str, EngineRequest] = {}  # by attempt
 
     async def place(self, wanted: Wanted) -> Place:
-        if self.reporter.away.is_set() or not self._schedulable(wanted):
-            return self._by_itself(wanted)
+        until_s = self._parts.now_s() + self._parts.config.assign_timeout_s
+        for _ in range(_MOST_ASKED):
+            if self.reporter.away.is_set() or not self._schedulable(wanted):
+                break
+            place = await self._ask(wanted, until_s)
+            if place is None:
+                break
+            if self._all_in(place):
+                self._parts.counters.add("router_scheduled_total")
+                return self._local.enter(place, wanted)
+            self._parts.counters.add("router_assigned_dead_total")
+            _log.warning("a request was assigned to an engine that is out by now: %s", place.prefill or place.engine)
+            self.done(place)
+        return self._by_itself(wanted)
+
+    async def _ask(self, wanted: Wanted, until_s: float) -> Place | None:
+        """A place that the scheduler assigned and is to be told the end of; None: this router is to decide by itself.
+
+        Raises:
+            CapacityExceeded: no engine had room in time.
+        """
         request = self._request(wanted)
         self.reporter.begins(request.request_id)
         assignment: Assignment | None = None
         place: Place | None = None
         try:
-            assignment = await self._assign(request)
+            assignment = await self._assign(wanted, request, max(0.001, until_s - self._parts.now_s()))
             if assignment is not None:
                 place = self._place(wanted, assignment)
         except DeadlineExceeded:
@@ -58,10 +79,9 @@ class ScheduledPlacement:
         if place is None:
             if assignment is not None:  # of engines that are another router's
                 self.reporter.ended(request)
-            return self._by_itself(wanted)
+            return None
         self._asked[wanted.attempt] = request
-        self._parts.counters.add("router_scheduled_total")
-        return self._local.enter(place, wanted)
+        return place
 
     def prefilled(self, place: Place) -> None:
         self._local.prefilled(place)
@@ -78,20 +98,27 @@ class ScheduledPlacement:
     def dropped(self, place: Place) -> None:
         self.done(place)
 
-    async def _assign(self, request: EngineRequest) -> Assignment | None:
-        """Engines for a request; None: the scheduler is away, or refuses for a reason that is none of the client's business.
+    async def _assign(self, wanted: Wanted, request: EngineRequest, timeout_s: float) -> Assignment | None:
+        """Engines for a request; None: this router is to decide.
+
+        So it is where the scheduler is away, or refuses for a reason that is none of the client's business, and where engines
+        went out or changed so that it can no longer know: it would wait for engines that may never come.
 
         Raises:
             DeadlineExceeded: nobody has room in time.
         """
-        assign = asyncio.ensure_future(self._client.assign(request, self._parts.config.assign_timeout_s))
+        assign = asyncio.ensure_future(self._client.assign(request, timeout_s))
         away = asyncio.ensure_future(self.reporter.away.wait())
+        vain = asyncio.ensure_future(self._until_vain(wanted))
         taken = False
         try:
             await asyncio.sleep(0)  # the request goes out first, and then, on the same connection, the report that fetches it
             self.reporter.asked()
-            await asyncio.wait((assign, away), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((assign, away, vain), return_when=asyncio.FIRST_COMPLETED)
             if not assign.done():
+                if not away.done():
+                    self._parts.counters.add("router_waits_in_vain_total")
+                    _log.warning("engines that a request waited for at the scheduler are out: it waits no longer")
                 return None
             taken = True
             return assign.result()
@@ -102,12 +129,22 @@ class ScheduledPlacement:
             _log.warning("the scheduler assigned nothing: %s", error)
             return None
         finally:
-            away.cancel()
-            assign.cancel()
-            await asyncio.wait((assign, away))
+            for waits in (assign, away, vain):
+                waits.cancel()
+            await asyncio.wait((assign, away, vain))
             if not taken and not assign.cancelled() and assign.exception() is None:  # it came as nobody waited any more
                 self.reporter.placed(request.request_id, assign.result().generation)
                 self.reporter.ended(request)
+
+    async def _until_vain(self, wanted: Wanted) -> None:
+        """Waits until the scheduler can no longer know."""
+        while self._schedulable(wanted):
+            await self._parts.pool.changed()
+
+    def _all_in(self, place: Place) -> bool:
+        """Are its engines still in? One may have gone out between the scheduler's decision and now."""
+        engines = self._parts.pool.engines
+        return all(name is None or engines[name].up for name in (place.engine, place.prefill))
 
     def _schedulable(self, wanted: Wanted) -> bool:
         """Can the scheduler know? It takes all engines of a role for equal."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, Unavailable
@@ -24,6 +25,8 @@ _PASSED: Final = ("authorization", "x-request-id", "traceparent", "tracestate", 
 _MODELS_S: Final = 10.0
 _BODY_S: Final = 60.0
 """How long a client may take to send its request."""
+_CLIENT_GONE: Final = 499
+"""What proxies note where the client left; nobody gets to see it."""
 
 
 def make_app(parts: Parts, placement: Placement, prompts: PromptReader) -> FastAPI:
@@ -56,8 +59,12 @@ class _Doors:
         if self._inflight >= self._parts.config.max_inflight:
             counters.add("router_refused_full_total")
             raise CapacityExceeded("the router has as many requests under way as it takes", most=self._inflight)
-        with self._counted():
-            raw = await self._body(request)
+        try:
+            with self._counted():
+                raw = await self._body(request)
+        except ClientDisconnect:  # in the middle of its request: there is nobody to answer, and nothing went wrong here
+            counters.add("router_clients_gone_total")
+            return Response(status_code=_CLIENT_GONE)
         if raw is None:
             counters.add("router_refused_long_total")
             error = InvalidArgument("the request is too long", most_bytes=self._parts.config.max_body_bytes)
@@ -127,6 +134,7 @@ class _Doors:
 
         Raises:
             InvalidArgument: it did not come in time.
+            ClientDisconnect: the client left before all of it was here.
         """
         most = self._parts.config.max_body_bytes
         told = request.headers.get("content-length", "0")

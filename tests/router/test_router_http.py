@@ -268,3 +268,36 @@ async def test_answers_know_no_connection_of_the_engine(bed: Make) -> None:
     router = await bed("e0")
     answer: httpx.Response = await router.complete()
     assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+async def test_answers_tell_the_date_and_the_server_once(bed: Make) -> None:
+    router = await bed("e0", retries=0)
+    for behaviour in (Behaviour(), Behaviour(status=503)):
+        router["e0"].default = behaviour
+        answer = await router.complete()
+        assert answer.status_code == behaviour.status
+        assert [len(answer.headers.get_list(name)) for name in ("date", "server")] == [1, 1]
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_request_is_counted(bed: Make, caplog: pytest.LogCaptureFixture) -> None:
+    router = await bed("e0")
+    url = router.http.base_url
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+
+    async def came() -> bool:
+        return await router.counter("router_requests_total") == 1
+
+    await until(came, "the request has begun")
+    writer.close()
+    await writer.wait_closed()
+
+    async def counted() -> bool:
+        return await router.counter("router_clients_gone_total") == 1
+
+    await until(counted, "the client is gone")
+    assert await router.counter("router_requests_inflight") == 0
+    assert (await router.complete()).status_code == 200
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+    assert len(router["e0"].requests) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_bed import QUICK, Bed, Make, until
+from router_bed import NEVER, QUICK, Bed, Make, until
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
@@ -165,6 +165,55 @@ async def test_an_engine_that_dies_leaves_the_scheduler_and_its_request_goes_els
     await router[served].stop()
     assert (await asking).headers["x-kvstore-engine"] == other
     await known(router, scheduler, 2)
+    await idle(scheduler)
+
+
+async def test_who_waits_for_prefill_engines_waits_no_longer_than_these_live(
+    bed: Make, store: LocalCluster, scheduler: Scheduler
+) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",), **scheduled(store))
+    await known(router, scheduler, 2)
+    router["p0"].default = Behaviour(hold=asyncio.Event())
+    router["d0"].script.append(Behaviour(hold=asyncio.Event()))  # as one that waits for a prompt
+    asking = [asyncio.create_task(router.complete("word " * 4_000))]
+    await router["p0"].until_requests(1)
+    asking += [asyncio.create_task(router.complete(f"{number} " + "other " * 4_000)) for number in range(3)]
+
+    async def wait() -> bool:
+        return await scheduler.counter("metadata_scheduler_waiting_prefill") == 3
+
+    await until(wait, "the others wait")
+    await router["p0"].stop()
+    assert {(await one).status_code for one in asking} == {200}
+    assert all("kv_transfer_params" not in body for body in router["d0"].requests[1:])
+    assert await router.counter("router_waits_in_vain_total") >= 3
+    await idle(scheduler)
+
+
+async def test_who_waits_as_the_last_engine_goes_is_told_at_once(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    router = await bed("e0", **scheduled(store))
+    await known(router, scheduler, 2)
+    router["e0"].default = Behaviour(hold=asyncio.Event())
+    asking = [asyncio.create_task(router.complete("word " * 4_000))]
+    await router["e0"].until_requests(1)
+    asking.append(asyncio.create_task(router.complete("other " * 4_000)))
+
+    async def waits() -> bool:
+        return await scheduler.counter("metadata_scheduler_waiting_prefill") == 1
+
+    await until(waits, "the second waits")
+    await router["e0"].stop()
+    assert {(await one).status_code for one in asking} == {503}
+
+
+async def test_an_assignment_to_an_engine_that_is_out_is_given_back(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    reports = await bed("e0", "e1", **scheduled(store, health=NEVER))
+    await known(reports, scheduler, 3)
+    router = await bed.beside(reports, **scheduled(store, health=NEVER, report=False, retries=1))
+    await router["e0"].stop()  # which the router that reports does not notice: the scheduler goes on to assign it
+    for number in range(4):
+        assert (await router.complete(f"p{number}")).headers["x-kvstore-engine"] == "e1"
+    assert await router.counter("router_assigned_dead_total") >= 1
     await idle(scheduler)
 
 
