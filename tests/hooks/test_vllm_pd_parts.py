@@ -208,11 +208,14 @@ def test_a_hand_over_that_failed_is_tried_once_more() -> None:
 
 
 def test_what_waits_is_bounded() -> None:
-    pool, one = Pool(10), prompt(40)
+    pool = Pool(12)
     made = decisions(pool)
-    made.arrived(one, THERE, CHAIN)
-    assert not step(made, {"r": 40}, [list(range(1, 11))]).sends
-    assert not pool.pinned
+    for name in "ab":
+        made.arrived(prompt(32, name), THERE, CHAIN)
+    assert len(step(made, {"a": 32}, [list(range(1, 9))]).sends) == 1, "one may always, however large"
+    assert not step(made, {"b": 32}, [list(range(1, 9))]).sends
+    assert len(pool.pinned) == 8
+    assert made.finished("b") is None
 
 
 def test_other_weights_end_what_is_on_its_way() -> None:

@@ -86,7 +86,7 @@ class PdScheduler:
     Args:
         block_tokens: tokens of a page.
         windows: by group: tokens that it looks back; 0: all.
-        pinned_share: the part of the engine's pages that may wait to be handed over.
+        pinned_share: the part of the engine's pages that may wait to be handed over; one hand-over may be larger.
         workers: how many workers answer each job.
         tally: where it is counted.
         null_block: id of the page that stands for no page.
@@ -223,7 +223,8 @@ class PdScheduler:
         ids = [self._from_first_page(group[first:stop]) for group in resolve(request.request_id)]
         count = sum(map(len, ids))
         assert self._pool is not None
-        if self._pinned_blocks + count > len(self._pool.blocks) * self._pinned_share:
+        # one may always: its pages are its request's as long as that runs, however large a part of the engine's they are
+        if self._pinned_blocks and self._pinned_blocks + count > len(self._pool.blocks) * self._pinned_share:
             sending.failures = _SEND_FAILURES
             self._tally.add("handoffs_skipped")
             _log.warning("the prompt of request %s is not handed over: too many pages wait already", request.request_id)
