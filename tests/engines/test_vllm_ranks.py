@@ -22,6 +22,8 @@ from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 HIT = TOKENS // BLOCK * BLOCK
 STORED = (TOKENS + 12 - 1) // BLOCK
+RANKS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+"""What the engine of two ranks is started with; other engines run in the tests' own process and must not see it."""
 TIMEOUT_S = 200.0
 """Ranks spin while they wait for each other: on busy cores that takes its time."""
 
@@ -31,7 +33,7 @@ def answers(cluster: LocalCluster, folder: Path, family: str) -> dict[str, Any]:
     script = Path(__file__).with_name("vllm_ranks_bed.py")
     argv = [sys.executable, str(script), cluster.metadata_address, cluster.node("n").local_socket, str(folder), family]
     process = subprocess.Popen(
-        argv, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        argv, env=os.environ | RANKS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         output, errors = process.communicate(timeout=TIMEOUT_S)
