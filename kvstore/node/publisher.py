@@ -26,7 +26,7 @@ from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.antientropy import AntiEntropy, held_by
 from kvstore.node.block import Block
-from kvstore.node.replicas import ReplicaLog, runs_of
+from kvstore.node.replicas import ReplicaLog, never_hidden, runs_of
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -214,15 +214,13 @@ class Publisher:
         for volume in inventories:
             yield from self._inventory(volume)
         while True:
-            more = False
             for volume in self._volumes:
                 if self._log.needs_inventory(volume):
                     yield from self._inventory(volume)
-                stored, removed, events = self._log.take(volume, BATCH_EVENTS)
-                if events:
-                    yield self._message(volume, stored, b"".join(removed)), events
-                more |= self._log.behind(volume)
-            if not more:
+            takes = [self._log.take(volume, BATCH_EVENTS) for volume in self._volumes]
+            for taken in never_hidden([taken for taken in takes if taken.events]):
+                yield self._message(taken.volume, taken.stored, b"".join(taken.removed)), taken.events
+            if not any(self._log.behind(volume) for volume in self._volumes):
                 yield None, 0
 
     def _inventory(self, volume: VolumeId) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import xxhash
@@ -61,6 +62,39 @@ def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
     if first is not None:
         runs.append(BlockRun(first.namespace, first.parent, first.depth, tuple(keys)))
     return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A batch of one volume's events, to be applied removals first; so it ends before a key that it stores is removed again."""
+
+    volume: VolumeId
+    stored: Sequence[BlockRun]
+    removed: Sequence[BlockKey]
+    events: int
+    """How many events the index shows once it shows this batch."""
+
+
+def never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
+    """Orders batches that were taken from several volumes, one after the other, so that no block is shown nowhere on its way.
+
+    A block moves by being stored in one volume before it is removed from another. Sent the other way round, it would be a miss
+    for whoever asks in between. What was taken last is the newest, so it goes out first; a removal that another batch must
+    come before goes out by itself at the end.
+    """
+    left = list(takes)
+    at_the_end: list[Taken] = []
+    while left:
+        taken = left.pop()
+        to_come = {key for other in left for run in other.stored for key in run.keys} if taken.removed else set()
+        if to_come.isdisjoint(taken.removed):
+            yield taken
+            continue
+        own = {key for run in taken.stored for key in run.keys}
+        first = [key for key in taken.removed if key in own]
+        yield replace(taken, removed=first, events=0)
+        at_the_end.append(replace(taken, stored=[], removed=[key for key in taken.removed if key not in own]))
+    yield from at_the_end
 
 
 class _VolumeLog:
@@ -147,11 +181,8 @@ class ReplicaLog:
         self._urgent.notify_all()
         self._wake.notify_all()
 
-    def take(self, volume: VolumeId, limit: int) -> tuple[list[BlockRun], list[BlockKey], int]:
-        """Next events of a volume as one batch: stored runs, removed keys, number of events.
-
-        A batch is applied removals first; so it ends before a key that it stores is removed again.
-        """
+    def take(self, volume: VolumeId, limit: int) -> Taken:
+        """Next events of a volume as one batch."""
         with self._lock:
             events = self._volumes[volume].events
             stored: dict[BlockKey, Described] = {}
@@ -167,7 +198,7 @@ class ReplicaLog:
                     removed.append(key)
                 else:
                     stored[key] = block
-        return runs_of(stored.values()), removed, count
+        return Taken(volume, runs_of(stored.values()), removed, count)
 
     def behind(self, volume: VolumeId) -> bool:
         """Whether events that were there when ``wait`` returned are still to be taken."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.digests import key_range
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
-from kvstore.node.replicas import ReplicaLog, runs_of
+from kvstore.node.replicas import ReplicaLog, Taken, never_hidden, runs_of
 from kvstore.observe.counters import Counters
 
 VOLUME = VolumeId("n/dram")
@@ -60,13 +60,12 @@ def test_batches_applied_removals_first_give_the_same_state_as_the_events(events
             log.removed(VOLUME, key_of(number))
     index: set[BlockKey] = set()
     total = 0
-    while (batch := log.take(VOLUME, limit))[2]:
-        runs, removed, count = batch
-        assert count <= limit
-        index.difference_update(removed)
-        index.update(key for run in runs for key in run.keys)
-        log.acknowledge(VOLUME, count)
-        total += count
+    while (batch := log.take(VOLUME, limit)).events:
+        assert batch.events <= limit
+        index.difference_update(batch.removed)
+        index.update(key for run in batch.stored for key in run.keys)
+        log.acknowledge(VOLUME, batch.events)
+        total += batch.events
     assert index == truth
     settled = log.settled_digests(VOLUME)
     assert settled is not None
@@ -79,15 +78,48 @@ def test_batches_applied_removals_first_give_the_same_state_as_the_events(events
     assert {where: digest for where, digest in enumerate(digests) if digest} == {k: v for k, v in expected.items() if v}
 
 
+@given(st.lists(st.tuples(st.sampled_from([0, 1]), st.integers(0, 11)), max_size=60), st.lists(st.integers(0, 59), max_size=6))
+def test_a_block_that_moves_between_volumes_is_always_shown_somewhere(moves: list[tuple[int, int]], rounds: list[int]) -> None:
+    """Blocks begin in both volumes; one leaves a volume only while the other holds it, and comes back at any time."""
+    volumes = [VOLUME, VolumeId("n/nvme")]
+    log = ReplicaLog(volumes, Counters(), ManualClock())
+    held = [{key_of(number) for number in range(12)} for _ in volumes]
+    index = [set(of) for of in held]
+
+    def publish() -> None:
+        shown_before = set.union(*index)
+        takes = [log.take(volume, 1000) for volume in volumes]
+        for batch in never_hidden([taken for taken in takes if taken.events]):
+            shown = index[volumes.index(batch.volume)]
+            shown.difference_update(batch.removed)
+            shown.update(key for run in batch.stored for key in run.keys)
+            log.acknowledge(batch.volume, batch.events)
+            assert shown_before <= set.union(*index)
+
+    for at, (volume, number) in enumerate(moves):
+        key = key_of(number)
+        if key not in held[volume]:
+            held[volume].add(key)
+            log.stored(volumes[volume], block_of(number))
+        elif key in held[1 - volume]:
+            held[volume].remove(key)
+            log.removed(volumes[volume], key)
+        if at in rounds:
+            publish()
+    while any(log.digests(volume) != log.settled_digests(volume) for volume in volumes):
+        publish()
+    assert index == held
+
+
 def test_a_full_log_is_dropped_for_an_inventory() -> None:
     log = make_log(bound=5)
     for number in range(6):
         log.stored(VOLUME, block_of(number))
-    assert log.take(VOLUME, 100) == ([], [], 0)
+    assert log.take(VOLUME, 100) == Taken(VOLUME, [], [], 0)
     assert log.needs_inventory(VOLUME)
     assert not log.needs_inventory(VOLUME)
     log.stored(VOLUME, block_of(7))
-    assert log.take(VOLUME, 100)[2] == 1
+    assert log.take(VOLUME, 100).events == 1
 
 
 def test_waiting_for_the_index_ends_with_the_acknowledgement_or_the_deadline() -> None:
@@ -108,9 +140,9 @@ def test_what_was_gathered_is_taken_before_the_next_wait() -> None:
     assert not log.behind(VOLUME), "nothing was gathered yet"
     log.wait(0.0)
     log.stored(VOLUME, block_of(3))
-    assert log.take(VOLUME, 2)[2] == 2
+    assert log.take(VOLUME, 2).events == 2
     assert log.behind(VOLUME)
-    assert log.take(VOLUME, 2)[2] == 2
+    assert log.take(VOLUME, 2).events == 2
     assert not log.behind(VOLUME)
     log.stored(VOLUME, block_of(4))
     assert not log.behind(VOLUME), "what came later waits for what comes with it"
@@ -123,7 +155,7 @@ def test_who_waits_to_be_published_does_not_wait_for_more() -> None:
         log.stored(VOLUME, block_of(0))
         assert not log.wait_published([VOLUME], time.monotonic() + 0.001), "nobody acknowledges"
         waited.result(30.0)
-        assert log.take(VOLUME, 10)[2] == 1
+        assert log.take(VOLUME, 10).events == 1
         waiting = publisher.submit(lambda: log.wait_published([VOLUME], time.monotonic() + 30))
         log.acknowledge(VOLUME, 1)
         assert waiting.result(30.0)
