@@ -89,6 +89,14 @@ class NodeControl:
         request = node_pb2.EvictRequest(operation_id=secrets.token_bytes(16), tier=_TIERS[tier])
         return int(call(self._stub.Evict, request, CALL_S).evicted_blocks)
 
+    def empty(self, tier: Tier, blocks: int) -> None:
+        """Empties a tier of so many blocks; one that is on its way elsewhere leaves a moment later."""
+        deadline_s = time.monotonic() + CALL_S
+        while (blocks := blocks - self.evict(tier)) > 0:
+            if time.monotonic() > deadline_s:
+                sys.exit(f"{blocks} blocks do not leave {tier.name}")
+            time.sleep(0.005)
+
     def io_engines(self) -> str:
         """What the node really reads and writes with."""
         return "; ".join(call(self._stub.GetNodeStats, node_pb2.GetNodeStatsRequest(), CALL_S).io_engines)

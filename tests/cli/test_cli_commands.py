@@ -252,6 +252,7 @@ def test_a_demo_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path, number
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # whoever runs the tests under nohup hands down "ignored"
     )
     try:
         sockets = socket_folder_of_children(process.pid)
