@@ -102,6 +102,7 @@ def node_config(config: Config) -> NodeConfig:
         storage_listen=section.storage_listen,
         storage_advertise_host=section.storage_advertise_host,
         storage_bytes_per_s=section.storage_bandwidth,
+        gds=section.gds,
         compute_bytes_per_s=section.compute_bandwidth,
         traffic=TrafficClass(section.kv_dscp, section.compute_cap, section.compute_yield, section.compute_bandwidth),
         prefill_buffer_bytes=section.prefill_buffer,

@@ -154,6 +154,11 @@ class NodeSection(Section):
         default=None, description="address of its data plane on the storage network; unset: data_listen serves both networks"
     )
     storage_advertise_host: str | None = Field(
+    gds: Literal["auto", "required", "off"] = Field(
+        default="auto",
+        description="GPUDirect Storage: auto (where a measurement shows that it is real), required (or the node refuses to"
+        " start) or off (kvikio is not touched)",
+    )
         default=None, description="host that others reach it by on the storage network; unset: the one listened on"
     )
     storage_bandwidth: Size = Field(default=0, description="bytes a second of the storage link; 0: not known, measured")

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.node_id import check_node_id
 from kvstore.core.tls import TlsConfig
+from kvstore.tiers.io_engines.probe import GdsMode
 from kvstore.transport.traffic import TrafficClass
 
 
@@ -73,6 +74,8 @@ class NodeConfig:
     load_threads: int = 8
     io_threads: int = 8
     """I/O requests in flight on each NVMe volume."""
+    gds: GdsMode = "auto"
+    """GPUDirect Storage: ``auto``: where a measurement shows that it is real; ``required``: or the node does not start."""
     storage_listen: str | None = None
     """Data plane on the storage network (SNIC); None: ``data_listen`` serves both networks."""
     storage_advertise_host: str | None = None

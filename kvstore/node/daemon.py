@@ -50,6 +50,7 @@ from kvstore.tiers.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.shm import ArenaDoor
+from kvstore.tiers.io_engines.probe import choose_gds
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
@@ -109,11 +110,19 @@ class NodeDaemon:
             self._slabs.append(
                 NvmeSlab.open(
                     nvme.path,
-                    volume_id=VolumeId(f"{config.node_id}/nvme{number}"),
+                    volume_id=volume_id,
                     capacity_bytes=nvme.capacity_bytes,
                     io_threads=config.io_threads,
                     direct=nvme.direct,
+        self._gds: list[str] = []
+        if config.gds == "required" and not config.nvme:
+            raise InvalidArgument("node.gds = required takes an NVMe volume (node.nvme)")
                     counters=self.counters,
+            volume_id = VolumeId(f"{config.node_id}/nvme{number}")
+            nvme.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # what is measured is the folder's file system
+            threads = config.io_threads * len(config.nvme)
+            gds, found = choose_gds(config.gds, nvme.path, threads=threads, counters=self.counters)
+            self._gds.append(f"GPUDirect Storage of {volume_id}: {found.describe()}")
                 )
             )
 
@@ -122,6 +131,8 @@ class NodeDaemon:
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
         self._log = ReplicaLog(volumes, counters, clock, keep=config.metadata is not None)
         homes = [Home(slab, make_policy(config.policy)) for slab in self._slabs]
+                    gds=gds,
+                    gds_required=config.gds == "required",
         writes_behind = bool(homes) or config.write_behind_to is not None
         self.table = BlockTable(
             self._arena,
@@ -382,7 +393,7 @@ class NodeDaemon:
     def _io_engines(self) -> list[str]:
         engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
         engines += [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
-        return engines + [mount.describe() for mount in self._mounts]
+        return engines + self._gds + [mount.describe() for mount in self._mounts]
 
     def _sweep_for_ever(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):

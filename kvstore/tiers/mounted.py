@@ -5,7 +5,8 @@ slot by now is read whole, and counts only if its header names the volume, names
 for, and the payload matches the header's checksum of every Layer Block. The owner may evict and rewrite slots at any moment: a
 read that met it sees another block's header, or a mixture whose checksums fail. Both are a miss, here called *stale*.
 
-Nothing is written or locked. Where the file system grants O_DIRECT, reads go past this host's page cache.
+Nothing is written or locked. Where the file system grants O_DIRECT, reads go past this host's page cache. An engine may mount
+its own node's volume: that is how blocks get from the disk into device memory without a way through the node's arena.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, Volum
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.header import FIXED_BYTES, check_shape, header_bytes, parse_header, slot_bytes
+from kvstore.tiers.io_engines.contract import DeviceMemory
+from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.roster import RosterReader
-from kvstore.tiers.slab_io import SlabFile, SlotIO
+from kvstore.tiers.slab_io import NOTHING, SlabFile, SlotIO
 from kvstore.tiers.slab_open import SLAB_FILE
 
 _log = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class MountedSlab:
         io_threads: I/O requests under way at once.
         direct: use O_DIRECT where it works.
         counters: where failures are counted.
+        gds: kvikio, for reads into device memory; None: they go through host memory.
 
     Raises:
         Conflict: another volume lies there.
@@ -73,7 +77,14 @@ class MountedSlab:
     """
 
     def __init__(
-        self, path: Path, volume_id: VolumeId, *, io_threads: int = 4, direct: bool = True, counters: Counters | None = None
+        self,
+        path: Path,
+        volume_id: VolumeId,
+        *,
+        io_threads: int = 4,
+        direct: bool = True,
+        counters: Counters | None = None,
+        gds: Kvikio | None = None,
     ) -> None:
         self.volume_id = volume_id
         self._path = path
@@ -82,7 +93,9 @@ class MountedSlab:
         self._turn = threading.Lock()
         self._uid = b""
         self._catch_up()
-        self._file = SlabFile(path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=False, counters=self._counters)
+        self._file = SlabFile(
+            path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=False, counters=self._counters, gds=gds
+        )
         _log.info("volume %s mounted at %s: %d blocks, %s", volume_id, path, len(self._roster.slots), self._file.engine)
 
     @property
@@ -132,16 +145,38 @@ class MountedSlab:
         Raises:
             InvalidArgument: a view is no Full Block.
         """
-        check_shape(shape)
         slots: list[_WantedSlot] = []
         for key, slot, payload in items:
-            if payload.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
-                raise InvalidArgument("a payload is one Full Block and fits its slot", bytes=payload.nbytes)
+            wanted = self._wanted(namespace, shape, key, slot, payload.nbytes)
             flat = payload if payload.format == "B" and payload.ndim == 1 else payload.cast("B")
-            slots.append(_WantedSlot(self._uid, slot, BlockRecord(namespace, key, None, 0, shape, b""), flat))
+            slots.append(_WantedSlot(self._uid, slot, wanted, flat))
         self._file.read(slots, verify=True)
+        return self._answers([(key, slot) for key, slot, _ in items], slots)
+
+    def read_device(
+        self, namespace: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, DeviceMemory]]
+    ) -> list[tuple[Outcome, bytes]]:
+        """As ``read``, into device memory; what is not a HIT leaves it undefined.
+
+        What went there straight is fetched back to be verified: the owner may have rewritten the slot meanwhile.
+        """
+        pairs: list[tuple[_WantedSlot, DeviceMemory]] = []
+        for key, slot, memory in items:
+            wanted = self._wanted(namespace, shape, key, slot, memory.nbytes)
+            pairs.append((_WantedSlot(self._uid, slot, wanted, NOTHING), memory))
+        self._file.read_device(pairs, verify=True)
+        return self._answers([(key, slot) for key, slot, _ in items], [slot for slot, _ in pairs])
+
+    @staticmethod
+    def _wanted(namespace: NamespaceId, shape: BlockShape, key: BlockKey, slot: Slot, nbytes: int) -> BlockRecord:
+        check_shape(shape)
+        if nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
+            raise InvalidArgument("a payload is one Full Block and fits its slot", bytes=nbytes)
+        return BlockRecord(namespace, key, None, 0, shape, b"")
+
+    def _answers(self, places: Sequence[tuple[BlockKey, Slot]], slots: Sequence[_WantedSlot]) -> list[tuple[Outcome, bytes]]:
         answers: list[tuple[Outcome, bytes]] = []
-        for (key, slot, _), io in zip(items, slots, strict=True):
+        for (key, slot), io in zip(places, slots, strict=True):
             answers.append((io.outcome, io.record.checksums))
             if io.outcome is Outcome.MISS:
                 self._forget(key, slot)

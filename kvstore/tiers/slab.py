@@ -34,8 +34,10 @@ from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
 from kvstore.tiers.catalog import Catalog
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, VolumeUsage
 from kvstore.tiers.header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
+from kvstore.tiers.io_engines.contract import DeviceMemory
+from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.roster import RosterWriter
-from kvstore.tiers.slab_io import SlotIO
+from kvstore.tiers.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.slab_open import (
     SLAB_FILE,
     CannotWriteError,
@@ -91,6 +93,9 @@ class NvmeSlab(DurableVolume):
         direct: bool = True,
         verify_headers: bool = False,
         counters: Counters | None = None,
+        gds: Kvikio | None = None,
+        gds_required: bool = False,
+        gds_host_reads: bool = False,
     ) -> NvmeSlab:
         """Opens a volume, and makes it where the folder is missing or empty.
 
@@ -105,6 +110,9 @@ class NvmeSlab(DurableVolume):
             direct: use O_DIRECT where it works (``io_engine`` says what is in use).
             verify_headers: ``recover`` reads every slot's header and drops those that differ (an I/O a block).
             counters: where fallbacks and failures are counted.
+            gds: kvikio, for reads into device memory; None: they go through host memory.
+            gds_required: refuse to open where kvikio cannot open the slab, rather than do without it.
+            gds_host_reads: reads into host memory go through kvikio as well, for tests and benchmarks.
 
         Raises:
             Conflict: another process has it open, or it is another volume.
@@ -112,6 +120,7 @@ class NvmeSlab(DurableVolume):
             CorruptBlock: superblock, slab or catalog is damaged or lost; the message names the command that mends it.
             CapacityExceeded: the file system has no room to make or to enlarge it.
             Unavailable: its catalog cannot be opened.
+            Unsupported: ``gds_required``, and kvikio cannot open the slab.
             OSError: anything else that the file system says.
         """
         counters = counters or Counters()
@@ -123,7 +132,8 @@ class NvmeSlab(DurableVolume):
         try:
             if not (path / SLAB_FILE).exists():
                 make_volume(path, volume_id, capacity_bytes)
-            parts = open_parts(path, volume_id, capacity_bytes, io_threads=io_threads, direct=direct, counters=counters)
+            engine = IoChoice(io_threads, direct=direct, gds=gds, gds_required=gds_required, gds_host_reads=gds_host_reads)
+            parts = open_parts(path, volume_id, capacity_bytes, engine, counters)
         except BaseException:
             lock.close()
             raise
@@ -196,6 +206,35 @@ class NvmeSlab(DurableVolume):
             places.append(place)
         self._file.read(slots, verify=verify)
         for place, io in zip(places, slots, strict=True):
+            outcomes[place] = io.outcome
+        return outcomes
+
+    def read_device(self, items: Sequence[tuple[Slot, BlockRecord, DeviceMemory]], *, verify: bool = True) -> list[Outcome]:
+        """As ``read``, into device memory: straight from the disk where the I/O engine can, else through host memory.
+
+        What is not a HIT leaves the memory undefined.
+
+        Args:
+            items: each with memory of one Full Block, which nothing else uses meanwhile.
+            verify: compare checksums; what went straight to the device is fetched back for that. Headers always are.
+
+        Raises:
+            InvalidArgument: memory is no Full Block.
+        """
+        outcomes = [Outcome.CORRUPT] * len(items)
+        pairs: list[tuple[SlotIO, DeviceMemory]] = []
+        places: list[int] = []
+        for place, (slot, record, memory) in enumerate(items):
+            shape = record.shape
+            if memory.nbytes != shape.block_bytes or slot.size != slot_bytes(shape):
+                raise InvalidArgument("device memory is one Full Block and fits its slot", bytes=memory.nbytes)
+            if not self._allocator.holds(slot):
+                continue  # as for read
+            room = header_bytes(shape.layers)
+            pairs.append((SlotIO(slot.offset, slot.size, self._header(slot, record), room, record, NOTHING), memory))
+            places.append(place)
+        self._file.read_device(pairs, verify=verify)
+        for place, (io, _) in zip(places, pairs, strict=True):
             outcomes[place] = io.outcome
         return outcomes
 

@@ -10,6 +10,8 @@ the catalog names it, which happens after ``fdatasync`` of the slab: whatever a 
 at, and the catalog's entry of the slot's former block was dropped, synced, before the slot was given out again.
 
 An I/O that fails or comes back short is taken apart: each slot is tried alone, so that one bad sector costs one block.
+
+How bytes get into memory is the part of an *I/O engine* (``kvstore.tiers.io_engines``): ``posix``, or ``gds`` before ``posix``.
 """
 
 from __future__ import annotations
@@ -24,30 +26,36 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from kvstore.core import checksum
-from kvstore.core.errors import InvalidArgument, Unavailable
+from kvstore.core.errors import InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import Outcome
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, round_up
 from kvstore.tiers.contract import BlockRecord
+from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
+from kvstore.tiers.io_engines.gds import GdsFile
+from kvstore.tiers.io_engines.kvikio_library import Kvikio
+from kvstore.tiers.io_engines.posix import PosixFile
 from kvstore.tiers.superblock import DATA_START
 
 _log = logging.getLogger(__name__)
 
 MERGE_BYTES = 4 << 20
 """Adjacent slots are merged up to this size; a device gains nothing from larger requests, and threads share the work better."""
-STEP_BYTES = 1 << 20
-"""A thread moves a long run in calls of so many bytes. Measured: with four threads 5-10 % faster than one call of 4 MiB; half as
-long, with eight threads, a seventh slower, for what is in flight is the threads times this."""
 SCRATCH_PAYLOAD_BYTES = 32 << 10
 """Payloads up to this size are copied through scratch even where aligned: cheaper than two more pieces in a vector."""
 _MAX_PIECES = min(1024, os.sysconf("SC_IOV_MAX"))
 _PIECES_PER_SLOT = 3
 _STALL_LOG_S = 10.0
+NOTHING = memoryview(b"")
+"""Payload of a slot whose bytes go to a device."""
+_Piece = TypeVar("_Piece")
 
 
 class SlotIO:
@@ -98,6 +106,30 @@ def _aligned(view: memoryview) -> bool:
     return bool(np.frombuffer(view, np.uint8).__array_interface__["data"][0] % ALIGNMENT == 0)
 
 
+@dataclass(frozen=True, slots=True)
+class IoChoice:
+    """How a slab file is to be read and written; see ``SlabFile``."""
+
+    io_threads: int
+    direct: bool = True
+    gds: Kvikio | None = None
+    gds_required: bool = False
+    gds_host_reads: bool = False
+
+    def open(self, path: Path, *, writable: bool, counters: Counters) -> SlabFile:
+        """Opens a slab file so."""
+        return SlabFile(
+            path,
+            io_threads=self.io_threads,
+            direct=self.direct,
+            writable=writable,
+            counters=counters,
+            gds=self.gds,
+            gds_required=self.gds_required,
+            gds_host_reads=self.gds_host_reads,
+        )
+
+
 class SlabFile:
     """The slab file of one volume. Thread-safe.
 
@@ -107,20 +139,36 @@ class SlabFile:
         direct: ask for O_DIRECT.
         writable: False: opened read-only.
         counters: where fallbacks and failures are counted.
+        gds: read through this where that is of use; None: ``posix`` alone.
+        gds_required: where it cannot open the file, neither can we.
+        gds_host_reads: with ``gds``, read into host memory through it as well.
 
     Raises:
         OSError: the file cannot be opened or read.
+        Unsupported: ``gds`` is required and cannot open it.
     """
 
-    def __init__(self, path: Path, *, io_threads: int, direct: bool, writable: bool, counters: Counters) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        io_threads: int,
+        direct: bool,
+        writable: bool,
+        counters: Counters,
+        gds: Kvikio | None = None,
+        gds_required: bool = False,
+        gds_host_reads: bool = False,
+    ) -> None:
         if io_threads < 1:
             raise InvalidArgument("a slab takes at least one I/O thread", io_threads=io_threads)
         self.path = path
         self._counters = counters
-        flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
-        self.fd, self.direct, self.engine = self._open(flags, direct)
-        self._writable = writable
-        self._replaced_fd = -1
+        self._posix = PosixFile(path, direct=direct, writable=writable, counters=counters)
+        self.direct = self._posix.direct
+        self._reader: IoEngine = self._posix
+        if gds is not None:
+            self._reader = self._open_gds(gds, io_threads, required=gds_required, host_reads=gds_host_reads)
         self._scratches: queue.SimpleQueue[_Scratch] = queue.SimpleQueue()
         # twice as many threads as requests in flight: while some check what they read, others keep the device busy
         self._threads = 2 * io_threads
@@ -129,24 +177,26 @@ class SlabFile:
             self._scratches.put(_Scratch())
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="slab-io")
 
-    def _open(self, flags: int, direct: bool) -> tuple[int, bool, str]:
-        if not direct:
-            return os.open(self.path, flags), False, "posix buffered"
-        fd = -1
+    def _open_gds(self, gds: Kvikio, in_flight: int, *, required: bool, host_reads: bool) -> IoEngine:
         try:
-            fd = os.open(self.path, flags | os.O_DIRECT)
-            with mmap.mmap(-1, ALIGNMENT) as probe:  # some file systems accept the flag and refuse the I/O
-                os.preadv(fd, [probe], 0)
-        except OSError as error:
-            if fd >= 0:
-                os.close(fd)
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            return GdsFile(self._posix, gds, in_flight=in_flight, host_reads=host_reads, counters=self._counters)
+        except Unsupported as error:
+            if required:
+                self._posix.close()
                 raise
-            # twice the CPU and half the throughput of direct I/O; data is durable all the same, by fdatasync
-            self._counters.add("nvme_direct_io_refused_total")
-            _log.warning("slab %s: O_DIRECT refused (%s): buffered I/O, which is slower", self.path, error.strerror)
-            return os.open(self.path, flags), False, f"posix buffered (O_DIRECT refused: {error.strerror})"
-        return fd, True, "posix O_DIRECT"
+            self._counters.add("gds_refused_total")
+            _log.warning("slab %s: %s: posix reads it", self.path, error)
+            return self._posix
+
+    @property
+    def engine(self) -> str:
+        """What is really in use."""
+        return self._reader.name
+
+    @property
+    def fd(self) -> int:
+        """The file's descriptor, for what concerns the file as a whole."""
+        return self._posix.fd
 
     def make_writable(self) -> None:
         """From now on writes are possible, where the file was opened read-only. Reads under way go on undisturbed.
@@ -154,11 +204,7 @@ class SlabFile:
         Raises:
             OSError: it still cannot be opened for writing.
         """
-        if self._writable:
-            return
-        fd = os.open(self.path, os.O_CLOEXEC | os.O_RDWR | (os.O_DIRECT if self.direct else 0))
-        self._replaced_fd, self.fd = self.fd, fd  # reads under way use the old one until they end
-        self._writable = True
+        self._posix.make_writable()
 
     # ---- small pieces: superblocks, headers ----
     def pread(self, position: int, size: int) -> bytes:
@@ -177,14 +223,14 @@ class SlabFile:
 
     def sync(self) -> None:
         """Data, and what is needed to find it, to stable storage."""
-        os.fdatasync(self.fd)
+        self._posix.sync()
 
     def close(self) -> None:
         """Waits for I/O under way, then closes."""
         self._executor.shutdown()
-        os.close(self.fd)
-        if self._replaced_fd >= 0:
-            os.close(self._replaced_fd)
+        if self._reader is not self._posix:
+            self._reader.close()
+        self._posix.close()
 
     # ---- slots ----
     def write(self, slots: Sequence[SlotIO]) -> None:
@@ -213,21 +259,25 @@ class SlabFile:
         return list(self._executor.map(read, places))
 
     def _run_all(self, slots: Sequence[SlotIO], work: Callable[[list[SlotIO]], None]) -> None:
-        runs = deque(_merge(slots, self.direct))
-        if len(runs) < 2:
-            for run in runs:
-                work(run)
+        self._in_lanes(_merge(slots, self.direct), work)
+
+    def _in_lanes(self, pieces: Sequence[_Piece], work: Callable[[_Piece], None]) -> None:
+        """Does ``work`` on every piece, several at once. Returns when all are done."""
+        todo = deque(pieces)
+        if len(todo) < 2:
+            for piece in todo:
+                work(piece)
             return
 
         def lane() -> None:
             while True:
                 try:
-                    run = runs.popleft()
+                    piece = todo.popleft()
                 except IndexError:
                     return
-                work(run)
+                work(piece)
 
-        pending = {self._executor.submit(lane) for _ in range(min(self._threads, len(runs)))}
+        pending = {self._executor.submit(lane) for _ in range(min(self._threads, len(todo)))}
         futures = set(pending)
         while pending:
             _, pending = wait(pending, timeout=_STALL_LOG_S)
@@ -243,7 +293,7 @@ class SlabFile:
             with self._scratch(size) as scratch:
                 pieces = _pieces_to_write(run, scratch)
                 with self._in_flight:
-                    done = _in_steps(os.pwritev, self.fd, pieces, DATA_START + run[0].offset)
+                    done = self._posix.write(pieces, DATA_START + run[0].offset)
         except OSError as error:
             if len(run) == 1:
                 self._counters.add("nvme_write_errors_total")
@@ -267,7 +317,7 @@ class SlabFile:
             pieces, headers, late = _pieces_to_read(run, scratch)
             try:
                 with self._in_flight:
-                    done = _in_steps(os.preadv, self.fd, pieces, DATA_START + run[0].offset)
+                    done = self._reader.read(pieces, DATA_START + run[0].offset)
             except OSError as error:
                 done, failure = -1, error
             if done == size:
@@ -288,6 +338,46 @@ class SlabFile:
         if slot.outcome is Outcome.CORRUPT:
             self._counters.add("nvme_corrupt_blocks_total")
             _log.warning("slab %s: slot at %d does not hold what it should", self.path, slot.offset)
+
+    # ---- slots into device memory ----
+    def read_device(self, slots: Sequence[tuple[SlotIO, DeviceMemory]], *, verify: bool) -> None:
+        """Reads slots' payloads into device memory; each slot's ``outcome`` says how it went. Blocks as ``read`` does.
+
+        Through ``gds`` the payload goes there without a way through host memory, and to be verified it is fetched back; where
+        that is not to be had, it is read into host memory, verified there, and copied.
+
+        Args:
+            slots: with empty payloads, each with memory of the payload's size.
+            verify: compare checksums. Headers are always compared.
+        """
+        self._in_lanes(slots, lambda pair: self._read_to_device(*pair, verify))
+
+    def _read_to_device(self, slot: SlotIO, memory: DeviceMemory, verify: bool) -> None:
+        with self._scratch(slot.size) as scratch:
+            try:
+                self._fill_device(slot, memory, scratch.take(slot.size), verify)
+            except (OSError, RuntimeError) as error:  # RuntimeError: what torch says of a device that fails
+                slot.outcome = Outcome.UNAVAILABLE
+                self._counters.add("nvme_read_errors_total")
+                _log.warning("slab %s: slot at %d cannot be read into device memory: %s", self.path, slot.offset, error)
+            finally:
+                slot.payload = NOTHING
+
+    def _fill_device(self, slot: SlotIO, memory: DeviceMemory, image: memoryview, verify: bool) -> None:
+        position = DATA_START + slot.offset
+        slot.payload = image[slot.header_room : slot.header_room + memory.nbytes]
+        # not among the requests in flight: if the driver never answers, the others' turns must come all the same
+        straight = self._reader.read_device(memory, position + slot.header_room)
+        with self._in_flight:
+            whole = image[: slot.header_room] if straight else image
+            done = self._posix.read([whole], position)
+        if done != whole.nbytes:
+            raise OSError(errno.EIO, "short read", str(self.path))
+        if straight and verify:
+            memory.fetch(slot.payload)
+        self._judge(slot, image[: len(slot.header)], (), verify)
+        if slot.outcome is Outcome.HIT and not straight:
+            memory.fill(slot.payload)
 
     @contextmanager
     def _scratch(self, size: int) -> Iterator[_Scratch]:
@@ -318,32 +408,6 @@ def _merge(slots: Sequence[SlotIO], direct: bool) -> list[list[SlotIO]]:
         runs[-1].append(slot)
         end = slot.offset + slot.size
     return runs
-
-
-def _in_steps(call: Callable[[int, list[memoryview], int], int], fd: int, pieces: Sequence[memoryview], position: int) -> int:
-    """Reads or writes pieces one after the other from a byte position on, in equal calls of ``STEP_BYTES`` or a little more.
-
-    Returns:
-        Bytes transferred; -1 where a call before the last came back short.
-    """
-    total = sum(piece.nbytes for piece in pieces)
-    size = round_up(-(-total // max(1, total // STEP_BYTES)))
-    done = 0
-    step: list[memoryview] = []
-    room = size
-    for piece in pieces:
-        at = 0
-        while at < piece.nbytes:
-            part = piece[at : at + room]
-            step.append(part)
-            at += part.nbytes
-            room -= part.nbytes
-            if room == 0:
-                if call(fd, step, position + done) != size:
-                    return -1
-                done += size
-                step, room = [], size
-    return done + (call(fd, step, position + done) if step else 0)
 
 
 def _pieces_to_write(run: list[SlotIO], scratch: _Scratch) -> list[memoryview]:

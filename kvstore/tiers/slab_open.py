@@ -22,7 +22,7 @@ from kvstore.core.types import VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import chunk_bytes_for
 from kvstore.tiers.catalog import CATALOG_FILE, NO_WRITING, Catalog, map_bytes_for, mend_hint
-from kvstore.tiers.slab_io import SlabFile
+from kvstore.tiers.slab_io import IoChoice, SlabFile
 from kvstore.tiers.superblock import DATA_START, SUPERBLOCK_BYTES, Superblock, newest_superblock, pack_superblock
 
 _log = logging.getLogger(__name__)
@@ -80,9 +80,7 @@ class OpenParts:
     """Why nothing can be written; None: all is well."""
 
 
-def open_parts(
-    path: Path, volume_id: VolumeId, capacity_bytes: int, *, io_threads: int, direct: bool, counters: Counters
-) -> OpenParts:
+def open_parts(path: Path, volume_id: VolumeId, capacity_bytes: int, engine: IoChoice, counters: Counters) -> OpenParts:
     """Opens a volume that exists, for writing or, where the file system takes no writes, read-only.
 
     Raises:
@@ -92,7 +90,7 @@ def open_parts(
     def opened(writable: bool) -> OpenParts:
         with contextlib.ExitStack() as undo:
             with writing() if writable else contextlib.nullcontext():
-                file = SlabFile(path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=writable, counters=counters)
+                file = engine.open(path / SLAB_FILE, writable=writable, counters=counters)
                 undo.callback(file.close)
                 catalog = open_catalog(path, capacity_bytes, readonly=not writable)
                 undo.callback(catalog.close)

@@ -1,0 +1,131 @@
+"""kvikio with a stand-in driver that has a device: run by ``test_gds_conformance.py``, in a process of its own.
+
+The device's memory is this process's, but kvikio takes it for a GPU's: its device path is what runs, in compatibility mode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.core.errors import Unsupported
+from kvstore.core.types import BlockShape, Outcome, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.testing.io_engine_suite import IoEngineSuite
+from kvstore.testing.volume_suite import block_payload, items_for
+from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
+from kvstore.tiers.io_engines.gds import GdsFile
+from kvstore.tiers.io_engines.kvikio_library import load_kvikio
+from kvstore.tiers.io_engines.posix import PosixFile
+from kvstore.tiers.io_engines.probe import GdsPath, choose_gds, probe_gds
+from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.superblock import DATA_START
+
+SHAPE = BlockShape(4, 50_000)
+CUDA = ctypes.CDLL("libcuda.so.1")
+
+
+class ImaginedMemory:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._address = ctypes.c_size_t()
+        assert CUDA.cuMemAlloc_v2(ctypes.byref(self._address), ctypes.c_size_t(nbytes)) == 0
+
+    @property
+    def __cuda_array_interface__(self) -> Mapping[str, Any]:
+        data = (self._address.value, False)
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 3}
+
+    def fill(self, source: memoryview) -> None:
+        assert CUDA.cuMemcpyHtoD_v2(self._address, bytes(source), ctypes.c_size_t(self.nbytes)) == 0
+
+    def fetch(self, target: memoryview) -> None:
+        to = (ctypes.c_char * self.nbytes).from_buffer(target)
+        assert CUDA.cuMemcpyDtoH_v2(to, self._address, ctypes.c_size_t(self.nbytes)) == 0
+
+    def __del__(self) -> None:
+        CUDA.cuMemFree_v2(self._address)
+
+
+class TestGdsFileOnADevice(IoEngineSuite):
+    def open_engine(self, path: Path, counters: Counters) -> IoEngine:
+        posix = PosixFile(path, direct=True, writable=False, counters=counters)
+        return GdsFile(posix, load_kvikio(threads=4), in_flight=4, counters=counters)
+
+    def device_memory(self, nbytes: int) -> DeviceMemory:
+        return ImaginedMemory(nbytes)
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture(params=["gds", "posix"])
+def slab(request: pytest.FixtureRequest, tmp_path: Path, counters: Counters) -> Iterator[NvmeSlab]:
+    slab = NvmeSlab.open(
+        tmp_path / "volume",
+        volume_id=VolumeId("v"),
+        capacity_bytes=16 << 20,
+        counters=counters,
+        gds=load_kvikio(threads=4) if request.param == "gds" else None,
+    )
+    list(slab.recover())
+    yield slab
+    slab.close()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_blocks_come_into_device_memory(slab: NvmeSlab, counters: Counters, tmp_path: Path, verify: bool) -> None:
+    """Straight or through host memory: the same bytes; a flipped bit is never a hit where it is looked for."""
+    items = items_for(slab.allocate(SHAPE, 8) or [], range(8), SHAPE)
+    assert slab.write(items) == [None] * 8
+    fd = os.open(tmp_path / "volume" / "slab.kv", os.O_RDWR)
+    os.pwrite(fd, b"\xff\xfe", DATA_START + items[2][0].offset + 8)  # header
+    os.pwrite(fd, b"\xff\xfe", DATA_START + items[5][0].offset + 4096 + 100_000)  # payload
+    os.fsync(fd)
+    os.close(fd)
+    memories = [ImaginedMemory(SHAPE.block_bytes) for _ in items]
+    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
+    outcomes = slab.read_device(pairs, verify=verify)
+    bad = {2, 5} if verify else {2}
+    assert {at for at, outcome in enumerate(outcomes) if outcome is Outcome.CORRUPT} == bad
+    for at in set(range(8)) - {2, 5}:
+        assert outcomes[at] is Outcome.HIT
+        found = memoryview(bytearray(SHAPE.block_bytes))
+        memories[at].fetch(found)
+        assert bytes(found) == block_payload(at, SHAPE)
+    way = "gds_device_reads_total" if "gds" in slab.io_engine else "device_reads_bounced_total"
+    assert counters.snapshot()[way] == 8
+
+
+def test_registered_memory_is_read_into(tmp_path: Path, counters: Counters) -> None:
+    (tmp_path / "file").write_bytes(os.urandom(1 << 20))
+    kvikio = load_kvikio(threads=4)
+    memory = ImaginedMemory(1 << 20)
+    assert kvikio.register(memory)
+    posix = PosixFile(tmp_path / "file", direct=True, writable=False, counters=counters)
+    engine = GdsFile(posix, kvikio, in_flight=4, counters=counters)
+    assert engine.read_device(memory, 0)
+    kvikio.deregister(memory)
+    engine.close()
+    posix.close()
+
+
+def test_a_pretended_path_is_told_from_a_real_one(tmp_path: Path, counters: Counters) -> None:
+    """kvikio reads into device memory, rightly, and yet it is not GPUDirect Storage."""
+    found = probe_gds(tmp_path)
+    assert found.path is GdsPath.COMPAT, found
+    assert found.facts["same"] is True
+    assert "through host memory" in found.why
+    kvikio, _ = choose_gds("auto", tmp_path, threads=4, counters=counters)
+    assert kvikio is None
+    assert counters.snapshot() == {"gds_pretended_total": 1}
+    with pytest.raises(Unsupported, match=r"through host memory.*nvidia-fs.*node\.gds = auto"):
+        choose_gds("required", tmp_path, threads=4, counters=counters)
+    assert list(tmp_path.iterdir()) == []  # the probe's file is gone

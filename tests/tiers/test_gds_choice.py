@@ -1,0 +1,264 @@
+"""Which path is real: what the probe's process says is understood, and nothing but proof is taken for GPUDirect Storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.observe.bounded_run import Ran, run_bounded
+from kvstore.observe.counters import Counters
+from kvstore.tiers.io_engines import kvikio_library, probe
+from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
+from kvstore.tiers.io_engines.probe import GdsMode, GdsPath, GdsProbe, choose_gds, judge
+from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
+
+DRIVER: dict[str, Any] = {"begun": "driver", "cuda_init": 0, "cuda_version": 12090, "devices": 1, "device": "a GPU"}
+KVIKIO: dict[str, Any] = {"kvikio": "26.10.00", "gds_available": True, "compat_preferred": False, "libcufile": "1.14"}
+READ: dict[str, Any] = {"same": True, "backends": {"GDS": 2 * PROBE_BYTES}, "gigabytes_per_s": 6.5}
+REAL = DRIVER | KVIKIO | READ
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "path", "words"),
+    [
+        (REAL, 0, GdsPath.GDS, "6.5 GB/s measured"),
+        (REAL | {"backends": {"POSIX": 2 * PROBE_BYTES}}, 0, GdsPath.COMPAT, "not for this file"),
+        (REAL | {"backends": {"POSIX": PROBE_BYTES, "GDS": PROBE_BYTES}}, 0, GdsPath.COMPAT, "through host memory"),
+        (REAL | {"backends": {}}, 0, GdsPath.COMPAT, "through host memory"),
+        (REAL | {"backends": None}, 0, GdsPath.COMPAT, "26.10 is the first"),
+        (REAL | {"backends": {"POSIX": 1}, "gds_available": False}, 0, GdsPath.COMPAT, "no GDS"),
+        (REAL | {"compat_forced": True}, 0, GdsPath.COMPAT, "CUFILE_FORCE_COMPAT_MODE"),
+        (REAL | {"same": False}, 0, GdsPath.NONE, "WRONG BYTES"),
+        (REAL | {"same": "yes"}, 0, GdsPath.NONE, "WRONG BYTES"),
+        (DRIVER | KVIKIO | {"read_error": "cuMemAlloc answers 2"}, 0, GdsPath.NONE, "cuMemAlloc answers 2"),
+        (DRIVER | {"kvikio_error": "kvikio is not installed"}, 0, GdsPath.NONE, "not installed"),
+        (DRIVER | {"cuda_init": 100}, 0, GdsPath.NONE, "cuInit answers 100"),
+        (DRIVER | KVIKIO | {"begun": "read"}, -11, GdsPath.NONE, "ended at 'read' with code -11"),
+        (DRIVER | KVIKIO | {"begun": "read"}, None, GdsPath.NONE, "hung at 'read'"),
+        (REAL, None, GdsPath.NONE, "hung"),
+        ({}, 1, GdsPath.NONE, "ended at 'start' with code 1: no module of that name"),
+    ],
+)
+def test_what_the_probe_said_is_judged(said: dict[str, Any], code: int | None, path: GdsPath, words: str) -> None:
+    lines = [json.dumps({name: value}) for name, value in said.items()]
+    found = judge(Ran(code, "\n".join(["a library's chatter", "[1, 2]", *lines]), "Traceback\nno module of that name\n"), 30.0)
+    assert found.path is path
+    assert words in found.why
+    assert (found.mend is None) == (path is GdsPath.GDS)
+
+
+@pytest.mark.parametrize("output", ["", "\x00\xff", "{", '{"same": true', "null\n3\n", '{"backends": 5, "same": true}'])
+def test_nonsense_is_never_taken_for_gds(output: str) -> None:
+    assert judge(Ran(0, output, ""), 30.0).path is not GdsPath.GDS
+
+
+def test_without_a_driver_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "CUDA_DRIVER", "libnosuchdriver.so.1")
+    monkeypatch.setattr(probe, "run_bounded", None)
+    found = probe.probe_gds(tmp_path)
+    assert found.path is GdsPath.NONE
+    assert "no CUDA driver" in found.why
+    assert found.facts == {}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process takes the C library for a driver."""
+    monkeypatch.setattr(probe, "CUDA_DRIVER", "libc.so.6")
+
+
+@pytest.mark.usefixtures("driver")
+def test_the_probe_s_file_is_gone_however_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def killed(command: list[str], _timeout_s: float, **_more: object) -> Ran:
+        asked.append(command[-1])
+        Path(command[-1]).write_bytes(b"half of it")
+        return Ran(None, json.dumps({"begun": "read"}), "")
+
+    monkeypatch.setattr(probe, "run_bounded", killed)
+    assert "hung at 'read'" in probe.probe_gds(tmp_path).why
+    assert asked[0].startswith(str(tmp_path / ".gds-probe-"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_slab_is_measured_itself_and_without_one_nothing_is_written_where_nothing_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def told(command: list[str], _timeout_s: float, **_more: object) -> Ran:
+        asked.append(command[3:])
+        return Ran(0, "\n".join(json.dumps({name: value}) for name, value in (DRIVER | KVIKIO | {"begun": "read"}).items()), "")
+
+    monkeypatch.setattr(probe, "run_bounded", told)
+    found = probe.glance_at_gds(tmp_path)
+    assert (found.path, found.measured) == (GdsPath.GDS, False)
+    assert "not measured" in found.why
+    assert list(tmp_path.iterdir()) == []
+    with (tmp_path / "slab.kv").open("wb") as slab:
+        slab.truncate(PROBE_BYTES)
+    for look in (probe.glance_at_gds, probe.probe_gds):
+        assert look(tmp_path).path is GdsPath.NONE  # nothing was read, so nothing is believed
+    assert asked == [[], [str(tmp_path / "slab.kv")], [str(tmp_path / "slab.kv")]]
+    assert [path.name for path in tmp_path.iterdir()] == ["slab.kv"]
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_keeps_the_probe_from_running_is_no_gds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no file to measure with" in probe.probe_gds(tmp_path / "missing").why
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    for look in (probe.glance_at_gds, probe.probe_gds):
+        found = look(tmp_path)
+        assert (found.path, found.why) == (GdsPath.NONE, "the probe cannot be started: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "path"),
+    [
+        ({}, 0, GdsPath.GDS),
+        ({"gds_available": False}, 0, GdsPath.COMPAT),
+        ({"gds_available": "yes"}, 0, GdsPath.COMPAT),
+        ({"compat_preferred": True}, 0, GdsPath.COMPAT),
+        ({"compat_forced": True}, 0, GdsPath.COMPAT),
+        ({"begun": "kvikio"}, 0, GdsPath.NONE),
+        ({}, 1, GdsPath.NONE),
+        ({"read_error": "no"}, 0, GdsPath.NONE),
+    ],
+)
+def test_what_was_not_measured_is_said_to_be_so(said: dict[str, Any], code: int, path: GdsPath) -> None:
+    found = judge(Ran(code, json.dumps(DRIVER | KVIKIO | {"begun": "read"} | said), ""), 30.0, measured=False)
+    assert (found.path, found.measured) == (path, False)
+
+
+@pytest.mark.parametrize(("forced", "is_forced"), [(None, False), ("", False), ("false", False), ("TRUE", True), ("1", True)])
+def test_libcufile_is_forbidden_to_pretend_unless_the_environment_forces_it(
+    monkeypatch: pytest.MonkeyPatch, forced: str | None, is_forced: bool
+) -> None:
+    monkeypatch.setenv(kvikio_library.ALLOW_COMPAT, "true")
+    monkeypatch.delenv(kvikio_library.FORCE_COMPAT, raising=False)
+    if forced is not None:
+        monkeypatch.setenv(kvikio_library.FORCE_COMPAT, forced)
+    else:
+        monkeypatch.setenv(kvikio_library.FORCE_COMPAT, "")  # so that it is put back
+        monkeypatch.delenv(kvikio_library.FORCE_COMPAT)
+    kvikio_library.forbid_pretence()
+    assert os.environ[kvikio_library.ALLOW_COMPAT] == "false"
+    assert kvikio_library.compat_is_forced() is is_forced
+
+
+def test_a_broken_kvikio_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, half installed, or failing in its import with errors of its own: never more than ``Unsupported``."""
+    monkeypatch.setattr(kvikio_library, "CUDA_DRIVER", "libc.so.6")
+    monkeypatch.setattr(kvikio_library, "_loaded", None)
+    monkeypatch.setattr(kvikio_library, "forbid_pretence", lambda: None)
+    for error, words in (
+        (ImportError("libkvikio.so: cannot open"), "pip install 'kvstore-dualpath\\[gds-cu12\\]'"),
+        (RuntimeError("cuFile not found\nand more"), "cannot be used"),
+        (AttributeError("no such thing"), "cannot be used"),
+    ):
+
+        def breaks(_name: str, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(kvikio_library.importlib, "import_module", breaks)
+        with pytest.raises(Unsupported, match=words):
+            load_kvikio(threads=1)
+    monkeypatch.setattr(kvikio_library, "CUDA_DRIVER", "libnosuchdriver.so.1")
+    with pytest.raises(Unsupported, match="no CUDA driver on this host"):
+        load_kvikio(threads=1)
+
+
+def found_is(monkeypatch: pytest.MonkeyPatch, path: GdsPath, **facts: object) -> None:
+    monkeypatch.setattr(probe, "probe_gds", lambda _folder: GdsProbe(path, "the reason", "the remedy", facts))
+
+
+@pytest.mark.parametrize(
+    ("path", "facts", "counted"),
+    [
+        (GdsPath.COMPAT, {"devices": 1}, {"gds_pretended_total": 1}),
+        (GdsPath.NONE, {"devices": 1}, {"gds_not_usable_total": 1}),
+        (GdsPath.NONE, {}, {}),
+    ],
+)
+def test_what_is_not_real_is_not_used_and_refused_where_required(
+    path: GdsPath, facts: dict[str, object], counted: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_is(monkeypatch, path, **facts)
+    counters = Counters()
+    kvikio, found = choose_gds("auto", tmp_path, threads=4, counters=counters)
+    assert kvikio is None
+    assert found.describe() == f"{path.value} (the reason)"
+    assert counters.snapshot() == counted
+    with pytest.raises(Unsupported, match=r"node.gds = required.*the reason.*the remedy.*node.gds = auto") as caught:
+        choose_gds("required", tmp_path, threads=4, counters=counters)
+    assert caught.value.fields["path"] == path.value
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_what_is_real_is_used(mode: GdsMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_is(monkeypatch, GdsPath.GDS)
+    loaded = object.__new__(Kvikio)
+    monkeypatch.setattr(probe, "load_kvikio", lambda threads: loaded)
+    assert choose_gds(mode, tmp_path, threads=4, counters=Counters())[0] is loaded
+
+
+def test_a_kvikio_that_worked_for_the_probe_alone_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_is(monkeypatch, GdsPath.GDS, devices=1)
+
+    def refuse(threads: int) -> Kvikio:
+        raise Unsupported("kvikio cannot be used")
+
+    monkeypatch.setattr(probe, "load_kvikio", refuse)
+    counters = Counters()
+    kvikio, found = choose_gds("auto", tmp_path, threads=4, counters=counters)
+    assert (kvikio, found.path) == (None, GdsPath.NONE)
+    assert counters.snapshot() == {"gds_not_usable_total": 1}
+    with pytest.raises(Unsupported, match=r"node.gds = required.*kvikio cannot be used"):
+        choose_gds("required", tmp_path, threads=4, counters=counters)
+
+
+def test_off_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "probe_gds", None)
+    assert choose_gds("off", tmp_path, threads=4, counters=Counters()) == (None, GdsProbe(GdsPath.NONE, "switched off"))
+    with pytest.raises(InvalidArgument, match="auto, required or off"):
+        choose_gds("on", tmp_path, threads=4, counters=Counters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("volume", [True, False])
+def test_a_node_refuses_to_pretend(volume: bool, tmp_path: Path) -> None:
+    """Where GPUDirect Storage is required and not there, the node says so and does not start."""
+    arguments = ["--set", "node.gds=required", "--dram", "16MiB"]
+    arguments += ["--nvme", f"{tmp_path / 'nvme'}:32MiB"] if volume else []
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", "node", *arguments, "--set", f"node.run_dir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: node.gds = required")
+    assert ("node.gds = auto" if volume else "takes an NVMe volume") in last
+
+
+def test_a_command_that_hangs_is_ended_with_all_it_started() -> None:
+    ran = run_bounded([sys.executable, "-c", "print('before', flush=True); import os, time; os.fork(); time.sleep(600)"], 1.0)
+    assert ran == Ran(None, "before\n", "")
+
+
+def test_a_command_s_environment_and_errors_come_through() -> None:
+    ran = run_bounded(["sh", "-c", "echo $SAID; echo bad >&2; exit 3"], 30.0, environment={"SAID": "so"})
+    assert ran == Ran(3, "so\n", "bad\n")
+    with pytest.raises(FileNotFoundError):
+        run_bounded(["/no/such/program"], 1.0)

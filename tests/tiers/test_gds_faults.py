@@ -1,0 +1,433 @@
+"""What the engine ``gds`` does when kvikio fails: the bytes come all the same, nothing is touched late, and all of it is counted.
+
+kvikio is a stand-in here that reads with ``preadv`` in threads, and fails as it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.core.types import BlockShape, Outcome, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.testing.io_engine_suite import FILE_BYTES, PAGE, HostDeviceMemory, IoEngineSuite, page_memory
+from kvstore.testing.volume_suite import Item, assert_reads_back, block_payload, emptied, items_for
+from kvstore.tiers.io_engines import gds
+from kvstore.tiers.io_engines.contract import IoEngine
+from kvstore.tiers.io_engines.gds import GIVE_UP_AFTER, PAUSE_S, STALLED_S, GdsFile
+from kvstore.tiers.io_engines.kvikio_library import Kvikio
+from kvstore.tiers.io_engines.posix import PosixFile
+from kvstore.tiers.mounted import MountedSlab
+from kvstore.tiers.slab import NvmeSlab
+
+SHAPE = BlockShape(3, 40_960)
+
+Fault = Callable[[int], None]
+
+
+class StandIn:
+    """kvikio, as far as the engine uses it."""
+
+    version = "stand-in"
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(4)
+        self.at_start: Fault = lambda _size: None
+        self.in_flight: Fault = lambda _size: None
+        self.short = 0
+        self.scribble = False
+        self.started = 0
+        self.ended = 0
+        self.lock = threading.Lock()
+        self.refuse_open = False
+
+    def open(self, path: Path) -> StandIn:
+        if self.refuse_open:
+            raise RuntimeError("KvikIO failure: no")
+        self.fd = os.open(path, os.O_RDONLY)
+        return self
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def pread(self, buffer: Any, size: int, file_offset: int, task_size: int) -> Future[int]:
+        assert task_size >= size  # else kvikio would cut it, and answer before all parts have come back
+        self.at_start(size)
+        with self.lock:
+            self.started += 1
+        view = buffer.memory if isinstance(buffer, HostDeviceMemory) else buffer
+        future: Future[int] = self.threads.submit(self._read, view[:size], file_offset)
+        future.get = lambda: self._get(future, size)  # type: ignore[attr-defined]
+        return future
+
+    def _read(self, view: memoryview, offset: int) -> int:
+        done = os.preadv(self.fd, [view], offset)
+        if self.scribble:
+            np.frombuffer(view, np.uint8)[:] = 0xAA
+        return done
+
+    def _get(self, future: Future[int], size: int) -> int:
+        done = future.result()
+        with self.lock:
+            self.ended += 1
+        self.in_flight(size)
+        if done < size:
+            raise RuntimeError("POSIX error on pread: EOF")
+        return done - self.short
+
+
+def fails(_size: int) -> None:
+    raise RuntimeError("KvikIO failure at: somewhere\nand a page of C++")
+
+
+@pytest.fixture
+def kvikio() -> Iterator[StandIn]:
+    stand_in = StandIn()
+    yield stand_in
+    stand_in.threads.shutdown()
+    assert stand_in.started == stand_in.ended  # each future was waited for
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, kvikio: StandIn, counters: Counters, clock: Clock) -> Iterator[GdsFile]:
+    (tmp_path / "file").write_bytes(np.random.default_rng(3).bytes(FILE_BYTES))
+    posix = PosixFile(tmp_path / "file", direct=True, writable=False, counters=counters)
+    engine = GdsFile(posix, cast("Kvikio", kvikio), in_flight=4, host_reads=True, counters=counters, now_s=clock)
+    yield engine
+    engine.close()
+    posix.close()
+
+
+def reads(engine: GdsFile, tmp_path: Path) -> bool:
+    """A read of several pieces brings what lies there."""
+    pieces = [page_memory(PAGE), page_memory(700 * PAGE)]
+    assert engine.read(pieces, 3 * PAGE) == 701 * PAGE
+    return b"".join(map(bytes, pieces)) == (tmp_path / "file").read_bytes()[3 * PAGE : 704 * PAGE]
+
+
+class TestGdsWithAStandIn(IoEngineSuite):
+    def open_engine(self, path: Path, counters: Counters) -> IoEngine:
+        posix = PosixFile(path, direct=True, writable=False, counters=counters)
+        return GdsFile(posix, cast("Kvikio", StandIn()), in_flight=4, host_reads=True, counters=counters)
+
+
+@pytest.mark.parametrize("where", ["at_start", "in_flight", "short"])
+def test_a_failure_is_read_by_posix_and_counted(
+    engine: GdsFile, kvikio: StandIn, counters: Counters, tmp_path: Path, where: str
+) -> None:
+    setattr(kvikio, where, 4096 if where == "short" else fails)
+    assert reads(engine, tmp_path)
+    assert counters.snapshot() == {"gds_read_failures_total": 1}
+    setattr(kvikio, where, 0 if where == "short" else lambda _size: None)
+    assert reads(engine, tmp_path)
+    assert counters.snapshot() == {"gds_read_failures_total": 1}
+
+
+def test_a_failure_half_way_waits_for_what_is_under_way(engine: GdsFile, kvikio: StandIn, tmp_path: Path) -> None:
+    """The third request cannot be started; two are being read into the caller's memory, and are waited for."""
+
+    def third(_size: int) -> None:
+        if kvikio.started == 2:
+            fails(0)
+
+    kvikio.at_start = third
+    assert reads(engine, tmp_path)
+    assert (kvikio.started, kvikio.ended) == (2, 2)
+
+
+def test_after_failures_in_a_row_it_leaves_kvikio_alone_for_a_while(
+    engine: GdsFile, kvikio: StandIn, counters: Counters, clock: Clock, tmp_path: Path
+) -> None:
+    kvikio.in_flight = fails
+    for _ in range(GIVE_UP_AFTER):
+        assert "left alone" not in engine.name
+        assert reads(engine, tmp_path)
+    assert "gds left alone after failures: KvikIO failure at: somewhere" in engine.name
+    assert "C++" not in engine.name
+    assert counters.snapshot() == {"gds_read_failures_total": GIVE_UP_AFTER, "gds_given_up_total": 1}
+    started = kvikio.started
+    assert reads(engine, tmp_path)
+    assert kvikio.started == started
+    clock.now_s += PAUSE_S + 1
+    assert reads(engine, tmp_path)  # one failure is enough now
+    assert counters.snapshot()["gds_given_up_total"] == 2
+    clock.now_s += PAUSE_S + 1
+    kvikio.in_flight = lambda _size: None
+    assert reads(engine, tmp_path)
+    assert engine.name == "gds (kvikio stand-in)"
+    kvikio.in_flight = fails
+    assert reads(engine, tmp_path)
+    assert "left alone" not in engine.name  # it went well in between
+
+
+def test_the_end_of_the_file_is_not_kvikio_s_fault(engine: GdsFile, counters: Counters) -> None:
+    for _ in range(2 * GIVE_UP_AFTER):
+        assert engine.read([page_memory(2 * PAGE)], FILE_BYTES - PAGE) < 2 * PAGE
+    assert "gds_given_up_total" not in counters.snapshot()
+
+
+def test_host_memory_is_left_to_posix_unless_asked_for(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
+    (tmp_path / "file").write_bytes(bytes(FILE_BYTES))
+    posix = PosixFile(tmp_path / "file", direct=True, writable=False, counters=counters)
+    engine = GdsFile(posix, cast("Kvikio", kvikio), in_flight=4, counters=counters)
+    assert engine.read([page_memory(PAGE)], 0) == PAGE
+    assert kvikio.started == 0
+    assert engine.name == f"{posix.name}, gds into device memory (kvikio stand-in)"
+    assert engine.read_device(HostDeviceMemory(PAGE), 0)
+    assert kvikio.started == 1
+    engine.close()
+    posix.close()
+
+
+@pytest.fixture
+def hung(engine: GdsFile, kvikio: StandIn) -> Iterator[Callable[[int], list[Future[bool]]]]:
+    """Begins so many reads that do not come back until the test ends; then they do, and their memory is theirs until then."""
+    gate = threading.Event()
+    threads = ThreadPoolExecutor(4)
+    reads: list[Future[bool]] = []
+
+    def hang(count: int) -> list[Future[bool]]:
+        arrived = threading.Semaphore(0)
+
+        def wait(_size: int) -> None:
+            arrived.release()
+            assert gate.wait(60.0)
+
+        kvikio.in_flight = wait
+        reads.extend(threads.submit(engine.read_device, HostDeviceMemory(PAGE), 0) for _ in range(count))
+        for _ in range(count):
+            assert arrived.acquire(timeout=60.0)
+        kvikio.in_flight = lambda _size: None
+        return reads
+
+    yield hang
+    assert not any(read.done() for read in reads)  # nobody was told that its memory is free
+    gate.set()
+    assert [read.result(60.0) for read in reads] == [True] * len(reads)
+    threads.shutdown()
+    assert engine.read_device(HostDeviceMemory(PAGE), 0)
+    assert "left alone" not in engine.name
+
+
+def test_a_driver_that_does_not_answer_catches_nobody_else(
+    engine: GdsFile, kvikio: StandIn, counters: Counters, clock: Clock, tmp_path: Path, hung: Callable[[int], list[Future[bool]]]
+) -> None:
+    hung(1)
+    assert engine.read_device(HostDeviceMemory(PAGE), 0)  # not long enough to tell
+    clock.now_s += STALLED_S
+    started = kvikio.started
+    assert not engine.read_device(HostDeviceMemory(PAGE), 0)
+    assert reads(engine, tmp_path)
+    assert kvikio.started == started
+    assert "has not come back" in engine.name
+    assert counters.get("gds_stalled_total") == 2
+
+
+def test_calls_that_hang_together_leave_the_others_a_way(
+    engine: GdsFile,
+    counters: Counters,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hung: Callable[[int], list[Future[bool]]],
+) -> None:
+    """All that may be in kvikio's hands are there; the next waits its moment and then does without."""
+    hung(4)
+    monkeypatch.setattr(gds, "STALLED_S", 0.01)
+    assert reads(engine, tmp_path)
+    assert counters.get("gds_stalled_total") == 1
+    monkeypatch.undo()
+
+
+def test_an_error_that_nobody_thought_of_waits_for_what_is_under_way(engine: GdsFile, kvikio: StandIn) -> None:
+    class Odd(Exception):
+        pass
+
+    def odd(_size: int) -> None:
+        if kvikio.started == 2:
+            raise Odd
+
+    kvikio.at_start = odd
+    with pytest.raises(Odd):
+        engine.read([page_memory(PAGE), page_memory(PAGE), page_memory(PAGE)], 0)
+    kvikio.at_start, kvikio.in_flight = fails, lambda _size: None  # the fixture sees that both were waited for
+
+
+# ---- a slab above it ----
+
+
+@pytest.fixture
+def slab(tmp_path: Path, kvikio: StandIn, counters: Counters) -> Iterator[NvmeSlab]:
+    slab = NvmeSlab.open(
+        tmp_path / "volume",
+        volume_id=VolumeId("v"),
+        capacity_bytes=16 << 20,
+        counters=counters,
+        gds=cast("Kvikio", kvikio),
+        gds_host_reads=True,
+    )
+    list(slab.recover())
+    yield slab
+    slab.close()
+
+
+def stored(slab: NvmeSlab, count: int = 9) -> list[Item]:
+    items = items_for(slab.allocate(SHAPE, count) or [], range(count), SHAPE)
+    assert slab.write(items) == [None] * count
+    return items
+
+
+def test_a_kvikio_that_fails_at_random_costs_no_block(slab: NvmeSlab, kvikio: StandIn) -> None:
+    draw = np.random.default_rng(1)
+
+    def sometimes(_size: int) -> None:
+        if draw.random() < 0.3:
+            fails(0)
+
+    items = stored(slab, 30)
+    kvikio.in_flight = kvikio.at_start = sometimes
+    for _ in range(10):
+        assert_reads_back(slab, items)
+
+
+def test_wrong_bytes_from_kvikio_are_never_a_hit(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
+    items = stored(slab)
+    kvikio.scribble = True
+    assert slab.read(emptied(items)) == [Outcome.CORRUPT] * len(items)
+    memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
+    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
+    assert slab.read_device(pairs) == [Outcome.CORRUPT] * len(items)
+    assert counters.snapshot()["nvme_corrupt_blocks_total"] == 2 * len(items)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_device_memory_gets_the_blocks_either_way(slab: NvmeSlab, kvikio: StandIn, counters: Counters, failing: bool) -> None:
+    items = stored(slab)
+    if failing:
+        kvikio.in_flight = fails
+    memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
+    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
+    assert slab.read_device(pairs) == [Outcome.HIT] * len(items)
+    assert [bytes(memory.memory) for memory in memories] == [block_payload(at, SHAPE) for at in range(len(items))]
+    assert counters.get("device_reads_bounced_total" if failing else "gds_device_reads_total") == len(items)
+
+
+def test_a_device_that_fails_costs_its_block(slab: NvmeSlab, kvikio: StandIn, counters: Counters) -> None:
+    class Broken(HostDeviceMemory):
+        def fill(self, source: memoryview) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        fetch = fill
+
+    items = stored(slab, 4)
+    memories = [kind(SHAPE.block_bytes) for kind in (HostDeviceMemory, Broken, HostDeviceMemory, Broken)]
+    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
+    wanted = [Outcome.HIT, Outcome.UNAVAILABLE] * 2
+    assert slab.read_device(pairs) == wanted
+    kvikio.at_start = fails
+    assert slab.read_device(pairs) == wanted
+    assert counters.get("nvme_read_errors_total") == 4
+
+
+def test_device_memory_of_another_size_is_refused(slab: NvmeSlab) -> None:
+    (slot, record, _), *_ = stored(slab, 1)
+    for nbytes in (SHAPE.block_bytes - 1, SHAPE.block_bytes + 1, 4096):
+        with pytest.raises(InvalidArgument, match="one Full Block"):
+            slab.read_device([(slot, record, HostDeviceMemory(nbytes))])
+
+
+def test_a_slot_given_to_another_block_is_no_hit(slab: NvmeSlab) -> None:
+    items = stored(slab, 2)
+    slab.free([items[0][0]])
+    memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
+    pairs = [(slot, record, memory) for (slot, record, _), memory in zip(items, memories, strict=True)]
+    assert slab.read_device(pairs) == [Outcome.CORRUPT, Outcome.HIT]
+
+
+def test_a_slab_that_kvikio_cannot_open_is_read_by_posix(tmp_path: Path, kvikio: StandIn, counters: Counters) -> None:
+    kvikio.refuse_open = True
+    slab = NvmeSlab.open(
+        tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=16 << 20, counters=counters, gds=cast("Kvikio", kvikio)
+    )
+    list(slab.recover())
+    assert slab.io_engine.startswith("posix")
+    assert counters.snapshot()["gds_refused_total"] == 1
+    assert_reads_back(slab, stored(slab))
+    slab.close()
+    posix = PosixFile(tmp_path / "volume" / "slab.kv", direct=True, writable=False, counters=counters)
+    with pytest.raises(Unsupported, match="kvikio cannot open the slab"):
+        GdsFile(posix, cast("Kvikio", kvikio), in_flight=4, counters=counters)
+    posix.close()
+
+
+def test_a_slab_that_kvikio_cannot_open_is_refused_where_gds_is_required(
+    tmp_path: Path, kvikio: StandIn, counters: Counters
+) -> None:
+    kvikio.refuse_open = True
+
+    def open_slab(required: bool) -> NvmeSlab:
+        return NvmeSlab.open(
+            tmp_path / "volume",
+            volume_id=VolumeId("v"),
+            capacity_bytes=16 << 20,
+            counters=counters,
+            gds=cast("Kvikio", kvikio),
+            gds_required=required,
+        )
+
+    with pytest.raises(Unsupported, match="kvikio cannot open the slab"):
+        open_slab(required=True)
+    open_slab(required=False).close()  # the refusal left nothing open or locked
+
+
+@pytest.mark.parametrize("way", ["straight", "failing", "posix"])
+def test_a_mounted_volume_s_blocks_come_into_device_memory(slab: NvmeSlab, kvikio: StandIn, tmp_path: Path, way: str) -> None:
+    """As an engine reads its own node's volume; what the owner rewrote meanwhile is a miss."""
+    items = stored(slab, 4)
+    slab.commit([(slot, record) for slot, record, _ in items], [])
+    counters = Counters()
+    mounted = MountedSlab(
+        tmp_path / "volume", VolumeId("v"), counters=counters, gds=None if way == "posix" else cast("Kvikio", kvikio)
+    )
+    keys = [record.key for _, record, _ in items]
+    places = [slot for slot in mounted.find(keys, SHAPE) if slot is not None]
+    namespace = items[0][1].namespace
+    rewritten = items_for([items[1][0]], [77], SHAPE)
+    assert slab.write(rewritten) == [None]
+    if way == "failing":
+        kvikio.in_flight = fails
+    memories = [HostDeviceMemory(SHAPE.block_bytes) for _ in items]
+    answers = mounted.read_device(namespace, SHAPE, list(zip(keys, places, memories, strict=True)))
+    assert [outcome for outcome, _ in answers] == [Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT]
+    for at in (0, 2, 3):
+        assert bytes(memories[at].memory) == block_payload(at, SHAPE)
+        assert answers[at][1] == items[at][1].checksums
+    assert mounted.find(keys, SHAPE)[1] is None
+    assert counters.get("gds_device_reads_total" if way == "straight" else "device_reads_bounced_total") == 4
+    with pytest.raises(InvalidArgument, match="one Full Block"):
+        mounted.read_device(namespace, SHAPE, [(keys[0], places[0], HostDeviceMemory(4096))])
+    mounted.close()

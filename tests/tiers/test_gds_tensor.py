@@ -1,0 +1,115 @@
+"""From a slab into tensors: of the host here, of a GPU where there is one, by whichever path is real there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.types import BlockShape, Outcome, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.testing.io_engine_suite import PAGE, IoEngineSuite
+from kvstore.testing.volume_suite import block_payload, items_for
+from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
+from kvstore.tiers.io_engines.posix import PosixFile
+from kvstore.tiers.io_engines.probe import GdsPath, choose_gds
+from kvstore.tiers.io_engines.tensor_memory import TensorMemory
+from kvstore.tiers.mounted import MountedSlab
+from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.superblock import DATA_START
+
+SHAPE = BlockShape(4, 256 << 10)
+BLOCKS = 16
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def slab(tmp_path: Path, device: torch.device, counters: Counters) -> Iterator[NvmeSlab]:
+    """As a node opens it: through kvikio where that is real on this host."""
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    gds = choose_gds("auto", folder, threads=8, counters=counters)[0] if device.type == "cuda" else None
+    slab = NvmeSlab.open(folder, volume_id=VolumeId("v"), capacity_bytes=64 << 20, counters=counters, gds=gds)
+    list(slab.recover())
+    yield slab
+    slab.close()
+
+
+class TestPosixIntoTensors(IoEngineSuite):
+    def open_engine(self, path: Path, counters: Counters) -> IoEngine:
+        return PosixFile(path, direct=True, writable=False, counters=counters)
+
+    def device_memory(self, nbytes: int) -> DeviceMemory:
+        return TensorMemory(torch.empty(nbytes, dtype=torch.uint8))
+
+
+def test_blocks_come_straight_into_a_pool_s_memory(
+    slab: NvmeSlab, device: torch.device, counters: Counters, tmp_path: Path
+) -> None:
+    """Each into its place of one large allocation, as a pool has it; a flipped bit is no hit; neighbours stay as they are."""
+    items = items_for(slab.allocate(SHAPE, BLOCKS) or [], range(BLOCKS), SHAPE)
+    assert slab.write(items) == [None] * BLOCKS
+    slab.commit([(slot, record) for slot, record, _ in items], [])
+    fd = os.open(tmp_path / "volume" / "slab.kv", os.O_RDWR)
+    os.pwrite(fd, b"\xff\xfe", DATA_START + items[5][0].offset + PAGE + 100_000)
+    os.fsync(fd)
+    os.close(fd)
+    pool = torch.full(((BLOCKS + 1) * SHAPE.block_bytes,), 0xA5, dtype=torch.uint8, device=device)
+    rows = pool.view(BLOCKS + 1, SHAPE.block_bytes)
+    outcomes = slab.read_device(
+        [(slot, record, TensorMemory(row)) for (slot, record, _), row in zip(items, rows[:BLOCKS], strict=True)]
+    )
+    assert outcomes == [Outcome.CORRUPT if at == 5 else Outcome.HIT for at in range(BLOCKS)]
+    for at in set(range(BLOCKS)) - {5}:
+        assert rows[at].cpu().numpy().tobytes() == block_payload(at, SHAPE)
+    assert bool((rows[BLOCKS] == 0xA5).all())
+    straight = "gds_device_reads_total" if ", gds " in slab.io_engine else "device_reads_bounced_total"
+    assert counters.get(straight) == BLOCKS
+
+
+def test_an_engine_reads_its_own_node_s_volume(slab: NvmeSlab, device: torch.device, tmp_path: Path) -> None:
+    """Through the roster, while the node has the volume open."""
+    items = items_for(slab.allocate(SHAPE, BLOCKS) or [], range(BLOCKS), SHAPE)
+    assert slab.write(items) == [None] * BLOCKS
+    slab.commit([(slot, record) for slot, record, _ in items], [])
+    counters = Counters()
+    gds, found = choose_gds("auto" if device.type == "cuda" else "off", tmp_path / "volume", threads=8, counters=counters)
+    mounted = MountedSlab(tmp_path / "volume", VolumeId("v"), counters=counters, gds=gds)
+    places = [slot for slot in mounted.find([record.key for _, record, _ in items], SHAPE) if slot is not None]
+    rows = torch.empty((BLOCKS, SHAPE.block_bytes), dtype=torch.uint8, device=device)
+    wanted = [(item[1].key, slot, TensorMemory(row)) for item, slot, row in zip(items, places, rows, strict=True)]
+    answers = mounted.read_device(items[0][1].namespace, SHAPE, wanted)
+    assert [outcome for outcome, _ in answers] == [Outcome.HIT] * BLOCKS
+    assert [row.cpu().numpy().tobytes() for row in rows] == [block_payload(at, SHAPE) for at in range(BLOCKS)]
+    real = found.path is GdsPath.GDS
+    assert counters.get("gds_device_reads_total" if real else "device_reads_bounced_total") == BLOCKS
+    mounted.close()
+
+
+def test_tensors_of_any_type_are_bytes_and_those_with_gaps_are_refused(device: torch.device) -> None:
+    tensor = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    memory = TensorMemory(tensor)
+    assert memory.nbytes == 24
+    found = memoryview(bytearray(24))
+    memory.fetch(found)
+    assert list(found.cast("i")) == [0, 1, 2, 3, 4, 5]
+    memory.fill(memoryview(bytearray(24)))
+    assert not tensor.any()
+    assert memory.__cuda_array_interface__["data"] == (tensor.data_ptr(), False)
+    with pytest.raises(InvalidArgument, match="contiguous"):
+        TensorMemory(tensor.t())
+    with pytest.raises(InvalidArgument, match="cuda or cpu"):
+        TensorMemory(torch.empty(4, device="meta"))
