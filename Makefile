@@ -27,11 +27,12 @@ define need_python
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing: sudo apt install python3-venv" >&2; exit 1; }
 endef
 
-$(VENV)/.stamp: pyproject.toml constraints.txt
+$(VENV)/.stamp: pyproject.toml constraints.txt requirements-hardware.txt
 	$(need_python)
 	@echo "making $(VENV): some minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --requirement requirements-hardware.txt || echo "no kvikio for this machine: the tests of the gds I/O engine are skipped" >&2
 	@touch $@
 
 $(VENV_BENCH)/.stamp: pyproject.toml constraints.txt
