@@ -20,7 +20,9 @@ import harness
 from harness import Figure, Options, Reference, Target
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
+from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
+from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.slab import NvmeSlab
 from peers import PeerMissingError
 from peers.fio import Fio
@@ -31,9 +33,17 @@ NAMESPACE = NamespaceId(b"benchmark-nvme-1")
 
 
 class Slabs:
-    """A volume with ``2 * blocks`` slots, half of which are stored and removed again each round."""
+    """A volume with ``2 * blocks`` slots, half of which are stored and removed again each round; read by kvikio if given."""
 
-    def __init__(self, folder: Path, block_bytes: int, blocks: int, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        block_bytes: int,
+        blocks: int,
+        seed: int,
+        kvikio: Kvikio | None = None,
+        counters: Counters | None = None,
+    ) -> None:
         self.shape = BlockShape(LAYERS, block_bytes // LAYERS)
         self.blocks = blocks
         self.nbytes = blocks * block_bytes
@@ -42,6 +52,9 @@ class Slabs:
             volume_id=VolumeId("bench"),
             capacity_bytes=int(2.3 * blocks * (block_bytes + 4096)) + (8 << 20),
             io_threads=IO_THREADS,
+            counters=counters,
+            gds=kvikio,
+            gds_host_reads=True,
         )
         list(self.slab.recover())
         source = np.frombuffer(mmap.mmap(-1, self.nbytes), np.uint8).reshape(blocks, block_bytes)
