@@ -15,13 +15,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_bed import BLOCK
 from vllm_ranks_bed import TOKENS
 
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
-HIT = TOKENS // BLOCK * BLOCK
-STORED = (TOKENS + 12 - 1) // BLOCK
 RANKS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 """What the engine of two ranks is started with; other engines run in the tests' own process and must not see it."""
 TIMEOUT_S = 200.0
@@ -53,9 +50,15 @@ def answers(cluster: LocalCluster, folder: Path, family: str) -> dict[str, Any]:
 def test_two_ranks_load_what_they_stored(family: str, tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
         engine = answers(cluster, tmp_path, family)
-    assert engine["cached"] == [0, HIT, HIT]
+    if engine["whole_prompts_only"]:
+        assert engine["cached"] == [0, 0, 0]
+        assert engine["said"][0] == engine["said"][1] == engine["said"][2]
+        pytest.skip("vLLM computes prompts of latents only as a whole on this CPU, which has no AMX: nothing is loaded")
+    block = engine["block_tokens"]  # vLLM's choice: where a CPU has no AMX, latents lie in pages of 16 tokens
+    hit_blocks, stored_blocks = TOKENS // block, (TOKENS + 12 - 1) // block
+    assert engine["cached"] == [0, hit_blocks * block, hit_blocks * block]
     assert engine["said"][1] == engine["said"][2]
     assert family == "deepseek" or engine["said"][0] == engine["said"][1]
-    assert engine["counts"]["load_blocks"] == 2 * 2 * (HIT // BLOCK), "both ranks load"
-    page = engine["counts"]["store_bytes"] / STORED
-    assert page == {"llama": 4 * 2 * BLOCK * 2 * 32 * 4, "deepseek": 3 * BLOCK * 576 * 2}[family], "each byte once"
+    assert engine["counts"]["load_blocks"] == 2 * 2 * hit_blocks, "both ranks load"
+    page = engine["counts"]["store_bytes"] / stored_blocks
+    assert page == {"llama": 4 * 2 * block * 2 * 32 * 4, "deepseek": 3 * block * 576 * 2}[family], "each byte once"

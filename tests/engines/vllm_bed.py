@@ -102,6 +102,17 @@ class VllmEngine:
             self._watch_stores(self.scheduler_side)
 
     @property
+    def block_tokens(self) -> int:
+        """Of a page, as vLLM chose it: where a CPU has no AMX, latents lie in pages of 16 tokens whatever was asked for."""
+        chosen: int = self.core.vllm_config.cache_config.block_size
+        return chosen
+
+    @property
+    def whole_prompts_only(self) -> bool:
+        """Whether vLLM computes a prompt only as a whole: on CPUs without AMX it does so with latents, and keeps no prefixes."""
+        return not self.core.vllm_config.cache_config.enable_prefix_caching
+
+    @property
     def scheduler_side(self) -> SchedulerSide:
         side: SchedulerSide = self.connector._scheduler
         return side

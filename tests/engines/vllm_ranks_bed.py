@@ -34,7 +34,9 @@ def main() -> None:
     counts = {
         metric.name.removeprefix("vllm:kvstore_"): metric.value for metric in llm.get_metrics() if "kvstore_" in metric.name
     }
-    print(json.dumps({"said": said, "cached": cached, "counts": counts}))
+    cache = llm.llm_engine.vllm_config.cache_config
+    chosen = {"block_tokens": cache.block_size, "whole_prompts_only": not cache.enable_prefix_caching}
+    print(json.dumps({"said": said, "cached": cached, "counts": counts, **chosen}))
 
 
 if __name__ == "__main__":

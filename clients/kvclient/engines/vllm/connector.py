@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Tier
-from kvclient.engines.vllm.engine_view import group_facts, has_replica_of_lower_rank, read_groups
+from kvclient.engines.vllm.engine_view import group_facts, has_replica_of_lower_rank, read_groups, whole_prompts_only
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.events import stored_events
 from kvclient.engines.vllm.lookups import Finder
@@ -62,9 +62,13 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler at start: the namespaces of its pages, a group each."""
+    """What a worker tells the scheduler at start: the namespaces of its pages, a group each.
+
+    ``whole_prompts_only``: the attention backend that cannot go on behind a prefix, if it is one.
+    """
 
     specs: list[CacheSpec]
+    whole_prompts_only: str = ""
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -86,6 +90,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._epochs = Epochs(self._options)
         self._specs: list[CacheSpec] = []
         self._shards: list[list[CacheSpec]] = []
+        self._whole_prompts_only = ""
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._arrivals = Arrivals()
@@ -110,6 +115,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._specs = [group_spec(self._options.hook.with_epoch(epoch), one) for one in facts]
         for spec in self._specs:
             _log.info("namespace %s: model %s, %s", spec.namespace.hex(), spec.model, spec.layout)
+        self._whole_prompts_only = whole_prompts_only(self._vllm_config, self._groups)
         layers = [group.layers for group in self._groups]
         stores = self._options.hook.store and not has_replica_of_lower_rank(config)
         self._worker = WorkerSide(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
@@ -124,13 +130,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """For the scheduler."""
-        return Handshake(self._specs)
+        return Handshake(self._specs, self._whole_prompts_only)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """All workers have said which namespaces they have. Ranks with the same pages name the same."""
         shards: list[list[CacheSpec]] = [[] for _ in self._groups]
         for _, handshake in sorted(metadata.items()):
             assert isinstance(handshake, Handshake)
+            self._whole_prompts_only = handshake.whole_prompts_only or self._whole_prompts_only
             for known, spec in zip(shards, handshake.specs, strict=True):
                 if spec not in known:
                     known.append(spec)
@@ -139,7 +146,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._connect_scheduler()
 
     def _connect_scheduler(self) -> None:
-        """Lookups go to the namespaces of the current epoch."""
+        """Lookups go to the namespaces of the current epoch; there are none where vLLM computes prompts only as a whole."""
+        if self._whole_prompts_only:
+            self._side.tally.add("whole_prompts_only")
+            _log.warning(
+                "attention backend %s computes prompts only as a whole: nothing is loaded or stored", self._whole_prompts_only
+            )
+            return
         name = self._epochs.name
         shards = [[replace(spec, weights_epoch=name) for spec in group] for group in self._shards]
         self._side.connect(Finder(self._options.hook, shards, self._side.tally), self._epochs.number, name)

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
 """Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
+_WHOLE_PROMPTS_ONLY = {"CPU_MLA"}
+"""Backends that do not look at what lies in pages before a prompt's new tokens: behind a prefix they compute wrong ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +196,31 @@ def model_digest(model: Any, cache: Any, weights: str) -> str:  # noqa: ANN401
     )
 
 
+def _layer(vllm_config: Any, group: GroupView) -> Any:  # noqa: ANN401
+    return vllm_config.compilation_config.static_forward_context[group.layers[0]]
+
+
+def _backend(vllm_config: Any, group: GroupView) -> str:  # noqa: ANN401
+    return str(_layer(vllm_config, group).get_attn_backend().get_name())
+
+
 def _kernel(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: ANN401
     """Names of the attention backend and of its kernel."""
-    layers = vllm_config.compilation_config.static_forward_context
-    layer = layers[group.layers[0]]
-    backend = layer.get_attn_backend().get_name()
+    backend = _backend(vllm_config, group)
     if not backend.startswith("CPU"):
         return backend, "device"
+    layer = _layer(vllm_config, group)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     head_size = int(getattr(layer, "head_size", 0)) or None
     isa = _get_attn_isa(vllm_config.model_config.dtype, group.block_tokens, head_size, vllm_config.cache_config.cache_dtype)
     return backend, str(isa)
+
+
+def whole_prompts_only(vllm_config: Any, groups: Sequence[GroupView]) -> str:  # noqa: ANN401
+    """The attention backend that cannot go on behind a prefix; empty: all can. In the worker, as ``group_facts``."""
+    names = (_backend(vllm_config, group) for group in groups)
+    return next((name for name in names if name in _WHOLE_PROMPTS_ONLY), "")
 
 
 def has_replica_of_lower_rank(kv_cache_config: Any) -> bool:  # noqa: ANN401

@@ -43,6 +43,7 @@ COUNTERS = {
     "prompts_failed": "Prompts that arrived and could not be copied: loaded or computed.",
     "prompt_bytes": "Bytes of prompts that were copied into the engine.",
     "transfers_refused": "Requests whose kv_transfer_params make no sense: served as if there were none.",
+    "whole_prompts_only": "Starts with an attention backend that cannot go on behind a prefix: nothing is loaded or stored.",
     "resets": "Resets of the cache: from then on the store is used under another weights epoch.",
     "bugs": "Failures that should be impossible; each is logged.",
 }
