@@ -1,0 +1,310 @@
+"""Pages of a KV cache as the buffer of one load or store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvclient import BlockShape, InvalidArgument
+from kvclient.device.streams import Event
+from kvclient.far import FarBlocks, Offsets
+from kvstore.transport.layout import address_of
+
+if TYPE_CHECKING:
+    from kvclient.device.copier import DeviceCopier
+
+Positions = npt.NDArray[np.intp]
+
+
+class DeviceBlocks(FarBlocks):
+    """See ``far.FarBlocks``. Made by ``DeviceCopier.blocks``.
+
+    Args:
+        copier: of the cache.
+        page_ids: int64, on the host; checked.
+        layers: of the cache, that the blocks consist of.
+        after: pages may be touched behind this event.
+    """
+
+    @dataclass(slots=True)
+    class Part:
+        """What a copy is of: layers of some blocks.
+
+        Attributes:
+            page_ids: of these blocks.
+            first_layer: of the cache.
+            layers: how many.
+            shift: bytes from the start of a block to the first layer.
+            after: see above.
+            begun: where a copy that fails leaves the events of what had begun.
+        """
+
+        page_ids: torch.Tensor
+        first_layer: int
+        layers: int
+        shift: int
+        after: Event
+        begun: list[Event] = field(default_factory=list)
+
+    def __init__(self, copier: DeviceCopier, page_ids: torch.Tensor, layers: range, after: Event) -> None:
+        self._copier = copier
+        self._page_ids = page_ids.view(-1, copier.cache.pages_per_block)
+        self._layers = layers
+        self._after = after
+        self._shape = BlockShape(len(layers), copier.shape.layer_block_bytes)
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        """Behind all that was begun since the last drain."""
+        self._arrival: dict[int, list[Event]] = {}
+        self._host: npt.NDArray[np.uint8] | None = None
+        self._by_host = np.zeros(self.count, bool)
+        """Which blocks come by host memory."""
+        self._sent = np.zeros(self.count, np.int64)
+        """Of those: leading layers on their way to the device."""
+
+    @property
+    def count(self) -> int:
+        return len(self._page_ids)
+
+    @property
+    def shape(self) -> BlockShape:
+        return self._shape
+
+    # ---- by way of host memory ----
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        with self._lock:
+            host = self._host_memory()
+            self._by_host[block] = True
+            self._sent[block] = min(int(self._sent[block]), first_layer)  # they will be other bytes
+        size = self._shape.layer_block_bytes
+        return (host[block, first_layer * size : (first_layer + layer_count) * size].data,)
+
+    def _host_memory(self) -> npt.NDArray[np.uint8]:
+        if self._host is None:
+            self._host = np.empty((self.count, self._shape.block_bytes), np.uint8)
+        return self._host
+
+    def landed(self, positions: Positions, first_layer: int, layer_count: int) -> None:
+        with self._lock:
+            by_host = positions[self._by_host[positions]]
+            begin = np.clip(self._sent[by_host], first_layer, first_layer + layer_count)
+            in_turn = by_host[self._sent[by_host] >= first_layer]  # layers above a gap are copied again when it is filled
+            self._sent[in_turn] = np.maximum(self._sent[in_turn], first_layer + layer_count)
+            host = self._host
+        if host is None:
+            return
+        base = int(host.__array_interface__["data"][0])
+        end = first_layer + layer_count
+        for layer in np.unique(begin[begin < end]).tolist():
+            some = by_host[begin == layer]
+            self._load(base, base + some * self._shape.block_bytes, self._shape.block_bytes, some, layer, end - layer)
+
+    # ---- by the arena ----
+    def read_arena(self, arena: memoryview, offsets: Offsets, first: int, first_layer: int, layer_count: int) -> None:
+        self.read_at(arena, offsets, np.arange(first, first + len(offsets)), first_layer, layer_count)
+
+    def read_at(self, arena: memoryview, offsets: Offsets, positions: Positions, first_layer: int, layer_count: int) -> None:
+        """As ``read_arena``, for blocks anywhere in the buffer."""
+        base, starts = self._in_arena(arena, offsets)
+        with self._lock:
+            self._by_host[positions] = False
+        self._load(base, starts, self._slot_bytes, positions, first_layer, layer_count)
+
+    def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
+        self.write_at(arena, offsets, np.arange(self.count))
+
+    def write_at(self, arena: memoryview, offsets: Offsets, positions: Positions) -> None:
+        """As ``write_arena``, for some of the blocks."""
+        base, starts = self._in_arena(arena, offsets)
+        self._store(base, starts, self._slot_bytes, positions)
+
+    def _in_arena(self, arena: memoryview, offsets: Offsets) -> tuple[int, npt.NDArray[np.int64]]:
+        at = np.asarray(offsets).astype(np.int64)
+        # from here on addresses are trusted: nothing outside the arena may be named
+        if len(at) and not 0 <= int(at.min()) <= int(at.max()) <= len(arena) - self._shape.block_bytes:
+            raise InvalidArgument("a block outside the arena", arena_bytes=len(arena), block_bytes=self._shape.block_bytes)
+        base = address_of(arena)
+        return base, at + base
+
+    # ---- copies ----
+    def _load(
+        self,
+        base: int,
+        starts: npt.NDArray[np.int64],
+        pitch: int,
+        positions: Positions,
+        first_layer: int,
+        layer_count: int,
+    ) -> None:
+        part = self._part(positions, first_layer, layer_count)
+        arrived: list[tuple[int, Event]] = []
+        try:
+            events = self._copier.load(base, starts, pitch, part, lambda layer, event: arrived.append((layer, event)))
+        finally:
+            with self._lock:
+                self._events += part.begun
+        with self._lock:
+            self._events += events
+            for layer, event in arrived:
+                self._arrival.setdefault(layer - self._layers.start, []).append(event)
+
+    def _store(self, base: int, starts: npt.NDArray[np.int64], pitch: int, positions: Positions) -> None:
+        part = self._part(positions, 0, len(self._layers))
+        try:
+            events = self._copier.store(base, starts, pitch, part)
+        finally:
+            with self._lock:
+                self._events += part.begun
+        with self._lock:
+            self._events += events
+
+    def _part(self, positions: Positions, first_layer: int, layer_count: int) -> Part:
+        if not (first_layer >= 0 and 0 < layer_count <= len(self._layers) - first_layer):
+            raise InvalidArgument("no such layers", layers=len(self._layers), first=first_layer, count=layer_count)
+        ids = self._page_ids[torch.from_numpy(np.asarray(positions, np.int64))].reshape(-1)
+        shift = first_layer * self._shape.layer_block_bytes
+        return self.Part(ids, self._layers.start + first_layer, layer_count, shift, self._after)
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Bytes of a Full Block in an arena, of which this may be a layer."""
+        return self._copier.shape.block_bytes
+
+    def drain(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+        self._copier.wait(events)
+
+    def follow(self, layer: int) -> None:
+        with self._lock:
+            events = list(self._arrival.get(layer, ()))
+        for event in events:
+            self._copier.device.follow(event)
+
+    # ---- parts of it ----
+    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+        return _Picked(self, np.asarray(blocks, np.intp))
+
+    def source(self) -> BlockSource:
+        return BlockSource(self)
+
+    def gather(self) -> npt.NDArray[np.uint8]:
+        """Its blocks in host memory: uint8 ``[blocks, block_bytes]``.
+
+        Raises:
+            Internal: the device failed.
+        """
+        rows = np.empty((self.count, self._shape.block_bytes), np.uint8)
+        base = int(rows.__array_interface__["data"][0])
+        size = self._shape.block_bytes
+        self._store(base, base + np.arange(self.count) * size, size, np.arange(self.count))
+        self.drain()
+        return rows
+
+
+class BlockSource(FarBlocks):
+    """Blocks to be read from: their bytes are fetched from the device when somebody wants them in host memory."""
+
+    def __init__(self, blocks: DeviceBlocks) -> None:
+        self._blocks = blocks
+        self._rows: npt.NDArray[np.uint8] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        return self._blocks.count
+
+    @property
+    def shape(self) -> BlockShape:
+        return self._blocks.shape
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        with self._lock:
+            if self._rows is None:
+                self._rows = self._blocks.gather()
+        size = self.shape.layer_block_bytes
+        return (self._rows[block, first_layer * size : (first_layer + layer_count) * size].data,)
+
+    def read_arena(self, *_: object) -> None:
+        raise InvalidArgument("a source is not written to")
+
+    def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
+        self._blocks.write_arena(arena, offsets)
+
+    def landed(self, *_: object) -> None:
+        raise InvalidArgument("a source is not written to")
+
+    def drain(self) -> None:
+        self._blocks.drain()
+
+    def follow(self, layer: int) -> None:
+        self._blocks.follow(layer)
+
+    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+        return _PickedSource(self, self._blocks, np.asarray(blocks, np.intp))
+
+    def source(self) -> BlockSource:
+        return self
+
+
+class _Picked(FarBlocks):
+    """Some blocks of a buffer; it stays one buffer."""
+
+    def __init__(self, blocks: DeviceBlocks, which: Positions) -> None:
+        self._blocks = blocks
+        self._which = which
+
+    @property
+    def count(self) -> int:
+        return len(self._which)
+
+    @property
+    def shape(self) -> BlockShape:
+        return self._blocks.shape
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        return self._blocks.segments(int(self._which[block]), first_layer, layer_count)
+
+    def read_arena(self, arena: memoryview, offsets: Offsets, first: int, first_layer: int, layer_count: int) -> None:
+        self._blocks.read_at(arena, offsets, self._which[first : first + len(offsets)], first_layer, layer_count)
+
+    def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
+        self._blocks.write_at(arena, offsets, self._which)
+
+    def landed(self, positions: Positions, first_layer: int, layer_count: int) -> None:
+        self._blocks.landed(self._which[positions], first_layer, layer_count)
+
+    def drain(self) -> None:
+        self._blocks.drain()
+
+    def follow(self, layer: int) -> None:
+        self._blocks.follow(layer)
+
+    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+        return _Picked(self._blocks, self._which[np.asarray(blocks, np.intp)])
+
+    def source(self) -> FarBlocks:
+        return self._blocks.source().pick(self._which.tolist())
+
+
+class _PickedSource(_Picked):
+    """Some blocks of a source."""
+
+    def __init__(self, source: BlockSource, blocks: DeviceBlocks, which: Positions) -> None:
+        super().__init__(blocks, which)
+        self._source = source
+
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        return self._source.segments(int(self._which[block]), first_layer, layer_count)
+
+    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+        return _PickedSource(self._source, self._blocks, self._which[np.asarray(blocks, np.intp)])
+
+    def source(self) -> FarBlocks:
+        return self

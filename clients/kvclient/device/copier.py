@@ -1,0 +1,330 @@
+"""Copies between the node's arena and an engine's paged KV cache: which way they go, and what is pinned for them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from kvclient import BlockShape, CacheSpec, InvalidArgument
+from kvclient.device.blocks import DeviceBlocks
+from kvclient.device.fp8 import Fp8Codec
+from kvclient.device.layouts import LAYOUT_VERSION, PagedCache, check_spec
+from kvclient.device.pinning import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
+from kvclient.device.plan import Numbers
+from kvclient.device.rows import RowMover, TorchRows
+from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
+from kvclient.device.ways import Batched, Blocks, Codec, Direct, Host, OnLayer, Staged, Way
+from kvstore.core.errors import Internal
+from kvstore.observe.counters import Counters
+from kvstore.transport.layout import address_of
+
+_log = logging.getLogger(__name__)
+
+Strategy = Literal["auto", "staged", "batched", "direct"]
+STRATEGIES = ("auto", "staged", "batched", "direct")
+DRAIN_S = 10.0
+"""Copies that have not come to an end by then never will: the device is lost."""
+_NAP_S = 50e-6
+
+
+class DeviceCopier:
+    """The copies of one KV cache. Thread-safe; make it after forking. ``KVClient.connect(…, device=copier)``.
+
+    Args:
+        cache: the engine's pages.
+        strategy: the way copies go, see ``kvclient.device.ways``; ``auto``: ``batched`` where the driver has it, else ``staged``:
+            both leave the multiprocessors to those who compute.
+        fp8: store a 16-bit cache as 8-bit floats; see ``kvclient.device.fp8``. Whoever shares blocks must choose the same.
+        staging_bytes: of each of four staging buffers, made when first used.
+        pin: pin arenas for the device as they are mapped.
+        pin_chunk_bytes: pinned at a time.
+        device: where the cache lies, if it is to be told.
+
+    Raises:
+        InvalidArgument: an impossible choice, or one that this device, driver or installation cannot carry out.
+        Unavailable: the cache lies on a CUDA device that has no driver.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        *,
+        strategy: Strategy = "auto",
+        fp8: bool = False,
+        staging_bytes: int = 32 << 20,
+        pin: bool = True,
+        pin_chunk_bytes: int = CHUNK_BYTES,
+        device: Device | None = None,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise InvalidArgument("unknown strategy", strategy=strategy, known=", ".join(STRATEGIES))
+        self.cache = cache
+        self.device = device or (CudaDevice(cache.device) if cache.device.type == "cuda" else CpuDevice())
+        self.codec: Codec | None = Fp8Codec(cache) if fp8 else None
+        row = cache.row_bytes
+        self.shape = BlockShape(len(cache.layers), row if self.codec is None else self.codec.coded_bytes(row))
+        self.counters = Counters()
+        self.strategy = self._choose(strategy)
+        # a copy may reach over one border, not over two
+        self._chunk_bytes = max(pin_chunk_bytes, self.shape.block_bytes)
+        self._pin = pin and self.device.pinning is not None
+        self._lock = threading.Lock()
+        self._ranges: dict[int, PinnedRange] = {}
+        self._stuck: list[Event] = []
+        mover = self._mover()
+        self._lanes = [
+            _Lane(self._make(self.strategy, mover, staging_bytes), self._make("staged", mover, staging_bytes)) for _ in range(2)
+        ]
+        _log.info("copies to %s: %s, layout %s", cache.device, self.strategy, self.layout)
+
+    def _choose(self, strategy: Strategy) -> str:
+        if strategy == "auto":
+            return "batched" if self.device.has_batch and self.codec is None else "staged"
+        if strategy != "staged" and self.codec is not None:
+            raise InvalidArgument("only staged copies can quantise", strategy=strategy)
+        if strategy == "batched" and not self.device.has_batch:
+            raise InvalidArgument("this driver has no batched copies: they came with CUDA 12.8")
+        if strategy == "direct" and not self.device.reads_host:
+            raise InvalidArgument("kernels on this device do not reach pinned host memory at its own address")
+        return strategy
+
+    def _mover(self) -> RowMover:
+        if self.cache.device.type != "cuda":
+            return TorchRows(self.cache)
+        try:
+            from kvclient.device.triton_rows import TritonRows
+        except ImportError as error:
+            self.counters.add("device_without_triton_total")
+            _log.warning("no Triton here (%s): pages are moved by torch's indexing, which takes more launches", error)
+            return TorchRows(self.cache)
+        return TritonRows(self.cache)
+
+    def _make(self, name: str, mover: RowMover, staging_bytes: int) -> Way:
+        if name == "batched":
+            return Batched(self.device, self.cache)
+        if name == "direct":
+            try:
+                return Direct(self.device, self.cache)
+            except ImportError as error:
+                raise InvalidArgument("the direct way takes Triton, which is not installed", error=error) from error
+        return Staged(self.device, self.cache, mover, self.codec, staging_bytes)
+
+    # ---- the namespace ----
+    @property
+    def layout(self) -> str:
+        """What the namespace's layout must be: page layout, and quantisation, so that neither is ever mixed up."""
+        return f"paged/{self.cache.name}" + (f"/{self.codec.name}" if self.codec is not None else "")
+
+    def spec(self, model: str, block_tokens: int, **fields: object) -> CacheSpec:
+        """The namespace of this cache.
+
+        Args:
+            model: whose KV it is.
+            block_tokens: tokens of a block, that is, of ``pages_per_block`` pages.
+            **fields: others of ``CacheSpec``.
+
+        Raises:
+            InvalidArgument: impossible values.
+        """
+        return CacheSpec(
+            model=model,
+            block_tokens=block_tokens,
+            layers=self.shape.layers,
+            layer_block_bytes=self.shape.layer_block_bytes,
+            dtype=self._dtype_name,
+            layout=self.layout,
+            layout_version=LAYOUT_VERSION,
+            **fields,  # type: ignore[arg-type]
+        )
+
+    def check(self, spec: CacheSpec) -> None:
+        """Holds a namespace against the cache. ``KVClient.connect`` does.
+
+        Raises:
+            InvalidArgument: other layers, sizes, dtype or layout.
+        """
+        check_spec(
+            spec,
+            layers=self.shape.layers,
+            layer_block_bytes=self.shape.layer_block_bytes,
+            dtype=self._dtype_name,
+            layout=self.layout,
+        )
+
+    @property
+    def _dtype_name(self) -> str:
+        return self.codec.dtype_name if self.codec is not None else self.cache.dtype_name
+
+    # ---- buffers ----
+    def blocks(self, page_ids: Sequence[int], *, layer: int | None = None) -> DeviceBlocks:
+        """Pages as the buffer of a load or store. They may be touched behind what the caller has asked the device to do so far.
+
+        Args:
+            page_ids: ``pages_per_block`` for each block, in order.
+            layer: only this one, for stores layer by layer; None: all.
+
+        Raises:
+            InvalidArgument: no such page or layer, or a page named twice.
+        """
+        ids = self.cache.check_pages(page_ids)
+        if layer is not None and not 0 <= layer < self.shape.layers:
+            raise InvalidArgument("no such layer", layer=layer, layers=self.shape.layers)
+        layers = range(self.shape.layers) if layer is None else range(layer, layer + 1)
+        return DeviceBlocks(self, ids, layers, self.device.mark())
+
+    def load(self, base: int, starts: Numbers, pitch: int, part: DeviceBlocks.Part, on_layer: OnLayer) -> list[Event]:
+        """Begins copies from host memory into pages; for ``DeviceBlocks``.
+
+        Args:
+            base: address of an arena, or of other host memory.
+            starts: address of each block.
+            pitch: bytes of a block there.
+            part: what of them, and into which pages.
+            on_layer: told of each layer.
+
+        Returns:
+            Events behind all of it.
+
+        Raises:
+            Internal: the device failed.
+        """
+        return self._go(0, base, starts, pitch, part, on_layer)
+
+    def store(self, base: int, starts: Numbers, pitch: int, part: DeviceBlocks.Part) -> list[Event]:
+        """Begins copies from pages into host memory; as ``load``."""
+        return self._go(1, base, starts, pitch, part, None)
+
+    def _go(
+        self, direction: int, base: int, starts: Numbers, pitch: int, part: DeviceBlocks.Part, on_layer: OnLayer | None
+    ) -> list[Event]:
+        lane = self._lanes[direction]
+        pins = self._ranges.get(base)
+        host = Host(base, pins)
+        if not len(starts):
+            return []
+        width = part.layers * self.shape.layer_block_bytes
+        _, pinned = host.chunk_of(starts + part.shift, width)
+        whole = bool(pinned.all()) or self.device.pinning is None
+        moved = len(starts) * width
+        names = ("device_loaded_bytes_total", "device_stored_bytes_total")
+        self.counters.add(names[direction], moved)
+        if not whole:
+            self.counters.add("device_unpinned_bytes_total", int(np.count_nonzero(~pinned)) * width)
+        # memory that is not pinned is taken by ordinary copies alone
+        way = lane.way if whole else lane.staged
+        blocks = Blocks(host, starts, pitch, part.page_ids, part.first_layer, part.layers, part.shift, part.after)
+        with lane.lock:
+            if lane.lost:
+                raise Internal("the device was lost: nothing is copied any more", device=self.cache.device)
+            try:
+                way.load(blocks, on_layer) if on_layer is not None else way.store(blocks)
+            except (RuntimeError, Internal) as error:
+                self.counters.add("device_errors_total")
+                part.begun += way.record()  # what had begun is still waited for
+                if isinstance(error, Internal):
+                    raise
+                raise Internal("the device failed", device=self.cache.device, error=error) from error
+            return way.record()
+
+    def wait(self, events: Sequence[Event]) -> None:
+        """Waits until some copies are done. Bounded.
+
+        Raises:
+            Internal: the device failed or does not come to an end. It is lost: nothing is copied any more.
+        """
+        until_s = time.monotonic() + DRAIN_S
+        for number, event in enumerate(events):
+            try:
+                while not event.done() and time.monotonic() < until_s:
+                    time.sleep(_NAP_S)  # an event has no wait with a bound
+                ended = event.done()
+            except Internal:
+                self._lose(events[number:])
+                raise
+            if not ended:
+                self._lose(events[number:])
+                raise Internal("the device does not come to an end with its copies", device=self.cache.device)
+
+    def _lose(self, events: Sequence[Event]) -> None:
+        self.counters.add("device_lost_total")
+        _log.error("copies to and from %s do not end or failed: it is left alone from now on", self.cache.device)
+        self._stuck.extend(events)
+        for lane in self._lanes:
+            lane.lost = True
+
+    # ---- arenas ----
+    def mapped(self, arena: memoryview) -> _Guard:
+        """A client has mapped an arena: pins it in the background."""
+        address = address_of(arena)
+        if self._pin:
+            pinning = self.device.pinning
+            assert pinning is not None
+            near = cpus_near(self.device.bus_id)
+            pins = PinnedRange(address, len(arena), pinning, self.counters, chunk_bytes=self._chunk_bytes, cpus=near)
+            with self._lock:
+                self._ranges[address] = pins
+        return _Guard(self, address)
+
+    def unmapped(self, address: int) -> bool:
+        """An arena is about to be unmapped. False: it must stay."""
+        if any(not _done(event) for event in self._stuck):
+            return False
+        with self._lock:
+            pins = self._ranges.pop(address, None)
+        return pins is None or pins.close()
+
+    def pin_reports(self) -> list[PinReport]:
+        """How pinning of each arena goes."""
+        with self._lock:
+            return [pins.report() for pins in self._ranges.values()]
+
+    def wait_pinned(self, timeout_s: float) -> bool:
+        """Waits until pinning has ended, well or not. False: not in time."""
+        until_s = time.monotonic() + timeout_s
+        with self._lock:
+            ranges = list(self._ranges.values())
+        return all(pins.wait(max(0.0, until_s - time.monotonic())) for pins in ranges)
+
+    def stats(self) -> dict[str, int]:
+        """Totals by name, and how much is pinned."""
+        reports = self.pin_reports()
+        return {
+            **self.counters.snapshot(),
+            "device_pinned_bytes": sum(report.bytes_pinned for report in reports),
+            "device_arena_bytes": sum(report.bytes_total for report in reports),
+            "device_pin_milliseconds": math.ceil(1000 * max((report.seconds for report in reports), default=0.0)),
+        }
+
+
+class _Lane:
+    """What one direction has for itself."""
+
+    def __init__(self, way: Way, staged: Way) -> None:
+        self.way = way
+        self.staged = way if way.name == staged.name else staged
+        self.lock = threading.Lock()
+        self.lost = False
+
+
+class _Guard:
+    """Of one mapping; see ``far.ArenaGuard``."""
+
+    def __init__(self, copier: DeviceCopier, address: int) -> None:
+        self._copier = copier
+        self._address = address
+
+    def close(self) -> bool:
+        return self._copier.unmapped(self._address)
+
+
+def _done(event: Event) -> bool:
+    try:
+        return event.done()
+    except Internal:  # the device is gone, and with it whatever it might have written
+        return True

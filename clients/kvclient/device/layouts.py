@@ -1,0 +1,222 @@
+"""An engine's paged KV cache, whatever its layout, as one thing: pages that consist of a few contiguous parts.
+
+| layout | tensor of a layer | parts of a page |
+|---|---|---|
+| ``pages`` | ``[pages, …]``: vLLM's ``[B, H, N, C]``, MLA's ``[blocks, tokens, dim]``, ``[blocks, 2, …]`` | 1: the page |
+| ``split`` | ``[2, pages, …]``: flash attention's ``[2, blocks, tokens, heads, dim]``, or heads first | 2: K, V |
+
+What lies inside a part, tokens before heads (NHD) or heads before tokens (HND), is the attention kernel's business: bytes are
+moved as they lie, and the layout's name, which must be in the namespace, keeps engines apart that differ in it. A Layer Block is
+the parts of a page one after the other; where a block has several pages, page after page.
+
+This module imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvclient import CacheSpec, InvalidArgument
+
+LAYOUT_VERSION = 1
+KINDS = ("pages", "split")
+Kind = Literal["pages", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """A page of one layer.
+
+    Attributes:
+        parts: contiguous pieces that it lies in.
+        part_bytes: of each.
+        scales: stretches of a part that quantisation gives a scale of their own, 2 where K and V share a part.
+    """
+
+    parts: int
+    part_bytes: int
+    scales: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole page."""
+        return self.parts * self.part_bytes
+
+
+class LayerPages:
+    """Pages of one layer, as bytes.
+
+    Args:
+        tensor: the layer's cache, as ``kind`` has it.
+        kind: see the module.
+
+    Raises:
+        InvalidArgument: a part of a page is not contiguous, pages overlap, or there are none.
+    """
+
+    def __init__(self, tensor: torch.Tensor, kind: Kind) -> None:
+        lead = 2 if kind == "split" else 1
+        if kind not in KINDS:
+            raise InvalidArgument("unknown layout of a KV cache", layout=kind, known=", ".join(KINDS))
+        if (
+            tensor.ndim <= lead
+            or (kind == "split" and tensor.shape[0] != 2)
+            or not tensor.numel()
+            or tensor.layout != torch.strided
+        ):
+            raise InvalidArgument(
+                "a KV cache takes dense [pages, …], or [2, pages, …] where it is split", shape=tuple(tensor.shape)
+            )
+        tensor = tensor.detach()
+        # engines permute the axes of a page and keep its memory: what counts is the order in memory
+        strides: tuple[int, ...] = tensor.stride()
+        order = sorted(range(lead, tensor.ndim), key=lambda axis: (-strides[axis], axis))
+        inner = math.prod(tensor.shape[axis] for axis in order)
+        expected = inner
+        for axis in order:
+            expected //= tensor.shape[axis]
+            if tensor.shape[axis] > 1 and tensor.stride(axis) != expected:
+                raise InvalidArgument(
+                    "pages of the KV cache are not contiguous", shape=tuple(tensor.shape), strides=tensor.stride()
+                )
+        page_axis = lead - 1
+        size = tensor.element_size()
+        stride = tensor.stride(page_axis) * size
+        split = tensor.stride(0) * size if kind == "split" else 0
+        pages = tensor.shape[page_axis]
+        part_bytes = inner * size
+        steps = sorted([(stride, pages)] + ([(split, 2)] if kind == "split" else []))
+        room = part_bytes
+        for step, count in steps:  # each axis steps over all that the finer ones cover
+            if count > 1 and step < room:
+                raise InvalidArgument("pages of the KV cache overlap", shape=tuple(tensor.shape), strides=tensor.stride())
+            room = step * (count - 1) + room
+        self.tensor = tensor
+        self.order = tuple(axis - lead for axis in order)
+        """Axes of a page as they lie in memory, outermost first."""
+        self.pages = pages
+        self.page_stride = stride
+        self.part_stride = split
+        halves = 2 if kind == "pages" and tensor.ndim == 5 and tensor.shape[1] == 2 and order[0] == 1 else 1  # [blocks, 2, …]
+        self.page = PageShape(2 if kind == "split" else 1, part_bytes, halves)
+        self.address = tensor.data_ptr()
+        alike = 0 if pages == 1 else stride
+        self.word = math.gcd(part_bytes, alike, split, self.address, 8)
+        """Bytes of the largest word, up to 8, that everything is a multiple of."""
+
+    def words(self, word: int) -> torch.Tensor:
+        """Its pages as words: a view ``[pages, parts, part words]``, int64, int32, int16 or uint8.
+
+        Args:
+            word: 8, 4, 2 or 1, and a divisor of ``self.word``.
+        """
+        dtype = WORDS[word]
+        flat = torch.empty(0, dtype=dtype, device=self.tensor.device)
+        offset, rest = divmod(int(self.tensor.storage_offset()) * self.tensor.element_size(), word)
+        if rest or self.tensor.untyped_storage().data_ptr() % word:
+            raise InvalidArgument("the KV cache is not aligned for words", word=word)
+        shape = (self.pages, self.page.parts, self.page.part_bytes // word)
+        strides = (self.page_stride // word, self.part_stride // word or 1, 1)
+        return flat.set_(self.tensor.untyped_storage(), offset, shape, strides)
+
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class PagedCache:
+    """The KV cache of an engine: all layers' pages, and what a block of them is.
+
+    Args:
+        layers: one tensor a layer, in layer order, all alike and on one device.
+        kind: how they are laid out; see the module.
+        pages_per_block: pages of the engine that make a block of the store.
+
+    Raises:
+        InvalidArgument: layers that differ, pages that are not contiguous, or no layers.
+    """
+
+    def __init__(self, layers: Sequence[torch.Tensor], kind: Kind = "pages", *, pages_per_block: int = 1) -> None:
+        if not layers or pages_per_block < 1:
+            raise InvalidArgument(
+                "a KV cache takes layers, and blocks of pages", layers=len(layers), pages_per_block=pages_per_block
+            )
+        self.layers = [LayerPages(tensor, kind) for tensor in layers]
+        first = self.layers[0]
+        for number, layer in enumerate(self.layers):
+            same = (layer.page, layer.pages, layer.order, layer.tensor.dtype, layer.tensor.device) == (
+                first.page,
+                first.pages,
+                first.order,
+                first.tensor.dtype,
+                first.tensor.device,
+            )
+            if not same:
+                raise InvalidArgument(
+                    "a layer of the KV cache is not like the first", layer=number, shape=tuple(layer.tensor.shape)
+                )
+        self.kind = kind
+        self.page = first.page
+        self.pages = first.pages
+        self.dtype = first.tensor.dtype
+        self.device = first.tensor.device
+        self.pages_per_block = pages_per_block
+        self.word = math.gcd(*(layer.word for layer in self.layers))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one layer of a block, as they lie in the cache."""
+        return self.page.nbytes * self.pages_per_block
+
+    @property
+    def name(self) -> str:
+        """The layout as a namespace must have it: what a page's axes are, how they lie, and how many pages a block has."""
+        tensor = self.layers[0].tensor
+        lead = 2 if self.kind == "split" else 1
+        shape = "x".join(str(size) for size in tensor.shape[lead:])
+        order = "".join(str(axis) for axis in self.layers[0].order)
+        return f"{self.kind}/{shape}/{order}/{self.pages_per_block}"
+
+    @property
+    def dtype_name(self) -> str:
+        """As specs have it: ``float32``, ``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def check_pages(self, page_ids: Sequence[int]) -> torch.Tensor:
+        """Page ids of some blocks as an int64 tensor on the host.
+
+        Raises:
+            InvalidArgument: no such page, a page named twice, or not whole blocks.
+        """
+        ids = torch.tensor(list(page_ids), dtype=torch.int64)
+        if len(ids) % self.pages_per_block:
+            raise InvalidArgument("not whole blocks of pages", pages=len(ids), pages_per_block=self.pages_per_block)
+        if len(ids):
+            least, most = int(ids.min()), int(ids.max())
+            if not 0 <= least <= most < self.pages:
+                raise InvalidArgument("no such page", least=least, most=most, pages=self.pages)
+            if len(torch.unique(ids)) != len(ids):
+                raise InvalidArgument("a page is named twice")
+        return ids
+
+
+def check_spec(spec: CacheSpec, *, layers: int, layer_block_bytes: int, dtype: str, layout: str) -> None:
+    """Holds a namespace against what a cache is: a mismatch would serve bytes of another meaning.
+
+    Raises:
+        InvalidArgument: they differ; says in what.
+    """
+    wanted = {
+        "layers": layers,
+        "layer_block_bytes": layer_block_bytes,
+        "dtype": dtype,
+        "layout": layout,
+        "layout_version": LAYOUT_VERSION,
+    }
+    for name, value in wanted.items():
+        if getattr(spec, name) != value:
+            raise InvalidArgument("the namespace is not that of this KV cache", field=name, got=getattr(spec, name), wants=value)

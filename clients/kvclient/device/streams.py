@@ -1,0 +1,204 @@
+"""A device as the copies see it: streams whose work is done in order, events between them, and copies of memory by address.
+
+``CudaDevice`` is a GPU. ``CpuDevice`` does at once what it is asked to: for engines that compute on a CPU and want their cache
+quantised, and for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kvclient.device.driver import Addresses, CudaDriver, HostPinning
+from kvstore.core.errors import Internal
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def done(self) -> bool:
+        """Whether all before it has been done.
+
+        Raises:
+            Internal: the device failed.
+        """
+
+
+class Stream(Protocol):
+    """Work in order."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Enqueues what ``work`` enqueues on the current stream of torch."""
+
+    def wait(self, event: Event) -> None:
+        """What is enqueued from now on begins after an event."""
+
+    def record(self) -> Event:
+        """An event behind all that has been enqueued."""
+
+    def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        """Enqueues the copy of rows; see ``CudaDriver.copy_rows``."""
+
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        """Enqueues many copies in one call; see ``CudaDriver.copy_batch``."""
+
+
+class Device(Protocol):
+    """Where a KV cache lies."""
+
+    @property
+    def memory(self) -> torch.device:
+        """As torch names it."""
+
+    @property
+    def pinning(self) -> HostPinning | None:
+        """Pins host memory; None: nothing is pinned here."""
+
+    @property
+    def bus_id(self) -> str:
+        """Of the PCI device; empty: none."""
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether ``copy_batch`` works."""
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether kernels reach pinned memory at its own address."""
+
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    def mark(self) -> Event:
+        """An event behind all that the caller has asked the device to do on its current stream."""
+
+    def follow(self, event: Event) -> None:
+        """What the caller asks for next, on its current stream, begins after an event. Does not wait."""
+
+
+# ---- a GPU ----
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        try:
+            return bool(self.event.query())
+        except RuntimeError as error:  # how torch tells of anything that the device did before
+            raise Internal("the CUDA device failed", error=error) from error
+
+
+class _CudaStream:
+    def __init__(self, device: torch.device, driver: CudaDriver) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._driver = driver
+
+    def run(self, work: Callable[[], None]) -> None:
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+        except RuntimeError as error:
+            raise Internal("the CUDA device takes no work", error=error) from error
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def record(self) -> _CudaEvent:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _CudaEvent(event)
+
+    def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        self._driver.copy_rows(target, target_pitch, source, source_pitch, width, rows, self._stream.cuda_stream)
+
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        self._driver.copy_batch(targets, sources, sizes, self._stream.cuda_stream)
+
+
+class CudaDevice:
+    """A GPU of this process.
+
+    Args:
+        memory: ``cuda:N``.
+
+    Raises:
+        Unavailable: there is no driver, or no such device.
+    """
+
+    def __init__(self, memory: torch.device) -> None:
+        self.memory = torch.device("cuda", torch.cuda.current_device() if memory.index is None else memory.index)
+        torch.empty(1, device=self.memory)  # torch makes its context, which the driver then has
+        self._driver = CudaDriver(self._index_of_driver())
+        self.pinning: HostPinning | None = self._driver
+        self.bus_id = self._driver.bus_id
+        self.has_batch = self._driver.has_batch
+        self.reads_host = self._driver.reads_host
+
+    def _index_of_driver(self) -> int:
+        """Torch and the driver both count what CUDA_VISIBLE_DEVICES shows."""
+        assert self.memory.index is not None
+        return self.memory.index
+
+    def stream(self) -> _CudaStream:
+        return _CudaStream(self.memory, self._driver)
+
+    def mark(self) -> _CudaEvent:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.memory))
+        return _CudaEvent(event)
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        torch.cuda.current_stream(self.memory).wait_event(event.event)
+
+
+# ---- a CPU ----
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+class _AtOnce:
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def wait(self, event: Event) -> None:
+        assert event.done()
+
+    def record(self) -> _Done:
+        return _Done()
+
+    def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        for row in range(rows):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+
+
+class CpuDevice:
+    """Host memory: everything is done when it is asked for."""
+
+    memory = torch.device("cpu")
+    pinning: HostPinning | None = None
+    bus_id = ""
+    has_batch = True
+    reads_host = True
+
+    def stream(self) -> _AtOnce:
+        return _AtOnce()
+
+    def mark(self) -> _Done:
+        return _Done()
+
+    def follow(self, event: Event) -> None:
+        assert event.done()

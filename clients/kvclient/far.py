@@ -1,0 +1,94 @@
+"""Buffers in memory that this processor does not write itself: a device's. ``kvclient.device`` has the one there is.
+
+Whoever moves bytes here knows two ways into such a buffer. Out of the arena that is mapped here the device copies by itself, in
+order, while the caller goes on: ``read_arena``, and later ``drain``. Everything else (sockets, pools) writes into ``segments``,
+which is host memory, and says so: ``landed``. An arena may not be given up, a lease not given back and a block not counted
+before ``drain`` has returned.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.types import BlockShape
+
+Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
+
+
+class FarBlocks(ABC):
+    """A ``BlockBuffer`` behind a device's copies. Used by one load or store; its methods by one thread at a time or another."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many blocks."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> BlockShape:
+        """The size of each."""
+
+    @abstractmethod
+    def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
+        """Host memory that stands for those layers: of a ``source`` it holds their bytes, else it is to be filled."""
+
+    @abstractmethod
+    def read_arena(self, arena: memoryview, offsets: Offsets, first: int, first_layer: int, layer_count: int) -> None:
+        """Begins to copy layers of blocks ``[first, first + len(offsets))`` out of an arena. Returns at once.
+
+        Raises:
+            InvalidArgument: a block outside the arena.
+            Internal: the device failed.
+        """
+
+    @abstractmethod
+    def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
+        """Begins to copy all its blocks into an arena; errors as ``read_arena``."""
+
+    @abstractmethod
+    def landed(self, positions: npt.NDArray[np.intp], first_layer: int, layer_count: int) -> None:
+        """Layers of some blocks are complete, if they came by ``segments``: begins to copy them to the device.
+
+        Raises:
+            Internal: the device failed.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits until all that was begun is done. Bounded.
+
+        Raises:
+            Internal: the device failed, or does not come to an end; then its memory must be taken to be written for ever.
+        """
+
+    @abstractmethod
+    def follow(self, layer: int) -> None:
+        """Whatever the caller asks its device to do next waits, on the device, for what was begun of a layer."""
+
+    @abstractmethod
+    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+        """Some of its blocks as a buffer of their own."""
+
+    @abstractmethod
+    def source(self) -> BlockBuffer:
+        """The same blocks to be read from."""
+
+
+class ArenaGuard(Protocol):
+    """What somebody keeps about an arena for as long as it is mapped."""
+
+    def close(self) -> bool:
+        """The arena is about to be unmapped. False: it must stay, a device may still touch it."""
+
+
+class ArenaWatcher(Protocol):
+    """Somebody who wants to know of arenas as they are mapped."""
+
+    def mapped(self, arena: memoryview) -> ArenaGuard:
+        """An arena is mapped. Brief; keeps no view of it."""

@@ -1,0 +1,154 @@
+"""A device whose streams do their work late, and in any order that their events allow: the worst that a GPU may do.
+
+What is enqueued is kept; ``run_all`` does one piece after the other, each from a stream drawn at random among those whose next
+piece may run. An ordering that the code under test does not ask for by an event is therefore broken sooner or later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvclient.device.driver import Addresses, HostPinning, PinRefused
+
+
+class DeferredEvent:
+    def __init__(self, device: DeferredDevice) -> None:
+        self._device = device
+        self.reached = False
+
+    def done(self) -> bool:
+        if not self.reached:
+            self._device.step()
+        return self.reached
+
+
+class DeferredStream:
+    def __init__(self, device: DeferredDevice) -> None:
+        self._device = device
+        self.work: deque[Callable[[], None] | DeferredEvent] = deque()
+        self.launches = 0
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.launches += 1
+        self.work.append(work)
+
+    def wait(self, event: DeferredEvent) -> None:
+        self.work.append(event)
+
+    def record(self) -> DeferredEvent:
+        event = DeferredEvent(self._device)
+        self.work.append(lambda: setattr(event, "reached", True))
+        return event
+
+    def copy_rows(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        self._device.check_host(target, target_pitch, source, source_pitch, width, rows)
+
+        def work() -> None:
+            for row in range(rows):
+                ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+        self.run(work)
+
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            self._device.check_host(target, size, source, size, size, 1)
+
+        def work() -> None:
+            for at in self._device.random.sample(range(len(targets)), len(targets)):
+                ctypes.memmove(int(targets[at]), int(sources[at]), int(sizes[at]))
+
+        self.run(work)
+
+
+class FakePinning:
+    """The driver's pins: what it was told, and what it is to refuse."""
+
+    def __init__(self, refuse_from: int | None = None) -> None:
+        self.pinned: dict[int, int] = {}
+        self.calls = 0
+        self.refuse_from = refuse_from
+        self.before_pin: Callable[[int], None] = lambda _: None
+        self.refuse_unpin = False
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.calls += 1
+        self.before_pin(self.calls)
+        if self.refuse_from is not None and len(self.pinned) >= self.refuse_from:
+            raise PinRefused(2, "out of memory")
+        for start, length in self.pinned.items():
+            assert address + nbytes <= start or start + length <= address, "pinned twice"
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        if self.refuse_unpin:
+            raise PinRefused(713, "not registered")
+        del self.pinned[address]
+
+
+class DeferredDevice:
+    memory = torch.device("cpu")
+    bus_id = ""
+    has_batch = True
+    reads_host = True
+
+    def __init__(self, seed: int = 0, pinning: HostPinning | None = None) -> None:
+        self.random = random.Random(seed)
+        self.pinning = pinning
+        self.streams: list[DeferredStream] = []
+        self.fail_after: int | None = None
+        """So many copies are taken; the next is refused."""
+
+    def stream(self) -> DeferredStream:
+        self.streams.append(DeferredStream(self))
+        return self.streams[-1]
+
+    def mark(self) -> DeferredEvent:
+        event = DeferredEvent(self)
+        event.reached = True
+        return event
+
+    def follow(self, event: DeferredEvent) -> None:
+        while not event.done():
+            pass
+
+    def check_host(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        """As the driver: no copy may reach from one pin into the next."""
+        if self.fail_after is not None:
+            if not self.fail_after:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            self.fail_after -= 1
+        pins = getattr(self.pinning, "pinned", {})
+        for begin, pitch in ((target, target_pitch), (source, source_pitch)):
+            end = begin + pitch * (rows - 1) + width
+            touched = [start for start, length in pins.items() if begin < start + length and start < end]
+            assert len(touched) <= 1, "a copy over the border of two pins"
+
+    def step(self) -> bool:
+        """Does one piece of work; False: there is none that may run."""
+        ready = []
+        for stream in self.streams:
+            while stream.work and isinstance(stream.work[0], DeferredEvent) and stream.work[0].reached:
+                stream.work.popleft()
+            if stream.work and not isinstance(stream.work[0], DeferredEvent):
+                ready.append(stream)
+        if not ready:
+            return False
+        work = self.random.choice(ready).work.popleft()
+        assert not isinstance(work, DeferredEvent)
+        work()
+        return True
+
+    def run_all(self) -> None:
+        while self.step():
+            pass
+        assert not any(stream.work for stream in self.streams), "work that waits for ever"
+
+
+def bytes_of(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, count, np.uint8)

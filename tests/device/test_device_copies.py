@@ -1,0 +1,299 @@
+"""Copies between pages and host memory, held against the oracle: every way, layout and direction, on streams that run late."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from caches import LAYOUTS, block_bytes, make_cache, snapshot
+from deferred import DeferredDevice, FakePinning, bytes_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient import InvalidArgument
+from kvclient.device.copier import DeviceCopier
+from kvclient.device.layouts import PagedCache
+from kvstore.core.errors import Internal
+
+WAYS = ("staged", "batched")
+
+
+class Arena:
+    """Host memory with slots for blocks, somewhere in it."""
+
+    def __init__(self, copier: DeviceCopier, slots: int, seed: int) -> None:
+        size = copier.shape.block_bytes
+        self.size = size
+        self.memory = bytes_of(slots * size + 3 * 4096, seed)
+        start = -self.memory.ctypes.data % 4096  # as mappings begin
+        self.array = self.memory[start : start + slots * size + 4096]
+        self.view = memoryview(self.array)
+        self.slots = slots
+
+    def offsets(self, count: int, rng: random.Random) -> np.ndarray:
+        """Slots, some of them neighbours."""
+        chosen = rng.sample(range(self.slots), count)
+        if rng.random() < 0.5:
+            chosen.sort()
+        return np.array(chosen, np.uint64) * np.uint64(self.size)
+
+    def block(self, offset: int) -> np.ndarray:
+        return self.array[int(offset) : int(offset) + self.size]
+
+
+def same_bits(some: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(tensor.reshape(-1, 1).contiguous().view(torch.uint8) for tensor in (some, other)))
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    way=st.sampled_from(WAYS),
+    pages_per_block=st.sampled_from([1, 2, 3]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+    dims=st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 3, 8])),
+    layers=st.integers(1, 4),
+    staging=st.sampled_from([1, 700, 1 << 20]),
+    pinned=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_loads_and_stores_are_what_the_oracle_says(
+    layout: str,
+    way: str,
+    pages_per_block: int,
+    dtype: torch.dtype,
+    dims: tuple[int, int, int],
+    layers: int,
+    staging: int,
+    pinned: bool,
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    tokens, heads, dim = dims
+    cache = make_cache(
+        layout, layers=layers, tokens=tokens, heads=heads, dim=dim, dtype=dtype, pages_per_block=pages_per_block, seed=seed
+    )
+    pinning = FakePinning() if pinned else None
+    device = DeferredDevice(seed, pinning)
+    copier = DeviceCopier(cache, strategy=way, staging_bytes=staging, pin_chunk_bytes=4096, device=device)  # type: ignore[arg-type]
+    count = rng.randint(0, cache.pages // pages_per_block)
+    page_ids = rng.sample(range(cache.pages), count * pages_per_block)
+    arena = Arena(copier, 2 * cache.pages, seed)
+    guard = copier.mapped(arena.view)
+    assert copier.wait_pinned(10)
+
+    # out of the pages
+    expected = block_bytes(cache, page_ids)
+    offsets = arena.offsets(count, rng)
+    before = arena.array.copy()
+    blocks = copier.blocks(page_ids)
+    blocks.write_arena(arena.view, offsets)
+    blocks.drain()
+    for position, offset in enumerate(offsets.tolist()):
+        assert np.array_equal(arena.block(offset), expected[position])
+        before[offset : offset + arena.size] = expected[position]
+    assert np.array_equal(arena.array, before), "bytes beside the slots have changed"
+
+    # into other pages, in pieces, with the layers in groups
+    targets = rng.sample(range(cache.pages), count * pages_per_block)
+    untouched = snapshot(cache)
+    target = copier.blocks(targets)
+    cuts = sorted(rng.sample(range(1, layers), rng.randint(0, layers - 1)))
+    for first, last in zip([0, *cuts], [*cuts, layers], strict=True):
+        half = count // 2
+        target.read_arena(arena.view, offsets[:half], 0, first, last - first)
+        target.read_arena(arena.view, offsets[half:], half, first, last - first)
+    for layer in range(layers):
+        target.follow(layer)
+        if count:
+            row = cache.row_bytes
+            got = block_bytes(cache, targets)[:, layer * row : (layer + 1) * row]
+            assert np.array_equal(got, expected[:, layer * row : (layer + 1) * row]), "a layer is followed before it is there"
+    target.drain()
+    others = [page for page in range(cache.pages) if page not in targets]
+    for layer, was in zip(cache.layers, untouched, strict=True):
+        at = (slice(None), others) if cache.kind == "split" else (others,)
+        assert same_bits(layer.tensor[at], was[at]), "another page has changed"
+    device.run_all()
+    assert guard.close()
+    assert pinning is None or not pinning.pinned
+
+
+@given(seed=st.integers(0, 10**6), pages_per_block=st.sampled_from([1, 2]), layout=st.sampled_from(LAYOUTS))
+def test_bytes_that_land_in_host_memory_reach_the_pages_once_told_of(seed: int, pages_per_block: int, layout: str) -> None:
+    rng = random.Random(seed)
+    cache = make_cache(layout, pages_per_block=pages_per_block, seed=seed)
+    copier = DeviceCopier(cache, strategy=rng.choice(WAYS), device=DeferredDevice(seed))  # type: ignore[arg-type]
+    count, layers, row = 5, copier.shape.layers, copier.shape.layer_block_bytes
+    pages = rng.sample(range(cache.pages), count * pages_per_block)
+    arena = Arena(copier, count, seed)
+    target = copier.blocks(pages)
+    wanted = bytes_of(count * copier.shape.block_bytes, seed + 1).reshape(count, -1)
+    by_host = sorted(rng.sample(range(count), 3))
+    other = [block for block in range(count) if block not in by_host]
+    for block in by_host:  # a first attempt that brings garbage, and is given up
+        target.segments(block, 0, layers)[0][:] = bytes(layers * row)
+    target.landed(np.array(by_host[:1]), 0, 1)
+    for block in other:  # a load may ask for the memory of a block that the arena then brings
+        target.segments(block, 0, layers)
+    for block in other:
+        arena.array[block * arena.size : (block + 1) * arena.size] = wanted[block]
+        target.read_arena(arena.view, np.array([block * arena.size], np.uint64), block, 0, layers)
+    picked = target.pick(by_host)
+    for layer in range(layers):
+        for at, block in enumerate(by_host):
+            picked.segments(at, layer, 1)[0][:] = wanted[block, layer * row : (layer + 1) * row].tobytes()
+        if rng.random() < 0.7:
+            picked.landed(np.arange(3), layer, 1)
+    target.landed(np.arange(count), 0, layers)
+    target.drain()
+    assert np.array_equal(block_bytes(cache, pages), wanted)
+
+
+def test_a_source_shows_the_pages_bytes_in_host_memory() -> None:
+    cache = make_cache("flash_nhd")
+    copier = DeviceCopier(cache, device=DeferredDevice())
+    blocks = copier.blocks([3, 1, 7]).source()
+    expected = block_bytes(cache, [3, 1, 7])
+    for block in range(3):
+        assert bytes(blocks.segments(block, 0, 3)[0]) == expected[block].tobytes()
+    picked = blocks.pick([2, 0])
+    assert bytes(picked.segments(0, 1, 1)[0]) == expected[2].reshape(3, -1)[1].tobytes()
+    with pytest.raises(InvalidArgument, match="a source"):
+        blocks.read_arena(memoryview(bytearray(10)), np.zeros(1, np.uint64), 0, 0, 1)
+
+
+def test_one_layer_of_blocks_goes_to_its_place_in_the_slots() -> None:
+    cache = make_cache("flash_hnd")
+    copier = DeviceCopier(cache, device=DeferredDevice(), strategy="staged")
+    arena = Arena(copier, 4, 0)
+    expected = block_bytes(cache, [5, 2])
+    offsets = np.array([3, 2], np.uint64) * np.uint64(arena.size)
+    for layer in range(3):
+        rows = copier.blocks([5, 2], layer=layer)
+        assert rows.shape.layers == 1
+        rows.write_arena(arena.view, offsets + np.uint64(layer * cache.row_bytes))
+        rows.drain()
+    assert np.array_equal(arena.block(int(offsets[0])), expected[0])
+    assert np.array_equal(arena.block(int(offsets[1])), expected[1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_few_copies_whatever_the_order_of_the_slots(way: str) -> None:
+    cache = make_cache("flash_nhd", layers=8, pages=600, tokens=1, heads=1, dim=1)
+    device = DeferredDevice()
+    copier = DeviceCopier(cache, strategy=way, device=device)  # type: ignore[arg-type]
+    arena = Arena(copier, 600, 0)
+    for order, most in (("together", 8 * 2), ("scattered", 600 + 8 * 2)):
+        offsets = np.arange(600, dtype=np.uint64) * np.uint64(arena.size)
+        if order == "scattered":
+            offsets = np.random.default_rng(1).permutation(offsets)
+        launched = sum(stream.launches for stream in device.streams)
+        blocks = copier.blocks(range(600))
+        blocks.read_arena(arena.view, offsets, 0, 0, 8)
+        blocks.drain()
+        assert sum(stream.launches for stream in device.streams) - launched <= most + 1
+
+
+def test_a_device_that_fails_in_the_middle_is_an_error_and_what_had_begun_is_waited_for() -> None:
+    cache = make_cache("flash_nhd", pages=8)
+    device = DeferredDevice()
+    copier = DeviceCopier(cache, strategy="staged", staging_bytes=1, device=device)
+    arena = Arena(copier, 8, 0)
+    device.fail_after = 5
+    blocks = copier.blocks(range(8))
+    with pytest.raises(Internal, match="device failed"):
+        blocks.read_arena(arena.view, np.arange(8, dtype=np.uint64) * np.uint64(arena.size), 0, 0, 3)
+    blocks.drain()
+    assert not any(stream.work for stream in device.streams)
+    assert copier.stats()["device_errors_total"] == 1
+
+
+def test_copies_that_never_end_lose_the_device_and_keep_the_arena_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
+    device = DeferredDevice()
+    device.step = lambda: False  # type: ignore[method-assign]
+    copier = DeviceCopier(make_cache("mla"), device=device)
+    arena = Arena(copier, 2, 0)
+    guard = copier.mapped(arena.view)
+    blocks = copier.blocks([0])
+    blocks.read_arena(arena.view, np.zeros(1, np.uint64), 0, 0, 3)
+    with pytest.raises(Internal, match="does not come to an end"):
+        blocks.drain()
+    assert not guard.close()
+    with pytest.raises(Internal, match="lost"):
+        copier.blocks([1]).read_arena(arena.view, np.zeros(1, np.uint64), 0, 0, 3)
+    assert copier.stats()["device_lost_total"] == 1
+
+
+def test_nothing_outside_an_arena_or_a_cache_can_be_named() -> None:
+    copier = DeviceCopier(make_cache("mla", pages_per_block=2), device=DeferredDevice())
+    arena = Arena(copier, 2, 0)
+    blocks = copier.blocks([0, 1])
+    for offset in (len(arena.view), len(arena.view) - copier.shape.block_bytes + 1, 2**63 + 5):
+        with pytest.raises(InvalidArgument, match="outside the arena"):
+            blocks.read_arena(arena.view, np.array([offset], np.uint64), 0, 0, 3)
+    with pytest.raises(InvalidArgument, match="no such layers"):
+        blocks.read_arena(arena.view, np.zeros(1, np.uint64), 0, 2, 2)
+    for pages, message in (([0, 12], "no such page"), ([-1, 0], "no such page"), ([3, 3], "twice"), ([1], "whole blocks")):
+        with pytest.raises(InvalidArgument, match=message):
+            copier.blocks(pages)
+    with pytest.raises(InvalidArgument, match="no such layer"):
+        copier.blocks([0, 1], layer=3)
+
+
+# ---- what is refused at start ----
+
+
+@pytest.mark.parametrize(
+    ("layers", "kind", "message"),
+    [
+        ([], "pages", "takes layers"),
+        ([torch.zeros(4, 2)], "rows", "unknown layout"),
+        ([torch.zeros(3, 4, 2)], "split", r"\[2, pages"),
+        ([torch.zeros(4)], "pages", "dense"),
+        ([torch.zeros(4, 6)[:, ::2]], "pages", "not contiguous"),
+        ([torch.zeros(1, 6).expand(4, 6)], "pages", "overlap"),
+        ([torch.zeros(4, 2), torch.zeros(5, 2)], "pages", "not like the first"),
+        ([torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.float16)], "pages", "not like the first"),
+    ],
+)
+def test_caches_that_cannot_be_copied_are_refused(layers: list[torch.Tensor], kind: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        PagedCache(layers, kind)  # type: ignore[arg-type]
+
+
+def test_a_namespace_of_another_cache_is_refused() -> None:
+    caches = [make_cache(layout) for layout in ("flash_nhd", "flash_hnd", "vllm_bhnc", "vllm_permuted")]
+    caches += [
+        make_cache("flash_nhd", pages_per_block=2),
+        make_cache("flash_nhd", dtype=torch.float16),
+        make_cache("flash_nhd", layers=2),
+    ]
+    copiers = [DeviceCopier(cache, device=DeferredDevice()) for cache in caches]
+    copiers.append(DeviceCopier(caches[0], fp8=True, device=DeferredDevice()))
+    specs = [copier.spec("model", 16) for copier in copiers]
+    assert len({spec.namespace for spec in specs}) == len(specs)
+    for copier in copiers:
+        for other, spec in zip(copiers, specs, strict=True):
+            if other is copier:
+                copier.check(spec)
+            else:
+                with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+                    copier.check(spec)
+
+
+def test_choices_that_cannot_be_carried_out_are_refused() -> None:
+    device = DeferredDevice()
+    with pytest.raises(InvalidArgument, match="unknown strategy"):
+        DeviceCopier(make_cache("mla"), strategy="fastest", device=device)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="only staged copies"):
+        DeviceCopier(make_cache("mla"), strategy="batched", fp8=True, device=device)
+    with pytest.raises(InvalidArgument, match="16-bit"):
+        DeviceCopier(make_cache("mla", dtype=torch.float32), fp8=True, device=device)
+    device.has_batch = device.reads_host = False
+    for strategy in ("batched", "direct"):
+        with pytest.raises(InvalidArgument):
+            DeviceCopier(make_cache("mla"), strategy=strategy, device=device)  # type: ignore[arg-type]
+    assert DeviceCopier(make_cache("mla"), device=device).strategy == "staged"

@@ -1,0 +1,183 @@
+"""Pinning in the background, with a fake in place of the driver alone: real memory, threads and forks."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deferred import FakePinning
+
+from kvclient.device.driver import CudaDriver
+from kvclient.device.pinning import PinnedRange, cpus_near
+from kvstore.core.errors import Unavailable
+from kvstore.observe.counters import Counters
+from kvstore.transport.layout import address_of
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def memory() -> Iterator[mmap.mmap]:
+    fd = os.memfd_create("test-pinning")
+    os.ftruncate(fd, 100 * PAGE)
+    with mmap.mmap(fd, 100 * PAGE) as mapped:
+        os.close(fd)
+        yield mapped
+
+
+def pin(memory: mmap.mmap, driver: FakePinning, **options: object) -> PinnedRange:
+    view = memoryview(memory)
+    address = address_of(view)
+    view.release()
+    return PinnedRange(address, len(memory), driver, Counters(), chunk_bytes=8 * PAGE, **options)  # type: ignore[arg-type]
+
+
+def test_all_of_it_is_pinned_in_chunks_and_nothing_of_it_changes(memory: mmap.mmap) -> None:
+    memory[:] = content = bytes(range(256)) * (100 * PAGE // 256)
+    driver = FakePinning()
+    pins = pin(memory, driver)
+    assert pins.wait(10)
+    base = pins.address
+    assert driver.pinned == {base + at * PAGE: min(8, 100 - at) * PAGE for at in range(0, 100, 8)}
+    report = pins.report()
+    assert (report.bytes_total, report.bytes_pinned, report.done, report.refused) == (100 * PAGE, 100 * PAGE, True, "")
+    assert memory[:] == content
+    starts = base + np.array([0, 8 * PAGE - 1, 99 * PAGE], np.int64)
+    first, pinned = pins.chunk_of(starts, PAGE)
+    assert first.tolist() == [0, 0, 12]
+    assert pinned.all()
+    assert pins.close()
+    assert driver.pinned == {}
+    assert pins.close()
+
+
+def test_pages_are_there_before_the_driver_is_asked(memory: mmap.mmap) -> None:
+    resident: list[int] = []
+
+    def look(_: int) -> None:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+        rss = [line for line in lines if line.startswith("Pss_Shmem:")]
+        resident.append(int(rss[0].split()[1]))
+
+    driver = FakePinning()
+    before_kib = 0
+    driver.before_pin = look
+    look(0)
+    before_kib = resident.pop()
+    pins = pin(memory, driver, threads=1)
+    assert pins.wait(10)
+    chunk_kib = 8 * PAGE >> 10
+    assert all(
+        seen - before_kib >= min(number * chunk_kib, 100 * PAGE >> 10) - 4 for number, seen in enumerate(sorted(resident), 1)
+    )
+    pins.close()
+
+
+def test_a_refusal_in_the_middle_leaves_the_rest_unpinned_and_says_why(
+    memory: mmap.mmap, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = FakePinning(refuse_from=3)
+    with caplog.at_level(logging.WARNING):
+        pins = pin(memory, driver)
+        assert pins.wait(10)
+    report = pins.report()
+    assert report.done
+    assert report.bytes_pinned == 24 * PAGE
+    assert "out of memory" in report.refused
+    _, pinned = pins.chunk_of(pins.address + np.array([0, 23 * PAGE, 24 * PAGE, 99 * PAGE], np.int64), PAGE)
+    assert pinned[0]
+    assert not pinned[3]
+    assert [record for record in caplog.records if "limit on locked memory" in record.getMessage()]
+    assert len(caplog.records) == 1
+    assert pins.close()
+    assert driver.pinned == {}
+
+
+def test_closing_while_chunks_are_pinned_ends_soon_and_leaves_no_pin(memory: mmap.mmap) -> None:
+    driver = FakePinning()
+    at_second, go_on = threading.Event(), threading.Event()
+
+    def hold(call: int) -> None:
+        if call >= 2:
+            at_second.set()
+            assert go_on.wait(10)
+
+    driver.before_pin = hold
+    pins = pin(memory, driver)
+    assert at_second.wait(10)
+    closed: list[bool] = []
+    closer = threading.Thread(target=lambda: closed.append(pins.close()))
+    closer.start()
+    while not pins._closing:
+        pass
+    go_on.set()
+    closer.join(10)
+    assert closed == [True]
+    assert driver.pinned == {}
+    assert driver.calls <= 4
+    assert pins.report().done
+
+
+def test_a_pin_that_does_not_end_keeps_the_memory_mapped(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvclient.device.pinning._CLOSE_S", 0.05)
+    driver = FakePinning()
+    go_on, begun = threading.Event(), threading.Event()
+
+    def hold(_: int) -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    driver.before_pin = hold
+    pins = pin(memory, driver)
+    assert begun.wait(10)
+    assert not pins.close()
+    go_on.set()
+    assert pins.wait(10)
+    assert pins.close()
+    assert driver.pinned == {}
+
+
+def test_a_driver_that_does_not_let_go_keeps_the_memory_mapped(memory: mmap.mmap) -> None:
+    driver = FakePinning()
+    pins = pin(memory, driver)
+    assert pins.wait(10)
+    driver.refuse_unpin = True
+    assert not pins.close()
+    driver.refuse_unpin = False
+    assert pins.close()
+
+
+def test_a_child_of_a_fork_touches_none_of_its_parents_pins(memory: mmap.mmap) -> None:
+    driver = FakePinning()
+    pins = pin(memory, driver)
+    assert pins.wait(10)
+    driver.refuse_unpin = True  # a call in the child would be seen as a failure to close
+    receive, send = multiprocessing.Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        send.send(pins.close())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert receive.poll(10)
+    assert receive.recv() is True
+    assert len(driver.pinned) == 13
+    driver.refuse_unpin = False
+    assert pins.close()
+
+
+def test_near_processors_are_those_of_the_device() -> None:
+    assert cpus_near("") is None
+    assert cpus_near("ffff:ff:1f.7") is None
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver")
+def test_a_host_without_a_driver_says_so() -> None:
+    with pytest.raises(Unavailable, match=r"libcuda\.so"):
+        CudaDriver(0)

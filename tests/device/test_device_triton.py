@@ -1,0 +1,96 @@
+"""The kernel in Triton's interpreter, held against the torch reference. With a GPU, ``test_device_gpu`` runs it there."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (it is for x86-64 Linux alone): the kernel is NOT tested here")
+if torch.cuda.is_available():
+    pytest.skip("the kernel is compiled on this machine: test_device_gpu tests it", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is first imported
+
+from caches import LAYOUTS, block_bytes, make_cache
+from deferred import DeferredDevice, bytes_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvclient.device.copier import DeviceCopier
+from kvclient.device.rows import TorchRows
+from kvclient.device.triton_rows import PIECE_WORDS, TritonRows
+
+
+@settings(max_examples=30)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    pages_per_block=st.sampled_from([1, 2]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+    dims=st.tuples(st.integers(1, 3), st.integers(1, 2), st.sampled_from([1, 3, 8])),
+    pad=st.integers(0, 9),
+    seed=st.integers(0, 10**6),
+)
+def test_it_moves_rows_as_the_reference_does(
+    layout: str, pages_per_block: int, dtype: torch.dtype, dims: tuple[int, int, int], pad: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    tokens, heads, dim = dims
+    cache, other = (
+        make_cache(layout, layers=2, tokens=tokens, heads=heads, dim=dim, dtype=dtype, pages_per_block=pages_per_block, seed=seed)
+        for _ in range(2)
+    )
+    count = rng.randint(0, 5)
+    ids = cache.check_pages(rng.sample(range(cache.pages), count * pages_per_block))
+    pitch = cache.row_bytes + pad
+    drawn = torch.from_numpy(bytes_of(count * pitch, seed)).view(count, pitch)
+    rows = drawn[:, pad:]  # a pitch, and any alignment
+    TritonRows(cache).to_pages(1, rows, ids)
+    TorchRows(other).to_pages(1, rows, ids)
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(mine.words(mine.word), theirs.words(theirs.word))
+    back, expected = drawn.clone(), drawn.clone()
+    TritonRows(cache).to_rows(0, ids, back[:, pad:])
+    TorchRows(cache).to_rows(0, ids, expected[:, pad:])
+    assert torch.equal(back, expected)
+
+
+def test_parts_longer_than_a_piece() -> None:
+    cache = make_cache("flash_nhd", layers=1, pages=3, tokens=PIECE_WORDS // 4 + 3, heads=2, dim=12)
+    assert cache.page.part_bytes // cache.word > PIECE_WORDS
+    rows = torch.from_numpy(bytes_of(2 * cache.row_bytes, 1)).view(2, -1)
+    ids = cache.check_pages([2, 0])
+    TritonRows(cache).to_pages(0, rows, ids)
+    assert block_bytes(cache, [2, 0]).tobytes() == rows.numpy().tobytes()
+
+
+@settings(max_examples=15)
+@given(layout=st.sampled_from(LAYOUTS), pages_per_block=st.sampled_from([1, 2]), seed=st.integers(0, 10**6))
+def test_direct_copies_are_what_the_oracle_says(layout: str, pages_per_block: int, seed: int) -> None:
+    rng = random.Random(seed)
+    cache = make_cache(layout, pages_per_block=pages_per_block, layers=2, seed=seed)
+    device = DeferredDevice(seed)
+    copier = DeviceCopier(cache, strategy="direct", device=device)
+    count = rng.randint(1, 5)
+    size = copier.shape.block_bytes
+    memory = bytes_of(8 * size, seed)
+    arena = memoryview(memory)
+    offsets = np.array(rng.sample(range(8), count), np.uint64) * np.uint64(size)
+    pages = rng.sample(range(cache.pages), count * pages_per_block)
+    expected = block_bytes(cache, pages)
+    blocks = copier.blocks(pages)
+    blocks.write_arena(arena, offsets)
+    blocks.drain()
+    assert all(
+        memory[offset : offset + size].tobytes() == row.tobytes() for offset, row in zip(offsets.tolist(), expected, strict=True)
+    )
+    targets = rng.sample(range(cache.pages), count * pages_per_block)
+    blocks = copier.blocks(targets)
+    launched = sum(stream.launches for stream in device.streams)
+    blocks.read_arena(arena, offsets, 0, 1, 1)
+    blocks.read_arena(arena, offsets, 0, 0, 1)
+    assert sum(stream.launches for stream in device.streams) == launched + 4, "a table and a launch a layer"
+    blocks.drain()
+    assert np.array_equal(block_bytes(cache, targets), expected)
