@@ -150,15 +150,15 @@ class NodeSection(Section):
     load_window: Size = Field(default=64 << 20, gt=0, description="read ahead at once for each load")
     load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")
     io_threads: int = Field(default=8, ge=1, le=256, description="I/O requests in flight on each NVMe volume")
-    storage_listen: str | None = Field(
-        default=None, description="address of its data plane on the storage network; unset: data_listen serves both networks"
-    )
-    storage_advertise_host: str | None = Field(
     gds: Literal["auto", "required", "off"] = Field(
         default="auto",
         description="GPUDirect Storage: auto (where a measurement shows that it is real), required (or the node refuses to"
         " start) or off (kvikio is not touched)",
     )
+    storage_listen: str | None = Field(
+        default=None, description="address of its data plane on the storage network; unset: data_listen serves both networks"
+    )
+    storage_advertise_host: str | None = Field(
         default=None, description="host that others reach it by on the storage network; unset: the one listened on"
     )
     storage_bandwidth: Size = Field(default=0, description="bytes a second of the storage link; 0: not known, measured")

@@ -45,12 +45,12 @@ from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import DurableVolume, Slot
+from kvstore.tiers.io_engines.probe import choose_gds
 from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.shm import ArenaDoor
-from kvstore.tiers.io_engines.probe import choose_gds
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
@@ -106,7 +106,15 @@ class NodeDaemon:
             counters=self.counters,
         )
         self._slabs: list[NvmeSlab] = []
+        self._gds: list[str] = []
+        if config.gds == "required" and not config.nvme:
+            raise InvalidArgument("node.gds = required takes an NVMe volume (node.nvme)")
         for number, nvme in enumerate(config.nvme):
+            volume_id = VolumeId(f"{config.node_id}/nvme{number}")
+            nvme.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # what is measured is the folder's file system
+            threads = config.io_threads * len(config.nvme)
+            gds, found = choose_gds(config.gds, nvme.path, threads=threads, counters=self.counters)
+            self._gds.append(f"GPUDirect Storage of {volume_id}: {found.describe()}")
             self._slabs.append(
                 NvmeSlab.open(
                     nvme.path,
@@ -114,15 +122,9 @@ class NodeDaemon:
                     capacity_bytes=nvme.capacity_bytes,
                     io_threads=config.io_threads,
                     direct=nvme.direct,
-        self._gds: list[str] = []
-        if config.gds == "required" and not config.nvme:
-            raise InvalidArgument("node.gds = required takes an NVMe volume (node.nvme)")
                     counters=self.counters,
-            volume_id = VolumeId(f"{config.node_id}/nvme{number}")
-            nvme.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # what is measured is the folder's file system
-            threads = config.io_threads * len(config.nvme)
-            gds, found = choose_gds(config.gds, nvme.path, threads=threads, counters=self.counters)
-            self._gds.append(f"GPUDirect Storage of {volume_id}: {found.describe()}")
+                    gds=gds,
+                    gds_required=config.gds == "required",
                 )
             )
 
@@ -131,8 +133,6 @@ class NodeDaemon:
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
         self._log = ReplicaLog(volumes, counters, clock, keep=config.metadata is not None)
         homes = [Home(slab, make_policy(config.policy)) for slab in self._slabs]
-                    gds=gds,
-                    gds_required=config.gds == "required",
         writes_behind = bool(homes) or config.write_behind_to is not None
         self.table = BlockTable(
             self._arena,
