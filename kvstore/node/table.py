@@ -25,7 +25,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.block import Block, Claim, Home, Prepared, RecentKeys, Vigil
+from kvstore.node.cascade import with_parents
 from kvstore.node.domain import Domain
+from kvstore.node.invariants import check_invariants
 from kvstore.node.replicas import ReplicaLog
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Slot
@@ -54,10 +56,12 @@ class BlockTable:
         *,
         writes_behind: bool,
         keep_loaded: bool = True,
+        cascades_chains: bool = False,
     ) -> None:
         self.dram = dram
         self.keep_loaded = keep_loaded
         """Whether DRAM is a cache. If not, it only stages: what nobody uses leaves, what was stored once it is durable."""
+        self._cascades_chains = cascades_chains
         self.homes = list(homes)
         self._dram_policy = dram_policy
         self._log = log
@@ -517,6 +521,15 @@ class BlockTable:
                 ):
                     self._enqueue(block)
 
+    def give_up_pending(self) -> int:
+        """Nothing that waits for write-behind now is written any more: as if each had failed. What is being written goes on."""
+        with self._lock:
+            given_up, self._pending = self._pending, deque()
+            self._in_write += len(given_up)  # taken, and handed back at once
+            for block in given_up:
+                self._written(block)
+            return len(given_up)
+
     # ---------------------------------------------------------------- eviction on demand
     def evict_dram(self) -> int:
         """Drops from DRAM whatever is not pinned and may leave as it is. Returns how many blocks."""
@@ -562,28 +575,7 @@ class BlockTable:
     def check(self) -> None:
         """Asserts the invariants. For tests."""
         with self._lock:
-            slots: set[int] = set()
-            for key, block in self._blocks.items():
-                assert block.key == key
-                assert block.dram is not None or block.nvme is not None, "a block without a replica"
-                assert block.pins >= 0, "negative pins"
-                assert key not in self._preparing, "held and being written"
-                if block.dram is not None:
-                    assert block.dram.offset not in slots, "one slot, two blocks"
-                    slots.add(block.dram.offset)
-            for prepared in set(map(id, self._preparing.values())):
-                store = next(one for one in self._preparing.values() if id(one) == prepared)
-                for slot in store.slots.values():
-                    assert slot.offset not in slots, "a slot both held and being written"
-                    slots.add(slot.offset)
-            assert len(self._dram_policy) == sum(block.dram is not None for block in self._blocks.values())
-            for key, vigils in self._vigils.items():
-                held = self._blocks.get(key)
-                for vigil in vigils:
-                    assert key in vigil.missing, "a vigil that nobody keeps"
-                    assert held is None or held.dram is None or held.domain is not vigil.domain, "a vigil for what is there"
-            for home in self.homes:
-                assert len(home.policy) == sum(block.nvme_home is home for block in self._blocks.values())
+            check_invariants(self)
 
     # ---------------------------------------------------------------- inside the lock
     def _wait(self, condition: threading.Condition, deadline_s: float) -> bool:
@@ -595,6 +587,8 @@ class BlockTable:
         if slots is None:
             cold: list[Block] = []
             plan = self.dram.room_plan(shape, count, self._coldest(self._dram_policy, None, cold), PLAN_LIMIT)
+            if self._cascades_chains:
+                cold = with_parents(self._blocks, cold, self._idle, max(PIECE_BLOCKS, 2 * count))
             for block in cold:  # those that lie in DRAM only are written behind, so that they may leave
                 self._enqueue(block)
             self._counters.add("cascaded_blocks_total", len(cold))

@@ -1,0 +1,34 @@
+"""What must hold in a block table between two decisions. For tests, which ask after everything they do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.node.table import BlockTable
+
+
+def check_invariants(table: BlockTable) -> None:
+    """Asserts all of it. The caller holds the table's lock."""
+    slots: set[int] = set()
+    for key, block in table._blocks.items():
+        assert block.key == key
+        assert block.dram is not None or block.nvme is not None, "a block without a replica"
+        assert block.pins >= 0, "negative pins"
+        assert key not in table._preparing, "held and being written"
+        if block.dram is not None:
+            assert block.dram.offset not in slots, "one slot, two blocks"
+            slots.add(block.dram.offset)
+    for prepared in set(map(id, table._preparing.values())):
+        store = next(one for one in table._preparing.values() if id(one) == prepared)
+        for slot in store.slots.values():
+            assert slot.offset not in slots, "a slot both held and being written"
+            slots.add(slot.offset)
+    assert len(table._dram_policy) == sum(block.dram is not None for block in table._blocks.values())
+    for key, vigils in table._vigils.items():
+        held = table._blocks.get(key)
+        for vigil in vigils:
+            assert key in vigil.missing, "a vigil that nobody keeps"
+            assert held is None or held.dram is None or held.domain is not vigil.domain, "a vigil for what is there"
+    for home in table.homes:
+        assert len(home.policy) == sum(block.nvme_home is home for block in table._blocks.values())

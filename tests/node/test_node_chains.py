@@ -1,0 +1,83 @@
+"""A table whose blocks are written below only when they must leave: whole chains at a time, and given up when room is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.core.clock import ManualClock
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
+from kvstore.node.block import Block
+from kvstore.node.domain import Domain
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.tiers.arena import DramArena
+from kvstore.tiers.policy import make_policy
+
+SHAPE = BlockShape(1, 4096)
+DOMAIN = Domain(NamespaceId(bytes(16)), SHAPE, None)
+ROOM = 128
+CHAIN = 16
+
+
+@pytest.fixture(params=[True, False])
+def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
+    counters, clock = Counters(), ManualClock()
+    arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=ROOM * SHAPE.block_bytes)
+    log = ReplicaLog([arena.volume_id], counters, clock, keep=False)
+    table = BlockTable(arena, make_policy("lru"), [], log, counters, clock, writes_behind=True, cascades_chains=request.param)
+    for chain in range(ROOM // CHAIN):
+        keys = [key_of(chain, depth) for depth in range(CHAIN)]
+        assert len(table.claim(DOMAIN, keys).claimed_absent) == CHAIN
+        slots = table.reserve(SHAPE, CHAIN, 0.0)
+        assert slots is not None
+        held = []
+        for depth, slot in enumerate(slots):
+            block = Block(DOMAIN, keys[depth], keys[depth - 1] if depth else None, depth, b"")
+            held.append(table.adopted(block, slot))
+            block.expendable = False
+        table.unpin(held)
+    yield table
+    table.check()
+    table.close()
+    arena.close()
+
+
+def key_of(chain: int, depth: int) -> BlockKey:
+    return BlockKey(bytes([chain]) * 8 + depth.to_bytes(8, "big"))
+
+
+def test_what_must_leave_is_written_below_chain_by_chain_or_leaf_by_leaf(table: BlockTable) -> None:
+    whole = table._cascades_chains
+    assert table.reserve(SHAPE, 4, 0.0) is None
+    pending = table.take_pending(ROOM, ROOM << 20, 0.0)
+    keys = {block.key for block in pending}
+    # the coldest chains in full, no more than a search for room asks for; or the leaf of each
+    wanted = {key_of(chain, depth) for chain in range(4) for depth in range(CHAIN)}
+    leaves = {key_of(chain, CHAIN - 1) for chain in range(ROOM // CHAIN)}
+    assert keys == (wanted if whole else leaves)
+    for block in pending:
+        table.not_persisted(block)
+    slots = table.reserve(SHAPE, 4, 0.0)
+    assert slots is not None
+    table.unreserve(slots)
+    assert table.counts()[0] == ROOM - 4  # the coldest leaves left, and nothing else
+
+
+def test_what_waits_is_given_up_at_once_and_what_is_being_written_goes_on(table: BlockTable) -> None:
+    keys = [key_of(0, depth) for depth in range(CHAIN)]
+    table.write_again(DOMAIN, keys)
+    taken = table.take_pending(4, 1 << 20, 0.0)
+    assert table.give_up_pending() == CHAIN - 4
+    assert table.counts() == (ROOM, 4)
+    assert table.give_up_pending() == 0
+    assert not table.wait_written(0.0)
+    # those above what is being written stay, and it too
+    assert table.evict_dram() == CHAIN - 4
+    for block in taken:
+        table.not_persisted(block)
+    assert table.wait_written(0.0)
+    assert table.evict_dram() == 4
+    assert table.counts() == (ROOM - CHAIN, 0)
