@@ -23,7 +23,7 @@ from kvstore.cli.bench import benchmark_folder, benchmarks
 from kvstore.cli.logs import JsonFormatter, StderrHandler, first_lines, set_up_logs
 from kvstore.core.config import LogSection
 
-COMMANDS = ["up", "metadata", "node", "demo", "replay", "simulate", "status", "volume", "bench", "config"]
+COMMANDS = ["up", "metadata", "node", "demo", "replay", "simulate", "status", "doctor", "volume", "bench", "config"]
 LEAVES = [
     ["up"],
     ["metadata"],
@@ -32,6 +32,7 @@ LEAVES = [
     ["replay"],
     ["simulate"],
     ["status"],
+    ["doctor"],
     ["volume", "check"],
     ["bench"],
     ["config", "show"],

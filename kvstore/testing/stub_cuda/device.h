@@ -30,6 +30,7 @@ int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) { *count = 1; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = 0; return ordinal ? 101 : 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "imagined device", size); return 0; }
+int cuDeviceTotalMem_v2(size_t *size, int device) { *size = (size_t)1 << 30; return 0; }
 int cuDevicePrimaryCtxRetain(void **out, int device) { *out = &context; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
 int cuCtxGetCurrent(void **out) { *out = &context; return 0; }

@@ -1,0 +1,58 @@
+"""Asks the host: every probe in a process of its own, all at once, each for a bounded time. A probe that fails is a fact too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from kvstore.doctor.facts import Facts, Section, Wanted
+from kvstore.observe.bounded_run import run_bounded
+
+PROBE_S = 10.0
+GDS_S = 30.0
+HOST = "kvstore.doctor.host_probes"
+GDS = "kvstore.doctor.gds_probe"
+
+
+def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float = GDS_S) -> Facts:
+    """Facts of this host. Takes as long as the slowest probe; raises nothing that a probe could cause.
+
+    Args:
+        wanted: whose folders are looked at. With ``gds`` off, kvikio is not touched.
+        timeout_s: of each probe.
+        gds_timeout_s: of each measurement of GPUDirect Storage.
+    """
+    asked: dict[str, Callable[[], Section]] = {
+        name: partial(run_probe, HOST, [name], timeout_s) for name in ("system", "gpu", "memory", "network")
+    }
+    for number, volume in enumerate(wanted.volumes):
+        asked[f"volume:{number}"] = partial(run_probe, HOST, ["folder", str(volume.path)], timeout_s)
+        if wanted.gds != "off":
+            # it bounds what it starts itself; what is added is for a folder that does not answer
+            asked[f"gds:{number}"] = partial(run_probe, GDS, [str(volume.path), str(gds_timeout_s)], gds_timeout_s + timeout_s)
+    for number, mount in enumerate(wanted.mounts):
+        asked[f"mount:{number}"] = partial(run_probe, HOST, ["folder", str(mount)], timeout_s)
+    with ThreadPoolExecutor(len(asked), thread_name_prefix="doctor") as threads:
+        answers = {name: threads.submit(ask) for name, ask in asked.items()}
+        return Facts({name: answer.result() for name, answer in answers.items()})
+
+
+def run_probe(module: str, arguments: Sequence[str], timeout_s: float) -> Section:
+    """Runs a module that prints what it found as JSON in its last line."""
+    try:
+        ran = run_bounded([sys.executable, "-m", module, *arguments], timeout_s)
+    except OSError as error:
+        return Section({}, f"cannot be started: {error.strerror or error}")
+    if ran.code is None:
+        return Section({}, f"gave no answer within {timeout_s:g} s")
+    try:
+        said = json.loads(ran.output.strip().rsplit("\n", 1)[-1])
+    except ValueError:
+        said = None
+    if ran.code != 0 or not isinstance(said, dict):
+        last = ran.errors.strip().rsplit("\n", 1)[-1][:200]
+        return Section({}, f"failed with code {ran.code}: {last or 'it said nothing'}")
+    return Section(said)

@@ -1,0 +1,297 @@
+"""From facts to findings: what is there, what is in use, what is missing, and the command that mends it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+
+NOFILE_LEAST = 8192
+TCP_BUFFER_LEAST = 4 << 20
+"""What one stream needs in flight on a link of 25 Gbit/s with a millisecond of delay, about."""
+SHM = "/dev/shm"  # noqa: S108  # named, not used
+SHM_LEAST = 256 << 20
+
+
+class Level(StrEnum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    INFO = "info"
+    """Not there, and not asked for."""
+    WARNING = "warning"
+    """Works, but more slowly or less well than it could; or could not be found out."""
+    MISSING = "missing"
+    """The configuration requires it: a node would not start, or not do what it is to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line for a person."""
+
+    area: str
+    level: Level
+    what: str
+    mend: str | None = None
+    """The command that mends it, or what to do where there is none."""
+
+
+def findings(facts: Facts, wanted: Wanted) -> list[Finding]:
+    """Judges a host. Never raises, whatever the facts are."""
+    looks = (_software, _gpu, _gds, _storage, _mounts, _memory, _limits, _network, _rdma, _lab)
+    return [finding for look in looks for finding in look(facts, wanted)]
+
+
+def healthy(found: Sequence[Finding]) -> bool:
+    """Whether nothing is missing that the configuration requires."""
+    return all(finding.level is not Level.MISSING for finding in found)
+
+
+def show_size(size: int) -> str:
+    """For people: three digits and a unit."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def _unknown(area: str, section: Section, of: str = "") -> Finding:
+    return Finding(area, Level.WARNING, f"{of}{': ' if of else ''}not known: the probe {section.error}")
+
+
+def _software(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+    system = facts["system"]
+    if system.error:
+        yield _unknown("software", system)
+        return
+    host = f"Linux {system.text('kernel')} on {system.text('machine')}, {system.number('cores')} cores"
+    yield Finding("software", Level.OK, f"Python {system.text('python')}, {host}")
+    packages = system.pairs("packages")
+    yield Finding("software", Level.OK, ", ".join(f"{name} {version}" for name, version in packages.items()) or "no packages")
+
+
+def _gpu(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+    gpu = facts["gpu"]
+    if gpu.error:
+        yield _unknown("GPU", gpu)
+        return
+    cards, devices = gpu.number("cards") or 0, gpu.sections("devices")
+    for device in devices:
+        yield Finding("GPU", Level.OK, f"{device.text('name')}, {show_size(device.number('bytes') or 0)}")
+    if devices:
+        yield Finding("GPU", Level.OK, f"CUDA {gpu.text('cuda')}; driver: {gpu.text('driver')}")
+        torch = facts["system"].pairs("packages").get("torch")
+        if isinstance(torch, str) and torch.endswith("+cpu"):
+            yield Finding("GPU", Level.WARNING, f"torch {torch} does not use it", "pip install --force-reinstall torch")
+    elif not cards and not gpu.text("driver"):
+        yield Finding("GPU", Level.INFO, "none: blocks live in DRAM and on NVMe")
+    elif not gpu.flag("library"):
+        yield Finding(
+            "GPU", Level.WARNING, f"{cards} NVIDIA cards, but libcuda.so.1 cannot be loaded",
+            "sudo apt install nvidia-driver-cuda   # or, in a container: docker run --gpus all …",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            "GPU", Level.WARNING, f"the driver finds no usable device (cuInit answers {gpu.number('status')})", "nvidia-smi"
+        )
+
+
+def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    area, required = "GPUDirect Storage", wanted.gds == "required"
+    if wanted.gds == "off":
+        yield Finding(area, Level.INFO, "switched off (node.gds)")
+        return
+    if not wanted.volumes:
+        level = Level.MISSING if required else Level.INFO
+        yield Finding(area, level, "no NVMe volume is configured", "kvstore node --nvme PATH:SIZE" if required else None)
+        return
+    for volume, gds in zip(wanted.volumes, facts.all("gds"), strict=False):
+        if gds.error:
+            level = Level.MISSING if required else Level.WARNING
+            yield Finding(area, level, f"{volume.path}: not known: the probe {gds.error}")
+        elif gds.flag("real") is True:
+            yield Finding(area, Level.OK, f"{volume.path}: real ({gds.text('why')})")
+        else:
+            # a host without a driver is no surprise; one with a driver was meant to be fast
+            level = Level.MISSING if required else Level.WARNING if gds.pairs("facts") else Level.INFO
+            yield Finding(
+                area, level, f"{volume.path}: {gds.text('path') or '?'} ({gds.text('why')}); posix is used",
+                gds.text("mend") if level is not Level.INFO else None,
+            )  # fmt: skip
+    if not facts.all("gds"):
+        yield Finding(area, Level.MISSING if required else Level.WARNING, "not known: nothing was measured")
+
+
+def _storage(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    if not wanted.volumes:
+        yield Finding(
+            "storage", Level.INFO, "no NVMe volume is configured: blocks live in DRAM alone", "kvstore node --nvme PATH:SIZE"
+        )
+    for volume, folder in zip(wanted.volumes, facts.all("volume"), strict=False):
+        yield from _volume(volume, folder)
+
+
+def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
+    area, path = "storage", str(volume.path)
+    if folder.error:
+        yield _unknown(area, folder, path)
+        return
+    slab = folder.number("slab_bytes")
+    state = "a volume" if slab is not None else "no volume yet" if folder.flag("exists") else "not there yet"
+    free = folder.number("free_bytes")
+    yield Finding(area, Level.OK, f"{path}: {state}, {folder.text('filesystem')}, {show_size(free or 0)} free")
+    short = volume.capacity_bytes - (slab or 0) - (free if free is not None else volume.capacity_bytes)
+    if folder.flag("writable") is False:
+        level = Level.WARNING if slab is not None else Level.MISSING
+        what = "it serves what it holds, and stores nothing" if slab is not None else "no volume can be made there"
+        yield Finding(area, level, f"{folder.text('nearest') or path} cannot be written to: {what}", f"sudo chown $USER {path}")
+    elif short > 0:
+        yield Finding(
+            area, Level.MISSING, f"{path}: {show_size(short)} too little for {show_size(volume.capacity_bytes)}",
+            f"df -h {folder.text('nearest') or path}   # make room, or configure less",
+        )  # fmt: skip
+    refused = folder.text("direct")
+    if refused is None:
+        yield Finding(area, Level.OK, f"{path}: O_DIRECT works" + ("" if volume.direct else ", and is switched off"))
+    elif slab is not None or folder.flag("writable"):
+        level = Level.WARNING if volume.direct else Level.INFO
+        yield Finding(
+            area, level, f"{path}: O_DIRECT is refused ({refused}): half the speed, twice the CPU",
+            "move the volume to ext4 or XFS on a local NVMe disk" if volume.direct else None,
+        )  # fmt: skip
+
+
+def _mounts(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    for path, folder in zip(wanted.mounts, facts.all("mount"), strict=False):
+        if folder.error:
+            yield _unknown("storage", folder, str(path))
+        elif folder.flag("roster"):
+            yield Finding("storage", Level.OK, f"{path}: a shared volume, {folder.text('filesystem')}")
+        else:
+            what = "no volume lies there" if folder.flag("exists") else "there is no such folder"
+            yield Finding("storage", Level.WARNING, f"mount {path}: {what}: its blocks come from the owner", f"mount {path}")
+
+
+def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    memory = facts["memory"]
+    if memory.error:
+        yield _unknown("memory", memory)
+        return
+    total, available = memory.number("total_bytes"), memory.number("available_bytes")
+    arena = show_size(wanted.dram_bytes)
+    if total is not None and wanted.dram_bytes > total:
+        yield Finding(
+            "memory", Level.MISSING, f"an arena of {arena} in {show_size(total)} of RAM",
+            f"kvstore node --dram {total >> 31 or 1}GiB",
+        )  # fmt: skip
+    elif available is not None and wanted.dram_bytes > available:
+        what = f"an arena of {arena}, and {show_size(available)} available now (a node that runs already has its own)"
+        yield Finding("memory", Level.WARNING, what, "free -h")
+    else:
+        yield Finding("memory", Level.OK, f"{show_size(available or 0)} available, {arena} for the arena")
+    yield from _huge_pages(memory, wanted)
+    shm = memory.number("shm_free_bytes")
+    if shm is not None and shm < SHM_LEAST:
+        what = f"{SHM} has {show_size(shm)} left: engines with several workers need more (the store itself needs none)"
+        yield Finding("memory", Level.WARNING, what, f"sudo mount -o remount,size=50% {SHM}   # docker run --shm-size=16g …")
+    elif shm is not None:
+        yield Finding("memory", Level.OK, f"{SHM}: {show_size(shm)} left")
+
+
+def _huge_pages(memory: Section, wanted: Wanted) -> Iterator[Finding]:
+    size, free, reserved = (memory.number(f"huge_page{name}") or 0 for name in ("_bytes", "s_free", "s_total"))
+    transparent = memory.text("transparent")
+    what = f"{reserved} reserved, {free} free" + (f", of {show_size(size)}" if size else "") + f"; transparent: {transparent}"
+    if size and free * size >= wanted.dram_bytes:
+        yield Finding("memory", Level.OK, f"huge pages: {what}")
+    elif not wanted.huge_pages:
+        yield Finding("memory", Level.INFO, f"huge pages: {what}; not asked for (node.huge_pages)")
+    elif transparent in ("always", "advise", "within_size", "force"):
+        yield Finding("memory", Level.OK, f"huge pages: {what}: transparent ones are used")
+    elif size:
+        pages = reserved - free - (-wanted.dram_bytes // size)
+        what = f"huge pages: {what}: too few for the arena"
+        yield Finding("memory", Level.WARNING, what, f"sudo sysctl -w vm.nr_hugepages={pages}")
+    else:
+        yield Finding("memory", Level.WARNING, "huge pages: this kernel has none")
+
+
+def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    memory = facts["memory"]
+    if memory.error:
+        return  # said above
+    locked, files = memory.number("memlock_hard"), memory.number("nofile_hard")
+    pins = bool(facts["gpu"].sections("devices") or facts["network"].sections("rdma"))
+    if locked is not None and 0 <= locked < wanted.dram_bytes:
+        level = Level.WARNING if pins else Level.INFO
+        what = f"memlock: {show_size(locked)}: too little to pin the arena" + ("" if pins else "; nothing here needs that")
+        mend = "ulimit -l unlimited   # systemd: LimitMEMLOCK=infinity; docker run --ulimit memlock=-1"
+        yield Finding("limits", level, what, mend if pins else None)
+    elif locked is not None:
+        yield Finding("limits", Level.OK, f"memlock: {'unlimited' if locked < 0 else show_size(locked)}")
+    if files is not None and 0 <= files < NOFILE_LEAST:
+        what = f"nofile: {files}: a quarter of it bounds each address's connections"
+        yield Finding("limits", Level.WARNING, what, "ulimit -Hn 65536   # as root; systemd: LimitNOFILE=65536")
+    elif files is not None:
+        yield Finding("limits", Level.OK, f"nofile: {'unlimited' if files < 0 else files}")
+
+
+def _network(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+    network = facts["network"]
+    if network.error:
+        yield _unknown("network", network)
+        return
+    for name in ("tcp_rmem", "tcp_wmem"):
+        most = network.number(name)
+        if most is not None and most < TCP_BUFFER_LEAST:
+            what = f"{name}: {show_size(most)} at most: too little for fast links with some delay"
+            yield Finding("network", Level.WARNING, what, f"sudo sysctl -w net.ipv4.{name}='4096 131072 16777216'")
+        elif most is not None:
+            yield Finding("network", Level.OK, f"{name}: {show_size(most)} at most")
+
+
+def _rdma(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+    network, system = facts["network"], facts["system"]
+    if network.error:
+        return  # said above
+    ports = network.sections("rdma")
+    modules = system.texts("modules")
+    nixl = next((name for name in modules if name.startswith("nixl")), None)
+    ucx = "libucx" in modules or "libucp" in network.texts("libraries") or nixl is not None
+    tools = f"NIXL: {nixl or 'not installed'}; UCX: {'there' if ucx else 'not installed'}"
+    if not ports:
+        yield Finding("RDMA", Level.INFO, f"no devices; {tools}")
+        return
+    for port in ports:
+        active = "ACTIVE" in (port.text("state") or "")
+        what = f"{port.text('name')}: {port.text('state')}, {port.text('layer')}, {port.text('rate')}"
+        yield Finding("RDMA", Level.OK if active else Level.WARNING, what, None if active else "ibv_devinfo; rdma link show")
+    if "libibverbs" not in network.texts("libraries"):
+        what = "libibverbs.so.1 cannot be loaded: no program reaches the devices"
+        yield Finding("RDMA", Level.WARNING, what, "sudo apt install ibverbs-providers librdmacm1")
+    if network.flag("uverbs") is False:
+        what = "/dev/infiniband cannot be opened by this user"
+        yield Finding("RDMA", Level.WARNING, what, "docker run --device /dev/infiniband …   # or the udev rules of rdma-core")
+    if nixl is None:
+        cuda = facts["gpu"].text("cuda") or ""
+        yield Finding("RDMA", Level.WARNING, tools, f"pip install nixl-cu{13 if cuda.startswith('13') else 12}")
+    else:
+        yield Finding("RDMA", Level.OK, tools)
+
+
+def _lab(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
+    network, system = facts["network"], facts["system"]
+    if network.error or system.error:
+        return
+    missing = [tool for tool in ("ip", "tc") if tool not in network.texts("tools")]
+    if missing:
+        what = f"no emulated hosts (tests, kvstore demo --dual-path): {' and '.join(missing)} not installed"
+        yield Finding("network lab", Level.INFO, what, "sudo apt install iproute2")
+    elif system.flag("root") is False:
+        yield Finding("network lab", Level.INFO, "emulated hosts need root", "sudo kvstore demo --dual-path")
+    else:
+        yield Finding("network lab", Level.OK, "iproute2 and root are there")

@@ -1,0 +1,23 @@
+"""Which path from a volume to device memory is real, as a node would find it; a process of its own.
+
+``python -m kvstore.doctor.gds_probe FOLDER SECONDS`` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from kvstore.tiers.io_engines.probe import GdsPath, glance_at_gds
+
+
+def main(folder: Path, timeout_s: float) -> None:
+    """Prints one JSON object."""
+    found = glance_at_gds(folder, timeout_s=timeout_s)
+    said = {"path": found.path.value, "real": found.path is GdsPath.GDS, "why": found.why, "measured": found.measured}
+    print(json.dumps(said | {"mend": found.mend, "facts": dict(found.facts)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]))

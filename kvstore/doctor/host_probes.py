@@ -1,0 +1,198 @@
+"""The probes: each a function that looks at one side of this host, run in a process of its own that may hang or crash.
+
+``python -m kvstore.doctor.host_probes NAME [ARGUMENT]`` prints one JSON object. They read, and change nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = (
+    "kvstore-dualpath", "numpy", "grpcio", "lmdb", "protobuf", "pydantic", "xxhash", "zstandard", "rich", "click", "torch",
+    "vllm", "sglang", "transformers", "kvikio-cu12", "kvikio-cu13", "nixl-cu12", "nixl-cu13", "nixl",
+)  # fmt: skip
+LIBRARIES = {"libcuda": "libcuda.so.1", "libibverbs": "libibverbs.so.1", "librdmacm": "librdmacm.so.1", "libucp": "libucp.so.0"}
+MODULES = ("torch", "kvikio", "nixl", "nixl_cu12", "nixl_cu13", "ucxx", "libucx")
+_NVIDIA = "0x10de"
+_DISPLAY_CLASSES = ("0x0300", "0x0302")
+_PAGE = 4096
+
+
+def system() -> dict[str, object]:
+    """Kernel, Python, memory, whose process this is."""
+    return {
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "root": os.geteuid() == 0,
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "modules": [name for name in MODULES if importlib.util.find_spec(name) is not None],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def gpu() -> dict[str, object]:
+    """Cards on the bus, the kernel's driver, and what the CUDA driver answers."""
+    found: dict[str, object] = {"cards": _cards(), "driver": _first_line(Path("/proc/driver/nvidia/version"))}
+    found["udev"] = os.access("/run/udev", os.R_OK)
+    found["nvidia_fs"] = _first_line(Path("/proc/driver/nvidia-fs/version")) is not None
+    try:
+        cuda = ctypes.CDLL(LIBRARIES["libcuda"])
+    except OSError:
+        return found | {"library": False}
+    version, count = ctypes.c_int(), ctypes.c_int()
+    status = cuda.cuInit(0)
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    found |= {"library": True, "status": status, "cuda": f"{version.value // 1000}.{version.value % 1000 // 10}"}
+    if status:
+        return found
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    devices = []
+    for index in range(count.value):
+        handle, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+        cuda.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(index))
+        cuda.cuDeviceGetName(name, ctypes.c_int(256), handle)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+        devices.append({"name": name.value.decode(errors="replace"), "bytes": memory.value})
+    return found | {"devices": devices}
+
+
+def _cards() -> int:
+    cards = 0
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        if _first_line(device / "vendor") == _NVIDIA and (_first_line(device / "class") or "").startswith(_DISPLAY_CLASSES):
+            cards += 1
+    return cards
+
+
+def memory() -> dict[str, object]:
+    """RAM, huge pages, ``/dev/shm``, limits of this user's processes."""
+    lines = [line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()]
+    values = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    found: dict[str, object] = {
+        "total_bytes": values["MemTotal"] << 10,
+        "available_bytes": values["MemAvailable"] << 10,
+        "huge_page_bytes": values.get("Hugepagesize", 0) << 10,
+        "huge_pages_total": values.get("HugePages_Total", 0),
+        "huge_pages_free": values.get("HugePages_Free", 0),
+        "transparent": _chosen(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+    }
+    for name, limit in (("memlock", resource.RLIMIT_MEMLOCK), ("nofile", resource.RLIMIT_NOFILE)):
+        soft, hard = resource.getrlimit(limit)
+        found |= {f"{name}_soft": soft, f"{name}_hard": hard}  # -1: without limit
+    try:
+        shm = os.statvfs("/dev/shm")  # noqa: S108
+    except OSError:
+        return found
+    return found | {"shm_bytes": shm.f_blocks * shm.f_frsize, "shm_free_bytes": shm.f_bavail * shm.f_frsize}
+
+
+def _chosen(path: Path) -> str | None:
+    state = _first_line(path) or ""
+    return state[state.find("[") + 1 : state.find("]")] or None
+
+
+def network() -> dict[str, object]:
+    """Socket buffers, RDMA devices and their libraries, tools of the network lab."""
+    tcp = {name: (_first_line(Path(f"/proc/sys/net/ipv4/{name}")) or "").split() for name in ("tcp_rmem", "tcp_wmem")}
+    devices = []
+    for device in sorted(Path("/sys/class/infiniband").glob("*")):
+        for port in sorted((device / "ports").glob("*")):
+            state, layer = _first_line(port / "state") or "?", _first_line(port / "link_layer") or "?"
+            rate = _first_line(port / "rate") or "?"
+            devices.append({"name": f"{device.name}:{port.name}", "state": state, "layer": layer, "rate": rate})
+    return {
+        **{name: int(values[2]) for name, values in tcp.items() if len(values) == 3},
+        "rdma": devices,
+        "uverbs": any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev/infiniband").glob("uverbs*")),
+        "libraries": [name for name, file in LIBRARIES.items() if name != "libcuda" and _loads(file)],
+        "tools": [name for name in ("ip", "tc", "fio", "nvidia-smi", "ibv_devinfo") if shutil.which(name) is not None],
+    }
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def folder(path: str) -> dict[str, object]:
+    """A volume's folder, or the nearest one above it that exists: file system, room, O_DIRECT."""
+    wanted = Path(path).absolute()
+    there = next(place for place in (wanted, *wanted.parents) if place.is_dir())
+    space = os.statvfs(there)
+    slab = wanted / "slab.kv"
+    found: dict[str, object] = {
+        "exists": there == wanted,
+        "nearest": str(there),
+        "filesystem": _filesystem(there),
+        "writable": os.access(there, os.W_OK | os.X_OK),
+        "free_bytes": space.f_bavail * space.f_frsize,
+        "roster": (wanted / "roster").is_file(),
+    }
+    if slab.is_file():
+        found["slab_bytes"] = slab.stat().st_size
+    return found | {"direct": _direct_refused(slab if slab.is_file() else None, there)}
+
+
+def _direct_refused(slab: Path | None, there: Path) -> str | None:
+    """Why O_DIRECT cannot be used; None: it can. Without a slab, tried on a file without a name, which is gone at once."""
+    import mmap
+
+    flags = os.O_RDONLY if slab is not None else os.O_TMPFILE | os.O_RDWR
+    try:
+        fd = os.open(slab or there, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        return error.strerror or str(error)
+    try:
+        with mmap.mmap(-1, _PAGE) as page:
+            os.preadv(fd, [page], 0)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _filesystem(path: Path) -> str | None:
+    best = ("", "?")
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4]
+        if path.resolve().is_relative_to(mount) and len(mount) >= len(best[0]):
+            best = (mount, right.split()[0])
+    return best[1]
+
+
+def _first_line(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0].strip() or None
+    except OSError:
+        return None
+
+
+PROBES: dict[str, Callable[..., dict[str, object]]] = {
+    "system": system, "gpu": gpu, "memory": memory, "network": network, "folder": folder,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])), flush=True)

@@ -1,0 +1,239 @@
+"""Findings on hosts that do not exist: what is said of them, what mends it, and what makes a configuration fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+from kvstore.doctor.findings import Finding, Level, findings, healthy, show_size
+from kvstore.doctor.running import RunningNode, node_findings
+
+GIB = 1 << 30
+LAPTOP: dict[str, dict[str, Any]] = {
+    "system": {
+        "kernel": "6.12.0", "machine": "x86_64", "python": "3.11.2", "cores": 8, "root": False,
+        "packages": {"kvstore-dualpath": "0.1.0", "torch": "2.13.0+cpu"}, "modules": ["torch"],
+    },
+    "gpu": {"cards": 0, "driver": None, "library": False, "udev": True, "nvidia_fs": False},
+    "memory": {
+        "total_bytes": 16 * GIB, "available_bytes": 12 * GIB, "huge_page_bytes": 2 << 20, "huge_pages_total": 0,
+        "huge_pages_free": 0, "transparent": "never", "memlock_soft": 8 << 20, "memlock_hard": 8 << 20, "nofile_soft": 1024,
+        "nofile_hard": 1 << 20, "shm_bytes": 8 * GIB, "shm_free_bytes": 8 * GIB,
+    },
+    "network": {
+        "tcp_rmem": 32 << 20, "tcp_wmem": 4 << 20, "rdma": [], "uverbs": False, "libraries": [], "tools": ["ip", "tc"],
+    },
+}  # fmt: skip
+SERVER: dict[str, dict[str, Any]] = LAPTOP | {
+    "system": LAPTOP["system"] | {"root": True, "packages": {"torch": "2.13.0"}, "modules": ["torch", "kvikio", "nixl_cu13"]},
+    "gpu": {
+        "cards": 1, "driver": "NVRM version 580.1", "library": True, "status": 0, "cuda": "13.0",
+        "devices": [{"name": "NVIDIA H200", "bytes": 141 * GIB}],
+    },
+    "memory": LAPTOP["memory"] | {
+        "total_bytes": 512 * GIB, "available_bytes": 400 * GIB, "memlock_hard": -1, "huge_pages_total": 60_000,
+        "huge_pages_free": 60_000,
+    },
+    "network": LAPTOP["network"] | {
+        "rdma": [{"name": "mlx5_0:1", "state": "4: ACTIVE", "layer": "InfiniBand", "rate": "400 Gb/sec"}], "uverbs": True,
+        "libraries": ["libibverbs", "librdmacm"],
+    },
+    "volume:0": {
+        "exists": True, "nearest": "/mnt/a", "filesystem": "ext4", "writable": True, "free_bytes": 900 * GIB, "roster": False,
+        "direct": None,
+    },
+    "gds:0": {"path": "gds", "real": True, "why": "6.5 GB/s measured", "measured": True, "mend": None, "facts": {"devices": 1}},
+}  # fmt: skip
+VOLUME = WantedVolume(Path("/mnt/a"), 100 * GIB)
+SMALL = Wanted(dram_bytes=GIB)
+LARGE = Wanted(dram_bytes=64 * GIB, volumes=(VOLUME,), gds="required", huge_pages=True)
+
+
+def facts(base: dict[str, dict[str, Any]], **changes: dict[str, Any] | str) -> Facts:
+    """A host with something changed: fields of a probe, or why the probe failed. ``volume_0`` stands for ``volume:0``."""
+    sections = {name: Section(said) for name, said in base.items()}
+    for probe, change in changes.items():
+        name = probe.replace("_", ":")
+        sections[name] = Section({}, change) if isinstance(change, str) else Section(base.get(name, {}) | change)
+    return Facts(sections)
+
+
+def of(found: list[Finding], area: str, words: str = "") -> Finding:
+    matching = [finding for finding in found if finding.area == area and words in finding.what]
+    assert len(matching) == 1, found
+    return matching[0]
+
+
+def test_a_laptop_lacks_nothing_that_it_needs() -> None:
+    found = findings(facts(LAPTOP), SMALL)
+    assert healthy(found)
+    assert {finding.level for finding in found} == {Level.OK, Level.INFO}
+    assert of(found, "GPU").what == "none: blocks live in DRAM and on NVMe"
+    assert of(found, "limits", "memlock").mend is None
+    assert of(found, "network lab").mend == "sudo kvstore demo --dual-path"
+
+
+def test_a_server_with_everything_is_fine() -> None:
+    found = findings(facts(SERVER), LARGE)
+    assert {finding.level for finding in found} == {Level.OK}, found
+    assert "real (6.5 GB/s measured)" in of(found, "GPUDirect Storage").what
+    assert not any(finding.mend for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "area", "words", "level", "mend"),
+    [
+        # ---- GPU
+        ({"gpu": {"library": False, "devices": None}}, "GPU", "libcuda.so.1", Level.WARNING, "nvidia-driver"),
+        ({"gpu": {"status": 100, "devices": []}}, "GPU", "cuInit answers 100", Level.WARNING, "nvidia-smi"),
+        ({"system": {"packages": {"torch": "2.13.0+cpu"}}}, "GPU", "does not use it", Level.WARNING, "pip install"),
+        ({"gpu": "gave no answer within 10 s"}, "GPU", "gave no answer within 10 s", Level.WARNING, None),
+        # ---- GDS, which this configuration requires
+        ({"gds_0": {"path": "compat", "real": False, "why": "no GDS", "mend": "modprobe nvidia-fs"}},
+         "GPUDirect Storage", "compat (no GDS)", Level.MISSING, "modprobe nvidia-fs"),
+        ({"gds_0": {"real": "yes"}}, "GPUDirect Storage", "posix is used", Level.MISSING, None),
+        ({"gds_0": "failed with code -11: it said nothing"}, "GPUDirect Storage", "code -11", Level.MISSING, None),
+        # ---- storage
+        ({"volume_0": {"free_bytes": 40 * GIB}}, "storage", "60 GiB too little", Level.MISSING, "df -h /mnt/a"),
+        ({"volume_0": {"writable": False, "free_bytes": 900 * GIB}}, "storage", "no volume can be made", Level.MISSING, "chown"),
+        ({"volume_0": {"writable": False, "slab_bytes": 100 * GIB}}, "storage", "stores nothing", Level.WARNING, "chown"),
+        ({"volume_0": {"direct": "Invalid argument"}}, "storage", "O_DIRECT is refused", Level.WARNING, "ext4 or XFS"),
+        ({"volume_0": "gave no answer within 10 s"}, "storage", "/mnt/a: not known", Level.WARNING, None),
+        # ---- memory
+        ({"memory": {"total_bytes": 32 * GIB}}, "memory", "in 32 GiB of RAM", Level.MISSING, "kvstore node --dram 16GiB"),
+        ({"memory": {"available_bytes": 32 * GIB}}, "memory", "available now", Level.WARNING, "free -h"),
+        ({"memory": {"huge_pages_free": 768}}, "memory", "too few", Level.WARNING, "vm.nr_hugepages=92000"),
+        ({"memory": {"huge_page_bytes": 0}}, "memory", "this kernel has none", Level.WARNING, None),
+        ({"memory": {"shm_free_bytes": 64 << 20}}, "memory", "/dev/shm has 64 MiB", Level.WARNING, "remount,size=50%"),
+        # ---- limits, network
+        ({"memory": {"memlock_hard": 8 << 20}}, "limits", "memlock: 8 MiB", Level.WARNING, "ulimit -l unlimited"),
+        ({"memory": {"nofile_hard": 1024}}, "limits", "nofile: 1024", Level.WARNING, "LimitNOFILE"),
+        ({"network": {"tcp_rmem": 212_992}}, "network", "tcp_rmem: 208 KiB", Level.WARNING, "net.ipv4.tcp_rmem="),
+        ({"network": {"rdma": [{"name": "mlx5_0:1", "state": "1: DOWN"}]}}, "RDMA", "1: DOWN", Level.WARNING, "rdma link show"),
+        ({"network": {"libraries": []}}, "RDMA", "libibverbs", Level.WARNING, "ibverbs-providers"),
+        ({"network": {"uverbs": False}}, "RDMA", "/dev/infiniband", Level.WARNING, "--device"),
+        ({"system": {"modules": []}}, "RDMA", "NIXL: not installed", Level.WARNING, "pip install nixl-cu13"),
+        ({"network": {"tools": ["ip"]}}, "network lab", "tc not installed", Level.INFO, "apt install iproute2"),
+    ],
+)  # fmt: skip
+def test_one_thing_amiss_is_found_with_what_mends_it(
+    changes: dict[str, Any], area: str, words: str, level: Level, mend: str | None
+) -> None:
+    found = findings(facts(SERVER, **changes), LARGE)
+    finding = of(found, area, words)
+    assert finding.level is level
+    assert (mend in finding.mend) if mend is not None and finding.mend else finding.mend is None and mend is None
+    assert healthy(found) is (level is not Level.MISSING)
+    assert [other for other in found if other.level is Level.MISSING] == ([finding] if level is Level.MISSING else [])
+
+
+@pytest.mark.parametrize(
+    ("gds", "said", "level"),
+    [
+        ("auto", {"path": "none", "real": False, "why": "no CUDA driver", "facts": {}, "mend": "x"}, Level.INFO),
+        ("auto", {"path": "compat", "real": False, "why": "pretended", "facts": {"devices": 1}, "mend": "x"}, Level.WARNING),
+        ("required", {"path": "none", "real": False, "why": "no CUDA driver", "facts": {}, "mend": "x"}, Level.MISSING),
+        ("auto", {"path": "gds", "real": True, "why": "measured", "facts": {"devices": 1}}, Level.OK),
+        ("off", {"path": "gds", "real": True, "why": "measured", "facts": {"devices": 1}}, Level.INFO),
+    ],
+)
+def test_gds_matters_as_far_as_it_is_asked_for(gds: str, said: dict[str, Any], level: Level) -> None:
+    wanted = Wanted(dram_bytes=GIB, volumes=(VOLUME,), gds=gds)
+    assert of(findings(facts(SERVER | {"gds:0": said}), wanted), "GPUDirect Storage").level is level
+
+
+def test_gds_required_without_a_volume_or_a_measurement_is_missing() -> None:
+    for wanted in (Wanted(dram_bytes=GIB, gds="required"), Wanted(dram_bytes=GIB, gds="required", volumes=(VOLUME,))):
+        assert not healthy(findings(facts(LAPTOP), wanted))
+
+
+def test_volumes_and_mounts_keep_apart() -> None:
+    other = WantedVolume(Path("/mnt/b"), GIB, direct=False)
+    base = SERVER | {
+        "volume:1": SERVER["volume:0"] | {"direct": "Invalid argument"},
+        "gds:1": {"real": False, "path": "compat", "facts": {"devices": 1}},
+        "mount:0": {"exists": True, "roster": True, "filesystem": "ceph"}, "mount:1": {"exists": False},
+    }  # fmt: skip
+    mounts = (Path("/m/a"), Path("/m/b"))
+    found = findings(facts(base), Wanted(dram_bytes=GIB, volumes=(VOLUME, other), mounts=mounts))
+    assert of(found, "storage", "/mnt/a: O_DIRECT").level is Level.OK
+    assert of(found, "storage", "/mnt/b: O_DIRECT is refused").level is Level.INFO  # buffered by choice
+    assert of(found, "GPUDirect Storage", "/mnt/b").level is Level.WARNING
+    assert of(found, "storage", "/m/a").level is Level.OK
+    assert of(found, "storage", "/m/b").level is Level.WARNING
+    assert healthy(found)
+
+
+# ---- a running node ----
+
+FINE = RunningNode(
+    "127.0.0.1:1",
+    "a",
+    ("a/dram: memfd", "a/nvme0: posix O_DIRECT", "GPUDirect Storage of a/nvme0: real (1 GB/s)"),
+    {"x_total": 3},
+)
+
+
+def test_a_node_that_is_well() -> None:
+    assert {finding.level for finding in node_findings(FINE)} == {Level.OK}
+
+
+@pytest.mark.parametrize(
+    ("line", "required", "level"),
+    [
+        ("a/dram: memfd (huge pages refused: shmem_enabled is never)", False, Level.WARNING),
+        ("a/nvme0: posix buffered (O_DIRECT refused: Invalid argument)", False, Level.WARNING),
+        ("a/nvme0: posix O_DIRECT, read-only (No space left on device)", False, Level.WARNING),
+        ("a/nvme0: posix O_DIRECT (gds left alone after failures: x)", False, Level.WARNING),
+        ("GPUDirect Storage of a/nvme0: compat (no GDS)", False, Level.INFO),
+        ("GPUDirect Storage of a/nvme0: compat (no GDS)", True, Level.MISSING),
+    ],
+)
+def test_what_a_node_really_uses_is_judged(line: str, required: bool, level: Level) -> None:
+    found = list(node_findings(RunningNode("x", "a", (line,)), gds_required=required))
+    assert of(found, "node a", line).level is level
+
+
+def test_a_node_s_troubles_are_counted_and_silence_is_told() -> None:
+    counters = {"nvme_read_errors_total": 2, "gds_pretended_total": 1, "nvme_sync_errors_total": 0, "lookups_total": 9}
+    found = list(node_findings(RunningNode("x", "a", (), counters)))
+    assert [finding.what for finding in found] == ["since it started: gds_pretended 1, nvme_read_errors 2"]
+    (silent,) = node_findings(RunningNode("unix:/x", error="no answer"))
+    assert silent.level is Level.WARNING
+
+
+# ---- whatever the facts are ----
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(data=st.data())
+def test_no_facts_make_it_fail(data: st.DataObject) -> None:
+    sections = {}
+    for name, said in SERVER.items():
+        keys = sorted(said)
+        changed = data.draw(st.dictionaries(st.sampled_from(keys), JSON, max_size=4))
+        gone = data.draw(st.sets(st.sampled_from(keys), max_size=2))
+        error = data.draw(st.none() | st.just("gave no answer"))
+        sections[name] = Section({key: value for key, value in (said | changed).items() if key not in gone}, error)
+    for wanted in (SMALL, LARGE):
+        for finding in findings(Facts(sections), wanted):
+            assert finding.area
+            assert finding.what
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0 B"), (999, "999 B"), (8 << 20, "8 MiB"), (212_992, "208 KiB"), (141 << 30, "141 GiB"), (5 << 40, "5 TiB")],
+)
+def test_sizes_are_for_people(size: int, shown: str) -> None:
+    assert show_size(size) == shown

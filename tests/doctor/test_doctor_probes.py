@@ -1,0 +1,103 @@
+"""The probes on this very host: they answer, in time, and change nothing; whatever one of them does, the others are heard."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.types import VolumeId
+from kvstore.doctor import collect as collecting
+from kvstore.doctor.collect import collect, run_probe
+from kvstore.doctor.facts import Wanted, WantedVolume
+from kvstore.doctor.findings import findings
+from kvstore.tiers.slab import NvmeSlab
+
+SMALL = Wanted(dram_bytes=1 << 20)
+
+
+def test_every_probe_answers_here() -> None:
+    facts = collect(SMALL)
+    assert {name: section.error for name, section in facts.sections.items()} == dict.fromkeys(
+        ("system", "gpu", "memory", "network")
+    )
+    assert facts["memory"].number("total_bytes") == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert facts["system"].pairs("packages")["numpy"]
+    assert facts["network"].number("tcp_rmem")
+    assert findings(facts, SMALL)
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """All that lies in a folder, with what a change would change."""
+    paths = [folder, *folder.rglob("*")]
+    return {str(path): (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path in paths if (stat := path.stat())}
+
+
+def test_looking_at_folders_changes_nothing(tmp_path: Path) -> None:
+    """A volume, an empty folder, one that is not there, a file."""
+    slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=32 << 20)
+    assert list(slab.recover()) == []
+    slab.close()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    before = tree(tmp_path)
+    names = ("volume", "empty", "not/there", "file")
+    wanted = Wanted(
+        dram_bytes=1 << 20, volumes=[WantedVolume(tmp_path / name, 1 << 20) for name in names], mounts=[tmp_path / "volume"]
+    )
+    facts = collect(wanted)
+    assert tree(tmp_path) == before
+    volume, empty, missing, file = facts.all("volume")
+    assert [section.error for section in (volume, empty, missing, file)] == [None] * 4
+    assert (volume.number("slab_bytes") or 0) > 32 << 20
+    assert [section.flag("exists") for section in (volume, empty, missing, file)] == [True, True, False, False]
+    assert missing.text("nearest") == str(tmp_path)
+    assert volume.text("direct") == empty.text("direct")  # by a slab or by a file without a name: the same file system
+    assert len(facts.all("gds")) == 4
+    assert facts.all("mount")[0].flag("roster") is True
+
+
+def test_a_volume_that_is_read_only_is_seen_to_be_so(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    facts = collect(Wanted(dram_bytes=1, volumes=[WantedVolume(tmp_path / "closed", 1)], gds="off"))
+    assert facts.all("volume")[0].flag("writable") is (os.geteuid() == 0)  # root may write anyway
+    assert facts.all("gds") == []
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time; time.sleep(600)", "gave no answer within 1 s"),
+        ("import os; os.abort()", "failed with code -6: it said nothing"),
+        ("raise OSError('no such driver')", "failed with code 1: OSError: no such driver"),
+        ("print('nonsense')", "failed with code 0: it said nothing"),
+        ("print('[1]')", "failed with code 0: it said nothing"),
+        ("print('{\"a\": 1}'); raise SystemExit(3)", "failed with code 3: it said nothing"),
+        ("", "failed with code 0: it said nothing"),
+    ],
+)
+def test_a_probe_that_fails_is_a_fact(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_probe.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    section = run_probe("broken_probe", [], 1.0 if "sleep" in code else 60.0)
+    assert section.error == said
+    assert section.said == {}
+
+
+def test_chatter_before_the_answer_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loud_probe.py").write_text("print('a library says hello'); print('{\"a\": 1}')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_probe("loud_probe", [], 60.0).number("a") == 1
+
+
+def test_when_all_probes_fail_there_are_findings_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(collecting, "HOST", "no.such.module")
+    monkeypatch.setattr(collecting, "GDS", "no.such.module")
+    wanted = Wanted(dram_bytes=1, volumes=[WantedVolume(tmp_path, 1)], mounts=[tmp_path])
+    facts = collect(wanted)
+    assert all(section.error for section in facts.sections.values())
+    found = findings(facts, wanted)
+    assert {finding.area for finding in found} == {"software", "GPU", "GPUDirect Storage", "storage", "memory", "network"}
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    assert {section.error for section in collect(wanted).sections.values()} == {"cannot be started: No such file or directory"}
