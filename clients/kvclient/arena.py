@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.buffers import LayersOf
-from kvstore.core.buffers import BlockBuffer
+from kvstore.core.buffers import BlockBuffer, ScatteredBlocks
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import Internal, KVStoreError
-from kvstore.core.types import SessionId
+from kvstore.core.types import BlockShape, SessionId
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
 from kvstore.transport.layout import address_of
 from kvstore.transport.shm import ArenaMapping, open_arena
@@ -93,6 +93,11 @@ class ClientArena:
         checksums = np.empty((buffer.count, buffer.shape.layers), np.uint64)
         copy_to_arena(buffer, self._mapping.view, offsets, checksums=checksums)
         return checksums
+
+    def blocks(self, offsets: Offsets, shape: BlockShape) -> BlockBuffer:
+        """Blocks in the arena as a buffer: no bytes are copied. Let go of it before the session ends."""
+        view, size = self._mapping.view, shape.block_bytes
+        return ScatteredBlocks([view[at : at + size] for at in offsets.tolist()], shape)
 
     def close(self) -> None:
         """Unmaps the arena and ends the connection."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvclient.incidents import Incidents
+from kvclient.near import NearBlocks
 from kvclient.options import ClientOptions
 from kvclient.remote import PeerPool
 from kvclient.session import LocalNode
@@ -31,6 +32,8 @@ class Core:
     local: LocalNode | None
     peers: PeerPool
     stages: Stages
+    near: NearBlocks | None = None
+    """The engine's own pool, nearer than any node."""
 
 
 def check_keys(keys: Sequence[BlockKey] | bytes) -> tuple[Sequence[BlockKey], bytes]:

@@ -21,6 +21,7 @@ from kvclient.operation import Operation
 from kvclient.results import StoreResult
 from kvclient.session import Session, means_lost
 from kvclient.store import FindStoreNode, Grant, Store, count_store
+from kvclient.tally import spans
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockShape, StoreOutcome
@@ -151,12 +152,26 @@ class StoreHandle:
         result = self._result
         if self._operation.over:
             raise self._operation.error()
+        self._keep_near(grant)  # now: the slots are the node's as soon as it is told
         result.outcomes = grant.outcomes.copy()
         result.outcomes[grant.positions] = StoreOutcome.LOST  # until the answer is here
         grant.complete(pack_u64(self._checksums.reshape(-1)), self._operation.left_s(), wait_visible=wait_visible)
         result.outcomes = grant.outcomes
         stored = int(np.count_nonzero(grant.outcomes[grant.positions] == StoreOutcome.STORED))
         result.bytes_stored = stored * self._core.shape.block_bytes
+
+    def _keep_near(self, grant: Grant) -> None:
+        """Leaves a copy of what was written in the engine's own pool, stretch by stretch."""
+        near, session = self._core.near, self._session
+        if near is None or session is None:
+            return
+        checksums = self._core.options.verify == "always"
+        done = 0
+        for start, stop in spans(grant.positions):
+            blocks = session.arena.blocks(grant.offsets[done : done + stop - start], self._core.shape)
+            parent = self._keys[start - 1] if start else self._parent
+            near.keep(self._keys[start:stop], parent, self._depth + start, blocks, self._operation, checksums=checksums)
+            done += stop - start
 
     def _commit_staged(self, staging: npt.NDArray[np.uint8]) -> StoreResult:
         staged = len(staging)
@@ -173,6 +188,10 @@ class StoreHandle:
             wait_visible=False,
         )
         result = store.run()
+        near, verify = self._core.near, self._core.options.verify
+        if near is not None:
+            keys, blocks = self._keys[:staged], DenseBlocks(staging)
+            near.keep(keys, self._parent, self._depth, blocks, self._operation, checksums=verify == "always")
         skipped = np.full(len(self._keys) - staged, StoreOutcome.SKIPPED, np.uint8)
         result.outcomes = np.concatenate([result.outcomes, skipped])
         return result

@@ -14,6 +14,7 @@ from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, Tier, Vo
 Outcomes = npt.NDArray[np.uint8]
 """One outcome a block, as its number: ``Outcome`` of a load, ``StoreOutcome`` of a store."""
 
+PATH_HBM = "hbm"
 PATH_LOCAL = "local"
 PATH_PREFILL = "prefill"
 PATH_DECODE = "decode"
@@ -58,6 +59,14 @@ class Run:
     def end(self) -> int:
         """Position behind the last block."""
         return self.start + self.count
+
+    @property
+    def distance(self) -> int:
+        """By which runs are preferred, nearest first: another engine's HBM is left alone while a node's DRAM has the block."""
+        return _DISTANCES[self.tier]
+
+
+_DISTANCES = {Tier.DRAM: 0, Tier.HBM: 1, Tier.NVME: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +144,8 @@ class LoadResult:
         outcomes: one ``Outcome`` a block.
         bytes_by_tier: bytes of hits by where they lay before.
         bytes_by_node: bytes of hits by whose they were.
-        bytes_by_path: bytes of hits: ``local``, from this host's node; ``prefill``, from another node's data plane; ``decode``
-            and ``relay``: read from storage by the decode host or a third one, and forwarded.
+        bytes_by_path: bytes of hits: ``hbm``, from the engine's own pool; ``local``, from this host's node; ``prefill``, from
+            another node's data plane; ``decode`` and ``relay``: read from storage by the decode host or a third one, forwarded.
         seconds: how long it took.
         error: the first failure of ours on the way, if any. What it cost is in the outcomes.
     """

@@ -179,7 +179,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """By tier, as the index knows it."""
         if not num_external_tokens:
             return {}
-        sources = {_SOURCES[tier]: tokens for tier, tokens in self._side.hits_by_tier(request, num_external_tokens).items()}
+        hits = self._side.hits_by_tier(request, num_external_tokens)
+        sources = {_SOURCES[tier]: tokens for tier, tokens in hits.items() if tier in _SOURCES}
         rest = num_external_tokens - sum(sources.values())
         return {**sources, CacheHitSource.EXTERNAL_UNSPECIFIED: rest} if rest else sources
 

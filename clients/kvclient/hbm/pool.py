@@ -1,0 +1,279 @@
+"""The pool itself: memory, table, the thread that demotes, and how others see it. One an engine and device."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+from types import TracebackType
+from typing import Self
+
+from kvclient.hbm import memory
+from kvclient.hbm.blocks import PoolBlocks
+from kvclient.hbm.demotion import Demoter
+from kvclient.hbm.parts import PoolParts
+from kvclient.hbm.presence import Presence
+from kvclient.hbm.volume import HbmVolume
+from kvclient.near import Demote
+from kvclient.operation import check_seconds
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.node_id import check_node_id
+from kvstore.core.spec import CacheSpec
+from kvstore.core.tls import TlsConfig
+from kvstore.core.types import BlockKey, NamespaceId, VolumeId
+from kvstore.node.domain import Domains
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import VolumeUsage
+from kvstore.tiers.policy import make_policy
+
+_log = logging.getLogger(__name__)
+
+_STOP_S = 5.0
+_DRAIN_PAUSE_S = 0.005
+
+
+class HbmPool:
+    """Whole blocks in device memory. Thread-safe; a context manager. Make it after forking, and close its clients first.
+
+    Args:
+        device: ``cuda:N``, or ``cpu``: host memory, for tests and for engines that compute there.
+        capacity_bytes: its size; or
+        share: its size as a share of what is free on the device now.
+        metadata: address of the metadata server, so that others see and read what is here; None: nobody does.
+        node_id: its name among nodes; None: made up anew. Two that live must not have one name.
+        listen: where peers read from it, ``host:port``. Other hosts reach it only where this is an address of theirs too.
+        advertise_host: what it tells others to dial; None: the host of ``listen``.
+        allow_insecure_remote: listen beyond this host without TLS.
+        tls: for all of that.
+        policy: which blocks leave first; see ``kvstore.tiers.policy``.
+        demote: what leaves is offered to the tiers below before; False: it is dropped, as where those hold everything anyway.
+        room_wait_s: a copy into the pool waits at most so long for room (for what is being demoted); then it is left out.
+        anti_entropy_interval_s: how often the index is compared with what is here.
+
+    Raises:
+        InvalidArgument: an impossible size, name, device or policy; or it would listen beyond this host without TLS.
+        Unavailable: there is no CUDA device, or an address cannot be had.
+        CapacityExceeded: the device has not so much memory.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        capacity_bytes: int | None = None,
+        share: float | None = None,
+        metadata: str | None = None,
+        node_id: str | None = None,
+        listen: str = "127.0.0.1:0",
+        advertise_host: str | None = None,
+        allow_insecure_remote: bool = False,
+        tls: TlsConfig | None = None,
+        policy: str = "gap",
+        demote: bool = True,
+        room_wait_s: float = 0.02,
+        anti_entropy_interval_s: float = 60.0,
+    ) -> None:
+        where = memory.find_device(device)
+        capacity = memory.pool_bytes(where, capacity_bytes, share)
+        self.node_id = check_node_id(node_id or _own_name(str(where)))
+        room_wait_s = check_seconds("room_wait_s", room_wait_s, zero=True)
+        self._counters = Counters()
+        self._clock = MonotonicClock()
+        self._domains = Domains()
+        self._ways: dict[NamespaceId, list[Demote]] = {}
+        self._lock = threading.Lock()
+        self._sizing = threading.Lock()
+        chosen = make_policy(policy)
+        volume_id = VolumeId(f"{self.node_id}/hbm")
+        self._volume = HbmVolume(volume_id, where, capacity, counters=self._counters)
+        self._log = ReplicaLog([volume_id], self._counters, self._clock, keep=metadata is not None)
+        # of a volume the table wants room alone; views are for a node's movers, which a pool has none of
+        self._table = BlockTable(
+            self._volume,  # type: ignore[arg-type]
+            chosen,
+            [],
+            self._log,
+            self._counters,
+            self._clock,
+            writes_behind=demote,
+            cascades_chains=True,
+        )
+        self._parts = PoolParts(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
+        self._demoter = Demoter(self._parts, self._ways)
+        self._presence: Presence | None = None
+        try:
+            if metadata is not None:
+                self._presence = Presence(
+                    self.node_id,
+                    metadata,
+                    listen,
+                    advertise_host=advertise_host,
+                    allow_insecure_remote=allow_insecure_remote,
+                    tls=tls,
+                    parts=self._parts,
+                    replica_log=self._log,
+                    domains=self._domains,
+                    anti_entropy_interval_s=check_seconds("anti_entropy_interval_s", anti_entropy_interval_s),
+                )
+                self._presence.start()
+        except BaseException:
+            self._volume.close()
+            raise
+        self._demoter.start()
+        _log.info("pool %s: %d MiB on %s", self.node_id, capacity >> 20, where)
+
+    # ---- clients ----
+    def attach(self, spec: CacheSpec, demote: Demote) -> PoolBlocks:
+        """For ``KVClient.connect``: a namespace, and where its blocks go when they must leave.
+
+        Raises:
+            InvalidArgument: the pool is closed, or too small for a block of this namespace.
+            Conflict, CapacityExceeded: as a node refuses namespaces.
+        """
+        with self._lock:
+            if self._parts.closed:
+                raise InvalidArgument("the pool is closed", node_id=self.node_id)
+            self._volume.check_fits(spec.shape)
+            domain = self._domains.of_spec(spec)
+            self._ways.setdefault(spec.namespace, []).append(demote)
+
+        def detach(_: PoolBlocks) -> None:
+            with self._lock:
+                ways = self._ways.get(spec.namespace, [])
+                if demote in ways:
+                    ways.remove(demote)
+
+        return PoolBlocks(self._parts, domain, detach)
+
+    def blocks(self, spec: CacheSpec) -> PoolBlocks:
+        """A namespace, for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
+
+        Raises:
+            InvalidArgument: the pool is closed, or too small for a block of this namespace.
+            Conflict, CapacityExceeded: as a node refuses namespaces.
+        """
+        with self._lock:
+            if self._parts.closed:
+                raise InvalidArgument("the pool is closed", node_id=self.node_id)
+            self._volume.check_fits(spec.shape)
+            return PoolBlocks(self._parts, self._domains.of_spec(spec), lambda _: None)
+
+    # ---- memory ----
+    def usage(self) -> VolumeUsage:
+        """How full it is."""
+        return self._volume.usage()
+
+    def evict(self, *, demote: bool = True, timeout_s: float = _STOP_S) -> int:
+        """Empties it of all that nobody reads now, as far as time allows. Returns how many blocks left.
+
+        Args:
+            demote: offer them to the tiers below first, if the pool does that at all.
+            timeout_s: how long that may take; what is not written below by then leaves all the same.
+        """
+        if demote and self._parts.demote and not self._parts.lost:
+            waiting: dict[NamespaceId, list[BlockKey]] = {}
+            for block in self._table.snapshot():
+                waiting.setdefault(block.namespace, []).append(block.key)
+            for namespace, keys in waiting.items():
+                self._table.write_again(self._domains.get(namespace), keys)
+            self._table.wait_written(self._clock.now_s() + timeout_s)
+        self._demoter.hurry()
+        for block in self._table.snapshot():
+            block.expendable = True
+        return self._table.evict_dram()
+
+    def resize(self, capacity_bytes: int, *, demote: bool = True, timeout_s: float = _STOP_S) -> bool:
+        """Gives memory back to the device, or takes more: all blocks leave, for the memory is one piece. Meanwhile loads miss.
+
+        Args:
+            capacity_bytes: the new size; a page is the least.
+            demote: as for ``evict``, for half of the time.
+            timeout_s: how long to wait for those who read.
+
+        Returns:
+            False: blocks were in use all the time, and the size is as it was; or the pool is closed.
+
+        Raises:
+            InvalidArgument: an impossible size.
+            CapacityExceeded: the device has not so much; the pool is left with a page.
+        """
+        if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < memory.PAGE_BYTES:
+            raise InvalidArgument("a pool takes at least a page of 4096 bytes", capacity_bytes=capacity_bytes)
+        timeout_s = check_seconds("timeout_s", timeout_s, zero=True)
+        until_s = self._clock.now_s() + timeout_s
+        with self._sizing:
+            if self._parts.closed:
+                return False
+            self._parts.resizing = True
+            try:
+                self.evict(demote=demote, timeout_s=timeout_s / 2)
+                if not self._drain(until_s) or not self._volume.resize(capacity_bytes // memory.PAGE_BYTES * memory.PAGE_BYTES):
+                    self._counters.add("hbm_resize_refused_total")
+                    _log.warning("pool %s keeps its size: blocks are in use", self.node_id)
+                    return False
+            finally:
+                self._parts.resizing = False
+                now_bytes = self._volume.usage().capacity_bytes
+                if self._presence is not None:
+                    self._presence.info.volumes[0].capacity_bytes = now_bytes
+        _log.info("pool %s: %d MiB now", self.node_id, now_bytes >> 20)
+        return True
+
+    def _drain(self, until_s: float) -> bool:
+        """Empties it as readers let go of blocks. Whether no slot is held any more."""
+        pause = threading.Event()
+        while True:
+            self.evict(demote=False)
+            if not self._volume.usage().blocks:
+                return True
+            if self._clock.now_s() >= until_s:
+                return False
+            pause.wait(_DRAIN_PAUSE_S)
+
+    # ---- life ----
+    def wait_published(self, timeout_s: float = 10.0) -> bool:
+        """Waits until lookups show what is here now. False: not in time, or the pool is nobody's but its engine's."""
+        return self._log.wait_published([self._volume.volume_id], self._clock.now_s() + timeout_s)
+
+    def stats(self) -> dict[str, int]:
+        """Totals by name, and how full it is."""
+        usage = self._volume.usage()
+        sizes = {"hbm_capacity_bytes": usage.capacity_bytes, "hbm_used_bytes": usage.used_bytes, "hbm_blocks": usage.blocks}
+        return {**self._counters.snapshot(), **sizes, "hbm_lost": int(self._parts.lost)}
+
+    def close(self) -> None:
+        """Empties it, so that lookups do not show it any more, and gives the memory back. Nothing is demoted.
+
+        Waits a moment for those who read. Memory that somebody still reads after that goes when the last of them has let go.
+        """
+        with self._lock:
+            if self._parts.closed:
+                return
+            self._parts.closed = True
+        self._demoter.stop(_STOP_S)
+        with self._sizing:
+            self.evict(demote=False)
+            if self._presence is not None:
+                self._presence.stop()
+            if self._drain(self._clock.now_s() + _STOP_S):
+                self._volume.close()
+            else:
+                self._counters.add("hbm_closed_in_use_total")
+                _log.warning("pool %s is closed while blocks are read: its memory is kept until they are let go of", self.node_id)
+            self._table.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _own_name(device: str) -> str:
+    """A name that no other pool has: the host's, the device's, and something drawn."""
+    host = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in socket.gethostname().partition(".")[0])
+    return f"{host[:30] or 'host'}-{device.replace(':', '')}-{secrets.token_hex(4)}"

@@ -1,0 +1,93 @@
+"""What peers read from a pool: blocks that lie there, copied through host memory where the pool is a GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvclient.hbm.parts import PoolParts
+from kvclient.hbm.volume import HbmVolume
+from kvstore.core.buffers import DenseBlocks
+from kvstore.core.checksum import layer_checksums
+from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
+from kvstore.node.block import Block
+from kvstore.node.domain import Domain, Domains
+from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
+
+PART_BYTES = 16 << 20
+"""Read from the device at a time, for each peer: what a peer can make an engine's process hold."""
+
+
+class PoolProvider(BlockProvider):
+    """A pool's blocks. Nothing is stored here from outside: device memory is the engine's to fill."""
+
+    def __init__(self, domains: Domains, parts: PoolParts) -> None:
+        self._domains = domains
+        self._parts = parts
+
+    def shape(self, namespace: NamespaceId) -> BlockShape | None:
+        domain = self._domains.find(namespace)
+        return None if domain is None else domain.shape
+
+    def read(self, request: ReadRequest) -> Iterator[ReadPart]:
+        domain = self._domains.get(request.namespace)
+        step = max(1, PART_BYTES // domain.shape.block_bytes)
+        for first in range(0, len(request.keys), step):
+            yield self._part(domain, first, request.keys[first : first + step])
+
+    def _part(self, domain: Domain, first: int, keys: Sequence[BlockKey]) -> ReadPart:
+        parts, shape = self._parts, domain.shape
+        # a pool that is to be emptied lends nothing more: else readers could keep it from giving memory back
+        found = parts.table.pin_resident(domain, keys) if parts.open else [None] * len(keys)
+        here = [block for block in found if block is not None]
+        views: list[memoryview] = []
+        sums: list[bytes] = []
+        try:
+            with parts.guarded("read from"):
+                views = host_views(parts.volume, here, shape) if here else []
+                sums = [block.checksums or layer_checksums(view, shape) for block, view in zip(here, views, strict=True)]
+        except BaseException:
+            parts.table.unpin(here)
+            raise
+        if len(sums) < len(here):  # the device failed
+            parts.table.unpin(here)
+            found, here, views, sums = [None] * len(keys), [], [], []
+        return ReadPart(
+            first,
+            [Outcome.MISS if block is None else Outcome.HIT for block in found],
+            views,
+            np.frombuffer(b"".join(sums), "<u8").astype(np.uint64).reshape(len(here), shape.layers),
+            Tier.HBM,
+            self._releaser(here),
+        )
+
+    def _releaser(self, pinned: Sequence[Block]) -> Callable[[], None]:
+        return lambda: self._parts.table.unpin(pinned)
+
+    def write(self, request: WriteRequest) -> WriteGrant:
+        return _NothingGranted(len(request.run.keys))
+
+
+class _NothingGranted(WriteGrant):
+    def __init__(self, keys: int) -> None:
+        self.outcomes = [StoreOutcome.SKIPPED] * keys
+        self.views = []
+
+    def commit(self, checksums: Checksums, good: Sequence[bool]) -> Sequence[StoreOutcome]:  # noqa: ARG002  # nothing to commit
+        return []
+
+    def abort(self) -> None:
+        pass
+
+
+def host_views(volume: HbmVolume, blocks: Sequence[Block], shape: BlockShape) -> list[memoryview]:
+    """Full Blocks as host memory: that of the pool, or copies of it. The caller has the blocks pinned."""
+    size = shape.block_bytes
+    offsets = np.array([block.dram.offset for block in blocks if block.dram is not None], np.int64)
+    memory = volume.host_view
+    if memory is None:
+        copies = np.empty((len(offsets), shape.layers, shape.layer_block_bytes), np.uint8)
+        volume.copy_out(offsets, DenseBlocks(copies), 0)
+        memory, offsets = copies.reshape(-1).data, np.arange(len(offsets), dtype=np.int64) * size
+    return [memory[at : at + size] for at in offsets.tolist()]

@@ -1,0 +1,267 @@
+"""A volume in device memory. Room is shared out by the allocator that arenas and slabs use; bytes go through torch.
+
+Host memory never maps a GPU's here, so that there are no views: what the host gives or takes is copied in pieces through pinned
+memory. A volume on ``cpu`` skips that and copies straight.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvclient.hbm import memory
+from kvclient.hbm.tensors import stretches, until_done
+from kvstore.core import checksum
+from kvstore.core.buffers import BlockBuffer, DenseBlocks
+from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
+from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.tiers.allocator import SlotAllocator
+from kvstore.tiers.contract import BlockRecord, Slot, Volume, VolumeUsage
+from kvstore.tiers.header import check_shape
+from kvstore.transport.copy import copy_from_arena, copy_to_arena
+
+_log = logging.getLogger(__name__)
+
+Offsets = npt.NDArray[np.int64]
+
+STAGING_BYTES = 16 << 20
+"""Of pinned memory that copies between host and device pass through, where there is a device."""
+COPY_THREADS = 2
+
+
+class HbmVolume(Volume):
+    """Blocks in the memory of one device. Thread-safe.
+
+    Args:
+        volume_id: name of the volume.
+        device: where; see ``memory.find_device``.
+        capacity_bytes: room.
+        counters: where events are counted.
+
+    Raises:
+        CapacityExceeded: the device does not give so much memory.
+    """
+
+    def __init__(
+        self, volume_id: VolumeId, device: torch.device, capacity_bytes: int, *, counters: Counters | None = None
+    ) -> None:
+        self.volume_id = volume_id
+        self.tier = Tier.HBM
+        self.device = device
+        self._counters = counters or Counters()
+        self._lock = threading.Lock()
+        self._allocator = SlotAllocator(capacity_bytes)
+        self._last_generation = 0
+        self._closed = False
+        self._memory: torch.Tensor | None = memory.take(device, capacity_bytes)
+        self._staging_lock = threading.Lock()
+        self._staging: torch.Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it: uint8 ``[capacity_bytes]``; slot offsets count from its beginning. Whoever uses it holds the slots.
+
+        Raises:
+            Internal: the volume is closed.
+        """
+        found = self._memory
+        if found is None:
+            raise Internal("the volume is closed", volume_id=self.volume_id)
+        return found
+
+    @property
+    def host_view(self) -> memoryview | None:
+        """The same as host memory; None where it is a GPU's."""
+        if self.device.type != "cpu":
+            return None
+        view: memoryview = self.memory.numpy().data
+        return view
+
+    # ---- room ----
+    def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
+        check_shape(shape)
+        with self._lock:
+            slots = self._allocator.allocate(shape.block_bytes, count)
+            if slots:
+                self._last_generation = slots[-1].generation
+            return slots
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        with self._lock:
+            self._allocator.free(slots)
+
+    def room_plan(
+        self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
+    ) -> list[BlockKey] | None:
+        check_shape(shape)
+        with self._lock:
+            return self._allocator.room_plan(shape.block_bytes, count, coldest, limit)
+
+    def check_fits(self, shape: BlockShape) -> None:
+        """Whether a block could ever lie here, were the volume empty.
+
+        Raises:
+            InvalidArgument: none could.
+        """
+        self.room_plan(shape, 0, iter(()), 0)
+
+    def usage(self) -> VolumeUsage:
+        with self._lock:
+            return VolumeUsage(self._allocator.capacity_bytes, self._allocator.used_bytes, self._allocator.slots_used)
+
+    def resize(self, capacity_bytes: int) -> bool:
+        """Gives all memory back and takes so much instead. False, and nothing has changed: slots are held.
+
+        Where the device does not give the new memory, the volume is left with a page, and says so.
+
+        Raises:
+            CapacityExceeded: see above.
+            Internal: the volume is closed.
+        """
+        with self._lock, self._staging_lock:
+            if self._allocator.slots_used:
+                return False
+            if self._closed:
+                raise Internal("the volume is closed", volume_id=self.volume_id)
+            self._memory = None  # before the new is taken: there may not be room for both
+            memory.give_back(self.device)
+            try:
+                self._memory = memory.take(self.device, capacity_bytes)
+            except CapacityExceeded:
+                capacity_bytes = memory.PAGE_BYTES
+                self._memory = memory.take(self.device, capacity_bytes)
+                raise
+            finally:
+                self._allocator = SlotAllocator(capacity_bytes, first_generation=self._last_generation + 1)
+            return True
+
+    # ---- many blocks, between this memory and the host's ----
+    def copy_in(self, offsets: Offsets, source: BlockBuffer, checksums: npt.NDArray[np.uint64] | None = None) -> None:
+        """Copies all blocks of a buffer into slots that the caller holds.
+
+        Args:
+            offsets: of the slots, one a block.
+            source: the blocks.
+            checksums: ``[blocks, layers]``, filled with those of the bytes; None: none are made.
+        """
+        view = self.host_view
+        if view is not None:
+            copy_to_arena(source, view, offsets.astype(np.uint64), checksums=checksums, threads=COPY_THREADS)
+            return
+        size = source.shape.block_bytes
+        self._check(offsets, size)
+        with self._staged(size) as (staging, step):
+            for at in range(0, len(offsets), step):
+                count = min(step, len(offsets) - at)
+                copy_to_arena(
+                    source,
+                    staging.numpy().data,
+                    np.arange(count, dtype=np.uint64) * np.uint64(size),
+                    range(at, at + count),
+                    checksums=None if checksums is None else checksums[at : at + count],
+                    threads=COPY_THREADS,
+                )
+                for first, last in stretches(offsets[at : at + count], size):
+                    start = int(offsets[at + first])
+                    self.memory[start : start + (last - first) * size].copy_(
+                        staging[first * size : last * size], non_blocking=True
+                    )
+                until_done(self.device)  # before the staging memory is used again
+
+    def copy_out(self, offsets: Offsets, destination: BlockBuffer, first: int) -> None:
+        """Copies slots that the caller holds to blocks ``[first, first + len(offsets))`` of a buffer."""
+        view = self.host_view
+        size = destination.shape.block_bytes
+        if view is not None:
+            blocks = np.arange(first, first + len(offsets), dtype=np.int64)
+            copy_from_arena(view, offsets.astype(np.uint64), destination, blocks, threads=COPY_THREADS)
+            return
+        self._check(offsets, size)
+        with self._staged(size) as (staging, step):
+            for at in range(0, len(offsets), step):
+                count = min(step, len(offsets) - at)
+                for begin, end in stretches(offsets[at : at + count], size):
+                    start = int(offsets[at + begin])
+                    staging[begin * size : end * size].copy_(self.memory[start : start + (end - begin) * size], non_blocking=True)
+                until_done(self.device)
+                blocks = np.arange(first + at, first + at + count, dtype=np.int64)
+                packed = np.arange(count, dtype=np.uint64) * np.uint64(size)
+                copy_from_arena(staging.numpy().data, packed, destination, blocks, threads=COPY_THREADS)
+
+    def _check(self, offsets: Offsets, size: int) -> None:
+        if len(offsets) and not 0 <= int(offsets.min()) <= int(offsets.max()) <= len(self.memory) - size:
+            raise InvalidArgument("a block outside the volume", volume_id=self.volume_id, block_bytes=size)
+
+    @contextmanager
+    def _staged(self, size: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Memory for one copy at a time, and how many blocks of a size it has room for.
+
+        Within, copies have a stream of their own: on the default one they and the engine's kernels would wait for each other.
+        """
+        with self._staging_lock:
+            if self._staging is None or len(self._staging) < size:
+                self._staging = self._take_staging(max(STAGING_BYTES, size))
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                yield self._staging, len(self._staging) // size
+
+    def _take_staging(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # the host may not lock so much; a device that has failed is found by the copy
+            self._counters.add("hbm_unpinned_staging_total")
+            _log.warning("no pinned memory for copies to and from %s: they are slower: %s", self.device, error)
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    # ---- one block at a time, as the contract has it ----
+    def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
+        results: list[Exception | None] = []
+        for slot, record, payload in items:
+            size = record.shape.block_bytes
+            if payload.nbytes != size or size > slot.size:
+                results.append(
+                    InvalidArgument("a payload is one Full Block and fits its slot", bytes=payload.nbytes, expected=size)
+                )
+            elif not self._allocator.holds(slot):
+                results.append(Internal("a write into a slot that is not held", slot=slot))
+            else:
+                self.copy_in(np.array([slot.offset]), _as_block(payload, record.shape))
+                results.append(None)
+        return results
+
+    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
+        """See the contract. The slot is looked at again after the copy: what was reused meanwhile is not a hit."""
+        outcomes: list[Outcome] = []
+        for slot, record, destination in items:
+            size = record.shape.block_bytes
+            if destination.nbytes != size or size > slot.size:
+                raise InvalidArgument("a destination is one Full Block", bytes=destination.nbytes, expected=size)
+            outcome = Outcome.CORRUPT
+            if self._allocator.holds(slot):
+                self.copy_out(np.array([slot.offset]), _as_block(destination, record.shape), 0)
+                if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self._allocator.holds(slot):
+                    outcome = Outcome.HIT
+            if outcome is Outcome.CORRUPT:
+                self._counters.add("hbm_corrupt_blocks_total")
+            outcomes.append(outcome)
+        return outcomes
+
+    def close(self) -> None:
+        """Gives the memory back once nobody uses it any more."""
+        with self._lock, self._staging_lock:
+            self._closed = True
+            self._memory = self._staging = None
+        memory.give_back(self.device)
+
+
+def _as_block(view: memoryview, shape: BlockShape) -> DenseBlocks:
+    return DenseBlocks(np.frombuffer(view, np.uint8).reshape(1, shape.layers, shape.layer_block_bytes))

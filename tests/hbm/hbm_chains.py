@@ -1,0 +1,53 @@
+"""Chains of blocks to put into a pool, and the tiers below it as it is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvclient import CacheSpec
+from kvclient.operation import Operation
+from kvstore.core.buffers import BlockBuffer, DenseBlocks
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import KVStoreError
+from kvstore.core.keys import KeyChain
+from kvstore.core.types import BlockKey
+
+SPEC = CacheSpec(model="pool", block_tokens=4, layers=3, layer_block_bytes=8192)
+Chain = tuple[list[BlockKey], DenseBlocks]
+
+
+def chain(blocks: int, seed: int, spec: CacheSpec = SPEC) -> Chain:
+    random = np.random.default_rng(seed)
+    keys = KeyChain(spec).keys(random.integers(0, 1 << 20, blocks * spec.block_tokens, dtype=np.uint32))
+    data = np.frombuffer(random.bytes(blocks * spec.block_bytes), np.uint8)
+    return keys, DenseBlocks(data.reshape(blocks, spec.layers, spec.layer_block_bytes))
+
+
+def room(blocks: int, spec: CacheSpec = SPEC) -> DenseBlocks:
+    return DenseBlocks(np.zeros((blocks, spec.layers, spec.layer_block_bytes), np.uint8))
+
+
+def in_time() -> Operation:
+    return Operation(MonotonicClock(), 60.0)
+
+
+class Below:
+    """The tiers below, as a pool is told of them."""
+
+    def __init__(self) -> None:
+        self.held: dict[BlockKey, bytes] = {}
+        self.parents: dict[BlockKey, BlockKey | None] = {}
+        self.calls = 0
+        self.error: KVStoreError | None = None
+        self.answer = True
+
+    def __call__(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        for at, key in enumerate(keys):
+            self.held[key] = b"".join(bytes(piece) for piece in blocks.segments(at, 0, blocks.shape.layers))
+            self.parents[key] = keys[at - 1] if at else parent
+        return self.answer

@@ -1,0 +1,321 @@
+"""Pools of real engines beside a real store: what one keeps others see and read, until it is evicted or its engine dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, Lookup, Tier
+from kvclient.hbm import HbmPool
+from kvclient.results import PATH_HBM, PATH_LOCAL, PATH_PREFILL
+from kvstore.core.types import BlockKey
+from kvstore.testing.children import die_with_parent
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+SPEC = CacheSpec(model="hbm-cluster", block_tokens=16, layers=4, layer_block_bytes=4096)
+OPTIONS = ClientOptions(reopen_pause_s=0.05, breaker_pause_s=0.1, default_deadline_s=20.0)
+BLOCKS = 40
+
+Connect = Callable[..., KVClient]
+
+
+def tokens(blocks: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.random.default_rng(seed).integers(0, 1 << 17, blocks * SPEC.block_tokens, dtype=np.uint32)
+
+
+def content(blocks: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    return np.frombuffer(np.random.default_rng(seed + 1).bytes(blocks * SPEC.block_bytes), np.uint8).reshape(blocks, -1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster([NodeSpec("prefill", dram_bytes=48 << 20)], metadata_settings=[("node_ttl", "1s")]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def pool(cluster: LocalCluster, stack: ExitStack) -> HbmPool:
+    return stack.enter_context(HbmPool("cpu", capacity_bytes=32 << 20, metadata=cluster.metadata_address))
+
+
+@pytest.fixture
+def connect(cluster: LocalCluster, stack: ExitStack) -> Connect:
+    def make(node: str | None = "prefill", pool: HbmPool | None = None, **settings: object) -> KVClient:
+        address = cluster.node(node).local_socket if node is not None else None
+        options = ClientOptions(**{"reopen_pause_s": 0.05, "default_deadline_s": 20.0, **settings})  # type: ignore[arg-type]
+        return stack.enter_context(KVClient.connect(cluster.metadata_address, SPEC, node=address, options=options, hbm=pool))
+
+    return make
+
+
+def tiers_of(lookup: Lookup) -> set[Tier]:
+    return {run.tier for run in lookup.runs}
+
+
+def until(check: Callable[[], bool], seconds: float = 15.0) -> None:
+    """Polls, for what takes its time in another process."""
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def test_a_store_leaves_a_copy_that_loads_find_and_the_index_shows(connect: Connect, pool: HbmPool) -> None:
+    data = content(BLOCKS, 1)
+    client = connect(pool=pool, verify="always")
+    keys = client.keys(tokens(BLOCKS, 1))
+    assert client.store(keys, data, wait_visible=True).held_blocks == BLOCKS
+    assert pool.usage().blocks == BLOCKS
+    assert pool.wait_published()
+    lookup = connect().lookup(keys)
+    assert lookup.hit_blocks == BLOCKS
+    assert {run.node_id for run in lookup.runs if run.tier is Tier.HBM} == {pool.node_id}
+    out = np.zeros_like(data)
+    result = client.load(lookup, out, verify="always")
+    assert np.array_equal(out, data)
+    assert result.bytes_by_path == {PATH_HBM: data.nbytes}
+    assert result.bytes_by_tier == {Tier.HBM: data.nbytes}
+    assert result.bytes_by_node == {pool.node_id: data.nbytes}
+
+
+def test_what_a_load_brings_is_promoted(connect: Connect, pool: HbmPool) -> None:
+    data = content(BLOCKS, 2)
+    writer = connect()
+    keys = writer.keys(tokens(BLOCKS, 2))
+    writer.store(keys, data, wait_visible=True)
+    client = connect(pool=pool)
+    for path in (PATH_LOCAL, PATH_HBM):
+        out = np.zeros_like(data)
+        result = client.load(client.lookup(keys), out)
+        assert (result.hit_blocks, set(result.bytes_by_path)) == (BLOCKS, {path})
+        assert np.array_equal(out, data)
+
+
+def test_a_load_takes_the_head_from_the_pool_and_the_rest_from_the_node(connect: Connect, pool: HbmPool) -> None:
+    data = content(BLOCKS, 3)
+    client, writer = connect(pool=pool), connect()
+    keys = client.keys(tokens(BLOCKS, 3))
+    client.store(keys[:15], data[:15])
+    writer.store(keys[15:], data[15:], parent=keys[14], depth=15, wait_visible=True)
+    handle = client.start_load(client.lookup(keys), out := np.zeros_like(data), layerwise=True)
+    for layer in range(SPEC.layers):
+        assert handle.wait_layer(layer)
+        assert handle.promised_blocks == BLOCKS
+        at = layer * SPEC.layer_block_bytes
+        assert np.array_equal(out[:, at : at + 4096], data[:, at : at + 4096])
+    result = handle.result()
+    assert result.bytes_by_path == {PATH_HBM: 15 * SPEC.block_bytes, PATH_LOCAL: 25 * SPEC.block_bytes}
+    assert np.array_equal(out, data)
+
+
+@pytest.mark.parametrize("node", ["prefill", None])
+def test_others_read_what_lies_in_a_pool_alone(cluster: LocalCluster, connect: Connect, pool: HbmPool, node: str | None) -> None:
+    """Over the pool's own data plane: straight, and through the node of their host."""
+    seed = 4 if node else 5
+    data = content(BLOCKS, seed)
+    client = connect(pool=pool)
+    keys = client.keys(tokens(BLOCKS, seed))
+    client.store(keys, data, wait_visible=True)
+    assert pool.wait_published()
+    drop_dram(cluster)
+    reader = connect(node)
+    until(lambda: tiers_of(reader.lookup(keys)) == {Tier.HBM})
+    out = np.zeros_like(data)
+    result = reader.load(reader.lookup(keys), out, verify="always")
+    assert np.array_equal(out, data)
+    assert result.bytes_by_path == {PATH_PREFILL: data.nbytes}
+    assert result.bytes_by_node == {pool.node_id: data.nbytes}
+    assert pool.stats()["transport_bytes_sent_total"] >= data.nbytes
+
+
+def test_a_node_is_asked_before_another_engines_pool(connect: Connect, pool: HbmPool) -> None:
+    data = content(BLOCKS, 6)
+    client = connect(pool=pool)
+    keys = client.keys(tokens(BLOCKS, 6))
+    client.store(keys, data, wait_visible=True)
+    assert pool.wait_published()
+    reader = connect(None)
+    until(lambda: tiers_of(reader.lookup(keys)) == {Tier.HBM, Tier.DRAM})
+    assert set(reader.load(reader.lookup(keys), np.zeros_like(data)).bytes_by_node) == {"prefill"}
+
+
+def test_what_is_evicted_is_shown_no_more_and_lies_below(cluster: LocalCluster, connect: Connect) -> None:
+    """Demotion: the node had forgotten what was hot here."""
+    capacity = 64 * SPEC.block_bytes
+    with HbmPool("cpu", capacity_bytes=capacity, metadata=cluster.metadata_address, room_wait_s=5.0) as pool:
+        client, reader = connect(pool=pool), connect()
+        first = client.keys(tokens(BLOCKS, 7))
+        data = content(BLOCKS, 7)
+        client.store(first, data, wait_visible=True)
+        assert pool.wait_published()
+        drop_dram(cluster)
+        until(lambda: tiers_of(reader.lookup(first)) == {Tier.HBM})
+        for seed in (8, 9):
+            client.store(client.keys(tokens(BLOCKS, seed)), content(BLOCKS, seed))
+        assert pool.wait_published()
+        until(lambda: Tier.DRAM in tiers_of(reader.lookup(first)))
+        assert reader.lookup(first).hit_blocks == BLOCKS
+        out = np.zeros_like(data)
+        assert reader.load(reader.lookup(first), out, verify="always").hit_blocks == BLOCKS
+        assert np.array_equal(out, data)
+        assert pool.stats()["hbm_demoted_blocks_total"] > 0
+        client.close()
+    until(lambda: Tier.HBM not in tiers_of(reader.lookup(first)))  # closed: all of it is taken back at once
+
+
+def test_a_stale_index_costs_a_miss_of_the_pool_alone(connect: Connect, pool: HbmPool) -> None:
+    data = content(BLOCKS, 10)
+    client = connect(pool=pool)
+    keys = client.keys(tokens(BLOCKS, 10))
+    client.store(keys, data, wait_visible=True)
+    assert pool.wait_published()
+    lookup = client.lookup(keys)
+    assert pool.evict() == pool.stats()["hbm_demoted_blocks_total"]
+    reader = connect(None)
+    for one, path in ((client, PATH_LOCAL), (reader, PATH_PREFILL)):
+        out = np.zeros_like(data)
+        result = one.load(lookup, out)
+        assert (result.hit_blocks, set(result.bytes_by_path)) == (BLOCKS, {path})
+        assert np.array_equal(out, data)
+
+
+ENGINE = """
+import sys
+import numpy as np
+from kvclient import CacheSpec, KVClient
+from kvclient.hbm import HbmPool
+spec = CacheSpec(model="hbm-cluster", block_tokens=16, layers=4, layer_block_bytes=4096)
+pool = HbmPool("cpu", capacity_bytes=32 << 20, metadata=sys.argv[1])
+client = KVClient.connect(sys.argv[1], spec, node=sys.argv[2], hbm=pool)
+keys = client.keys(np.random.default_rng(11).integers(0, 1 << 17, 40 * 16, dtype=np.uint32))
+client.store(keys, np.random.default_rng(12).bytes(40 * spec.block_bytes), wait_visible=True)
+assert pool.wait_published()
+print(pool.node_id, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_dead_engines_pool_is_hidden_like_a_dead_node(cluster: LocalCluster, connect: Connect) -> None:
+    arguments = [sys.executable, "-c", ENGINE, cluster.metadata_address, cluster.node("prefill").local_socket]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+    ) as engine:
+        try:
+            assert engine.stdout is not None
+            node_id = engine.stdout.readline().strip()
+            reader = connect(None)
+            keys = reader.keys(tokens(BLOCKS, 11))
+            drop_dram(cluster)
+            until(lambda: {run.node_id for run in reader.lookup(keys).runs} == {node_id})
+            lookup = reader.lookup(keys)
+            out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+            assert reader.load(lookup, out, verify="always").hit_blocks == BLOCKS  # another process reads it
+            assert np.array_equal(out, content(BLOCKS, 11))
+        finally:
+            engine.kill()
+        engine.wait(10)
+    assert reader.load(lookup, out, deadline_s=5.0).hit_blocks == 0  # bounded, and no byte of it counts
+    until(lambda: reader.lookup(keys).hit_blocks == 0)
+
+
+def test_a_pool_is_no_place_for_other_clients_stores(connect: Connect, pool: HbmPool) -> None:
+    """A client without a node of its own picks a node, whatever the pools are called."""
+    writer = connect(None)
+    keys: list[BlockKey] = writer.keys(tokens(4, 13))
+    assert writer.store(keys, content(4, 13)).held_blocks == 4
+    assert pool.usage().blocks == 0
+
+
+def test_a_pool_without_a_metadata_server_comes_in_when_it_does(connect: Connect, cluster: LocalCluster) -> None:
+    """Nobody at that address: the engine starts all the same."""
+    with HbmPool("cpu", capacity_bytes=1 << 20, metadata="127.0.0.1:9") as pool:
+        assert pool.stats()["hbm_not_registered_at_start_total"] == 1
+        client = connect(pool=pool)
+        keys = client.keys(tokens(4, 14))
+        client.store(keys, content(4, 14))
+        assert client.load(keys, np.zeros((4, SPEC.block_bytes), np.uint8)).bytes_by_path == {PATH_HBM: 4 * SPEC.block_bytes}
+
+
+def test_a_store_layer_by_layer_leaves_a_copy(connect: Connect, pool: HbmPool) -> None:
+    """With a node the bytes lie in its arena only; without one they gather in the client."""
+    for node, seed in (("prefill", 15), (None, 16)):
+        data = content(BLOCKS, seed).reshape(BLOCKS, SPEC.layers, -1)
+        client = connect(node, pool=pool, verify="always")
+        keys = client.keys(tokens(BLOCKS, seed))
+        if node is not None:  # the head is there already and is not written again
+            client.store(keys[:9], data[:9])
+        pool.evict()
+        with client.begin_store(keys) as store:
+            for layer in range(SPEC.layers):
+                store.put_layer(layer, np.ascontiguousarray(data[:, layer]))
+            assert store.commit().held_blocks == BLOCKS
+        assert pool.usage().blocks == (BLOCKS if node is None else BLOCKS - 9)
+        out = np.zeros_like(data)
+        assert client.load(keys, out).hit_blocks == BLOCKS
+        assert np.array_equal(out, data)
+        assert set(client.load(keys, out).bytes_by_path) == {PATH_HBM}
+
+
+def test_two_engines_with_a_pool_each_read_from_one_another(cluster: LocalCluster, connect: Connect, pool: HbmPool) -> None:
+    with HbmPool("cpu", capacity_bytes=16 << 20, metadata=cluster.metadata_address) as other:
+        data = content(BLOCKS, 17)
+        one, two = connect(pool=pool), connect(None, pool=other)
+        keys = one.keys(tokens(BLOCKS, 17))
+        one.store(keys, data)
+        assert pool.wait_published()
+        drop_dram(cluster)
+        until(lambda: tiers_of(two.lookup(keys)) == {Tier.HBM})
+        for source in (pool.node_id, other.node_id):
+            out = np.zeros_like(data)
+            assert set(two.load(two.lookup(keys), out, verify="always" if source == pool.node_id else "auto").bytes_by_node) == {
+                source
+            }
+            assert np.array_equal(out, data)
+
+
+def test_what_is_no_pool_is_refused(cluster: LocalCluster) -> None:
+    with pytest.raises(InvalidArgument, match="argument"):
+        KVClient.connect(cluster.metadata_address, SPEC, node=None, hbm="cuda:0")  # type: ignore[arg-type]
+    huge = CacheSpec(model="huge", block_tokens=16, layers=4, layer_block_bytes=1 << 20)
+    with HbmPool("cpu", capacity_bytes=1 << 20) as pool, pytest.raises(InvalidArgument, match="fit"):
+        KVClient.connect(cluster.metadata_address, huge, node=None, hbm=pool)
+
+
+def test_a_metadata_server_that_restarts_learns_what_a_pool_holds() -> None:
+    with LocalCluster([], metadata_settings=[("node_ttl", "1s")]) as cluster, ExitStack() as stack:
+        pool = stack.enter_context(HbmPool("cpu", capacity_bytes=16 << 20, metadata=cluster.metadata_address))
+        client = stack.enter_context(KVClient.connect(cluster.metadata_address, SPEC, node=None, options=OPTIONS, hbm=pool))
+        data = content(BLOCKS, 18)
+        keys = client.keys(tokens(BLOCKS, 18))
+        assert client.store(keys[:20], data[:20]).held_blocks == 0  # there is no node; the pool keeps it all the same
+        assert pool.usage().blocks == 20
+        assert pool.wait_published()
+        cluster.kill("metadata")
+        assert client.load(keys[:20], np.zeros_like(data[:20])).bytes_by_path == {PATH_HBM: 20 * SPEC.block_bytes}
+        client.store(keys[20:], data[20:], parent=keys[19], depth=20)
+        cluster.start_metadata()
+        until(lambda: client.lookup(keys).hit_blocks == BLOCKS, 30.0)
+        assert {run.node_id for run in client.lookup(keys).runs} == {pool.node_id}
+
+
+def drop_dram(cluster: LocalCluster) -> None:
+    """The node forgets what it has in DRAM, as if others had pushed it out."""
+    from kvproto.v1 import node_pb2, node_pb2_grpc
+    from kvstore.rpc.client import call, connect
+
+    with connect(cluster.node("prefill").local_socket) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
+        request = node_pb2.EvictRequest(operation_id=bytes(16), tier=int(Tier.DRAM))  # type: ignore[arg-type]
+        call(stub.Evict, request, 10.0)

@@ -1,0 +1,322 @@
+"""Whatever fails in a pool is a miss or a skip: wrong bytes, a dead device, short memory, tiers below that hang, its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hbm_chains import SPEC, Below, chain, in_time, room
+
+from kvclient.hbm import HbmPool, memory
+from kvclient.hbm.blocks import PoolBlocks
+from kvclient.hbm.provider import PoolProvider
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.errors import CapacityExceeded
+from kvstore.core.types import BlockKey, Outcome
+from kvstore.transport.contract import ReadRequest
+from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.tcp_server import TcpServer
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def below() -> Below:
+    return Below()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
+    with HbmPool(request.param, capacity_bytes=40 * SPEC.block_bytes, room_wait_s=5.0) as pool:
+        yield pool
+        pool._table.check()
+
+
+@pytest.fixture
+def near(pool: HbmPool, below: Below) -> PoolBlocks:
+    return pool.attach(SPEC, below)
+
+
+def until(check: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not check():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.002)
+
+
+def flip(pool: HbmPool, near: PoolBlocks, keys: Sequence[BlockKey], at: int) -> None:
+    with near.pinned(keys) as found:
+        pool._volume.memory[int(found.offsets[at]) + 9000] ^= 1
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def request_for(keys: Sequence[BlockKey], within_s: float = WAIT_S) -> ReadRequest:
+    return ReadRequest(SPEC.namespace, keys, 0, SPEC.layers, 0, time.monotonic() + within_s)
+
+
+# ---- wrong bytes ----
+def test_a_flipped_bit_is_found_where_it_is_looked_for_and_leaves(pool: HbmPool, near: PoolBlocks, below: Below) -> None:
+    keys, data = chain(5, 1)
+    near.keep(keys, None, 0, data, None, checksums=True)
+    flip(pool, near, keys, 3)
+    assert near.fetch(keys, room(5), in_time(), verify=True) == 3
+    assert pool.stats()["hbm_corrupt_blocks_total"] == 1
+    assert near.fetch(keys, room(5), in_time(), verify=False) == 3  # it is here no more
+    assert near.keep(keys, None, 0, data, None, checksums=True) == 1
+    assert near.fetch(keys, room(5), in_time(), verify=True) == 5
+    assert below.calls == 0
+
+
+def test_who_wants_everything_compared_gets_nothing_that_cannot_be(pool: HbmPool, near: PoolBlocks) -> None:
+    keys, data = chain(5, 1)
+    near.keep(keys, None, 0, data, None, checksums=False)
+    assert near.fetch(keys, room(5), in_time(), verify=True) == 0
+    near.keep(keys, None, 0, data, None, checksums=True)  # verified bytes of the same blocks: now there are checksums
+    assert near.fetch(keys, room(5), in_time(), verify=True) == 5
+    flip(pool, near, keys, 2)
+    assert near.fetch(keys, room(5), in_time(), verify=True) == 2
+
+
+def test_a_flipped_bit_is_not_carried_down(pool: HbmPool, near: PoolBlocks, below: Below) -> None:
+    """Below, the block would get a checksum of its wrong bytes."""
+    keys, data = chain(5, 1)
+    near.keep(keys, None, 0, data, None, checksums=True)
+    flip(pool, near, keys, 3)
+    pool.evict()
+    assert set(below.held) == set(keys[:3])
+    assert all(below.held[key] == data.array[at].tobytes() for at, key in enumerate(keys[:3]))
+    assert pool.stats()["hbm_corrupt_blocks_total"] == 1
+
+
+def test_a_flipped_bit_does_not_pass_a_peers_check(pool: HbmPool, near: PoolBlocks) -> None:
+    keys, data = chain(5, 1)
+    near.keep(keys, None, 0, data, None, checksums=True)
+    flip(pool, near, keys, 3)
+    server = TcpServer(PoolProvider(pool._domains, pool._parts))
+    server.start()
+    peer = TcpPeer(server.address)
+    out = room(5)
+    outcomes = peer.read(request_for(keys), out).outcomes
+    assert list(outcomes) == [Outcome.HIT] * 3 + [Outcome.CORRUPT, Outcome.HIT]
+    assert np.array_equal(out.array[:3], data.array[:3])
+    peer.close()
+    server.stop()
+
+
+# ---- a device that fails ----
+def test_a_device_that_fails_is_a_miss_and_then_left_alone(
+    pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, data = chain(4, 1)
+    near.keep(keys, None, 0, data, None, checksums=False)
+    with monkeypatch.context() as patch, near.pinned(keys[:2]):
+        patch.setattr(pool._volume, "copy_out", fails)
+        assert near.fetch(keys, room(4), in_time(), verify=False) == 0
+        assert pool.stats()["hbm_blocks"] == 2  # what somebody still reads leaves with its last pin
+    assert near.fetch(keys, room(4), in_time(), verify=False) == 0
+    assert near.keep(keys, None, 0, data, None, checksums=False) == 0
+    stats = pool.stats()
+    assert (stats["hbm_device_errors_total"], stats["hbm_lost"], stats["hbm_blocks"]) == (1, 1, 0)
+
+
+def test_a_device_that_fails_is_a_miss_for_peers(pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, data = chain(4, 1)
+    near.keep(keys, None, 0, data, None, checksums=False)
+    provider = PoolProvider(pool._domains, pool._parts)
+    monkeypatch.setattr("kvclient.hbm.provider.host_views", fails)
+    for _ in range(2):
+        parts = list(provider.read(request_for(keys)))
+        assert [outcome for part in parts for outcome in part.outcomes] == [Outcome.MISS] * 4
+        for part in parts:
+            part.release()
+    assert pool.stats()["hbm_blocks"] == 0
+
+
+def test_a_write_that_fails_leaves_no_slot_behind(pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, data = chain(4, 1)
+    monkeypatch.setattr(pool._volume, "copy_in", fails)
+    assert near.keep(keys, None, 0, data, None, checksums=False) == 0
+    assert pool.usage().used_bytes == 0
+
+
+def test_memory_that_is_short_for_a_moment_does_not_end_the_pool(
+    pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, data = chain(4, 1)
+    near.keep(keys, None, 0, data, None, checksums=False)
+
+    def short(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._volume, "copy_out", short)
+        assert near.fetch(keys, room(4), in_time(), verify=False) == 0
+    assert near.fetch(keys, room(4), in_time(), verify=False) == 4
+    assert (pool.stats()["hbm_out_of_memory_total"], pool.stats()["hbm_lost"]) == (1, 0)
+
+
+def test_a_pool_that_cannot_grow_is_left_with_a_page_and_takes_less(pool: HbmPool, near: PoolBlocks) -> None:
+    keys, data = chain(4, 1)
+    near.keep(keys, None, 0, data, None, checksums=False)
+    with pytest.raises(CapacityExceeded):
+        pool.resize(1 << 60)
+    assert pool.usage().capacity_bytes == 4096
+    assert near.keep(keys, None, 0, data, None, checksums=False) == 0
+    assert pool.stats()["hbm_too_small_total"] == 1
+    assert pool.resize(1 << 20)
+    assert near.keep(keys, None, 0, data, None, checksums=False) == 4
+
+
+def test_a_bug_of_the_tiers_below_is_not_taken_for_a_failing_device(pool: HbmPool) -> None:
+    def broken(keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    near = pool.attach(SPEC, broken)
+    for seed in range(6):
+        keys, data = chain(12, seed)
+        assert near.keep(keys, None, 0, data, None, checksums=False) == 12
+    assert pool.stats()["hbm_demotion_bugs_total"] > 0
+    assert pool.stats()["hbm_lost"] == 0
+
+
+# ---- tiers below that hang ----
+class Stuck:
+    """Takes nothing and does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.gate = threading.Event()
+
+    def __call__(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
+        self.asked.set()
+        return self.gate.wait(WAIT_S)
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    stuck = Stuck()
+    yield stuck
+    stuck.gate.set()
+
+
+def test_tiers_that_do_not_answer_cost_a_bounded_wait_and_no_memory(stuck: Stuck) -> None:
+    with HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes, room_wait_s=0.01) as pool:
+        near = pool.attach(SPEC, stuck)
+        for seed in range(4):
+            keys, data = chain(12, seed)
+            near.keep(keys, None, 0, data, None, checksums=False)
+        assert pool.stats()["hbm_no_room_blocks_total"] > 0
+        assert stuck.asked.wait(WAIT_S)
+        waiting = pool._table.counts()[1]
+        assert not pool.resize(4096, timeout_s=0.05)  # a run is being copied at this moment
+        assert 0 < pool.usage().blocks <= waiting  # all else has left
+        stuck.gate.set()
+        assert pool.resize(4096)
+
+
+def test_closing_waits_neither_for_ever_nor_too_short(below: Below) -> None:
+    """A pool that is closed while somebody reads keeps the memory; bytes read are still the block's."""
+    pool = HbmPool("cpu", capacity_bytes=40 * SPEC.block_bytes)
+    near = pool.attach(SPEC, below)
+    keys, data = chain(4, 1)
+    near.keep(keys, None, 0, data, None, checksums=False)
+    with near.pinned(keys) as found:
+        closing = threading.Thread(target=pool.close)
+        closing.start()
+        until(lambda: not near.fetch(keys, room(4), in_time(), verify=False))
+        assert closing.is_alive()
+        size = SPEC.block_bytes
+        for at, offset in enumerate(found.offsets.tolist()):
+            assert pool._volume.memory[offset : offset + size].numpy().tobytes() == data.array[at].tobytes()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert pool._volume._memory is None
+
+
+# ---- memory wanted back while in use ----
+def test_readers_over_the_wire_cannot_keep_a_pool_from_yielding(pool: HbmPool, near: PoolBlocks) -> None:
+    """Peers read all the time while the pool is emptied, made smaller, larger and filled again: each hit has its bytes."""
+    keys, data = chain(30, 1)
+    server = TcpServer(PoolProvider(pool._domains, pool._parts))
+    server.start()
+    wrong: list[str] = []
+    hits = [0, 0]
+    ending = threading.Event()
+
+    def read(mine: int) -> None:
+        peer = TcpPeer(server.address)
+        while not ending.is_set():
+            out = room(30)
+            outcomes = np.array(peer.read(request_for(keys), out).outcomes)
+            good = np.flatnonzero(outcomes == Outcome.HIT)
+            hits[mine] += len(good)
+            if not np.array_equal(out.array[good], data.array[good]) or (outcomes == Outcome.CORRUPT).any():
+                wrong.append("wrong bytes")
+        peer.close()
+
+    readers = [threading.Thread(target=read, args=(mine,)) for mine in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for turn in range(12):
+            near.keep(keys, None, 0, data, None, checksums=False)
+            before = list(hits)
+            until(lambda before=before: all(now > then for now, then in zip(hits, before, strict=True)))  # type: ignore[misc]
+            if turn % 2:
+                assert pool.resize((64 if turn % 4 == 1 else 40) * SPEC.block_bytes, timeout_s=WAIT_S)
+            else:
+                pool.evict()
+    finally:
+        ending.set()
+        for reader in readers:
+            reader.join(WAIT_S)
+        server.stop()
+    assert wrong == []
+    stats = pool.stats()
+    assert stats["hbm_lost"] == stats.get("hbm_failed_operations_total", 0) == 0
+
+
+def test_resizing_from_many_threads_leaves_the_pool_open(pool: HbmPool, near: PoolBlocks) -> None:
+    keys, data = chain(8, 1)
+    ending = threading.Event()
+
+    def use() -> None:
+        while not ending.is_set():
+            near.keep(keys, None, 0, data, None, checksums=False)
+            near.fetch(keys, room(8), in_time(), verify=False)
+
+    def resize(size: int) -> None:
+        for _ in range(10):
+            pool.resize(size * SPEC.block_bytes, timeout_s=WAIT_S)
+
+    user = threading.Thread(target=use)
+    user.start()
+    threads = [threading.Thread(target=resize, args=(size,)) for size in (20, 40, 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    ending.set()
+    user.join(WAIT_S)
+    near.keep(keys, None, 0, data, None, checksums=False)
+    out = room(8)
+    assert near.fetch(keys, out, in_time(), verify=False) == 8
+    assert np.array_equal(out.array, data.array)
+
+
+def test_a_closed_pool_is_not_resized(below: Below) -> None:
+    pool = HbmPool("cpu", capacity_bytes=1 << 20)
+    pool.close()
+    assert not pool.resize(1 << 21)
+    assert pool._volume._memory is None
+
+
+def test_free_memory_of_the_host_counts_what_caches_would_give() -> None:
+    assert memory.free_bytes(torch.device("cpu")) > 0
