@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.buffers import LayersOf
+from kvclient.far import ArenaWatcher, FarBlocks
 from kvstore.core.buffers import BlockBuffer, ScatteredBlocks
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import Internal, KVStoreError
@@ -33,16 +34,28 @@ Offsets = npt.NDArray[np.uint64]
 class ClientArena:
     """A mapping and the connection that keeps it ours. Whoever copies is a user of the session, so that it stays open."""
 
-    def __init__(self, mapping: ArenaMapping, *, map_ahead: bool) -> None:
+    def __init__(self, mapping: ArenaMapping, *, map_ahead: bool, watcher: ArenaWatcher | None = None) -> None:
         self._mapping = mapping
         self.size = mapping.size
+        self.stuck = False
+        """Whether a device may still write to slots, and nobody knows until when: they are not given back."""
+        self._guard = watcher.mapped(mapping.view) if watcher is not None else None
         self._closing = threading.Event()
         self._ahead = threading.Thread(target=self._map_ahead, name="kvclient-map-ahead", daemon=True) if map_ahead else None
         if self._ahead is not None:
             self._ahead.start()
 
     @classmethod
-    def open(cls, path: str, session_id: SessionId, size: int, timeout_s: float, *, map_ahead: bool) -> ClientArena:
+    def open(
+        cls,
+        path: str,
+        session_id: SessionId,
+        size: int,
+        timeout_s: float,
+        *,
+        map_ahead: bool,
+        watcher: ArenaWatcher | None = None,
+    ) -> ClientArena:
         """Maps the arena behind a socket.
 
         Args:
@@ -52,6 +65,7 @@ class ClientArena:
             timeout_s: bound of the exchange.
             map_ahead: enter the arena's pages into this process's page table in the background. Without it, every page costs a
                 fault at its first use here: the first gigabyte copied is several times slower than the next.
+            watcher: told of it; None: nobody.
 
         Raises:
             KVStoreError: it cannot be had.
@@ -61,7 +75,7 @@ class ClientArena:
         if mapping.size != size:
             mapping.close()
             raise Internal("the arena is not as long as the node said", mapped=mapping.size, said=size)
-        return cls(mapping, map_ahead=map_ahead)
+        return cls(mapping, map_ahead=map_ahead and watcher is None, watcher=watcher)  # whoever watches enters its pages
 
     def _map_ahead(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter lock, which mmap.madvise does not
@@ -83,16 +97,49 @@ class ClientArena:
         self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
     ) -> None:
         """Copies layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
+        if isinstance(buffer, FarBlocks):
+            self.begin_copy_out(offsets, buffer, first, first_layer, layer_count)
+            buffer.drain()
+            return
         blocks = np.arange(first, first + len(offsets), dtype=np.int64)
         copy_from_arena(
             self._mapping.view, offsets, buffer, blocks, first_layer=first_layer, layer_count=layer_count, threads=threads
         )
 
+    def begin_copy_out(self, offsets: Offsets, buffer: FarBlocks, first: int, first_layer: int, layer_count: int) -> None:
+        """The same by the buffer's device, without waiting for it: the lease is needed until ``drain`` has returned."""
+        buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)
+
     def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
         """Copies all blocks of a buffer to the arena, each to its offset; checksums of the bytes, ``[blocks, layers]``."""
+        if isinstance(buffer, FarBlocks):
+            return self._copy_in_from_far(buffer, offsets)
         checksums = np.empty((buffer.count, buffer.shape.layers), np.uint64)
         copy_to_arena(buffer, self._mapping.view, offsets, checksums=checksums)
         return checksums
+
+    def _copy_in_from_far(self, buffer: FarBlocks, offsets: Offsets) -> npt.NDArray[np.uint64]:
+        """Checksums are of what has arrived in the arena: a device's bytes can be summed nowhere else."""
+        try:
+            buffer.write_arena(self._mapping.view, offsets)
+        finally:
+            try:
+                buffer.drain()
+            except KVStoreError:
+                self.stuck = True
+                raise
+        return block_checksums(self.blocks(offsets, buffer.shape), range(len(offsets)))
+
+    def differing(
+        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, checksums: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.bool_]:
+        """Which blocks that were copied out differ from their checksums ``[blocks, layers]``.
+
+        What a device was given is looked at here in the arena, where it was taken from.
+        """
+        if isinstance(buffer, FarBlocks):
+            return mismatches(self.blocks(offsets, buffer.shape), 0, len(offsets), first_layer, checksums)
+        return mismatches(buffer, first, len(offsets), first_layer, checksums)
 
     def blocks(self, offsets: Offsets, shape: BlockShape) -> BlockBuffer:
         """Blocks in the arena as a buffer: no bytes are copied. Let go of it before the session ends."""
@@ -104,6 +151,9 @@ class ClientArena:
         self._closing.set()
         if self._ahead is not None:
             self._ahead.join()  # a few milliseconds: one piece
+        if self._guard is not None and not self._guard.close():
+            _log.error("the arena stays mapped until this process ends: a device may still touch it")
+            return
         try:
             self._mapping.close()
         except KVStoreError as error:  # a view that somebody still holds: the kernel cleans up behind it

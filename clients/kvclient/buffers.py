@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvclient.far import FarBlocks
 from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockShape
@@ -47,6 +48,9 @@ def as_block_buffer(obj: object, shape: BlockShape, count: int, *, writable: boo
         return _from_array(obj, shape, count, writable)
     if _is_tensor(obj):
         return _from_array(_tensor_bytes(obj), shape, count, writable)
+    if isinstance(obj, FarBlocks):
+        _check_fits(obj, shape, count)
+        return obj if writable else obj.source()
     if isinstance(obj, BlockBuffer):
         return _checked(obj, shape, count, writable)
     if isinstance(obj, list | tuple):
@@ -76,7 +80,7 @@ def _from_array(array: npt.NDArray[Any], shape: BlockShape, count: int, writable
         return DenseBlocks(array.reshape(-1).view(np.uint8).reshape(wanted))
     strided = _strided(array, wanted)
     if writable:
-        check_apart(strided.shape, strided.strides)
+        _check_apart(strided)
     return DenseBlocks(strided)
 
 
@@ -96,26 +100,22 @@ def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArr
     return np.lib.stride_tricks.as_strided(_as_bytes(array), wanted, (*array.strides[:2], 1))
 
 
-def check_apart(shape: Sequence[int], strides: Sequence[int]) -> None:
+def _check_apart(array: npt.NDArray[np.uint8]) -> None:
     """No byte of an array ``[blocks, layers, layer_block_bytes]`` is reached in two ways: two blocks would share it.
-
-    Args:
-        shape: its axes.
-        strides: of them, in bytes.
 
     Raises:
         InvalidArgument: one is.
     """
     extent = 1
-    axes = [(abs(stride), length) for stride, length in zip(strides, shape, strict=True) if length > 1]
+    axes = [(abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True) if length > 1]
     for stride, length in sorted(axes):
         if stride < extent:
             break
         extent += stride * (length - 1)
     else:
         return  # nested, as memory nearly always is
-    blocks, layers, size = shape
-    starts = np.add.outer(np.arange(blocks) * strides[0], np.arange(layers) * strides[1]).reshape(-1)
+    blocks, layers, size = array.shape
+    starts = np.add.outer(np.arange(blocks) * array.strides[0], np.arange(layers) * array.strides[1]).reshape(-1)
     _check_pieces_apart(starts, np.full(len(starts), size))
 
 
@@ -192,6 +192,22 @@ def _bytes_of(obj: object) -> npt.NDArray[np.uint8]:
 
 def _checked(buffer: BlockBuffer, shape: BlockShape, count: int, writable: bool) -> BlockBuffer:
     """A block buffer of the caller's, held against what is asked for."""
+    _check_fits(buffer, shape, count)
+    if not writable:
+        return buffer
+    if isinstance(buffer, DenseBlocks):  # one array: one answer
+        if count and not buffer.array.flags.writeable:
+            raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
+        _check_apart(buffer.array)
+        return buffer
+    pieces = [piece for block in range(count) for piece in buffer.segments(block, 0, shape.layers)]
+    if any(piece.readonly for piece in pieces):
+        raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
+    _check_views_apart(pieces)
+    return buffer
+
+
+def _check_fits(buffer: BlockBuffer, shape: BlockShape, count: int) -> None:
     if buffer.shape != shape or buffer.count != count:
         raise InvalidArgument(
             "the block buffer does not fit the blocks asked for",
@@ -200,18 +216,6 @@ def _checked(buffer: BlockBuffer, shape: BlockShape, count: int, writable: bool)
             buffer_blocks=buffer.count,
             expected_blocks=count,
         )
-    if not writable:
-        return buffer
-    if isinstance(buffer, DenseBlocks):  # one array: one answer
-        if count and not buffer.array.flags.writeable:
-            raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
-        check_apart(buffer.array.shape, buffer.array.strides)
-        return buffer
-    pieces = [piece for block in range(count) for piece in buffer.segments(block, 0, shape.layers)]
-    if any(piece.readonly for piece in pieces):
-        raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
-    _check_views_apart(pieces)
-    return buffer
 
 
 def _is_tensor(obj: object) -> bool:
@@ -270,6 +274,8 @@ def pick_blocks(buffer: BlockBuffer, blocks: npt.NDArray[np.intp]) -> BlockBuffe
     count = len(blocks)
     if count == buffer.count:
         return buffer
+    if isinstance(buffer, FarBlocks):
+        return buffer.pick(blocks.tolist())
     if isinstance(buffer, DenseBlocks) and count and int(blocks[-1]) - int(blocks[0]) == count - 1:
         return DenseBlocks(buffer.array[int(blocks[0]) : int(blocks[-1]) + 1])
     return PickedBlocks(buffer, blocks.tolist())

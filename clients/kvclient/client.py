@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -23,13 +22,13 @@ from kvclient.buffers import as_block_buffer
 from kvclient.calls import Call, Caller
 from kvclient.core import Core, check_keys, check_place
 from kvclient.directory import Directory, by_roles
+from kvclient.far import ArenaWatcher, FarBlocks
 from kvclient.handoff import AwaitedPrompt, Handoff
 from kvclient.incidents import Incidents
 from kvclient.layer_board import LayerBoard
 from kvclient.layer_store import StoreHandle
 from kvclient.layers import LayerGate, LoadHandle
 from kvclient.load import Load
-from kvclient.near import NearPool
 from kvclient.operation import Operation, check_seconds
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.paths import Paths
@@ -39,14 +38,14 @@ from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
 from kvclient.session import LocalNode, local_address
 from kvclient.stages import Stages
 from kvclient.store import Store
-from kvproto.v1 import common_pb2, node_pb2
+from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.keys import KeyChain, Tokens
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
-from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, pack_keys
+from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome
 from kvstore.rpc.client import call
 
 _log = logging.getLogger(__name__)
@@ -70,8 +69,6 @@ class KVClient:
         options = core.options
         self._caller = Caller(core.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict)
         self._handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
-        self._demotions: set[Operation] = set()
-        self._demotions_lock = threading.Lock()
         self._store_node: tuple[NodeRef, float] | None = None
         self._parts_lock = threading.Lock()
         self._parts: ThreadPoolExecutor | None = None
@@ -87,7 +84,7 @@ class KVClient:
         node: str | None = "auto",
         tls: TlsConfig | None = None,
         options: ClientOptions | None = None,
-        hbm: NearPool | None = None,
+        device: ArenaWatcher | None = None,
     ) -> Self:
         """Makes the namespace known and opens a session with the node of this host.
 
@@ -98,15 +95,19 @@ class KVClient:
                 this host, if there is one; None: none, bytes travel over TCP straight to and from other nodes.
             tls: for everything but unix sockets.
             options: bounds and choices.
-            hbm: this engine's own pool (``kvclient.hbm.HbmPool``), which may be shared by clients: loads look there first, loads
-                and stores leave a copy there. It outlives the client.
+            device: copies between the arena and this engine's device (``kvclient.device.DeviceCopier``): pins the arena. It
+                outlives the client.
 
         Raises:
-            InvalidArgument: a malformed address or another type, or neither metadata server nor node; or no block fits the pool.
+            InvalidArgument: a malformed address or another type, or neither metadata server nor node.
             KVStoreError: the metadata server or the named node does not answer (unless ``options.require_store`` is False).
         """
         options = options or ClientOptions()
-        _check_types(metadata, spec, node, tls, options, hbm)
+        _check_types(metadata, spec, node, tls, options)
+        if device is not None:
+            if not isinstance(device, ArenaWatcher):
+                raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
+            device.check(spec)
         clock = MonotonicClock()
         incidents = Incidents(clock, options.log_interval_s)
         if metadata is None and (node is None or node == "auto"):
@@ -120,7 +121,7 @@ class KVClient:
                 _attempt(options, incidents, partial(directory.register, options.connect_deadline_s))
             if node is not None:
                 finder = _NodeFinder(node, directory, options)
-                local = LocalNode(finder.find, spec, tls, clock, options, incidents)
+                local = LocalNode(finder.find, spec, tls, clock, options, incidents, device)
                 if _attempt(options, incidents, local.open) is False:
                     local.close()
                     local = None
@@ -131,14 +132,7 @@ class KVClient:
             if directory is not None:
                 directory.close()
             raise
-        client = cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages), directory)
-        if hbm is not None:
-            try:
-                client._core = replace(client._core, near=hbm.attach(spec, client._demote))
-            except BaseException:
-                client.close()
-                raise
-        return client
+        return cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages), directory)
 
     # ---- keys and lookup ----
     @property
@@ -250,7 +244,8 @@ class KVClient:
             return load.refused(error)
 
         future = self._caller.later(Call(load.operation, work, refused))
-        return LoadHandle(load.operation, gate, future, self._core.shape.layers)
+        follow = buffer.follow if layerwise and isinstance(buffer, FarBlocks) else None
+        return LoadHandle(load.operation, gate, future, self._core.shape.layers, follow)
 
     def load_call(
         self,
@@ -290,7 +285,7 @@ class KVClient:
             if paths is not None and self._directory is not None:
                 load = PlannedLoad(self._core, self._directory, self._part_pool(), *place, gate, paths)
             else:
-                board = LayerBoard(len(keys), self._core.shape.layers, gate) if gate is not None else None
+                board = LayerBoard(len(keys), self._core.shape.layers, gate, blocks) if gate is not None else None
                 load = Load(self._core, *place, board)
             if found.error is not None:
                 load.note(found.error)
@@ -369,27 +364,9 @@ class KVClient:
             result = store.run()
             if result.error is not None:
                 self._store_node = None  # it may be that node's fault: choose anew
-            near = self._core.near
-            if near is not None and not operation.over:  # also what the node had no room for
-                near.keep(keys, parent, depth, blocks, operation, checksums=self._core.options.verify == "always")
             return result
 
         return Call(operation, work, lambda error: StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8), error=error))
-
-    def _demote(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
-        """Offers what must leave the pool to the node; what it holds is not copied. Whether it holds all of it now."""
-        operation = Operation(self._core.clock, _DEMOTION_S)
-        operation.cancellable = True
-        with self._demotions_lock:
-            if self._closed:
-                return False
-            self._demotions.add(operation)
-        try:
-            place = (self._core, keys, pack_keys(tuple(keys)), parent, depth, blocks, operation, self._find_store_node)
-            return Store(*place, durable=False, wait_visible=False).run().held_blocks == len(keys)
-        finally:
-            with self._demotions_lock:
-                self._demotions.discard(operation)
 
     def begin_store(
         self, keys: Keys, *, parent: BlockKey | None = None, depth: int = 0, deadline_s: float | None = None
@@ -497,8 +474,6 @@ class KVClient:
         options = self._core.options
         nodes = by_roles(self._directory.nodes(min(timeout_s, options.lookup_deadline_s)), options.store_roles)
         for node in nodes:
-            if node.volumes and all(volume.tier == common_pb2.TIER_HBM for volume in node.volumes):
-                continue  # an engine's pool, which takes nothing from outside
             if options.store_node is None or node.node_id == options.store_node:
                 ref = NodeRef(NodeId(node.node_id), node.control_address, node.data_address)
                 self._store_node = (ref, now_s + _STORE_NODE_VALID_S)
@@ -520,13 +495,7 @@ class KVClient:
         """Cancels what runs and lets go of everything. Calls after it are misses and skips."""
         if self._closed or os.getpid() != self._pid:
             return
-        with self._demotions_lock:
-            self._closed = True
-            demotions = list(self._demotions)
-        if self._core.near is not None:
-            self._core.near.detach()
-        for operation in demotions:
-            operation.cancel()
+        self._closed = True
         for handle in list(self._handles):
             handle.abort()
         self._caller.close()
@@ -593,7 +562,7 @@ def _attempt(options: ClientOptions, incidents: Incidents, work: partial[None] |
         return None
 
 
-def _check_types(metadata: object, spec: object, node: object, tls: object, options: object, hbm: object) -> None:
+def _check_types(metadata: object, spec: object, node: object, tls: object, options: object) -> None:
     """What ``connect`` was given, before anything fails deep inside on it."""
     wanted: tuple[tuple[str, object, Any], ...] = (
         ("metadata", metadata, str | None),
@@ -601,7 +570,6 @@ def _check_types(metadata: object, spec: object, node: object, tls: object, opti
         ("node", node, str | None),
         ("tls", tls, TlsConfig | None),
         ("options", options, ClientOptions),
-        ("hbm", hbm, NearPool | None),
     )
     for name, value, kind in wanted:
         if not isinstance(value, kind):
@@ -609,5 +577,3 @@ def _check_types(metadata: object, spec: object, node: object, tls: object, opti
 
 
 _FLUSH_GRACE_S = 0.5
-_DEMOTION_S = 1.0
-"""Bound of one demotion, waiting for room in the node included."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from kvclient.tally import Tally
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.types import BlockShape
+from kvstore.core.errors import KVStoreError
+from kvstore.core.spec import CacheSpec
+from kvstore.core.types import BlockShape, Outcome
 
 Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
 
@@ -80,6 +83,24 @@ class FarBlocks(ABC):
         """The same blocks to be read from."""
 
 
+def land(buffer: BlockBuffer, tally: Tally) -> None:
+    """The end of a load into a buffer: what it counts as hits is in the device's memory, or counts no more.
+
+    Args:
+        buffer: of the load; nothing is done unless it is far.
+        tally: of the load.
+    """
+    if not isinstance(buffer, FarBlocks):
+        return
+    hits = np.flatnonzero(tally.outcomes == Outcome.HIT)
+    try:
+        buffer.landed(hits, 0, buffer.shape.layers)
+        buffer.drain()
+    except KVStoreError as error:
+        tally.outcomes[hits] = Outcome.UNAVAILABLE
+        tally.note(error)
+
+
 class ArenaGuard(Protocol):
     """What somebody keeps about an arena for as long as it is mapped."""
 
@@ -87,8 +108,16 @@ class ArenaGuard(Protocol):
         """The arena is about to be unmapped. False: it must stay, a device may still touch it."""
 
 
+@runtime_checkable
 class ArenaWatcher(Protocol):
-    """Somebody who wants to know of arenas as they are mapped."""
+    """Whose device copies out of arenas: is told of them as they are mapped."""
+
+    def check(self, spec: CacheSpec) -> None:
+        """Holds the namespace of a client against what the device keeps.
+
+        Raises:
+            InvalidArgument: its blocks are not the device's.
+        """
 
     def mapped(self, arena: memoryview) -> ArenaGuard:
         """An arena is mapped. Brief; keeps no view of it."""

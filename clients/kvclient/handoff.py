@@ -16,7 +16,6 @@ from typing import Self, cast
 import grpc
 import numpy as np
 
-from kvclient.arena import mismatches
 from kvclient.buffers import as_block_buffer
 from kvclient.core import Core
 from kvclient.operation import Operation, check_seconds
@@ -308,7 +307,8 @@ class AwaitedPrompt:
         session.arena.copy_out(self._offsets[start:stop], blocks, start - skip, 0, layers, _COPY_THREADS)
         if verify:
             sums = np.frombuffer(b"".join(self._checksums[at] for at in range(start, stop)), np.uint64)
-            bad = mismatches(blocks, start - skip, stop - start, 0, sums.reshape(stop - start, layers))
+            wanted = sums.reshape(stop - start, layers)
+            bad = session.arena.differing(self._offsets[start:stop], blocks, start - skip, 0, wanted)
             self._tally.outcomes[start + np.flatnonzero(bad)] = Outcome.CORRUPT
 
     def cancel(self) -> None:

@@ -7,7 +7,10 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from kvclient.far import FarBlocks
 from kvclient.layers import LayerGate
+from kvstore.core.buffers import BlockBuffer
+from kvstore.core.errors import KVStoreError
 
 
 class LayerBoard:
@@ -17,9 +20,11 @@ class LayerBoard:
         blocks: how many.
         layers: layers of each.
         gate: told of layers that all blocks have; None: nobody waits for layers.
+        buffer: where they arrive. Into a device's they are sent on before they are announced.
     """
 
-    def __init__(self, blocks: int, layers: int, gate: LayerGate | None) -> None:
+    def __init__(self, blocks: int, layers: int, gate: LayerGate | None, buffer: BlockBuffer | None = None) -> None:
+        self._far = buffer if isinstance(buffer, FarBlocks) else None
         self._layers = layers
         self._gate = gate
         self._lock = threading.Lock()
@@ -29,6 +34,12 @@ class LayerBoard:
 
     def arrived(self, positions: npt.NDArray[np.intp], first_layer: int, layer_count: int) -> None:
         """Layers of some blocks are in the buffer, verified. Layers above a gap do not count until the gap is filled."""
+        if self._far is not None and len(positions):
+            try:
+                self._far.landed(positions, first_layer, layer_count)
+            except KVStoreError:  # told by the end of the load, where it meets the same
+                self.lost(positions)
+                return
         with self._lock:
             ready = self._ready[positions]
             self._ready[positions] = np.where(ready >= first_layer, np.maximum(ready, first_layer + layer_count), ready)

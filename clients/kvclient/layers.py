@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Self
@@ -52,7 +53,15 @@ class LoadHandle:
     The buffer belongs to the load until ``result`` or ``cancel`` has returned.
     """
 
-    def __init__(self, operation: Operation, gate: LayerGate, future: Future[LoadResult], layers: int) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        gate: LayerGate,
+        future: Future[LoadResult],
+        layers: int,
+        follow: Callable[[int], None] | None = None,
+    ) -> None:
+        self._follow = follow
         self._operation = operation
         self._gate = gate
         self._future = future
@@ -71,6 +80,9 @@ class LoadHandle:
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         """Waits until one layer of every block that will be a hit is in the buffer.
 
+        Of a device's buffer: until it is on its way there. What the caller asks the device to do next, on its current stream,
+        begins when it is there.
+
         Args:
             layer: 0-based.
             timeout_s: how long to wait; None: as long as the load may take.
@@ -85,9 +97,12 @@ class LoadHandle:
         if not isinstance(layer, int) or not 0 <= layer < self._layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._layers)
         left_s = self._operation.left_s() + _GRACE_S
-        return self._gate.wait(
+        arrived = self._gate.wait(
             layer, left_s if timeout_s is None else min(check_seconds("timeout_s", timeout_s, zero=True), left_s)
         )
+        if arrived and self._follow is not None:
+            self._follow(layer)
+        return arrived
 
     def result(self, timeout_s: float | None = None) -> LoadResult:
         """The result. Where it is not there in time the load is cancelled: what has not arrived by then is a miss.

@@ -15,8 +15,8 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.arena import mismatches
 from kvclient.core import Core
+from kvclient.far import FarBlocks
 from kvclient.layer_board import LayerBoard
 from kvclient.operation import Operation
 from kvclient.options import Verify
@@ -78,8 +78,10 @@ class LocalLoad:
         self._tally = tally
         self._buffer = buffer
         self._operation = operation
+        self._far = buffer if isinstance(buffer, FarBlocks) else None
         self._want_checksums = verify == "always"
         self._step = max(1, core.options.copy_chunk_bytes // core.shape.block_bytes)
+        """Blocks copied between two looks at the clock; a device is waited for as often, so it gets all there is at once."""
         self._release_bytes = min(core.options.release_bytes, session.arena.size // _ARENA_SHARE)
         self._layerwise = board is not None and self._fits_layerwise(len(tally.outcomes))
         self._board = board
@@ -97,21 +99,21 @@ class LocalLoad:
         self._core.incidents.counters.add("client_layerwise_too_large_total")
         return False
 
-    def run(self, packed: bytes, runs: Sequence[Run], parent: BlockKey | None, depth: int, first: int = 0) -> None:
-        """Loads the blocks of the tally from ``first`` on. Never raises for failures of ours."""
+    def run(self, packed: bytes, runs: Sequence[Run], parent: BlockKey | None, depth: int) -> None:
+        """Loads all blocks of the tally. Never raises for failures of ours."""
         count = len(self._tally.outcomes)
         piece = max(1, self._core.options.load_chunk_bytes // self._core.shape.block_bytes)
         sources = [run for run in runs if run.node_id != self._session.node_id]
         try:
             with self._session.used():
-                for start in range(first, count, piece):
+                for start in range(0, count, piece):
                     stop = min(count, start + piece)
                     self._load(packed, sources, parent, depth, start, stop)
                     expired, self._expired = self._expired, []
                     if expired and self._board is not None and not self._board.restart(_positions(expired)):
                         expired = []
-                    for begin, end in _joined(expired):
-                        self._load(packed, sources, parent, depth, begin, end)
+                    for first, last in _joined(expired):
+                        self._load(packed, sources, parent, depth, first, last)
                     if self._over:
                         break
         except KVStoreError as error:
@@ -144,6 +146,7 @@ class LocalLoad:
             if self._layerwise:
                 self._copy_layers(start + np.flatnonzero(answered))
         finally:
+            self._settle()  # whatever ended it: nobody may have the leases back before
             self._give_back(urgent=False)
             if not answered.all():
                 fate = Outcome.TIMEOUT if operation.over else Outcome.UNAVAILABLE
@@ -209,6 +212,11 @@ class LocalLoad:
             self._give_back(urgent=True)
         return not self._over
 
+    def _settle(self) -> None:
+        """Waits for a device's copies out of the arena."""
+        if self._far is not None:
+            self._far.drain()
+
     def _give_back(self, *, urgent: bool) -> None:
         if self._lease_ids:
             self._session.returner.release(self._lease_ids, urgent=urgent)
@@ -216,13 +224,15 @@ class LocalLoad:
 
     def _copy_blocks(self, leased: _Leased) -> None:
         """Copies Full Blocks, piece by piece, so that deadline and cancellation are seen in between."""
-        for at in range(0, leased.count, self._step):
+        step = self._step if self._far is None else leased.count
+        for at in range(0, leased.count, step):
             if self._operation.over:
                 self._unanswered(leased.first + at, leased.first + leased.count, Outcome.TIMEOUT)
                 self._over = True
                 return
-            upto = min(leased.count, at + self._step)
+            upto = min(leased.count, at + step)
             self._copy(leased, at, upto, 0, self._core.shape.layers)
+            self._settle()
             self._count(leased, at, upto)
 
     def _copy(self, leased: _Leased, at: int, upto: int, first_layer: int, layer_count: int) -> None:
@@ -230,10 +240,14 @@ class LocalLoad:
         first = leased.first + at
         # what a disk or a peer brings comes slower than one thread copies: a second would only take time from who brings it
         threads = COPY_THREADS if leased.tier == Tier.DRAM and leased.node == self._session.node_id else 1
-        self._session.arena.copy_out(leased.offsets[at:upto], self._buffer, first, first_layer, layer_count, threads)
+        arena, offsets = self._session.arena, leased.offsets[at:upto]
+        if self._far is not None:
+            arena.begin_copy_out(offsets, self._far, first, first_layer, layer_count)
+        else:
+            arena.copy_out(offsets, self._buffer, first, first_layer, layer_count, threads)
         if leased.checksums is not None:
             wanted = leased.checksums[at:upto, first_layer : first_layer + layer_count]
-            leased.good[at:upto] &= ~mismatches(self._buffer, first, upto - at, first_layer, wanted)
+            leased.good[at:upto] &= ~arena.differing(offsets, self._buffer, first, first_layer, wanted)
 
     def _count(self, leased: _Leased, at: int, upto: int) -> None:
         """Counts copied blocks as hits, unless the lease may have ended while they were copied."""
@@ -286,6 +300,11 @@ class LocalLoad:
                 good = np.concatenate([one.good for one in leased])
                 board.lost(here[~good])  # a corrupt block is asked of nobody else
                 board.arrived(here[good], layer, 1)
+        self._settle()
+        if self._far is not None and self._core.clock.now_s() > self._lease_end_s:
+            for one in leased:  # layers that an engine has seen by now count no more: the result says so
+                self._lease_over(one.first, one.first + one.count)
+            return
         for one in leased:
             self._record(one, 0, one.count)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 
 from kvclient.arena import ClientArena
+from kvclient.far import ArenaWatcher
 from kvclient.incidents import Incidents
 from kvclient.options import ClientOptions
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
@@ -192,6 +193,7 @@ class LocalNode:
         clock: where time comes from.
         options: bounds.
         incidents: where losses are reported.
+        watcher: told of each arena that is mapped.
     """
 
     def __init__(
@@ -202,8 +204,10 @@ class LocalNode:
         clock: Clock,
         options: ClientOptions,
         incidents: Incidents,
+        watcher: ArenaWatcher | None = None,
     ) -> None:
         self._find = find
+        self._watcher = watcher
         self._spec = spec
         self._tls = tls
         self._options = options
@@ -283,7 +287,12 @@ class LocalNode:
                 "the node opened a session that makes no sense", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms
             )
         arena = ClientArena.open(
-            opened.arena_socket, SessionId(opened.session_id), opened.arena_bytes, timeout_s, map_ahead=opened.prefaulted
+            opened.arena_socket,
+            SessionId(opened.session_id),
+            opened.arena_bytes,
+            timeout_s,
+            map_ahead=opened.prefaulted,
+            watcher=self._watcher,
         )
         _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
         return Session(stub, opened, arena, self._incidents)

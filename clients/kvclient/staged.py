@@ -18,7 +18,6 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.arena import mismatches
 from kvclient.buffers import pick_blocks
 from kvclient.core import Core
 from kvclient.layer_board import LayerBoard
@@ -307,7 +306,7 @@ class LocalPart(StagedPart):
         good = np.ones(count, bool)
         if wanted.verify_copies:
             sums = unpack_u64(run.checksums, "checksums", count * (behind + layer_count)).reshape(count, behind + layer_count)
-            good = ~mismatches(wanted.buffer, first, count, first_layer, sums[:, behind:])
+            good = ~self._session.arena.differing(offsets, wanted.buffer, first, first_layer, sums[:, behind:])
             wanted.tally.outcomes[positions[~good]] = Outcome.CORRUPT
         lease_end_s = self._began_s + granted_ms / 1000 + self._session.lease_s - core.options.lease_margin_s
         if core.clock.now_s() > lease_end_s:  # what was copied may be another block's by now

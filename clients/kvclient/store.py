@@ -120,6 +120,8 @@ class Grant:
         if not self._open:
             return
         self._open = False
+        if self._session.arena.stuck:
+            return  # a device may still write to them: they rest until the session ends
         self._session.returner.abort(self._operation_id)
 
 

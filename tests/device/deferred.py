@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -70,6 +72,7 @@ class FakePinning:
     """The driver's pins: what it was told, and what it is to refuse."""
 
     def __init__(self, refuse_from: int | None = None) -> None:
+        self._lock = threading.Lock()
         self.pinned: dict[int, int] = {}
         self.calls = 0
         self.refuse_from = refuse_from
@@ -77,13 +80,16 @@ class FakePinning:
         self.refuse_unpin = False
 
     def pin(self, address: int, nbytes: int) -> None:
-        self.calls += 1
-        self.before_pin(self.calls)
-        if self.refuse_from is not None and len(self.pinned) >= self.refuse_from:
-            raise PinRefused(2, "out of memory")
-        for start, length in self.pinned.items():
-            assert address + nbytes <= start or start + length <= address, "pinned twice"
-        self.pinned[address] = nbytes
+        with self._lock:
+            self.calls += 1
+            call = self.calls
+        self.before_pin(call)
+        with self._lock:
+            if self.refuse_from is not None and len(self.pinned) >= self.refuse_from:
+                raise PinRefused(2, "out of memory")
+            for start, length in self.pinned.items():
+                assert address + nbytes <= start or start + length <= address, "pinned twice"
+            self.pinned[address] = nbytes
 
     def unpin(self, address: int) -> None:
         if self.refuse_unpin:
@@ -103,6 +109,8 @@ class DeferredDevice:
         self.streams: list[DeferredStream] = []
         self.fail_after: int | None = None
         """So many copies are taken; the next is refused."""
+        self.paused = False
+        self._lock = threading.RLock()
 
     def stream(self) -> DeferredStream:
         self.streams.append(DeferredStream(self))
@@ -114,8 +122,9 @@ class DeferredDevice:
         return event
 
     def follow(self, event: DeferredEvent) -> None:
+        until_s = time.monotonic() + 30
         while not event.done():
-            pass
+            assert time.monotonic() < until_s
 
     def check_host(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         """As the driver: no copy may reach from one pin into the next."""
@@ -131,6 +140,10 @@ class DeferredDevice:
 
     def step(self) -> bool:
         """Does one piece of work; False: there is none that may run."""
+        with self._lock:
+            return not self.paused and self._step()
+
+    def _step(self) -> bool:
         ready = []
         for stream in self.streams:
             while stream.work and isinstance(stream.work[0], DeferredEvent) and stream.work[0].reached:

@@ -216,7 +216,7 @@ class PinnedRange:
             try:
                 self._driver.pin(self.address + start, nbytes)
             except PinRefused as refused:
-                self._give_up(chunk, refused)
+                self._give_up(refused)
                 return
             with self._changed:
                 self._pinned[chunk] = True
@@ -232,7 +232,7 @@ class PinnedRange:
             self._changed.wait_for(lambda: self._closing or self._refused or not self._left[chunk])
             return None if self._closing or self._refused else chunk
 
-    def _give_up(self, chunk: int, refused: PinRefused) -> None:
+    def _give_up(self, refused: PinRefused) -> None:
         """The rest stays as it is: most likely the next chunk would be refused too, and what is pinned serves."""
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
@@ -243,9 +243,9 @@ class PinnedRange:
         if first:
             self._counters.add("device_pin_refused_total")
             _log.warning(
-                "the driver does not pin the arena beyond %d of %d MiB: %s. Copies from there go on unpinned, and slower. The "
+                "the driver pins no more than about %d of %d MiB of the arena: %s. Copies from the rest go on unpinned, and slower. The "
                 "limit on locked memory is %s (ulimit -l, LimitMEMLOCK=): it, or a smaller node.dram, may be what to change",
-                chunk * self._chunk_bytes >> 20,
+                self.report().bytes_pinned >> 20,
                 self.nbytes >> 20,
                 refused,
                 limit,

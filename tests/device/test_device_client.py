@@ -1,0 +1,318 @@
+"""A client whose engine keeps its KV cache on a device, beside a real store: daemons, an arena, and streams that run late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+from caches import block_bytes, make_cache
+from deferred import DeferredDevice, FakePinning
+
+from kvclient import BlockKey, ClientOptions, InvalidArgument, KVClient, Outcome
+from kvclient.device import DeviceCopier
+from kvclient.device.fp8 import error_bound
+from kvclient.results import PATH_LOCAL, PATH_PREFILL
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import Internal
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+PAGES = 24
+BLOCKS = 8
+
+Connect = Callable[..., KVClient]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    nodes = [
+        NodeSpec("prefill", dram_bytes=16 << 20, nvme_bytes=64 << 20),
+        NodeSpec("decode", roles=("decode",), dram_bytes=16 << 20),
+    ]
+    with LocalCluster(nodes) as cluster:
+        yield cluster
+
+
+class Engine:
+    """A KV cache, a device, and their copier."""
+
+    def __init__(self, seed: int, *, device: DeferredDevice | None = None, **choices: object) -> None:
+        self.cache = make_cache("flash_nhd", layers=4, pages=PAGES, tokens=16, heads=2, dim=32, seed=seed)
+        self.device = device or DeferredDevice(seed, FakePinning())
+        self.copier = DeviceCopier(self.cache, device=self.device, pin_chunk_bytes=1 << 20, **choices)  # type: ignore[arg-type]
+        self.rng = random.Random(seed)
+
+    def pages(self, count: int) -> list[int]:
+        return self.rng.sample(range(PAGES), count)
+
+    def bytes(self, pages: list[int]) -> np.ndarray:
+        return block_bytes(self.cache, pages)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def connect(cluster: LocalCluster, stack: ExitStack) -> Connect:
+    def make(engine: Engine, node: str | None = "prefill", **settings: object) -> KVClient:
+        spec = engine.copier.spec("device", 16)
+        address = cluster.node(node).local_socket if node is not None else None
+        options = ClientOptions(**{"reopen_pause_s": 0.05, "default_deadline_s": 20.0, **settings})  # type: ignore[arg-type]
+        return stack.enter_context(
+            KVClient.connect(cluster.metadata_address, spec, node=address, options=options, device=engine.copier)
+        )
+
+    return make
+
+
+def keys_of(client: KVClient, seed: int, blocks: int = BLOCKS) -> list[BlockKey]:
+    return client.keys(np.random.default_rng(seed).integers(0, 1 << 17, blocks * 16, dtype=np.uint32))
+
+
+def fill(connect: Connect, seed: int) -> tuple[list[BlockKey], np.ndarray]:
+    """Blocks in the store's DRAM, and their bytes."""
+    engine = Engine(seed)
+    client = connect(engine)
+    pages = engine.pages(BLOCKS)
+    keys = keys_of(client, seed)
+    stored = client.store(keys, engine.copier.blocks(pages), wait_visible=True)
+    assert (stored.held_blocks, stored.error) == (BLOCKS, None)
+    return keys, engine.bytes(pages)
+
+
+@pytest.mark.parametrize("strategy", ["staged", "batched"])
+@pytest.mark.parametrize(("node", "path"), [("prefill", PATH_LOCAL), ("decode", PATH_PREFILL), (None, PATH_PREFILL)])
+def test_what_one_device_stored_another_loads(connect: Connect, strategy: str, node: str | None, path: str) -> None:
+    seed = 10 * ["staged", "batched"].index(strategy) + {"prefill": 1, "decode": 2, None: 3}[node]
+    writer = Engine(seed, strategy=strategy)
+    client = connect(writer)
+    assert writer.copier.wait_pinned(10)
+    pages = writer.pages(BLOCKS)
+    keys = keys_of(client, seed)
+    assert client.store(keys, writer.copier.blocks(pages), wait_visible=True).held_blocks == BLOCKS
+    expected = writer.bytes(pages)
+
+    reader = Engine(seed + 100, strategy=strategy)
+    client = connect(reader, node, verify="always")
+    for layerwise in (False, True):
+        pages = reader.pages(BLOCKS)
+        blocks = reader.copier.blocks(pages)
+        if not layerwise:
+            result = client.load(client.lookup(keys), blocks)
+        else:
+            row = reader.cache.row_bytes
+            with client.start_load(client.lookup(keys), blocks) as handle:
+                for layer in range(4):
+                    assert handle.wait_layer(layer)
+                    got = reader.bytes(pages)[:, layer * row : (layer + 1) * row]
+                    assert np.array_equal(got, expected[:, layer * row : (layer + 1) * row])
+                result = handle.result()
+        assert (result.hit_blocks, result.error) == (BLOCKS, None)
+        assert layerwise or path in result.bytes_by_path  # a node keeps what it has read for an engine
+        assert np.array_equal(reader.bytes(pages), expected)
+    assert not any(stream.work for stream in reader.device.streams), "work of a load that has ended"
+
+
+def test_a_device_may_store_where_there_is_no_node(connect: Connect) -> None:
+    engine = Engine(31)
+    client = connect(engine, None)
+    pages = engine.pages(BLOCKS)
+    keys = keys_of(client, 31)
+    assert client.store(keys, engine.copier.blocks(pages)).held_blocks == BLOCKS
+    expected = engine.bytes(pages)
+    target = engine.pages(BLOCKS)
+    assert connect(engine).load(keys, engine.copier.blocks(target)).hit_blocks == BLOCKS
+    assert np.array_equal(engine.bytes(target), expected)
+
+
+def test_layers_are_stored_one_by_one(connect: Connect) -> None:
+    engine = Engine(41)
+    client = connect(engine)
+    pages = engine.pages(BLOCKS)
+    keys = keys_of(client, 41)
+    with client.begin_store(keys) as handle:
+        for layer in range(4):
+            handle.put_layer(layer, engine.copier.blocks(pages, layer=layer))
+        assert handle.commit(wait_visible=True).held_blocks == BLOCKS
+    expected = engine.bytes(pages)
+    target = engine.pages(BLOCKS)
+    assert client.load(client.lookup(keys), engine.copier.blocks(target), verify="always").hit_blocks == BLOCKS
+    assert np.array_equal(engine.bytes(target), expected)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_leases_are_held_until_the_device_is_done(connect: Connect, layerwise: bool) -> None:
+    seed = 50 + layerwise
+    keys, _ = fill(connect, seed)
+    engine = Engine(seed + 100)
+    client = connect(engine)
+    local = client._core.local
+    session = local.session() if local is not None else None
+    assert session is not None
+    given_back: list[int] = []
+    release = session.returner.release
+
+    def watch(lease_ids: list[int], *, urgent: bool) -> None:
+        given_back.append(sum(len(stream.work) for stream in engine.device.streams))
+        release(lease_ids, urgent=urgent)
+
+    session.returner.release = watch  # type: ignore[method-assign]
+    engine.device.paused = True
+    handle = client.start_load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise)
+    if layerwise:  # the layers are on their way before one of them is there
+        engine.device.follow = lambda event: None  # type: ignore[method-assign]
+        assert handle.wait_layer(3, 10)
+    assert not handle.done
+    assert given_back == []
+    engine.device.paused = False
+    assert handle.result().hit_blocks == BLOCKS
+    assert given_back == [0]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_lease_that_ends_while_the_device_copies_is_no_hit(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, layerwise: bool
+) -> None:
+    seed = 60 + layerwise
+    keys, _ = fill(connect, seed)
+    late_s = 0.0
+
+    class LateClock(MonotonicClock):
+        def now_s(self) -> float:
+            return super().now_s() + late_s
+
+    monkeypatch.setattr("kvclient.client.MonotonicClock", LateClock)
+    engine = Engine(seed + 100)
+    client = connect(engine, default_deadline_s=5000.0)
+    step = engine.device._step
+
+    def slow() -> bool:
+        nonlocal late_s
+        late_s += 100.0
+        return step()
+
+    lookup = client.lookup(keys)
+    engine.device._step = slow  # type: ignore[method-assign]
+    with client.start_load(lookup, engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise) as handle:
+        result = handle.result()
+    assert result.hit_blocks == 0
+    assert client.stats()["client_lease_expired_blocks_total"] >= BLOCKS
+
+
+@pytest.mark.parametrize("after", [0, 2, 9])
+def test_a_device_that_fails_is_a_miss_and_gives_everything_back(connect: Connect, after: int) -> None:
+    keys, expected = fill(connect, 70 + after)
+    engine = Engine(170 + after, strategy="batched")
+    client = connect(engine)
+    lookup = client.lookup(keys)
+    blocks = engine.copier.blocks(engine.pages(BLOCKS))
+    engine.device.fail_after = after
+    result = client.load(lookup, blocks)
+    assert result.hit_blocks == 0
+    assert isinstance(result.error, Internal)
+    assert not any(stream.work for stream in engine.device.streams)
+    assert client.store(keys_of(client, 7), engine.copier.blocks(engine.pages(BLOCKS))).held_blocks == 0
+    engine.device.fail_after = None  # say, memory that was short
+    pages = engine.pages(BLOCKS)
+    assert client.load(lookup, engine.copier.blocks(pages)).hit_blocks == BLOCKS
+    assert np.array_equal(engine.bytes(pages), expected)
+
+
+def test_a_bit_that_flipped_in_the_arena_is_found_where_it_is_asked_for(connect: Connect) -> None:
+    keys, _ = fill(connect, 80)
+    engine = Engine(180)
+    client = connect(engine)
+    local = client._core.local
+    session = local.session() if local is not None else None
+    assert session is not None
+    copied = session.arena.begin_copy_out
+
+    def flip(offsets: np.ndarray, *place: object) -> None:
+        session.arena._mapping.view[int(offsets[2]) + 5] ^= 1
+        copied(offsets, *place)  # type: ignore[arg-type]
+
+    session.arena.begin_copy_out = flip  # type: ignore[method-assign]
+    result = client.load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), verify="always")
+    assert result.outcomes[2] == Outcome.CORRUPT
+    assert result.hit_blocks == 2
+
+
+def test_slots_that_a_device_may_still_write_to_are_not_given_back(
+    cluster: LocalCluster, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvclient.device.copier.DRAIN_S", 0.05)
+    engine = Engine(90)
+    client = connect(engine)
+    local = client._core.local
+    session = local.session() if local is not None else None
+    assert session is not None
+    aborted: list[bytes] = []
+    session.returner.abort = aborted.append  # type: ignore[method-assign]
+    engine.device.paused = True
+    stored = client.store(keys_of(client, 90), engine.copier.blocks(engine.pages(BLOCKS)))
+    assert stored.held_blocks == 0
+    assert isinstance(stored.error, Internal)
+    assert session.arena.stuck
+    assert aborted == []
+    client.close()
+    assert session.arena.alive, "the arena is unmapped under a device that writes to it"
+    engine.device.paused = False
+    engine.device.run_all()
+    session.arena.close()
+    assert not session.arena.alive
+
+
+def test_closing_unpins_before_it_unmaps(connect: Connect) -> None:
+    pinning = FakePinning()
+    engine = Engine(95, device=DeferredDevice(0, pinning))
+    client = connect(engine)
+    assert engine.copier.wait_pinned(10)
+    assert sum(pinning.pinned.values()) == engine.copier.stats()["device_pinned_bytes"] == 16 << 20
+    client.close()
+    assert pinning.pinned == {}
+    assert engine.copier.pin_reports() == []
+
+
+def test_what_the_driver_does_not_pin_is_loaded_all_the_same_and_counted(connect: Connect) -> None:
+    keys, expected = fill(connect, 96)
+    engine = Engine(196, device=DeferredDevice(0, FakePinning(refuse_from=0)))
+    client = connect(engine)
+    assert engine.copier.wait_pinned(10)
+    pages = engine.pages(BLOCKS)
+    assert client.load(client.lookup(keys), engine.copier.blocks(pages)).hit_blocks == BLOCKS
+    assert np.array_equal(engine.bytes(pages), expected)
+    stats = engine.copier.stats()
+    assert stats["device_unpinned_bytes_total"] == expected.nbytes
+    assert stats["device_pin_refused_total"] == 1
+
+
+def test_a_namespace_of_another_cache_is_refused_at_connect(cluster: LocalCluster) -> None:
+    engine, other = Engine(1), Engine(2, fp8=True)
+    with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+        KVClient.connect(cluster.metadata_address, engine.copier.spec("device", 16), device=other.copier)
+    with pytest.raises(InvalidArgument, match="another type"):
+        KVClient.connect(cluster.metadata_address, engine.copier.spec("device", 16), device=engine.cache)  # type: ignore[arg-type]
+
+
+def test_a_cache_on_the_cpu_goes_through_the_store_as_floats_of_8_bits(cluster: LocalCluster) -> None:
+    cache = make_cache("flash_hnd", layers=4, pages=PAGES, tokens=16, heads=2, dim=32, seed=5)
+    copier = DeviceCopier(cache, fp8=True)  # its own device, as an engine on a CPU has it
+    with KVClient.connect(
+        cluster.metadata_address, copier.spec("device", 16), node=cluster.node("prefill").local_socket, device=copier
+    ) as client:
+        keys = keys_of(client, 5)
+        was = [layer.tensor.clone() for layer in cache.layers]
+        stored = client.store(keys, copier.blocks(range(BLOCKS)), wait_visible=True)
+        assert (stored.held_blocks, stored.bytes_stored) == (BLOCKS, BLOCKS * copier.shape.block_bytes)
+        assert stored.bytes_stored < 0.51 * BLOCKS * 4 * cache.row_bytes
+        assert client.load(client.lookup(keys), copier.blocks(range(8, 8 + BLOCKS))).hit_blocks == BLOCKS
+        for layer, before in zip(cache.layers, was, strict=True):
+            now, then = layer.tensor[:, 8 : 8 + BLOCKS].float(), before[:, :BLOCKS].float()
+            assert bool(((now - then).abs() <= error_bound(then, then.abs().amax((2, 3, 4), keepdim=True))).all())
+            assert torch.equal(layer.tensor[:, :BLOCKS], before[:, :BLOCKS])
