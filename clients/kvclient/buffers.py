@@ -80,7 +80,7 @@ def _from_array(array: npt.NDArray[Any], shape: BlockShape, count: int, writable
         return DenseBlocks(array.reshape(-1).view(np.uint8).reshape(wanted))
     strided = _strided(array, wanted)
     if writable:
-        _check_apart(strided)
+        check_apart(strided.shape, strided.strides)
     return DenseBlocks(strided)
 
 
@@ -100,22 +100,26 @@ def _strided(array: npt.NDArray[Any], wanted: tuple[int, int, int]) -> npt.NDArr
     return np.lib.stride_tricks.as_strided(_as_bytes(array), wanted, (*array.strides[:2], 1))
 
 
-def _check_apart(array: npt.NDArray[np.uint8]) -> None:
+def check_apart(shape: Sequence[int], strides: Sequence[int]) -> None:
     """No byte of an array ``[blocks, layers, layer_block_bytes]`` is reached in two ways: two blocks would share it.
+
+    Args:
+        shape: its axes.
+        strides: of them, in bytes.
 
     Raises:
         InvalidArgument: one is.
     """
     extent = 1
-    axes = [(abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True) if length > 1]
+    axes = [(abs(stride), length) for stride, length in zip(strides, shape, strict=True) if length > 1]
     for stride, length in sorted(axes):
         if stride < extent:
             break
         extent += stride * (length - 1)
     else:
         return  # nested, as memory nearly always is
-    blocks, layers, size = array.shape
-    starts = np.add.outer(np.arange(blocks) * array.strides[0], np.arange(layers) * array.strides[1]).reshape(-1)
+    blocks, layers, size = shape
+    starts = np.add.outer(np.arange(blocks) * strides[0], np.arange(layers) * strides[1]).reshape(-1)
     _check_pieces_apart(starts, np.full(len(starts), size))
 
 
@@ -198,7 +202,7 @@ def _checked(buffer: BlockBuffer, shape: BlockShape, count: int, writable: bool)
     if isinstance(buffer, DenseBlocks):  # one array: one answer
         if count and not buffer.array.flags.writeable:
             raise InvalidArgument("the block buffer is read-only, and blocks are to be written into it")
-        _check_apart(buffer.array)
+        check_apart(buffer.array.shape, buffer.array.strides)
         return buffer
     pieces = [piece for block in range(count) for piece in buffer.segments(block, 0, shape.layers)]
     if any(piece.readonly for piece in pieces):

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +30,7 @@ from kvclient.layer_board import LayerBoard
 from kvclient.layer_store import StoreHandle
 from kvclient.layers import LayerGate, LoadHandle
 from kvclient.load import Load
+from kvclient.near import NearPool
 from kvclient.operation import Operation, check_seconds
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.paths import Paths
@@ -38,14 +40,14 @@ from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
 from kvclient.session import LocalNode, local_address
 from kvclient.stages import Stages
 from kvclient.store import Store
-from kvproto.v1 import node_pb2
+from kvproto.v1 import common_pb2, node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.keys import KeyChain, Tokens
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
-from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome
+from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, pack_keys
 from kvstore.rpc.client import call
 
 _log = logging.getLogger(__name__)
@@ -69,6 +71,8 @@ class KVClient:
         options = core.options
         self._caller = Caller(core.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict)
         self._handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
+        self._demotions: set[Operation] = set()
+        self._demotions_lock = threading.Lock()
         self._store_node: tuple[NodeRef, float] | None = None
         self._parts_lock = threading.Lock()
         self._parts: ThreadPoolExecutor | None = None
@@ -84,6 +88,7 @@ class KVClient:
         node: str | None = "auto",
         tls: TlsConfig | None = None,
         options: ClientOptions | None = None,
+        hbm: NearPool | None = None,
         device: ArenaWatcher | None = None,
     ) -> Self:
         """Makes the namespace known and opens a session with the node of this host.
@@ -95,15 +100,17 @@ class KVClient:
                 this host, if there is one; None: none, bytes travel over TCP straight to and from other nodes.
             tls: for everything but unix sockets.
             options: bounds and choices.
+            hbm: this engine's own pool (``kvclient.hbm.HbmPool``), which may be shared by clients: loads look there first, loads
+                and stores leave a copy there. It outlives the client.
             device: copies between the arena and this engine's device (``kvclient.device.DeviceCopier``): pins the arena. It
                 outlives the client.
 
         Raises:
-            InvalidArgument: a malformed address or another type, or neither metadata server nor node.
+            InvalidArgument: a malformed address or another type, or neither metadata server nor node; or no block fits the pool.
             KVStoreError: the metadata server or the named node does not answer (unless ``options.require_store`` is False).
         """
         options = options or ClientOptions()
-        _check_types(metadata, spec, node, tls, options)
+        _check_types(metadata, spec, node, tls, options, hbm)
         if device is not None:
             if not isinstance(device, ArenaWatcher):
                 raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
@@ -132,7 +139,14 @@ class KVClient:
             if directory is not None:
                 directory.close()
             raise
-        return cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages), directory)
+        client = cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages), directory)
+        if hbm is not None:
+            try:
+                client._core = replace(client._core, near=hbm.attach(spec, client._demote))
+            except BaseException:
+                client.close()
+                raise
+        return client
 
     # ---- keys and lookup ----
     @property
@@ -364,9 +378,27 @@ class KVClient:
             result = store.run()
             if result.error is not None:
                 self._store_node = None  # it may be that node's fault: choose anew
+            near = self._core.near
+            if near is not None and not operation.over:  # also what the node had no room for
+                near.keep(keys, parent, depth, blocks, operation, checksums=self._core.options.verify == "always")
             return result
 
         return Call(operation, work, lambda error: StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8), error=error))
+
+    def _demote(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
+        """Offers what must leave the pool to the node; what it holds is not copied. Whether it holds all of it now."""
+        operation = Operation(self._core.clock, _DEMOTION_S)
+        operation.cancellable = True
+        with self._demotions_lock:
+            if self._closed:
+                return False
+            self._demotions.add(operation)
+        try:
+            place = (self._core, keys, pack_keys(tuple(keys)), parent, depth, blocks, operation, self._find_store_node)
+            return Store(*place, durable=False, wait_visible=False).run().held_blocks == len(keys)
+        finally:
+            with self._demotions_lock:
+                self._demotions.discard(operation)
 
     def begin_store(
         self, keys: Keys, *, parent: BlockKey | None = None, depth: int = 0, deadline_s: float | None = None
@@ -474,6 +506,8 @@ class KVClient:
         options = self._core.options
         nodes = by_roles(self._directory.nodes(min(timeout_s, options.lookup_deadline_s)), options.store_roles)
         for node in nodes:
+            if node.volumes and all(volume.tier == common_pb2.TIER_HBM for volume in node.volumes):
+                continue  # an engine's pool, which takes nothing from outside
             if options.store_node is None or node.node_id == options.store_node:
                 ref = NodeRef(NodeId(node.node_id), node.control_address, node.data_address)
                 self._store_node = (ref, now_s + _STORE_NODE_VALID_S)
@@ -495,7 +529,13 @@ class KVClient:
         """Cancels what runs and lets go of everything. Calls after it are misses and skips."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True
+        with self._demotions_lock:
+            self._closed = True
+            demotions = list(self._demotions)
+        if self._core.near is not None:
+            self._core.near.detach()
+        for operation in demotions:
+            operation.cancel()
         for handle in list(self._handles):
             handle.abort()
         self._caller.close()
@@ -562,7 +602,7 @@ def _attempt(options: ClientOptions, incidents: Incidents, work: partial[None] |
         return None
 
 
-def _check_types(metadata: object, spec: object, node: object, tls: object, options: object) -> None:
+def _check_types(metadata: object, spec: object, node: object, tls: object, options: object, hbm: object) -> None:
     """What ``connect`` was given, before anything fails deep inside on it."""
     wanted: tuple[tuple[str, object, Any], ...] = (
         ("metadata", metadata, str | None),
@@ -570,6 +610,7 @@ def _check_types(metadata: object, spec: object, node: object, tls: object, opti
         ("node", node, str | None),
         ("tls", tls, TlsConfig | None),
         ("options", options, ClientOptions),
+        ("hbm", hbm, NearPool | None),
     )
     for name, value, kind in wanted:
         if not isinstance(value, kind):
@@ -577,3 +618,5 @@ def _check_types(metadata: object, spec: object, node: object, tls: object, opti
 
 
 _FLUSH_GRACE_S = 0.5
+_DEMOTION_S = 1.0
+"""Bound of one demotion, waiting for room in the node included."""

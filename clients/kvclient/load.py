@@ -3,6 +3,7 @@
 Outcomes begin as MISS and change only when bytes are in the caller's buffer, complete and checked as asked: whatever breaks on
 the way leaves a miss behind. The order of attempts, all within one deadline:
 
+0. The engine's own pool, if it has one, gives what leading blocks it holds.
 1. The local node brings what it can (its own tiers, then the other nodes that the lookup named) into its arena, leases it to us,
    and we copy. A copy that ended after its lease may have been overwritten under our hands: it does not count, and is tried
    once more.
@@ -20,16 +21,16 @@ import numpy.typing as npt
 
 from kvclient.buffers import pick_blocks
 from kvclient.core import Core
-from kvclient.far import land
+from kvclient.far import FarBlocks, land
 from kvclient.layer_board import LayerBoard
 from kvclient.local_load import LocalLoad
 from kvclient.operation import Operation
 from kvclient.options import Verify
-from kvclient.results import PATH_PREFILL, LoadResult, NodeRef, Run, outcome_table
+from kvclient.results import PATH_HBM, PATH_PREFILL, LoadResult, NodeRef, Run, leading, outcome_table
 from kvclient.tally import Tally
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import KVStoreError, Unavailable
-from kvstore.core.types import BlockKey, Outcome
+from kvstore.core.types import BlockKey, Outcome, Tier
 from kvstore.transport.contract import LayerProgress, ReadRequest, ReadWatch
 
 Positions = npt.NDArray[np.intp]
@@ -74,7 +75,9 @@ class Load:
         self._core = core
         self._keys = keys
         self._packed = packed
-        self._runs = sorted(runs, key=lambda run: run.tier)  # nearest tier first; equals in the order of the index
+        near = core.near
+        # nearest first; equals in the order of the index. What the index says of our own pool we know better ourselves
+        self._runs = sorted((run for run in runs if near is None or run.node_id != near.node_id), key=lambda run: run.distance)
         self._parent = parent
         self._depth = depth
         self._buffer = buffer
@@ -83,6 +86,7 @@ class Load:
         self._board = board
         self.tally = self._tally = Tally(len(keys))
         self._local_node: str | None = None
+        self._near_blocks = 0
 
     def run(self) -> LoadResult:
         """Does it. Errors of ours end in outcomes and ``error``."""
@@ -92,13 +96,26 @@ class Load:
     def bring(self) -> None:
         """The work alone; the account of it is in ``tally``."""
         if self._keys:
-            self._from_local()
-            self._from_others()
+            self._from_near()
+            if self._near_blocks < len(self._keys):
+                self._from_local()
+                self._from_others()
             land(self._buffer, self._tally)
+            if self._near_blocks < len(self._keys):
+                self._keep_near()
 
     def note(self, error: KVStoreError) -> None:
         """Something went wrong before the load began (its lookup failed): kept for the result."""
         self._tally.note(error)
+
+    # ---- the engine's own pool ----
+    def _from_near(self) -> None:
+        self._near_blocks = fetch_near(self._core, self._keys, self._buffer, self._operation, self._verify, self._tally)
+        self._settle(np.arange(self._near_blocks), np.ones(len(self._keys), bool))
+
+    def _keep_near(self) -> None:
+        place = (self._keys, self._parent, self._depth, self._buffer)
+        keep_near(self._core, *place, self._operation, self._verify, self._tally, self._near_blocks)
 
     # ---- the local node ----
     def _from_local(self) -> None:
@@ -112,7 +129,7 @@ class Load:
             return
         self._local_node = session.node_id
         attempt = LocalLoad(self._core, session, self._tally, self._buffer, self._operation, self._verify, self._board)
-        attempt.run(self._packed, self._runs, self._parent, self._depth)
+        attempt.run(self._packed, self._runs, self._parent, self._depth, self._near_blocks)
         self._settle(np.arange(len(self._keys)), ~_AFTER_LOCAL[self._tally.outcomes])
 
     # ---- other nodes ----
@@ -121,7 +138,7 @@ class Load:
         if not self._runs:
             return
         asked = np.full(len(self._keys), -1, np.int16)  # which node each block was asked from last
-        pending = _AFTER_LOCAL[tally.outcomes] if self._local_node is not None else np.ones(len(self._keys), bool)
+        pending = _AFTER_LOCAL[tally.outcomes] if self._local_node is not None else tally.outcomes != Outcome.HIT
         for attempt in range(2):
             if self._operation.over or not pending.any():
                 break
@@ -240,6 +257,47 @@ class Load:
             return  # we ended it, not the node
         tally.note(error)
         self._core.incidents.report("client_peer_failed_total", f"cannot read from node {node.node_id}", error)
+
+
+def fetch_near(
+    core: Core, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, verify: Verify, tally: Tally
+) -> int:
+    """Copies what leading blocks the engine's own pool has; how many are hits in the tally now."""
+    near = core.near
+    found = near.fetch(keys, buffer, operation, verify=verify == "always") if near is not None else 0
+    if near is not None and found:
+        tally.record(slice(0, found), Outcome.HIT, Tier.HBM, tally.node_number(near.node_id), PATH_HBM)
+    return found
+
+
+def keep_near(
+    core: Core,
+    keys: Sequence[BlockKey],
+    parent: BlockKey | None,
+    depth: int,
+    buffer: BlockBuffer,
+    operation: Operation,
+    verify: Verify,
+    tally: Tally,
+    found: int,
+) -> None:
+    """Leaves what came from elsewhere in the engine's own pool, up to the first block that did not come.
+
+    Args:
+        core: the client's parts.
+        keys: all of the load.
+        parent: key before the first, None at the head.
+        depth: position of the first.
+        buffer: their bytes, which nobody may change before the load has returned.
+        operation: ends it early: a copy in the pool is worth no deadline.
+        verify: as the load was asked to.
+        tally: what came.
+        found: leading blocks that the pool gave.
+    """
+    near, good = core.near, leading(tally.outcomes, Outcome.HIT)
+    if near is not None and good > found and not operation.over:
+        blocks = pick_blocks(buffer.source() if isinstance(buffer, FarBlocks) else buffer, np.arange(good))
+        near.keep(keys[:good], parent, depth, blocks, operation, checksums=verify == "always")
 
 
 def finished_load(core: Core, tally: Tally, operation: Operation) -> LoadResult:

@@ -99,21 +99,21 @@ class LocalLoad:
         self._core.incidents.counters.add("client_layerwise_too_large_total")
         return False
 
-    def run(self, packed: bytes, runs: Sequence[Run], parent: BlockKey | None, depth: int) -> None:
-        """Loads all blocks of the tally. Never raises for failures of ours."""
+    def run(self, packed: bytes, runs: Sequence[Run], parent: BlockKey | None, depth: int, first: int = 0) -> None:
+        """Loads the blocks of the tally from ``first`` on. Never raises for failures of ours."""
         count = len(self._tally.outcomes)
         piece = max(1, self._core.options.load_chunk_bytes // self._core.shape.block_bytes)
         sources = [run for run in runs if run.node_id != self._session.node_id]
         try:
             with self._session.used():
-                for start in range(0, count, piece):
+                for start in range(first, count, piece):
                     stop = min(count, start + piece)
                     self._load(packed, sources, parent, depth, start, stop)
                     expired, self._expired = self._expired, []
                     if expired and self._board is not None and not self._board.restart(_positions(expired)):
                         expired = []
-                    for first, last in _joined(expired):
-                        self._load(packed, sources, parent, depth, first, last)
+                    for begin, end in _joined(expired):
+                        self._load(packed, sources, parent, depth, begin, end)
                     if self._over:
                         break
         except KVStoreError as error:

@@ -21,7 +21,7 @@ from kvclient.directory import Directory
 from kvclient.far import land
 from kvclient.layer_board import LayerBoard
 from kvclient.layers import LayerGate
-from kvclient.load import Load, finished_load
+from kvclient.load import Load, fetch_near, finished_load, keep_near
 from kvclient.operation import Operation
 from kvclient.options import Verify
 from kvclient.paths import Paths, Plan, PlannedPart
@@ -99,7 +99,7 @@ class PlannedLoad:
         self._pool = pool
         self._keys = keys
         self._packed = packed
-        self._runs = sorted(runs, key=lambda run: run.tier)
+        self._runs = sorted(runs, key=lambda run: run.distance)
         self._parent = parent
         self._depth = depth
         self._buffer = buffer
@@ -122,7 +122,9 @@ class PlannedLoad:
         far = self._far(session)
         if session is None or not len(far):
             return self._plainly()
-        near_done = self._start_near(far)
+        here = self._from_pool()
+        far = far[far >= here]
+        near_done = self._start_near(far, here)
         wanted = Wanted(
             self._core,
             self._keys,
@@ -138,7 +140,8 @@ class PlannedLoad:
             verify_wire=self._verify != "never",
         )
         try:
-            self._start_far(wanted, far)
+            if len(far):
+                self._start_far(wanted, far)
             self._watch(wanted, far)
         finally:
             for one in self._running:
@@ -147,6 +150,8 @@ class PlannedLoad:
             near_done()
             self._report(far, finished=True)
         land(self._buffer, self._tally)
+        place = (self._keys, self._parent, self._depth, self._buffer)
+        keep_near(self._core, *place, self._operation, self._verify, self._tally, here)
         return self._result()
 
     def note(self, error: KVStoreError) -> None:
@@ -166,7 +171,7 @@ class PlannedLoad:
     def _stored(self, session: Session) -> list[Run]:
         """Runs that are read over storage links: what a node has on NVMe is asked of it once, whatever lies in its DRAM too."""
         stored: list[Run] = []
-        for run in sorted((run for run in self._runs if _beyond(run)), key=lambda run: run.tier, reverse=True):
+        for run in sorted((run for run in self._runs if _beyond(run)), key=lambda run: run.distance, reverse=True):
             covered = any(one.node_id == run.node_id and one.start <= run.start and run.end <= one.end for one in stored)
             if run.node_id != session.node_id and not covered:
                 stored.append(run)
@@ -190,9 +195,15 @@ class PlannedLoad:
             load.note(self._tally.error)
         return load.run()
 
-    def _start_near(self, far: Positions) -> Callable[[], None]:
-        """Loads what lies near, in a thread of its own; returns how to wait for it."""
-        near = np.setdiff1d(np.arange(len(self._keys)), far, assume_unique=True)
+    def _from_pool(self) -> int:
+        """Leading blocks that the engine's own pool gave: whatever the index says of them, no link is needed."""
+        here = fetch_near(self._core, self._keys, self._buffer, self._operation, self._verify, self._tally)
+        self._board.arrived(np.arange(here), 0, self._core.shape.layers)
+        return here
+
+    def _start_near(self, far: Positions, first: int) -> Callable[[], None]:
+        """Loads what lies near from position ``first`` on, in a thread of its own; returns how to wait for it."""
+        near = np.setdiff1d(np.arange(first, len(self._keys)), far, assume_unique=True)
         if not len(near):
             return lambda: None
         future = self._pool.submit(self._load_near, near)

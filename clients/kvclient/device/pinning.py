@@ -243,7 +243,7 @@ class PinnedRange:
         if first:
             self._counters.add("device_pin_refused_total")
             _log.warning(
-                "the driver pins no more than about %d of %d MiB of the arena: %s. Copies from the rest go on unpinned, and slower. The "
+                "the driver pins no more than about %d of %d MiB of the arena: %s. The rest is copied unpinned, and slower. The "
                 "limit on locked memory is %s (ulimit -l, LimitMEMLOCK=): it, or a smaller node.dram, may be what to change",
                 self.report().bytes_pinned >> 20,
                 self.nbytes >> 20,
