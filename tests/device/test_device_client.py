@@ -15,7 +15,8 @@ from deferred import DeferredDevice, FakePinning
 from kvclient import BlockKey, ClientOptions, InvalidArgument, KVClient, Outcome
 from kvclient.device import DeviceCopier
 from kvclient.device.fp8 import error_bound
-from kvclient.results import PATH_LOCAL, PATH_PREFILL
+from kvclient.hbm import HbmPool
+from kvclient.results import PATH_HBM, PATH_LOCAL, PATH_PREFILL
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal
 from kvstore.testing.cluster import LocalCluster, NodeSpec
@@ -316,3 +317,36 @@ def test_a_cache_on_the_cpu_goes_through_the_store_as_floats_of_8_bits(cluster: 
             now, then = layer.tensor[:, 8 : 8 + BLOCKS].float(), before[:, :BLOCKS].float()
             assert bool(((now - then).abs() <= error_bound(then, then.abs().amax((2, 3, 4), keepdim=True))).all())
             assert torch.equal(layer.tensor[:, :BLOCKS], before[:, :BLOCKS])
+
+
+def test_the_engines_own_pool_keeps_what_is_in_the_pages_and_gives_it_back(cluster: LocalCluster) -> None:
+    keys_seed = 99
+    engine = Engine(keys_seed)
+    spec = engine.copier.spec("device", 16)
+    with (
+        HbmPool("cpu", capacity_bytes=8 << 20) as pool,
+        KVClient.connect(
+            cluster.metadata_address,
+            spec,
+            node=cluster.node("prefill").local_socket,
+            hbm=pool,
+            device=engine.copier,
+            options=ClientOptions(verify="always"),
+        ) as client,
+    ):
+        keys = keys_of(client, keys_seed)
+        pages = engine.pages(BLOCKS)
+        expected = engine.bytes(pages)
+        assert client.store(keys, engine.copier.blocks(pages), wait_visible=True).held_blocks == BLOCKS
+        for path in (PATH_HBM, PATH_LOCAL, PATH_HBM):  # what the arena gives is left in the pool again
+            if path == PATH_LOCAL:
+                pool.evict(demote=False)
+            for layerwise in (False, True)[: 1 if path == PATH_LOCAL else 2]:
+                target = engine.pages(BLOCKS)
+                handle = client.start_load(
+                    client.lookup(keys), engine.copier.blocks(target), layerwise=layerwise, verify="always"
+                )
+                assert handle.wait_layer(3)
+                result = handle.result()
+                assert (result.hit_blocks, result.error, list(result.bytes_by_path)) == (BLOCKS, None, [path])
+                assert np.array_equal(engine.bytes(target), expected)

@@ -1,0 +1,213 @@
+"""The copies on a real GPU: bit-exact in every way, layout and direction, ordered by events under load, out of pinned memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from caches import LAYOUTS, block_bytes, make_cache, snapshot
+
+from kvclient.device.copier import DeviceCopier
+from kvclient.device.fp8 import Fp8Codec
+from kvclient.device.rows import TorchRows
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+pytestmark = pytest.mark.gpu
+
+WAYS = ("staged", "batched", "direct")
+SLOTS = 96
+
+
+@pytest.fixture
+def memory() -> Iterator[mmap.mmap]:
+    """An arena as nodes make it."""
+    fd = os.memfd_create("test-gpu-arena")
+    os.ftruncate(fd, 256 << 20)
+    mapped = mmap.mmap(fd, 256 << 20)
+    os.close(fd)
+    yield mapped
+    mapped.close()
+
+
+def make(way: str, cache: object, **choices: object) -> DeviceCopier:
+    copier = DeviceCopier(cache, strategy=way, **choices)  # type: ignore[arg-type]
+    if way == "batched" and not copier.device.has_batch:
+        pytest.skip("this driver has no batched copies")
+    return copier
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("pages_per_block", "chunk"), [(1, 1 << 30), (4, 1 << 20)])
+def test_every_way_is_bit_exact_in_both_directions(
+    memory: mmap.mmap, way: str, layout: str, pages_per_block: int, chunk: int
+) -> None:
+    rng = random.Random(7)
+    cache = make_cache(layout, layers=5, pages=256, tokens=16, heads=4, dim=64, pages_per_block=pages_per_block, device="cuda")
+    copier = make(way, cache, pin_chunk_bytes=chunk, staging_bytes=1 << 20)
+    view = memoryview(memory)
+    guard = copier.mapped(view)
+    assert copier.wait_pinned(60)
+    assert copier.pin_reports()[0].bytes_pinned == len(memory), copier.pin_reports()[0].refused
+    size, count = copier.shape.block_bytes, 40
+    slots = min(SLOTS, len(memory) // size)
+    offsets = np.array(rng.sample(range(slots), count), np.uint64) * np.uint64(size)
+    pages = rng.sample(range(cache.pages), count * pages_per_block)
+    expected = block_bytes(cache, pages)
+    np.frombuffer(view, np.uint8)[: slots * size] = 0xA5
+    blocks = copier.blocks(pages)
+    blocks.write_arena(view, offsets)
+    blocks.drain()
+    got = np.stack([np.frombuffer(view, np.uint8, size, offset) for offset in offsets.tolist()])
+    assert np.array_equal(got, expected)
+    taken = {int(offset) // size for offset in offsets}
+    for slot in set(range(slots)) - taken:
+        assert (np.frombuffer(view, np.uint8, size, slot * size) == 0xA5).all(), "a slot that is not ours has changed"
+
+    targets = rng.sample(range(cache.pages), count * pages_per_block)
+    before = snapshot(cache)
+    blocks = copier.blocks(targets)
+    blocks.read_arena(view, offsets, 0, 0, 2)
+    blocks.read_arena(view, offsets, 0, 2, 3)
+    blocks.drain()
+    assert np.array_equal(block_bytes(cache, targets), expected)
+    others = [page for page in range(cache.pages) if page not in targets]
+    for layer, was in zip(cache.layers, before, strict=True):
+        at = (slice(None), others) if cache.kind == "split" else (others,)
+        assert torch.equal(layer.tensor[at].view(torch.int16), was[at].view(torch.int16)), "another page has changed"
+    assert copier.stats().get("device_unpinned_bytes_total", 0) == 0
+    assert guard.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_the_compiled_kernel_is_the_torch_reference(layout: str, dtype: torch.dtype) -> None:
+    from kvclient.device.triton_rows import TritonRows
+
+    for pages_per_block, dim in ((1, 64), (3, 64), (1, 3)):
+        shape = {"layers": 2, "pages": 60, "tokens": 5, "heads": 3, "dim": dim, "pages_per_block": pages_per_block}
+        cache, other = (make_cache(layout, dtype=dtype, device="cuda", **shape) for _ in range(2))  # type: ignore[arg-type]
+        ids = cache.check_pages(random.Random(1).sample(range(60), 12 * pages_per_block)).cuda()
+        rows = torch.randint(0, 256, (12, cache.row_bytes), dtype=torch.uint8, device="cuda")
+        TritonRows(cache).to_pages(1, rows, ids)
+        TorchRows(other).to_pages(1, rows, ids)
+        assert torch.equal(cache.layers[1].words(cache.word), other.layers[1].words(other.word))
+        back = torch.zeros_like(rows)
+        TritonRows(cache).to_rows(1, ids, back)
+        assert torch.equal(back, rows)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_follow_each_other_by_events_while_the_device_computes(memory: mmap.mmap, way: str) -> None:
+    """The host waits for nothing; each layer is read on the compute stream right behind ``follow``, amid matrix products."""
+    cache = make_cache("flash_nhd", layers=16, pages=512, tokens=16, heads=8, dim=64, device="cuda")
+    copier = make(way, cache)
+    view = memoryview(memory)
+    guard = copier.mapped(view)
+    assert copier.wait_pinned(60)
+    size, count = copier.shape.block_bytes, 200
+    pages = random.Random(3).sample(range(512), count)
+    offsets = np.random.default_rng(3).permutation(len(memory) // size)[:count].astype(np.uint64) * np.uint64(size)
+    expected = [layer.tensor[:, pages].clone() for layer in cache.layers]
+    source = copier.blocks(pages)
+    source.write_arena(view, offsets)
+    source.drain()
+    for _ in range(5):
+        for layer in cache.layers:
+            layer.tensor.zero_()
+        weights = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        blocks = copier.blocks(pages)
+        blocks.read_arena(view, offsets, 0, 0, 16)
+        seen = []
+        for layer in range(16):
+            weights = (weights @ weights).clamp_(-1, 1)
+            blocks.follow(layer)
+            seen.append(cache.layers[layer].tensor[:, pages].clone())
+        blocks.drain()
+        torch.cuda.synchronize()
+        for got, wanted in zip(seen, expected, strict=True):
+            assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
+    assert guard.close()
+
+
+def test_pages_that_are_computed_are_stored_behind_the_computation(memory: mmap.mmap) -> None:
+    cache = make_cache("flash_nhd", layers=4, pages=64, tokens=16, heads=8, dim=64, device="cuda")
+    copier = DeviceCopier(cache)
+    view = memoryview(memory)
+    guard = copier.mapped(view)
+    assert copier.wait_pinned(60)
+    offsets = np.arange(64, dtype=np.uint64) * np.uint64(copier.shape.block_bytes)
+    slow = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for number in range(3):
+        for _ in range(20):
+            slow = (slow @ slow).clamp_(-1, 1)
+        for layer in cache.layers:
+            layer.tensor.fill_(number + 1.0)  # behind the products, on the current stream
+        blocks = copier.blocks(range(64))
+        blocks.write_arena(view, offsets)
+        blocks.drain()
+        stored = np.frombuffer(view, np.uint8, 64 * copier.shape.block_bytes)
+        assert (torch.from_numpy(stored.copy()).view(torch.bfloat16) == number + 1.0).all()
+        del stored
+    assert guard.close()
+
+
+def test_memory_that_is_not_pinned_is_right_and_counted(memory: mmap.mmap) -> None:
+    cache = make_cache("mla", layers=3, pages=64, tokens=16, dim=576, device="cuda")
+    copier = DeviceCopier(cache, pin=False)
+    view = memoryview(memory)
+    guard = copier.mapped(view)
+    offsets = np.arange(20, dtype=np.uint64) * np.uint64(copier.shape.block_bytes)
+    expected = block_bytes(cache, range(20))
+    blocks = copier.blocks(range(20))
+    blocks.write_arena(view, offsets)
+    blocks.drain()
+    target = copier.blocks(range(40, 60))
+    target.read_arena(view, offsets, 0, 0, 3)
+    target.drain()
+    assert np.array_equal(block_bytes(cache, range(40, 60)), expected)
+    assert copier.stats()["device_unpinned_bytes_total"] == 2 * expected.nbytes
+    assert guard.close()
+
+
+@pytest.mark.parametrize("layout", ["flash_nhd", "mla"])
+def test_fp8_on_the_device_is_fp8_on_the_host(layout: str) -> None:
+    here = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4)
+    there = make_cache(layout, layers=1, pages=32, tokens=16, dim=64, seed=4, device="cuda")
+    rows = torch.empty((32, here.row_bytes), dtype=torch.uint8)
+    TorchRows(here).to_rows(0, here.check_pages(range(32)), rows)
+    rows.view(torch.bfloat16)[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    rows[1] = 0
+    coded = Fp8Codec(here).encode(rows)
+    on_device = Fp8Codec(there).encode(rows.cuda())
+    # two devices may write a NaN's sign differently: what it means is the same
+    nan = (coded & 0x7F) == 0x7F
+    assert torch.equal(torch.where(nan, 0x7F, coded), torch.where(nan, on_device.cpu() & 0x7F, on_device.cpu()))
+    back, again = Fp8Codec(here).decode(coded).view(torch.bfloat16), Fp8Codec(there).decode(on_device).cpu().view(torch.bfloat16)
+    assert bool(((back == again) | (torch.isnan(back) & torch.isnan(again))).all())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_client_loads_from_a_real_node_into_a_real_device(way: str) -> None:
+    from kvclient import KVClient
+
+    cache = make_cache("flash_hnd", layers=8, pages=128, tokens=16, heads=8, dim=64, device="cuda")
+    copier = make(way, cache)
+    with LocalCluster([NodeSpec("gpu", dram_bytes=256 << 20)]) as cluster:
+        node = cluster.node("gpu").local_socket
+        with KVClient.connect(cluster.metadata_address, copier.spec("gpu", 16), node=node, device=copier) as client:
+            assert copier.wait_pinned(60)
+            keys = client.keys(np.arange(50 * 16, dtype=np.uint32))
+            expected = block_bytes(cache, range(50))
+            assert client.store(keys, copier.blocks(range(50)), wait_visible=True).held_blocks == 50
+            with client.start_load(client.lookup(keys), copier.blocks(range(64, 114)), verify="always") as handle:
+                assert all(handle.wait_layer(layer) for layer in range(8))
+                assert handle.result().hit_blocks == 50
+            assert np.array_equal(block_bytes(cache, range(64, 114)), expected)
+            assert copier.stats().get("device_unpinned_bytes_total", 0) == 0
+    assert copier.pin_reports() == []
