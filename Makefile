@@ -32,7 +32,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt requirements-hardware.txt
 	@echo "making $(VENV): some minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --requirement requirements-hardware.txt || echo "no kvikio for this machine: the tests of the gds I/O engine are skipped" >&2
+	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --requirement requirements-hardware.txt || echo "no kvikio and NIXL for this machine: the tests of the gds I/O engine and of the transport nixl are skipped" >&2
 	@touch $@
 
 $(VENV_BENCH)/.stamp: pyproject.toml constraints.txt

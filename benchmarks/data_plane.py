@@ -40,9 +40,9 @@ class ArrayProvider(BlockProvider):
 
     def __init__(self, count: int, shape: BlockShape) -> None:
         self._shape = shape
-        blocks = np.random.default_rng(1).integers(0, 256, (count, shape.layers, shape.layer_block_bytes), np.uint8)
-        self._checksums = block_checksums(DenseBlocks(blocks), range(count))
-        self._views = [memoryview(block.reshape(-1)) for block in blocks]
+        self.blocks = np.random.default_rng(1).integers(0, 256, (count, shape.layers, shape.layer_block_bytes), np.uint8)
+        self._checksums = block_checksums(DenseBlocks(self.blocks), range(count))
+        self._views = [memoryview(block.reshape(-1)) for block in self.blocks]
 
     def shape(self, namespace: NamespaceId) -> BlockShape | None:
         return self._shape if namespace == NAMESPACE else None

@@ -22,6 +22,8 @@ MAX_CONTROL_MESSAGE_BYTES = 64 << 20
 """gRPC messages; 65,536 keys with 1,024 checksums each do not fit and are refused: split the call."""
 MAX_FRAME_HEADER_BYTES = 8 << 20
 """Data-plane frame headers."""
+MAX_AGENT_BYTES = 256 << 10
+"""What a NIXL agent says of itself: addresses and keys of its registered memory."""
 MAX_DATA_CONNECTIONS = 256
 MAX_SESSIONS = 256
 MAX_VOLUMES_PER_NODE = 64

@@ -15,6 +15,7 @@ All integers are little-endian. A dialogue (client left, server right; ``request
         LAYERS {which} + bytes, CHECKSUMS     as often as it takes until all layers are there, in any order
                                           ->  WRITTEN {outcomes of the granted}
     PING                                  ->  PONG
+    ATTACH, FETCH, TAKEN                  ->  ATTACHED, PLACED              one-sided transfers: see ``transport.nixl``
     anything                              ->  ERROR {kind, message}         ends that request; the connection lives on if the
                                                                             stream is still in step, else it is closed
 
@@ -82,6 +83,11 @@ class FrameKind(IntEnum):
     PONG = 12
     CHECKSUMS = 13
     LAYERS = 14
+    ATTACH = 15
+    ATTACHED = 16
+    FETCH = 17
+    PLACED = 18
+    TAKEN = 19
 
 
 HEADER_LIMITS: dict[FrameKind, int] = {
@@ -99,6 +105,11 @@ HEADER_LIMITS: dict[FrameKind, int] = {
     FrameKind.PONG: 0,
     FrameKind.CHECKSUMS: limits.MAX_FRAME_HEADER_BYTES,
     FrameKind.LAYERS: _LAYERS.size,
+    FrameKind.ATTACH: 64 + limits.MAX_AGENT_BYTES,
+    FrameKind.ATTACHED: 64 + limits.MAX_AGENT_BYTES,
+    FrameKind.FETCH: 64 + _READ.size + (KEY_BYTES + 8) * limits.MAX_KEYS_PER_CALL,
+    FrameKind.PLACED: 64 + _DATA.size + 9 * limits.MAX_KEYS_PER_CALL + 8 * MAX_CHECKSUMS_PER_DATA,
+    FrameKind.TAKEN: 0,
 }
 """The longest header a frame of each kind may announce."""
 

@@ -42,6 +42,11 @@ class Layout:
             if buffer.array.size and min(buffer.array.strides) >= 0:
                 self._dense = _Strided(buffer)
 
+    @property
+    def stretch(self) -> tuple[int, int] | None:
+        """Address and length of the one stretch of the caller's memory that holds everything; None: there are several."""
+        return None if self._dense is None else self._dense.stretch
+
     def pieces(self, blocks: Positions, first_layer: int, layer_count: int) -> list[memoryview]:
         """Layers ``[first_layer, first_layer + layer_count)`` of some blocks, in order; neighbours in memory are joined."""
         if not len(blocks):
@@ -80,6 +85,7 @@ class _Strided:
             array.reshape(-1)[:1] if array.flags.c_contiguous else array[0, 0, :1], (extent,), (1,)
         )
         self._base = int(stretch.__array_interface__["data"][0])
+        self.stretch = (self._base, extent)
         self._memory = memoryview(cast("Buffer", stretch))
 
     def _offsets(self, blocks: Positions, first_layer: int, layer_count: int) -> tuple[Positions, int]:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,10 @@ _OUTCOMES = {int(outcome): outcome for outcome in Outcome}
 _TIERS = {int(tier): tier for tier in Tier}
 
 
+Arrive = Callable[[npt.NDArray[np.int64], DataFrame], npt.NDArray[np.bool_]]
+"""``arrive(hits, data)``: brings the bytes of these positions in; one a hit: whether they match (True without ``verify``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Keys ``[first, first + count)`` of the request."""
@@ -63,7 +68,9 @@ def budget_ms(left_s: float) -> int:
     return max(1, min(int((left_s - min(left_s * _BUDGET_MARGIN, _BUDGET_MARGIN_S)) * 1000), frames.MAX_BUDGET_MS))
 
 
-def cut(count: int, bytes_a_block: int, streams: int, layer_group: int) -> tuple[deque[Unit], int]:
+def cut(
+    count: int, bytes_a_block: int, streams: int, layer_group: int, most_bytes: int = MAX_UNIT_BYTES
+) -> tuple[deque[Unit], int]:
     """Cuts a read of ``count`` blocks into units, and says how many streams are worth using."""
     total = count * bytes_a_block
     streams = max(1, min(streams, count, -(-total // UNIT_BYTES)))
@@ -71,7 +78,7 @@ def cut(count: int, bytes_a_block: int, streams: int, layer_group: int) -> tuple
         size = -(-count // streams)
     else:
         # a few units a stream let the faster streams take more of them
-        wanted = min(max(total // (4 * streams), UNIT_BYTES), MAX_UNIT_BYTES)
+        wanted = min(max(total // (4 * streams), UNIT_BYTES), most_bytes)
         size = max(1, min(wanted // bytes_a_block, UNIT_KEYS, -(-count // streams)))
     return deque(Unit(first, min(size, count - first)) for first in range(0, count, size)), streams
 
@@ -86,6 +93,7 @@ class ReadState:
         verify: whether checksums are compared.
         on_layers: told of layers that are complete.
         on_bytes: told of bytes as they come: long before anything is complete they show that the other side lives.
+        most_bytes: of one unit.
 
     Raises:
         InvalidArgument: read-only destination.
@@ -100,16 +108,17 @@ class ReadState:
         verify: bool,
         on_layers: LayerProgress | None,
         on_bytes: Callable[[int], None] | None = None,
+        most_bytes: int = MAX_UNIT_BYTES,
     ) -> None:
         count = len(request.keys)
         self.request = request
         self._shape: BlockShape = destination.shape
-        self._layout = Layout(destination, writable=True)
-        self._verify = verify
+        self.layout = Layout(destination, writable=True)
+        self.verify = verify
         self._on_layers = on_layers
-        self._on_bytes = on_bytes
+        self.on_bytes = on_bytes
         bytes_a_block = request.layer_count * self._shape.layer_block_bytes
-        self._units, self.streams = cut(count, bytes_a_block, streams, request.layer_group)
+        self._units, self.streams = cut(count, bytes_a_block, streams, request.layer_group, most_bytes)
         self._lock = threading.Lock()
         self._progress = threading.Lock()
         self._outcomes = np.full(count, _UNANSWERED, np.uint8)
@@ -165,6 +174,15 @@ class ReadState:
             if not self.abandoned:
                 self._units.extendleft(reversed(units))
 
+    def take_back(self, unit: Unit) -> bool:
+        """Forgets what was answered for a unit and gives it back, if nothing of it has arrived; False: something has."""
+        mine = slice(unit.first, unit.first + unit.count)
+        if self._arrived[mine].any():
+            return False
+        self._outcomes[mine] = _UNANSWERED
+        self.return_units([unit])
+        return True
+
     def begun(self, units: Sequence[Unit]) -> bool:
         """Whether anything of these units has arrived."""
         return any(bool(self._outcomes[unit.first : unit.first + unit.count].any()) for unit in units)
@@ -192,12 +210,22 @@ class ReadState:
             if head.kind is not FrameKind.DATA:
                 raise frames.BadFrame("READ is answered by DATA", kind=head.kind.name)
             data = frames.decode_data(header, head.payload_bytes, self._shape.layer_block_bytes)
-            self._receive_data(connection, unit, data, head.payload_bytes)
+            self.take_in(unit, data, head.payload_bytes, partial(self._received, connection))
+        self.check_answered(unit)
+
+    def check_answered(self, unit: Unit) -> None:
+        """Raises ``BadFrame`` unless every layer of a unit's keys was answered."""
         mine = slice(unit.first, unit.first + unit.count)
         if (self._arrived[mine] != self.request.layer_count).any():
             raise frames.BadFrame("the peer did not answer every key")
 
-    def _receive_data(self, connection: Connection, unit: Unit, data: DataFrame, payload_bytes: int) -> None:
+    def take_in(self, unit: Unit, data: DataFrame, payload_bytes: int, arrive: Arrive) -> None:
+        """Checks that an answer fits what was asked, has its bytes brought in, and notes what became of each block.
+
+        Raises:
+            BadFrame: it does not fit.
+            KVStoreError: as ``arrive``; nothing of it counts as arrived.
+        """
         asked = self.request
         layer = data.first_layer - asked.first_layer
         start = unit.first + data.first
@@ -214,16 +242,7 @@ class ReadState:
             # a hit stands only once all its layers have arrived: see ``result``
             self._outcomes[these] = codes
             self._tiers[these] = data.tier
-        pieces = self._layout.pieces(hits, data.first_layer, data.layer_count)
-        good = receive_blocks(
-            connection.wire,
-            pieces,
-            data.checksums,
-            self._shape.layer_block_bytes,
-            asked.deadline_s,
-            verify=self._verify,
-            on_bytes=self._on_bytes,
-        )
+        good = arrive(hits, data)
         self._checksums[hits, layer : layer + data.layer_count] = data.checksums
         bad = hits[~good]
         self._outcomes[bad] = Outcome.CORRUPT
@@ -232,6 +251,18 @@ class ReadState:
             self._bytes += payload_bytes
             self.corrupt += len(bad)
         self._layers_answered(layer, data.layer_count, len(codes))
+
+    def _received(self, connection: Connection, hits: npt.NDArray[np.int64], data: DataFrame) -> npt.NDArray[np.bool_]:
+        """Receives the bytes of an answer from the connection that it came by."""
+        return receive_blocks(
+            connection.wire,
+            self.layout.pieces(hits, data.first_layer, data.layer_count),
+            data.checksums,
+            self._shape.layer_block_bytes,
+            self.request.deadline_s,
+            verify=self.verify,
+            on_bytes=self.on_bytes,
+        )
 
     def _tentative(self, these: slice) -> npt.NDArray[np.bool_]:
         """Which blocks the peer has called hits so far."""

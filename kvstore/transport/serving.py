@@ -25,6 +25,7 @@ from kvstore.core.errors import (
     NotFound,
     PermissionDenied,
     Unauthenticated,
+    Unsupported,
 )
 from kvstore.core.types import BlockShape, NamespaceId, Outcome, Tier
 from kvstore.observe.counters import Counters
@@ -33,8 +34,11 @@ from kvstore.transport import frames
 from kvstore.transport.arrival import receive_summed
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 from kvstore.transport.frames import FrameKind, ReadFrame, WriteFrame
+from kvstore.transport.nixl.frames import decode_attach, decode_fetch
+from kvstore.transport.nixl.port import NixlPort, OneSidedFailed
+from kvstore.transport.nixl.serving import OneSidedServing
 from kvstore.transport.tickets import TicketAuthority, TicketScope
-from kvstore.transport.wire import Piece, Wire
+from kvstore.transport.wire import Piece, PlainWire, Wire
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
@@ -68,10 +72,17 @@ class ServerConnection:
         authority: verifies the ticket; None: everybody may reach every namespace.
         times: the peer's bounds.
         counters: where events are counted.
+        nixl: for readers that want one-sided transfers; None: they are told to read over the connection.
     """
 
     def __init__(
-        self, wire: Wire, provider: BlockProvider, authority: TicketAuthority | None, times: ServerTimes, counters: Counters
+        self,
+        wire: Wire,
+        provider: BlockProvider,
+        authority: TicketAuthority | None,
+        times: ServerTimes,
+        counters: Counters,
+        nixl: NixlPort | None = None,
     ) -> None:
         self._wire = wire
         self._provider = provider
@@ -79,6 +90,8 @@ class ServerConnection:
         self._times = times
         self._counters = counters
         self._scope: TicketScope | None = None
+        # payload by NIXL goes past TLS and past a cap: where there is one, there is no NIXL
+        self._one_sided = None if nixl is None or not isinstance(wire, PlainWire) else OneSidedServing(nixl, wire, counters)
         self.idle_since_s: float | None = None
         """Since when it waits for a request; None: it is busy. Other threads may look."""
 
@@ -96,6 +109,9 @@ class ServerConnection:
             self._counters.add("transport_bad_frames_total")
             limited.warning("closed a data connection: %s", error)
             self._answer(frames.encode_error(0, error), self._now_s() + self._times.stall_s)
+        finally:
+            if self._one_sided is not None:
+                self._one_sided.close()
 
     def _greet(self) -> bool:
         """HELLO and WELCOME. False: refused, and told so."""
@@ -128,7 +144,14 @@ class ServerConnection:
         self._wire.stall_s = self._times.stall_s
         header = bytes(self._wire.receive(head.header_bytes, self._now_s() + self._times.request_s))
         if head.kind is FrameKind.READ:
-            self._serve_read(head.request_id, frames.decode_read(header))
+            self._serve_read(head.request_id, frames.decode_read(header), self._send_part)
+        elif head.kind is FrameKind.ATTACH:
+            self._serve_attach(head.request_id, header)
+        elif head.kind is FrameKind.FETCH and self._one_sided is not None:
+            fetch, one_sided = decode_fetch(header), self._one_sided
+            self._serve_read(
+                head.request_id, fetch.read, lambda at, _, part, deadline_s: one_sided.send_part(at, fetch, part, deadline_s)
+            )
         elif head.kind is FrameKind.WRITE:
             self._serve_write(head.request_id, frames.decode_write(header))
         elif head.kind is FrameKind.PING:
@@ -139,7 +162,23 @@ class ServerConnection:
 
     # ---------------------------------------------------------------- reads
 
-    def _serve_read(self, request_id: int, frame: ReadFrame) -> None:
+    def _serve_attach(self, request_id: int, header: bytes) -> None:
+        asked, deadline_s = decode_attach(header), self._now_s() + self._times.request_s
+        refusal: KVStoreError = Unsupported("this side moves no bytes by NIXL on this connection")
+        if self._one_sided is not None:
+            try:
+                self._answer(self._one_sided.attach(request_id, asked), deadline_s)
+            except Unsupported as error:
+                refusal = error
+            else:
+                return
+        self._counters.add("transport_nixl_refused_total")
+        log.info("no one-sided transfers with a reader: %s", refusal)
+        self._answer(frames.encode_error(request_id, refusal), deadline_s)
+
+    def _serve_read(
+        self, request_id: int, frame: ReadFrame, send_part: Callable[[int, ReadFrame, ReadPart, float], None]
+    ) -> None:
         self._counters.add("transport_reads_total")
         deadline_s = self._deadline_s(frame.budget_ms)
         parts: Iterator[ReadPart] | None = None
@@ -153,7 +192,11 @@ class ServerConnection:
                 parts = self._asking(lambda: self._provider.read(request))
                 while (part := self._asking(lambda: next(parts, None))) is not None:
                     try:
-                        self._send_part(request_id, frame, part, deadline_s + _GRACE_S)
+                        send_part(request_id, frame, part, deadline_s + _GRACE_S)
+                    except OneSidedFailed as error:
+                        self._counters.add("transport_nixl_failures_total")
+                        limited.warning("one-sided transfers failed: %s", error)
+                        raise _ToldError(error) from error
                     finally:
                         part.release()
         except _ToldError as told:

@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
@@ -138,7 +138,7 @@ class TcpPeer(BlockPeer):
             watch.heard(size)
             self._counters.add("transport_peer_bytes_received_total", size)
 
-        state = ReadState(request, destination, self._streams, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
+        state = self._begun_read(request, destination, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
         if not request.keys:
             return state.result()
         self._check_open()
@@ -298,43 +298,74 @@ class TcpPeer(BlockPeer):
                 return error
             fresh = True
 
+    def _begun_read(
+        self,
+        request: ReadRequest,
+        destination: BlockBuffer,
+        *,
+        verify: bool,
+        on_layers: LayerProgress | None,
+        on_bytes: Callable[[int], None],
+    ) -> ReadState:
+        return ReadState(request, destination, self._streams, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
+
+    def _ask(self, connection: Connection, state: ReadState, unit: Unit) -> int:
+        """Asks for a unit; the id of the request."""
+        request_id, deadline_s = connection.next_id(), state.request.deadline_s
+        frame = frames.encode_read(request_id, state.read_frame(unit, deadline_s - time.monotonic()))
+        connection.wire.send((frame,), deadline_s)
+        return request_id
+
+    def _take_in(self, connection: Connection, state: ReadState, request_id: int, unit: Unit) -> None:
+        """Takes in the whole answer for a unit; raises as ``ReadState.receive_unit``."""
+        state.receive_unit(connection, request_id, unit)
+
+    def _asked_ahead(self, state: ReadState) -> int:  # noqa: ARG002 - others decide by the read
+        """Units asked for before the first of them is answered."""
+        return UNITS_AHEAD
+
+    def _goes_on(self, state: ReadState, unit: Unit | None, error: KVStoreError) -> bool:  # noqa: ARG002 - see below
+        """Whether a unit that failed was given back, to be read in another way."""
+        return False
+
     def _run_units(self, state: ReadState, connection: Connection) -> tuple[KVStoreError | None, bool]:
         """Asks for units and takes them in until none is left; the connection is given back or dropped.
 
         Returns:
             What ended it early, and whether to go on with a new connection.
         """
-        deadline_s = state.request.deadline_s
         ahead: deque[tuple[int, Unit]] = deque()
+        unit: Unit | None = None  # that is being asked for
         answered = 0
         try:
             while True:
-                while len(ahead) < UNITS_AHEAD and (not ahead or ahead[0][1].count <= UNIT_KEYS):
+                while len(ahead) < self._asked_ahead(state) and (not ahead or ahead[0][1].count <= UNIT_KEYS):
                     unit = state.take_unit()
                     if unit is None:
                         break
-                    request_id = connection.next_id()
-                    ahead.append((request_id, unit))
-                    frame = frames.encode_read(request_id, state.read_frame(unit, deadline_s - time.monotonic()))
-                    connection.wire.send((frame,), deadline_s)
+                    ahead.append((self._ask(connection, state, unit), unit))
+                    unit = None
                 if not ahead:
                     state.dismiss(connection)
                     self._pool.give_back(connection)
                     if answered:
                         self._pool.went_well()
                     return None, False
-                request_id, unit = ahead[0]
+                request_id, asked = ahead[0]
                 try:
-                    state.receive_unit(connection, request_id, unit)
+                    self._take_in(connection, state, request_id, asked)
                 except AnsweredError as refusal:
                     if not refusal.in_step or isinstance(refusal.error, Unauthenticated):
                         raise refusal.error from None
-                    state.unit_failed(unit, refusal.error)
+                    state.unit_failed(asked, refusal.error)
                 ahead.popleft()
                 answered += 1
         except KVStoreError as error:
             self._pool.drop(connection)
-            units = [unit for _, unit in ahead]
+            units = [asked for _, asked in ahead] + ([] if unit is None else [unit])
+            if self._goes_on(state, units[0] if units else None, error):
+                state.return_units(units[1:])
+                return error, True
             expired = isinstance(error, Unauthenticated) and (connection.reused or answered)
             if expired or (connection.reused and not answered and not state.begun(units) and isinstance(error, Unavailable)):
                 # the ticket has run out, or the connection had died while idle: that says nothing of the peer

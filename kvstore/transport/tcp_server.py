@@ -27,6 +27,7 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.transport import frames
 from kvstore.transport.addresses import format_address, parse_address
 from kvstore.transport.contract import BlockProvider
+from kvstore.transport.nixl.port import NixlPort
 from kvstore.transport.serving import ServerConnection, ServerTimes
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.traffic import KvTraffic
@@ -56,6 +57,7 @@ class TcpServer:
         max_request_s: the longest a request may take, whatever deadline it names.
         socket_buffer_bytes: fixed socket buffers. None: the kernel sizes them.
         traffic: class of the traffic. None: unmarked and without a cap.
+        nixl: moves payload for readers that ask for it; owned by the caller. None: all goes over the connections.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TcpServer:
         max_request_s: float = 120.0,
         socket_buffer_bytes: int | None = None,
         traffic: KvTraffic | None = None,
+        nixl: NixlPort | None = None,
     ) -> None:
         self._provider = provider
         self._listen = parse_address(listen)
@@ -83,6 +86,7 @@ class TcpServer:
         self._times = ServerTimes(handshake_timeout_s, idle_timeout_s, stall_timeout_s, max_request_s)
         self._socket_buffer_bytes = socket_buffer_bytes
         self._traffic = traffic
+        self._nixl = nixl
         self._lock = threading.Lock()
         self._stopping = False
         self._listener: socket.socket | None = None
@@ -195,7 +199,7 @@ class TcpServer:
         """The life of one connection; the thread's edge."""
         try:
             with self._secured(sock) as wire:
-                connection = ServerConnection(wire, self._provider, self._authority, self._times, self._counters)
+                connection = ServerConnection(wire, self._provider, self._authority, self._times, self._counters, self._nixl)
                 with self._lock:
                     self._connections[threading.current_thread()] = connection
                 connection.run()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import select
 import socket
 import ssl
 import struct
@@ -158,6 +159,23 @@ class PlainWire(Wire):
         except OSError:
             return False
         return False  # the end of the stream, or bytes that nobody asked for
+
+    def readable(self, wait_s: float = 0.0) -> bool:
+        """Whether ``receive`` would not wait for its first byte, also where the stream has ended; looks for at most so long."""
+        if wait_s:
+            waiting = select.poll()  # unlike select, it takes any descriptor
+            waiting.register(self._sock, select.POLLIN)
+            return bool(waiting.poll(wait_s * 1000))
+        return not self.idle_and_open()
+
+    def ended(self) -> bool:
+        """Whether the stream has ended, though nobody is receiving."""
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _arm(self, option: int, deadline_s: float) -> None:
         armed_for_s, armed_at_s = self._armed[option]

@@ -1,0 +1,69 @@
+"""A process that serves or reads test blocks by NIXL, and comes to harm in the middle of it: child of ``nixl_fault_cases``.
+
+Arguments: ``serve`` or ``read ADDRESS``, the options of the agent as JSON, and the signal that it sends itself once bytes are on
+their way. Prints its address, and later what became of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from kvstore.core.types import BlockShape
+from kvstore.observe.counters import Counters
+from kvstore.testing.memory_provider import MemoryProvider
+from kvstore.testing.transport_suite import NAMESPACE, ask, dense
+from kvstore.transport.nixl.peer import NixlPeer
+from kvstore.transport.nixl.port import NixlOptions, NixlPort, Transfer
+from kvstore.transport.tcp_server import TcpServer
+
+SHAPE = BlockShape(1, 4 << 20)
+COUNT = 16
+
+
+class HarmedPort(NixlPort):
+    """Comes to harm, once, while it looks after a transfer; what it does afterwards is told."""
+
+    harm = 0
+
+    def _suffer(self) -> None:
+        signal, HarmedPort.harm = HarmedPort.harm, 0
+        if signal:
+            os.kill(os.getpid(), signal)
+
+    def done(self, transfer: Transfer) -> bool:
+        self._suffer()
+        return super().done(transfer)
+
+    def progress(self, epoch: int) -> None:
+        self._suffer()
+        super().progress(epoch)
+
+
+def main() -> None:
+    """See above."""
+    role, *where, options, signal = sys.argv[1:]
+    counters = Counters()
+    port = HarmedPort(NixlOptions(**json.loads(options)), name="child", counters=counters)
+    port.open()
+    HarmedPort.harm = int(signal)
+    if role == "read":
+        peer = NixlPeer(where[0], port, counters=counters)
+        peer.read(ask(range(COUNT), 1), dense(COUNT, SHAPE))
+        return
+    provider = MemoryProvider()
+    provider.declare(NAMESPACE, SHAPE)
+    provider.put(NAMESPACE, range(COUNT))
+    server = TcpServer(provider, nixl=port, counters=counters)
+    server.start()
+    print(server.address, flush=True)
+    sys.stdin.readline()
+    provider.settle()  # whatever was under way has ended
+    print("settled", counters.get("transport_nixl_bytes_sent_total"), flush=True)
+    server.stop()
+    port.close()
+
+
+if __name__ == "__main__":
+    main()

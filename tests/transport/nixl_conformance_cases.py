@@ -1,0 +1,56 @@
+"""The transport suite with payload moved by NIXL: over UCX's TCP (the server pushes, or the reader pulls) and over CMA.
+
+Run by ``test_nixl.py``, in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.observe.counters import Counters
+from kvstore.testing.transport_suite import TransportSuite
+from kvstore.transport.contract import BlockPeer, BlockProvider
+from kvstore.transport.nixl.peer import NixlPeer
+from kvstore.transport.nixl.port import NixlOptions, NixlPort
+from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tickets import TicketAuthority
+
+
+class _Nixl(TransportSuite):
+    options = NixlOptions()
+
+    @pytest.fixture(autouse=True)
+    def ports(self) -> Iterator[None]:
+        """One agent a side, in one process, as two processes would have; every payload byte must have gone through them."""
+        self.counters = Counters()
+        self.serving = NixlPort(self.options, name="serving", counters=self.counters)
+        self.reading = NixlPort(self.options, name="reading", counters=self.counters)
+        yield
+        self.reading.close()
+        self.serving.close()
+        counted = self.counters.snapshot()
+        assert not counted.get("transport_nixl_fallbacks_total"), "NIXL failed, and TCP did the work"
+        received = counted.get("transport_nixl_bytes_received_total", 0)
+        assert received == counted.get("transport_peer_bytes_received_total", 0)
+
+    def serve(self, provider: BlockProvider, authority: TicketAuthority | None = None) -> TcpServer:
+        server = TcpServer(provider, authority=authority, counters=self.counters, nixl=self.serving)
+        server.start()
+        return server
+
+    def connect(self, served: TcpServer, ticket: bytes = b"") -> BlockPeer:
+        return NixlPeer(served.address, self.reading, ticket=ticket, counters=self.counters)
+
+
+class TestUcxTcpPushed(_Nixl):
+    options = NixlOptions(transports="tcp", bounce_bytes=256 << 20)
+
+
+class TestUcxTcpPulled(_Nixl):
+    options = NixlOptions(transports="tcp", wish="pull")
+
+
+class TestCma(_Nixl):
+    options = NixlOptions(wish="pull")

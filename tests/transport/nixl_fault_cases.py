@@ -1,0 +1,181 @@
+"""Death and silence in the middle of one-sided transfers: bounded time, misses, no late byte, nothing lent for ever, no crash.
+
+Run by ``test_nixl.py``, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.errors import Unsupported
+from kvstore.core.types import BlockShape, Outcome
+from kvstore.observe.counters import Counters
+from kvstore.testing.memory_provider import MemoryProvider, block_payload
+from kvstore.testing.transport_suite import NAMESPACE, SENTINEL, ask, content, dense
+from kvstore.transport.nixl import port as nixl_port
+from kvstore.transport.nixl.peer import NixlPeer
+from kvstore.transport.nixl.port import NixlOptions, NixlPort
+from kvstore.transport.tcp_server import TcpServer
+
+SHAPE = BlockShape(1, 4 << 20)
+COUNT = 16
+OVER = [
+    pytest.param({"transports": "tcp", "wish": "push"}, id="ucx-tcp-push"),
+    pytest.param({"transports": "tcp", "wish": "pull"}, id="ucx-tcp-pull"),
+]
+
+
+@contextmanager
+def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    script = Path(__file__).with_name("nixl_child.py")
+    command = [sys.executable, str(script), *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@contextmanager
+def reader(address: str, options: dict[str, str]) -> Iterator[tuple[NixlPeer, Counters]]:
+    counters = Counters()
+    port = NixlPort(NixlOptions(**options), name="reader", counters=counters)  # type: ignore[arg-type]
+    peer = NixlPeer(address, port, counters=counters)
+    try:
+        yield peer, counters
+    finally:
+        peer.close()
+        port.close()
+
+
+def assert_hits_are_right(outcomes: list[Outcome], buffer: object) -> None:
+    for number, outcome in enumerate(outcomes):
+        if outcome is Outcome.HIT:
+            assert content(buffer, number) == block_payload(number, SHAPE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", OVER)
+def test_a_server_killed_in_the_middle_of_a_transfer_is_a_miss(options: dict[str, str]) -> None:
+    with child("serve", json.dumps(options), str(int(signal.SIGKILL))) as server, reader(heard(server), options) as (peer, _):
+        buffer = dense(COUNT, SHAPE)
+        began_s = time.monotonic()
+        result = peer.read(ask(range(COUNT), 1, within_s=20), buffer)
+        assert time.monotonic() - began_s < 20, "a death is noticed before the deadline"
+        assert server.wait(10) == -signal.SIGKILL
+        assert Outcome.HIT not in result.outcomes[-4:]
+        assert_hits_are_right(result.outcomes, buffer)
+
+
+@pytest.mark.parametrize("options", OVER)
+def test_no_byte_comes_after_a_read_was_given_up(options: dict[str, str]) -> None:
+    with (
+        child("serve", json.dumps(options), str(int(signal.SIGSTOP))) as server,
+        reader(heard(server), options) as (peer, counters),
+    ):
+        buffer = dense(COUNT, SHAPE)
+        result = peer.read(ask(range(COUNT), 1, within_s=1.5), buffer)
+        assert set(result.outcomes) <= {Outcome.TIMEOUT, Outcome.UNAVAILABLE, Outcome.HIT}
+        assert result.outcomes[-1] is not Outcome.HIT
+        assert counters.get("transport_nixl_fences_total") == 1
+        buffer.array[:] = SENTINEL  # the memory is the caller's again
+        os.kill(server.pid, signal.SIGCONT)
+        assert server.stdin is not None
+        server.stdin.write("end\n")
+        server.stdin.flush()
+        assert heard(server).startswith("settled"), "nothing of the server's stays lent"
+        assert (buffer.array == SENTINEL).all(), "bytes came that nobody waited for"
+        assert server.wait(20) == 0
+
+
+@pytest.mark.parametrize("options", OVER)
+def test_a_reader_killed_in_the_middle_holds_no_pin(options: dict[str, str]) -> None:
+    provider, counters = MemoryProvider(), Counters()
+    provider.declare(NAMESPACE, SHAPE)
+    provider.put(NAMESPACE, range(COUNT))
+    port = NixlPort(NixlOptions(**options), name="server", counters=counters)  # type: ignore[arg-type]
+    server = TcpServer(provider, nixl=port, counters=counters)
+    server.start()
+    try:
+        with child("read", server.address, json.dumps(options), str(int(signal.SIGKILL))) as victim:
+            assert victim.wait(30) == -signal.SIGKILL
+        provider.settle()
+        with reader(server.address, options) as (peer, others):
+            buffer = dense(COUNT, SHAPE)
+            assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
+            assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
+            assert others.get("transport_nixl_bytes_received_total") == COUNT * SHAPE.block_bytes
+    finally:
+        server.stop()
+        port.close()
+
+
+def test_a_fence_ends_the_agent_and_the_next_read_makes_another() -> None:
+    provider, counters = MemoryProvider(), Counters()
+    provider.declare(NAMESPACE, SHAPE)
+    provider.put(NAMESPACE, range(2))
+    serving = NixlPort(NixlOptions(), name="server")
+    reading = NixlPort(NixlOptions(wish="pull"), name="reader", counters=counters)
+    server = TcpServer(provider, nixl=serving)
+    server.start()
+    peer = NixlPeer(server.address, reading, counters=counters)
+    try:
+        assert peer.read(ask(range(2), 1), dense(2, SHAPE)).outcomes == [Outcome.HIT] * 2
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            reading.fence(reading.epoch)
+            assert len(os.listdir("/proc/self/fd")) < descriptors, "the agent's descriptors have gone with it"
+            assert peer.read(ask(range(2), 1), dense(2, SHAPE)).outcomes == [Outcome.HIT] * 2
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
+        assert counters.get("transport_nixl_agents_total") == 4
+        assert counters.get("transport_nixl_fallbacks_total") == 0
+    finally:
+        peer.close()
+        server.stop()
+        reading.close()
+        serving.close()
+        provider.settle()
+
+
+def test_without_nixl_reads_go_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_port, "_MODULES", ("no_such_nixl",))
+    port = NixlPort(NixlOptions())
+    with pytest.raises(Unsupported):
+        port.open()
+    provider, counters = MemoryProvider(), Counters()
+    provider.declare(NAMESPACE, SHAPE)
+    provider.put(NAMESPACE, [1])
+    server = TcpServer(provider, nixl=port)
+    server.start()
+    peer = NixlPeer(server.address, port, counters=counters)
+    try:
+        assert peer.read(ask([1], 1), dense(1, SHAPE)).outcomes == [Outcome.HIT]
+        assert counters.get("transport_nixl_fallbacks_total") == 1
+        assert counters.get("transport_nixl_bytes_received_total") == 0
+    finally:
+        peer.close()
+        server.stop()
+
+
+def test_service_level_and_devices_reach_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_port, "has_rdma", lambda: True)
+    found = nixl_port.environment(NixlOptions(service_level=3, devices="mlx5_0:1", transports="rc,cuda_copy"))
+    assert found["UCX_IB_SL"] == "3"
+    assert found["UCX_NET_DEVICES"] == "mlx5_0:1"
+    assert found["UCX_TLS"] == "rc,cuda_copy"
+    assert "UCX_MODULES" not in found

@@ -1,0 +1,38 @@
+"""The transport ``nixl`` passes the transports' suite, and outlives what may happen to its peers: in processes of their own.
+
+NIXL's wheel brings C++ libraries whose symbols are global to a process (protobuf's among them), which ends one that has loaded
+``grpc_tools`` as well. The store's processes never do; that of the tests does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("cases", "which"),
+    [
+        ("nixl_conformance_cases.py", "TestUcxTcpPushed"),
+        ("nixl_conformance_cases.py", "TestUcxTcpPulled"),
+        ("nixl_conformance_cases.py", "TestCma"),
+        ("nixl_fault_cases.py", "test"),
+    ],
+)
+def test_nixl(cases: str, which: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("nixl_cu12") is None:
+        pytest.skip("THE TRANSPORT NIXL WAS NOT TESTED: its wheel is not installed (make install)")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'cases'}", "-k", which]
+    done = subprocess.run(
+        [*command, str(HERE / cases)], cwd=HERE.parent.parent, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
