@@ -8,6 +8,7 @@ from typing import Literal
 from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
 from kvstore.transport.marking import CS1
+from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
 Verify = Literal["auto", "always", "never"]
@@ -52,6 +53,7 @@ class ClientOptions:
         compute_cap: the most bytes a second that this process's client moves to and from other hosts, each direction; 0: no cap.
         compute_yield: make way for other traffic on the link to other hosts, and never fill it; needs a mark.
         compute_bandwidth: bytes a second of that link, for ``compute_yield``; 0: as the NIC's driver says.
+        nixl: bytes from nodes that have it by one-sided transfers, where there is no TLS and no cap; None: over TCP.
         breaker_failures: unanswered calls in a row after which calls to the metadata server fail at once.
         breaker_pause_s: how long, until one call is let through to probe.
         reopen_pause_s: least time between two attempts to open a lost session anew.
@@ -84,6 +86,7 @@ class ClientOptions:
     compute_cap: int = 0
     compute_yield: bool = False
     compute_bandwidth: int = 0
+    nixl: NixlOptions | None = None
     breaker_failures: int = 3
     breaker_pause_s: float = 1.0
     reopen_pause_s: float = 0.25

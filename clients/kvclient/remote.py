@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -21,6 +22,8 @@ from kvstore.core.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer
+from kvstore.transport.nixl.peer import NixlPeer
+from kvstore.transport.nixl.port import NixlPort
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tls import ssl_context
 from kvstore.transport.traffic import KvTraffic
@@ -46,6 +49,8 @@ class PeerPool:
         self._open: OrderedDict[NodeRef, tuple[BlockPeer, grpc.Channel]] = OrderedDict()
         self._readers: ThreadPoolExecutor | None = None
         self._closed = False
+        nixl = options.nixl if tls is None else None
+        self._nixl = None if nixl is None else NixlPort(nixl, name=options.client_name, counters=incidents.counters)
 
     def peer(self, node: NodeRef) -> BlockPeer:
         """The peer to move blocks with; connects when first used.
@@ -76,7 +81,8 @@ class PeerPool:
         def ticket() -> bytes:
             return bytes(call(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, RetryPolicy(attempts=2)).ticket)
 
-        peer = TcpPeer(
+        make = TcpPeer if self._nixl is None else partial(NixlPeer, port=self._nixl)
+        peer = make(
             node.data_address,
             ticket=ticket,
             streams=self._options.tcp_streams,
@@ -106,6 +112,8 @@ class PeerPool:
             _close(entry)
         if readers is not None:
             readers.shutdown(wait=True)
+        if self._nixl is not None:
+            self._nixl.close()
         self._traffic.close()
 
 

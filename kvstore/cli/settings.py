@@ -10,11 +10,12 @@ import tempfile
 from pathlib import Path
 
 from kvclient.options import ClientOptions
-from kvstore.core.config import Config, TlsSection
+from kvstore.core.config import Config, NodeSection, TlsSection
 from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
+from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
 _MAX_FOLDER_NAME = 32
@@ -100,6 +101,8 @@ def node_config(config: Config) -> NodeConfig:
         load_threads=section.load_threads,
         io_threads=section.io_threads,
         gds=section.gds,
+        nixl=None if section.nixl == "off" else _nixl(section),
+        nixl_required=section.nixl == "required",
         storage_listen=section.storage_listen,
         storage_advertise_host=section.storage_advertise_host,
         storage_bytes_per_s=section.storage_bandwidth,
@@ -113,6 +116,15 @@ def node_config(config: Config) -> NodeConfig:
         tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
         ready_file=section.ready_file,
+    )
+
+
+def _nixl(section: NodeSection) -> NixlOptions:
+    return NixlOptions(
+        wish=section.nixl_way,
+        service_level=section.nixl_service_level,
+        devices=section.nixl_devices,
+        transports=section.nixl_transports,
     )
 
 

@@ -155,6 +155,19 @@ class NodeSection(Section):
         description="GPUDirect Storage: auto (where a measurement shows that it is real), required (or the node refuses to"
         " start) or off (kvikio is not touched)",
     )
+    nixl: Literal["off", "auto", "required"] = Field(
+        default="off",
+        description="payload between nodes by NIXL (RDMA, or UCX over TCP and CMA): off, auto (between two that have it, else TCP)"
+        " or required (or the node refuses to start)",
+    )
+    nixl_way: Literal["auto", "pull", "push"] = Field(
+        default="auto", description="who moves the bytes of its reads: auto (push where there is only TCP), pull or push"
+    )
+    nixl_service_level: int | None = Field(
+        default=None, ge=0, le=15, description="InfiniBand service level of NIXL's traffic (UCX_IB_SL); unset: UCX's own"
+    )
+    nixl_devices: str = Field(default="", description="network devices of NIXL (UCX_NET_DEVICES), e.g. mlx5_0:1; unset: all")
+    nixl_transports: str = Field(default="", description="UCX's transports (UCX_TLS), e.g. rc or tcp; unset: what UCX finds")
     storage_listen: str | None = Field(
         default=None, description="address of its data plane on the storage network; unset: data_listen serves both networks"
     )

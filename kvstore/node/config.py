@@ -9,6 +9,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.node_id import check_node_id
 from kvstore.core.tls import TlsConfig
 from kvstore.tiers.io_engines.probe import GdsMode
+from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
 
@@ -76,6 +77,10 @@ class NodeConfig:
     """I/O requests in flight on each NVMe volume."""
     gds: GdsMode = "auto"
     """GPUDirect Storage: ``auto``: where a measurement shows that it is real; ``required``: or the node does not start."""
+    nixl: NixlOptions | None = None
+    """Payload between nodes by one-sided transfers, where both sides can; None: all of it over TCP."""
+    nixl_required: bool = False
+    """The node does not start where NIXL does not work."""
     storage_listen: str | None = None
     """Data plane on the storage network (SNIC); None: ``data_listen`` serves both networks."""
     storage_advertise_host: str | None = None

@@ -28,6 +28,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.loader import Loader
 from kvstore.node.mounts import make_mounts
+from kvstore.node.one_sided import NixlPorts
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.prompts import Prompts
 from kvstore.node.provider import NodeProvider
@@ -50,6 +51,8 @@ from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
+from kvstore.transport.nixl.peer import NixlPeer
+from kvstore.transport.nixl.port import NixlPort, Region
 from kvstore.transport.shm import ArenaDoor
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
@@ -146,6 +149,7 @@ class NodeDaemon:
         )
         self._recover(homes)
         self._traffic = _compute_traffic(config, counters)
+        self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
         self._peers = Peers(self._make_peer)
         self._mounts = make_mounts(config.mounts, io_threads=config.io_threads, counters=counters, clock=clock)
         self._loader = Loader(
@@ -178,7 +182,7 @@ class NodeDaemon:
         )
         self._authority = TicketAuthority(secrets.token_bytes(32), self._boot_id, clock)
         provider = NodeProvider(self._domains, self.table, self._loader, self._stager, clock)
-        self._data = self._data_server(provider, config.data_listen, self._traffic)
+        self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
         self._door = ArenaDoor(self._arena_socket, self._hand_out_arena, self._engine_left)
@@ -189,7 +193,7 @@ class NodeDaemon:
         )
         self._write_behind = WriteBehind(self.table, target, counters)
 
-    def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic) -> TcpServer:
+    def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlPort | None = None) -> TcpServer:
         tls = self.config.tls
         return TcpServer(
             provider,
@@ -198,6 +202,7 @@ class NodeDaemon:
             tls=ssl_context(tls, server_side=True) if tls is not None else None,
             counters=self.counters,
             traffic=traffic,
+            nixl=nixl,
         )
 
     def _recover(self, homes: list[Home]) -> None:
@@ -235,7 +240,9 @@ class NodeDaemon:
 
         config = self.config.tls
         tls, name = (None, None) if config is None else (ssl_context(config, server_side=False), config.server_name)
-        return TcpPeer(
+        reading = self._nixl.reading
+        make = TcpPeer if reading is None else partial(NixlPeer, port=reading)
+        return make(
             address.data_address,
             ticket=ticket,
             streams=self.config.peer_streams,
@@ -379,6 +386,7 @@ class NodeDaemon:
         self._loader.close()
         self._mounts.close()
         self._peers.close()
+        self._nixl.close()
         self._traffic.close()
         self._janitor.join(2.0)
         self._resumer.join(2.0)
@@ -393,7 +401,7 @@ class NodeDaemon:
     def _io_engines(self) -> list[str]:
         engines = [f"{self._arena.volume_id}: {self._arena.backing}"]
         engines += [f"{slab.volume_id}: {slab.io_engine}" for slab in self._slabs]
-        return engines + self._gds + [mount.describe() for mount in self._mounts]
+        return engines + self._gds + [f"NIXL: {self._nixl.says}"] + [mount.describe() for mount in self._mounts]
 
     def _sweep_for_ever(self) -> None:
         while not self._stopping.wait(SWEEP_INTERVAL_S):

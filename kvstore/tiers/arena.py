@@ -161,6 +161,11 @@ class DramArena(MappedVolume):
         """What the memory really is, e.g. ``memfd`` or ``memfd, reserved huge pages of 2 MiB``."""
         return self._backing
 
+    @property
+    def address(self) -> int:
+        """Where the mapping begins in this process."""
+        return int(self._array.__array_interface__["data"][0])
+
     def fileno(self) -> int:
         return self._fd
 

@@ -1,0 +1,75 @@
+"""This node's NIXL agents: one that serves the arena to readers, one that reads from other nodes into it.
+
+Two, because a fence ends the agent that reads, and what this node serves to others must not end with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.node.config import NodeConfig
+from kvstore.observe.counters import Counters
+from kvstore.transport.nixl.port import NixlPort, Region, has_rdma
+
+log = logging.getLogger(__name__)
+
+BOUNCE_BYTES = 16 << 20
+"""Blocks lie in the arena, which is registered: nothing of a node's takes a bounce but odd cases."""
+
+
+class NixlPorts:
+    """The agents, where this node has them.
+
+    Args:
+        config: of the node.
+        arena: its memory, to be registered.
+        counters: where events are counted.
+
+    Raises:
+        InvalidArgument: NIXL is required, and the configuration rules it out.
+        Unsupported: NIXL is required, and does not work here.
+    """
+
+    def __init__(self, config: NodeConfig, arena: Region, counters: Counters) -> None:
+        self.serving: NixlPort | None = None
+        self.reading: NixlPort | None = None
+        self.says = "off"
+        if config.nixl is None:
+            return
+        options = replace(config.nixl, bounce_bytes=BOUNCE_BYTES)
+        problem: InvalidArgument | Unsupported | None = None
+        if config.tls is not None:
+            problem = InvalidArgument("bytes that NIXL moves go past TLS: node.nixl takes a node without tls")
+        elif config.traffic.cap_bytes_per_s or config.traffic.yields:
+            problem = InvalidArgument("bytes that NIXL moves go past compute_cap and compute_yield: node.nixl takes neither")
+        else:
+            made = [
+                NixlPort(options, name=f"{config.node_id}-{name}", regions=[arena], counters=counters)
+                for name in ("serves", "reads")
+            ]
+            try:
+                for port in made:
+                    port.open()
+                self.serving, self.reading = made
+            except Unsupported as error:
+                for port in made:
+                    port.close()
+                problem = error
+        if problem is None:
+            found = "RDMA, TCP and CMA" if has_rdma() else "TCP and CMA (no RDMA device)"
+            self.says = f"in use, UCX over {options.transports or found}"
+            log.info("NIXL is %s", self.says)
+            return
+        if config.nixl_required:
+            raise problem
+        counters.add("transport_nixl_unavailable_total")
+        self.says = f"not in use: {problem}"
+        log.warning("blocks move over TCP, NIXL is %s", self.says)
+
+    def close(self) -> None:
+        """Ends the agents."""
+        for port in (self.serving, self.reading):
+            if port is not None:
+                port.close()

@@ -1,0 +1,99 @@
+"""Nodes with NIXL, real processes: statistics say which transport moved the bytes, and every byte is checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import Store
+from kvstore.core.types import Outcome
+from kvstore.testing.cluster import NodeSpec
+
+if importlib.util.find_spec("nixl_cu12") is None:
+    pytest.skip("THE TRANSPORT NIXL WAS NOT TESTED: its wheel is not installed (make install)", allow_module_level=True)
+
+MakeStore = Callable[..., Store]
+
+TCP = (("nixl", "required"), ("nixl_transports", "tcp"))
+CMA = (("nixl", "required"),)
+
+
+def counted(store: Store, node: str, name: str) -> int:
+    return dict(store.node_stats(node).counters).get(name, 0)
+
+
+@pytest.mark.parametrize("settings", [TCP, CMA], ids=["ucx-tcp", "ucx-cma"])
+def test_a_node_reads_from_its_peer_by_nixl(make_store: MakeStore, settings: tuple[tuple[str, str], ...]) -> None:
+    store = make_store(NodeSpec("a", settings=settings), NodeSpec("b", settings=settings))
+    a, b = (store.engine(node, layer_bytes=64 << 10) for node in "ab")
+    assert a.store("c", 100, wait_visible=True).held_blocks == 100
+    result = b.load("c", 100)
+    assert result.hit_blocks == 100
+    assert counted(store, "b", "transport_nixl_bytes_received_total") == 100 * b.spec.block_bytes
+    assert counted(store, "a", "transport_nixl_bytes_sent_total") == 100 * b.spec.block_bytes
+    assert counted(store, "a", "transport_nixl_bounced_bytes_total") == 0, "the arena is registered"
+    assert counted(store, "b", "transport_nixl_fallbacks_total") == 0
+    assert any(line.startswith("NIXL: in use") for line in store.node_stats("b").io_engines)
+
+
+CLIENT = """
+import sys
+import numpy as np
+from kvclient import CacheSpec, ClientOptions, KVClient
+from kvstore.transport.nixl.port import NixlOptions
+
+spec = CacheSpec(model="test", block_tokens=16, layers=4, layer_block_bytes=65536)
+options = ClientOptions(client_name="far", nixl=NixlOptions())
+with KVClient.connect(sys.argv[1], spec, node=None, options=options) as client:
+    keys = [bytes.fromhex(key) for key in sys.stdin.read().split()]
+    room = np.zeros((len(keys), spec.block_bytes), np.uint8)
+    assert client.load(keys, room).hit_blocks == len(keys)
+    assert client.stats()["transport_nixl_bytes_received_total"] == room.nbytes
+    room.tofile(sys.argv[2])
+"""
+"""A process of its own, as an engine is: ``tests/transport/test_nixl.py`` says why."""
+
+
+def test_a_client_without_a_node_reads_by_nixl(make_store: MakeStore, tmp_path: Path) -> None:
+    store = make_store(NodeSpec("a", settings=CMA))
+    writer = store.engine("a", layer_bytes=64 << 10)
+    writer.store("c", 60, wait_visible=True)
+    keys = writer.keys("c", 60)
+    command = [sys.executable, "-c", CLIENT, store.cluster.metadata_address, str(tmp_path / "loaded")]
+    done = subprocess.run(
+        command, input=" ".join(key.hex() for key in keys), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    loaded = np.fromfile(tmp_path / "loaded", np.uint8).reshape(60, -1)
+    assert list(writer.payloads.wrong_blocks(keys, loaded)) == []
+
+
+def test_where_one_side_has_no_nixl_tcp_does_the_work(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a"), NodeSpec("b", settings=CMA))
+    a, b = store.engine("a"), store.engine("b")
+    a.store("c", 40, wait_visible=True)
+    assert b.load("c", 40).hit_blocks == 40
+    assert counted(store, "b", "transport_nixl_bytes_received_total") == 0
+    assert counted(store, "b", "transport_nixl_fallbacks_total") >= 1
+    assert counted(store, "a", "transport_nixl_refused_total") >= 1
+
+
+def test_a_killed_node_is_a_miss_and_its_reader_goes_on(make_store: MakeStore) -> None:
+    store = make_store(*(NodeSpec(node, settings=TCP) for node in "abd"))
+    a, b, d = (store.engine(node, layer_bytes=64 << 10) for node in "abd")
+    a.store("c", 200, wait_visible=True)
+    d.store("e", 50, wait_visible=True)
+    with b.client.start_load(b.keys("c", 200), room := b.room(200), deadline_s=20.0) as load:
+        store.cluster.kill("a")
+        result = load.result(30.0)
+    keys = b.keys("c", 200)
+    hits = [at for at, outcome in enumerate(result.outcomes) if outcome == Outcome.HIT]
+    assert list(b.payloads.wrong_blocks([keys[at] for at in hits], room[hits])) == []
+    assert store.cluster.node("b").process.poll() is None, store.cluster.node("b").log_tail()
+    assert b.load("e", 50).hit_blocks == 50, "it reads from others as before"
