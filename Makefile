@@ -10,13 +10,18 @@ BIN := $(VENV)/bin
 TEST_ARGS ?=
 BENCH_ARGS ?=
 ENGINE_TEST_ARGS ?=
+GPU_PYTHON ?= $(BIN)/python
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
+NEED_CUDA := 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device can be reached here, or this torch is built without CUDA (GPU_PYTHON=... names another Python)")'
+# For the tests of the kernel in its interpreter. Not in constraints.txt: torch for CUDA brings the one that it was built with.
+TRITON := triton==3.9.0
 
 # pip builds the editable install in an environment of its own, which only the variables reach (two names: old pip, new pip).
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install install-engines run test test-store test-engines lint format types stubs check bench clean
+.PHONY: help install install-engines run test test-store test-engines test-gpu bench-gpu lint format types stubs check bench clean
 
 help:  ## shows this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*##\s*/\1\t/' | expand -t 10
@@ -33,6 +38,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt requirements-hardware.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --requirement requirements-hardware.txt || echo "no kvikio and NIXL for this machine: the tests of the gds I/O engine and of the transport nixl are skipped" >&2
+	@$(BIN)/python -c 'import triton' 2>/dev/null || PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps $(TRITON) || echo "no Triton for this machine: the device's kernel is not tested" >&2
 	@touch $@
 
 $(VENV_BENCH)/.stamp: pyproject.toml constraints.txt
@@ -66,6 +72,14 @@ test-store: install  ## the tests of the store itself
 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU
 	@$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS)
+
+test-gpu: $(GPU_SETUP)  ## the tests that need a CUDA device; GPU_PYTHON=... names a Python whose torch has CUDA
+	@$(GPU_PYTHON) -c $(NEED_CUDA)
+	@PYTHONPATH=.:clients:proto $(GPU_PYTHON) -m pytest --ignore=tests/engines -m gpu $(TEST_ARGS)
+
+bench-gpu: $(GPU_SETUP)  ## the figures that need a CUDA device; GPU_PYTHON and BENCH_ARGS likewise
+	@$(GPU_PYTHON) -c $(NEED_CUDA)
+	@PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gpu_copies.py $(BENCH_ARGS)
 
 lint: install  ## ruff: rules and format
 	@$(BIN)/ruff check

@@ -29,7 +29,9 @@ def _needs_engine(script: str) -> bool:
 SCRIPTS = sorted(
     path.stem
     for path in HERE.glob("*.py")
-    if path.stem not in NOT_A_BENCHMARK and not (_needs_engine(path.stem) and find_spec("transformers") is None)
+    if path.stem not in NOT_A_BENCHMARK
+    and not path.stem.startswith("gpu_")  # `make bench-gpu`
+    and not (_needs_engine(path.stem) and find_spec("transformers") is None)
 )
 """Each runs alone, so that none disturbs another."""
 

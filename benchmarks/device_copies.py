@@ -1,0 +1,119 @@
+"""What of the device's copies can be measured on a CPU: pages in host memory against memcpy, and what fp8 does to attention.
+
+python benchmarks/device_copies.py [--quick]
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import harness
+from harness import Figure, Reference
+from kvclient.device.copier import DeviceCopier
+from kvclient.device.layouts import PagedCache
+
+LAYERS, TOKENS, HEADS, DIM = 8, 16, 8, 128
+"""A quarter of the layers of Llama-3-8B, in blocks of 16 tokens."""
+
+
+def cpu_copies(options: harness.Options) -> None:
+    """Loads and stores of a cache in host memory, as an engine on a CPU has it."""
+    blocks = options.pick(full=1000, quick=300, smoke=20)
+    shape = (2, blocks + 8, TOKENS, HEADS, DIM)
+    cache = PagedCache([torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)], "split")
+    random = np.random.default_rng(options.seed)
+    pages = random.permutation(blocks + 8)[:blocks].tolist()
+    for way in ("batched", "staged"):
+        copier = DeviceCopier(cache, strategy=way)
+        size = copier.shape.block_bytes
+        arena = random.integers(0, 256, blocks * size, np.uint8)
+        view, room = arena.data, np.zeros_like(arena)
+        offsets = random.permutation(blocks).astype(np.uint64) * np.uint64(size)
+
+        def load() -> None:
+            buffer = copier.blocks(pages)  # noqa: B023
+            buffer.read_arena(view, offsets, 0, 0, LAYERS)  # noqa: B023
+            buffer.drain()
+
+        def store() -> None:
+            buffer = copier.blocks(pages)  # noqa: B023
+            buffer.write_arena(view, offsets)  # noqa: B023
+            buffer.drain()
+
+        def plain() -> None:
+            ctypes.memmove(room.ctypes.data, arena.ctypes.data, arena.nbytes)  # noqa: B023
+
+        load()
+        before = arena.copy()
+        arena[:] = 0
+        store()
+        assert np.array_equal(arena, before)
+        for direction, work in (("load", load), ("store", store)):
+            samples = harness.interleave(
+                {
+                    "ours": lambda: harness.gigabytes_per_second(arena.nbytes, work),  # noqa: B023
+                    "memcpy": lambda: harness.gigabytes_per_second(arena.nbytes, plain),  # noqa: B023
+                },
+                options.repetitions,
+            )
+            options.keep(
+                Figure(f"cpu_pages_{direction}", f"{direction} of pages on the CPU", {"way": way, "blocks": blocks}, "GB/s"),
+                samples["ours"],
+                limit=Reference("one memcpy, one thread", samples["memcpy"]),
+                notes="K and V apart: pieces of 32 KiB, scattered slots and pages, one thread",
+            )
+
+
+def fp8_error(options: harness.Options) -> None:
+    """Attention over a cache that was quantised and back, against the same over the cache itself, both in float32."""
+    for heads, kv_heads, dim, context, outliers in (
+        (32, 8, 128, 2048, False),
+        (32, 8, 128, 2048, True),
+        (16, 16, 64, 1024, True),
+        (40, 8, 128, 4096, True),
+    ):
+        errors = []
+        for seed in range(options.seed, options.seed + options.pick(full=5, quick=3, smoke=1)):
+            generator = torch.Generator().manual_seed(seed)
+            blocks = context // TOKENS
+            tensor = torch.randn((2, blocks, TOKENS, kv_heads, dim), generator=generator)
+            if outliers:  # as keys of trained models have them: a few channels many times as large
+                channels = torch.randperm(dim, generator=generator)[: dim // 32]
+                tensor[0, ..., channels] *= 20
+            cache = PagedCache([tensor.to(torch.bfloat16)], "split")
+            copier = DeviceCopier(cache, fp8=True)
+            arena = memoryview(bytearray(blocks * copier.shape.block_bytes))
+            offsets = np.arange(blocks, dtype=np.uint64) * np.uint64(copier.shape.block_bytes)
+            was = cache.layers[0].tensor.clone()
+            copier.blocks(range(blocks)).write_arena(arena, offsets)
+            copier.blocks(range(blocks)).read_arena(arena, offsets, 0, 0, 1)
+            query = torch.randn((1, heads, 8, dim), generator=generator)
+            exact, ours = (_attend(query, kv, heads // kv_heads) for kv in (was, cache.layers[0].tensor))
+            errors.append(float((ours - exact).norm() / exact.norm()))
+        parameters = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "context": context, "outliers": outliers}
+        options.keep(
+            Figure("fp8_attention_error", "relative error of attention outputs", parameters, "of the norm", lower_is_better=True),
+            errors,
+            notes="normal keys, values and queries; one scale for the keys and one for the values of a page; a sample a seed",
+        )
+
+
+def _attend(query: torch.Tensor, kv: torch.Tensor, repeat: int) -> torch.Tensor:
+    """Attention of some queries over all tokens of a cache ``[2, blocks, tokens, heads, dim]``, in float32."""
+    keys, values = kv.float().flatten(1, 2).permute(0, 2, 1, 3).repeat_interleave(repeat, 1).unsqueeze(1)
+    return scaled_dot_product_attention(query, keys, values)
+
+
+def main() -> None:
+    """Measures both."""
+    options = harness.options("device_copies", __doc__)
+    cpu_copies(options)
+    fp8_error(options)
+
+
+if __name__ == "__main__":
+    main()

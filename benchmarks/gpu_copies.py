@@ -1,0 +1,360 @@
+"""Copies between a pinned arena and a paged KV cache on a GPU, beside what the bus and the memory give. Needs a CUDA device.
+
+Each figure has its limit in the same run: one ``cudaMemcpyAsync`` of the same bytes out of the same memory, one copy within the
+device's, the matrix products alone, a plain serial registration. Bytes are checked before anything is timed.
+
+    python benchmarks/gpu_copies.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import harness
+from harness import Figure, Reference, Target
+from kvclient.device.copier import STRATEGIES, DeviceCopier
+from kvclient.device.driver import CudaDriver
+from kvclient.device.layouts import PagedCache
+from kvclient.device.pinning import PinnedRange, cpus_near
+from kvstore.observe.counters import Counters
+from kvstore.transport.layout import address_of
+
+WAYS = tuple(way for way in STRATEGIES if way != "auto")
+PARTS = ("copies", "overlap", "pool", "first-layer", "pinning")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a cache is made of, and what a token costs to compute."""
+
+    name: str
+    layers: int
+    heads: int
+    dim: int
+    parameters: float
+
+
+LLAMA = Model("llama-3-8b", 32, 8, 128, 8.03e9)
+QWEN = Model("qwen2.5-32b", 64, 8, 128, 32.8e9)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of some work on the device, begun and ended with nothing under way."""
+
+    def whole() -> None:
+        work()
+        torch.cuda.synchronize()
+
+    torch.cuda.synchronize()
+    return harness.seconds(whole)
+
+
+@contextmanager
+def mapped(nbytes: int) -> Iterator[memoryview]:
+    """Memory as a node's arena is."""
+    fd = os.memfd_create("bench-gpu")
+    os.ftruncate(fd, nbytes)
+    memory = mmap.mmap(fd, nbytes)
+    os.close(fd)
+    view = memoryview(memory)
+    try:
+        yield view
+    finally:
+        view.release()
+        memory.close()
+
+
+class Bed:
+    """A cache of one model, an arena with scattered blocks, and a buffer for the plain copy."""
+
+    def __init__(self, model: Model, block_tokens: int, blocks: int, view: memoryview, way: str, seed: int) -> None:
+        self.blocks = blocks
+        shape = (2, blocks + 8, block_tokens, model.heads, model.dim)
+        self.layers = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(model.layers)]
+        self.copier = DeviceCopier(PagedCache(self.layers, "split"), strategy=way, pin_chunk_bytes=1 << 50)  # type: ignore[arg-type]
+        self.guard = self.copier.mapped(view)
+        assert self.copier.wait_pinned(300)
+        report = self.copier.pin_reports()[0]
+        if report.refused:
+            sys.exit(f"the arena cannot be pinned: {report.refused}")
+        self.view = view
+        random = np.random.default_rng(seed)
+        self.offsets = random.permutation(blocks).astype(np.uint64) * np.uint64(self.copier.shape.block_bytes)
+        self.pages = random.permutation(blocks + 8)[:blocks].tolist()
+        self.nbytes = blocks * self.copier.shape.block_bytes
+        driver = self.copier.device.pinning
+        assert isinstance(driver, CudaDriver)
+        self.driver = driver
+        self._check()
+
+    def _check(self) -> None:
+        """Never time what is wrong: random bytes go out and come back."""
+        for layer in self.layers:
+            layer.view(torch.int16).random_(-(2**15), 2**15)
+        before = self.layers[-1][:, self.pages].clone()
+        self.store()
+        for layer in self.layers:
+            layer.zero_()
+        self.load()
+        assert torch.equal(before.view(torch.int16), self.layers[-1][:, self.pages].view(torch.int16))
+
+    def load(self) -> None:
+        """All blocks, all layers; returns when they are there."""
+        blocks = self.copier.blocks(self.pages)
+        blocks.read_arena(self.view, self.offsets, 0, 0, len(self.layers))
+        blocks.drain()
+
+    def store(self) -> None:
+        """The other way."""
+        blocks = self.copier.blocks(self.pages)
+        blocks.write_arena(self.view, self.offsets)
+        blocks.drain()
+
+    def plain(self, *, to_device: bool) -> Callable[[], None]:
+        """One copy of as many bytes."""
+        room = torch.empty(self.nbytes, dtype=torch.uint8, device="cuda")
+        host, device = address_of(self.view), room.data_ptr()
+        target, source = (device, host) if to_device else (host, device)
+        stream = torch.cuda.Stream()
+
+        def copy() -> None:
+            assert len(room) == self.nbytes
+            self.driver.copy_rows(target, self.nbytes, source, self.nbytes, self.nbytes, 1, stream.cuda_stream)
+
+        return copy
+
+    def close(self) -> None:
+        """Unpins."""
+        assert self.guard.close()
+
+
+@contextmanager
+def bed(model: Model, block_tokens: int, blocks: int, way: str, seed: int) -> Iterator[Bed | None]:
+    """A bed, or None where the driver or the installation does not know the way."""
+    nbytes = blocks * model.layers * 2 * block_tokens * model.heads * model.dim * 2
+    with mapped(nbytes) as view:
+        try:
+            made = Bed(model, block_tokens, blocks, view, way, seed)
+        except harness_errors() as error:
+            print(f"{way}: not measured: {error}", file=sys.stderr)
+            yield None
+            return
+        try:
+            yield made
+        finally:
+            made.close()
+            del made
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def harness_errors() -> type[Exception]:
+    """What a way that is not there raises."""
+    from kvclient import InvalidArgument
+
+    return InvalidArgument
+
+
+def notes() -> str:
+    """The device and its software."""
+    driver = CudaDriver(torch.cuda.current_device())
+    name = torch.cuda.get_device_name()
+    return f"{name}; driver speaks CUDA {driver.version}; torch {torch.__version__}; random bytes, scattered slots and pages"
+
+
+def copies(options: harness.Options) -> None:
+    """Loads and stores against one plain copy."""
+    blocks = options.pick(full=1000, quick=200, smoke=20)
+    for model in (LLAMA, QWEN):
+        for block_tokens in (16, 64):
+            for way in WAYS:
+                with bed(model, block_tokens, blocks, way, options.seed) as made:
+                    if made is None:
+                        continue
+                    for direction, work in (("load", made.load), ("store", made.store)):
+                        plain = made.plain(to_device=direction == "load")
+                        size = made.nbytes / 1e9
+                        samples = harness.interleave(
+                            {"ours": lambda: size / timed(work), "plain": lambda: size / timed(plain)},  # noqa: B023
+                            options.repetitions,
+                        )
+                        parameters = {"model": model.name, "block_tokens": block_tokens, "blocks": blocks, "way": way}
+                        options.keep(
+                            Figure(f"gpu_{direction}", f"DRAM {direction}s a paged KV cache", parameters, "GB/s"),
+                            samples["ours"],
+                            limit=Reference("one pinned cudaMemcpyAsync", samples["plain"]),
+                            target=Target("limit", 0.9),
+                            notes=notes(),
+                        )
+
+
+def overlap(options: harness.Options) -> None:
+    """Matrix products of a prefill, alone and while a load runs."""
+    side, rounds = options.pick(full=8192, quick=8192, smoke=1024), options.pick(full=60, quick=20, smoke=2)
+    blocks = options.pick(full=1000, quick=400, smoke=20)
+    for way in WAYS:
+        with bed(LLAMA, 16, blocks, way, options.seed) as made:
+            if made is None:
+                continue
+            left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
+            right, out = torch.randn_like(left), torch.empty_like(left)
+
+            def products() -> None:
+                for _ in range(rounds):
+                    torch.mm(left, right, out=out)  # noqa: B023
+
+            def beside() -> float:
+                target = made.copier.blocks(made.pages)
+                target.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                products()
+                end.record()
+                target.drain()
+                end.synchronize()
+                return float(begin.elapsed_time(end)) / 1000
+
+            samples = harness.interleave({"beside": beside, "alone": lambda: timed(products)}, options.repetitions)
+            options.keep(
+                Figure("gpu_overlap", "matrix products beside a load", {"way": way, "side": side}, "s", lower_is_better=True),
+                samples["beside"],
+                limit=Reference("the same products alone", samples["alone"]),
+                target=Target("limit", 1.03),
+                notes=notes(),
+            )
+
+
+def pool(options: harness.Options) -> None:
+    """Blocks that lie in device memory, into pages."""
+    from kvclient.device.triton_rows import TritonRows
+
+    blocks = options.pick(full=1000, quick=400, smoke=20)
+    for block_tokens in (16, 64):
+        shape = (2, blocks + 8, block_tokens, LLAMA.heads, LLAMA.dim)
+        cache = PagedCache([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(LLAMA.layers)], "split")
+        size = blocks * LLAMA.layers * cache.row_bytes
+        source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        pages = torch.randperm(blocks + 8, device="cuda")[:blocks]
+        table = torch.randperm(blocks, device="cuda") * (LLAMA.layers * cache.row_bytes // cache.word)
+        mover = TritonRows(cache)
+
+        def scatter() -> None:
+            for layer in range(LLAMA.layers):
+                at = source.data_ptr() + layer * cache.row_bytes  # noqa: B023
+                mover.by_table(layer, at, table, pages, word=cache.word, to_pages=True, host=False)  # noqa: B023
+
+        samples = harness.interleave(
+            {"ours": lambda: size / 1e9 / timed(scatter), "plain": lambda: size / 1e9 / timed(lambda: target.copy_(source))},  # noqa: B023
+            options.repetitions,
+        )
+        options.keep(
+            Figure("gpu_pool_hit", "a hit in device memory into pages", {"block_tokens": block_tokens, "blocks": blocks}, "GB/s"),
+            samples["ours"],
+            limit=Reference("one copy within device memory", samples["plain"]),
+            target=Target("limit", 0.8),
+            notes=notes(),
+        )
+        torch.cuda.empty_cache()
+
+
+def first_layer(options: harness.Options) -> None:
+    """64k tokens of Llama-3-8B: until the first layer is there, against the time to compute them.
+
+    Computing is taken to be the weights' products alone, at the rate of a large matrix product here: attention is left out, so
+    that the figure is less than the truth.
+    """
+    tokens, side = options.pick(full=65_536, quick=16_384, smoke=512), options.pick(full=8192, quick=8192, smoke=1024)
+    left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
+    rate = 2 * side**3 * 10 / min(timed(lambda: [left @ left for _ in range(10)]) for _ in range(3))
+    compute_s = 2 * LLAMA.parameters * tokens / rate
+    for way in WAYS:
+        with bed(LLAMA, 16, tokens // 16, way, options.seed) as made:
+            if made is None:
+                continue
+
+            def until_first() -> float:
+                blocks = made.copier.blocks(made.pages)
+                first = torch.cuda.Event()
+
+                def begin() -> None:
+                    blocks.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
+                    blocks.follow(0)
+                    first.record()
+                    first.synchronize()
+
+                seconds = harness.seconds(begin)
+                blocks.drain()
+                return compute_s / seconds
+
+            samples = harness.interleave({"ours": until_first, "all": lambda: compute_s / timed(made.load)}, options.repetitions)
+            options.keep(
+                Figure("gpu_first_layer", "computing 64k tokens / loading layer 0", {"way": way, "tokens": tokens}, "times"),
+                samples["ours"],
+                peer=Reference("the same for all layers", samples["all"]),
+                target=Target("value", 10),
+                notes=f"{notes()}; products at {rate / 1e12:.0f} TFLOP/s",
+            )
+
+
+def pinning(options: harness.Options) -> None:
+    """Start of a pinned arena, in memory that nobody has touched, against one serial registration."""
+    room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = min(options.pick(full=64 << 30, quick=8 << 30, smoke=256 << 20), int(room * 0.8) >> 21 << 21)
+    driver = CudaDriver(torch.cuda.current_device())
+
+    def ours() -> float:
+        with mapped(size) as view:
+            near = cpus_near(driver.bus_id)
+            pins = PinnedRange(address_of(view), size, driver, Counters(), cpus=near)
+            assert pins.wait(600)
+            report = pins.report()
+            assert report.bytes_pinned == size, report.refused
+            assert pins.close()
+            return report.seconds
+
+    def serial() -> float:
+        with mapped(size) as view:
+            address = address_of(view)
+            seconds = harness.seconds(lambda: driver.pin(address, size))
+            driver.unpin(address)
+            return seconds
+
+    samples = harness.interleave({"ours": ours, "serial": serial}, min(3, options.repetitions), warm_up=0)
+    faster = [theirs / mine for mine, theirs in zip(samples["ours"], samples["serial"], strict=True)]
+    options.keep(
+        Figure("gpu_pin_start", "start of a pinned arena, faster than a serial register", {"bytes": size}, "times"),
+        faster,
+        target=Target("value", 3),
+        notes=f"{notes()}; seconds: ours {min(samples['ours']):.2f}, serial {min(samples['serial']):.2f}",
+    )
+
+
+RUNS = {"copies": copies, "overlap": overlap, "pool": pool, "first-layer": first_layer, "pinning": pinning}
+
+
+def main() -> None:
+    """Measures all parts, or those that are named."""
+
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; may be given again")
+
+    options = harness.options("gpu_copies", __doc__, arguments=arguments)
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device can be reached here (or this torch is built without CUDA): nothing is measured")
+    for part in options.extra.only or PARTS:
+        RUNS[part](options)
+
+
+if __name__ == "__main__":
+    main()
