@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvstore.observe import counters
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+# What is counted under a name that nobody declared fails the test that counts it.
+counters.strict = True
 
 # Tests start daemons while other threads of theirs are inside gRPC; its fork handlers are of no use before an exec, and a child
 # was seen to abort before it had logged a word.

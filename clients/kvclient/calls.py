@@ -35,10 +35,22 @@ class Result(Protocol):
 class CancellableMethod(Protocol):
     """A unary method of a synchronous stub."""
 
-    def __call__(self, request: Any, timeout: float | None = None) -> Any:  # noqa: ANN401
+    def __call__(
+        self,
+        request: Any,  # noqa: ANN401
+        timeout: float | None = None,
+        *,
+        metadata: list[tuple[str, str]] | None = None,
+    ) -> Any:  # noqa: ANN401
         """Calls it and waits."""
 
-    def future(self, request: Any, timeout: float | None = None) -> Any:  # noqa: ANN401
+    def future(
+        self,
+        request: Any,  # noqa: ANN401
+        timeout: float | None = None,
+        *,
+        metadata: list[tuple[str, str]] | None = None,
+    ) -> Any:  # noqa: ANN401
         """Calls it."""
 
 
@@ -144,8 +156,8 @@ def call_within(  # gRPC's stubs are untyped here
     if not operation.cancellable:
         return call_rpc(method, request, timeout_s, retry)
 
-    def waiting(request: object, timeout: float | None = None) -> object:
-        future = method.future(request, timeout=timeout)
+    def waiting(request: object, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None) -> object:
+        future = method.future(request, timeout=timeout, **({} if metadata is None else {"metadata": metadata}))
         with operation.on_cancel(future.cancel):
             try:
                 return future.result()

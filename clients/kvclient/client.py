@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kvclient.core import Core, check_keys, check_place
 from kvclient.directory import Directory, by_roles
 from kvclient.far import ArenaWatcher, FarBlocks
 from kvclient.handoff import AwaitedPrompt, Handoff
+from kvclient.hits import LoadAccounts
 from kvclient.incidents import Incidents
 from kvclient.layer_board import LayerBoard
 from kvclient.layer_store import StoreHandle
@@ -48,7 +49,14 @@ from kvstore.core.keys import KeyChain, Tokens
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, pack_keys
+from kvstore.observe import tracing
+from kvstore.observe.context import named_request
+from kvstore.observe.counters import Counters
+from kvstore.observe.recent import RecentLoads
 from kvstore.rpc.client import call
+
+if TYPE_CHECKING:
+    from kvstore.observe.http import MetricsServer
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +86,7 @@ class KVClient:
         self._parts: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._metrics: MetricsServer | None = None
 
     @classmethod
     def connect(
@@ -139,13 +148,18 @@ class KVClient:
             if directory is not None:
                 directory.close()
             raise
-        client = cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages), directory)
+        loads = LoadAccounts(spec.block_tokens, spec.shape.block_bytes, incidents, options)
+        client = cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages, loads), directory)
         if hbm is not None:
             try:
                 client._core = replace(client._core, near=hbm.attach(spec, client._demote))
             except BaseException:
                 client.close()
                 raise
+        if options.metrics_listen is not None:
+            from kvclient.metrics import serve_client  # loads prometheus_client
+
+            client._metrics = serve_client(client, options.metrics_listen)
         return client
 
     # ---- keys and lookup ----
@@ -178,7 +192,18 @@ class KVClient:
         self._check_usable()
         keys, packed = check_keys(keys)
         operation = self._operation(deadline_s, self._core.options.lookup_deadline_s)
-        return Call(operation, partial(self._look_up, keys, packed, operation), lambda error: Lookup(keys, error=error))
+        accounts = self._core.loads
+
+        def work() -> Lookup:
+            found = self._look_up(keys, packed, operation)
+            accounts.looked_up(found)
+            return found
+
+        def refused(error: KVStoreError) -> Lookup:
+            accounts.refused(len(keys), error)
+            return Lookup(keys, error=error)
+
+        return Call(operation, work, refused)
 
     def _look_up(self, keys: Sequence[BlockKey], packed: bytes, operation: Operation) -> Lookup:
         """Asks the metadata server; without an answer, a miss."""
@@ -193,6 +218,7 @@ class KVClient:
             return Lookup(keys, seconds=operation.elapsed_s(), error=error)
         counters.add("client_lookup_blocks_total", len(keys))
         counters.add("client_lookup_hit_blocks_total", found.hit_blocks)
+        counters.observe("client_lookup_seconds", found.seconds)
         return found
 
     # ---- loads ----
@@ -290,10 +316,16 @@ class KVClient:
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
 
         def work() -> LoadResult:
+            with named_request(), tracing.span("kvclient.load"):
+                return bring()
+
+        def bring() -> LoadResult:
             found = lookup
             if found is None:
                 head = (keys, packed) if parent is None else ((), b"")  # the index knows chains from their head only
-                found = self._look_up(*head, Operation(self._core.clock, operation.left_s() * _LOOKUP_SHARE))
+                with operation.phase("lookup"):
+                    found = self._look_up(*head, Operation(self._core.clock, operation.left_s() * _LOOKUP_SHARE))
+                operation.named_blocks, operation.index_down = found.hit_blocks, found.error is not None
             place = (keys, packed, found.runs, parent, depth, blocks, operation, verify)
             load: Load | PlannedLoad
             if paths is not None and self._directory is not None:
@@ -305,7 +337,11 @@ class KVClient:
                 load.note(found.error)
             return load.run()
 
-        return Call(operation, work, lambda error: LoadResult(np.full(len(keys), Outcome.UNAVAILABLE, np.uint8), error=error))
+        def refused(error: KVStoreError) -> LoadResult:
+            self._core.loads.refused(len(keys), error)
+            return LoadResult(np.full(len(keys), Outcome.UNAVAILABLE, np.uint8), error=error)
+
+        return Call(operation, work, refused)
 
     def _part_pool(self) -> ThreadPoolExecutor:
         """Threads for the parts of planned loads, made when first needed."""
@@ -521,6 +557,16 @@ class KVClient:
         return {**self._core.incidents.snapshot(), "client_session_open": int(local is not None and local.is_open)}
 
     @property
+    def counters(self) -> Counters:
+        """What ``stats`` shows, and the distributions beside it."""
+        return self._core.incidents.counters
+
+    @property
+    def recent_loads(self) -> RecentLoads:
+        """The last loads: which were slowest, and why."""
+        return self._core.loads.recent
+
+    @property
     def local_node(self) -> NodeId | None:
         """The node that a session is open with, if any."""
         return self._core.local.node_id if self._core.local is not None else None
@@ -532,6 +578,8 @@ class KVClient:
         with self._demotions_lock:
             self._closed = True
             demotions = list(self._demotions)
+        if self._metrics is not None:
+            self._metrics.stop()
         if self._core.near is not None:
             self._core.near.detach()
         for operation in demotions:

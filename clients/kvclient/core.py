@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from kvclient.hits import LoadAccounts
 from kvclient.incidents import Incidents
 from kvclient.near import NearBlocks
 from kvclient.options import ClientOptions
@@ -32,6 +33,7 @@ class Core:
     local: LocalNode | None
     peers: PeerPool
     stages: Stages
+    loads: LoadAccounts
     near: NearBlocks | None = None
     """The engine's own pool, nearer than any node."""
 

@@ -96,13 +96,19 @@ class Load:
     def bring(self) -> None:
         """The work alone; the account of it is in ``tally``."""
         if self._keys:
-            self._from_near()
+            phase = self._operation.phase
+            with phase("own pool"):
+                self._from_near()
             if self._near_blocks < len(self._keys):
-                self._from_local()
-                self._from_others()
-            land(self._buffer, self._tally)
-            if self._near_blocks < len(self._keys):
-                self._keep_near()
+                with phase("local node"):
+                    self._from_local()
+                with phase("other nodes"):
+                    self._from_others()
+                land(self._buffer, self._tally)
+                with phase("keeping in own pool"):
+                    self._keep_near()
+            else:
+                land(self._buffer, self._tally)
 
     def note(self, error: KVStoreError) -> None:
         """Something went wrong before the load began (its lookup failed): kept for the result."""
@@ -304,15 +310,5 @@ def finished_load(core: Core, tally: Tally, operation: Operation) -> LoadResult:
     """The result of a load that has ended, counted."""
     result = tally.result(core.shape.block_bytes)
     result.seconds = operation.elapsed_s()
-    counters, blocks = core.incidents.counters, len(tally.outcomes)
-    counters.add("client_loads_total")
-    counters.add("client_load_blocks_total", blocks)
-    hits = result.count(Outcome.HIT)
-    counters.add("client_load_hit_blocks_total", hits)
-    for path, size in result.bytes_by_path.items():
-        counters.add(f"client_{path}_bytes_total", size)
-    if hits < blocks:
-        for outcome in (Outcome.CORRUPT, Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM):
-            if count := result.count(outcome):
-                counters.add(f"client_load_{outcome.name.lower()}_blocks_total", count)
+    core.loads.account(result, tally.sources(), operation)
     return result

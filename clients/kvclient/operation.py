@@ -50,6 +50,12 @@ class Operation:
         self.cancellable = False
         """Whether somebody may cancel it while it waits for a server: such waits cost a little more."""
         self._wake: set[Callable[[], object]] = set()
+        self.named_blocks: int | None = None
+        """Of a load: how many leading blocks its lookup found; None: all, or nobody was asked."""
+        self.index_down = False
+        """Of a load: its lookup failed."""
+        self.spent_s: dict[str, float] = {}
+        """Seconds by phase of the work, for whoever asks why it was slow."""
 
     def left_s(self) -> float:
         """Seconds until the deadline, 0 when it has passed or nobody wants the result any more."""
@@ -58,6 +64,15 @@ class Operation:
     def elapsed_s(self) -> float:
         """Seconds since the call began."""
         return self._clock.now_s() - self.started_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time inside to a phase's. Phases that run at once each count in full."""
+        began_s = self._clock.now_s()
+        try:
+            yield
+        finally:
+            self.spent_s[name] = self.spent_s.get(name, 0.0) + self._clock.now_s() - began_s
 
     @property
     def cancelled(self) -> bool:

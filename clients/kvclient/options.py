@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
+from kvstore.rpc.address import check_metrics_address
 from kvstore.transport.marking import CS1
 from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
@@ -58,6 +59,9 @@ class ClientOptions:
         breaker_pause_s: how long, until one call is let through to probe.
         reopen_pause_s: least time between two attempts to open a lost session anew.
         log_interval_s: each kind of failure is logged at most once in so many seconds.
+        slow_load_s: a load that takes longer is logged with its breakdown.
+        metrics_listen: address, ``host:port``, of ``/metrics`` and ``/loads`` of this client over plain HTTP, on this host; None:
+            not served. In an engine that shows metrics of its own, ``kvclient.metrics.collector`` joins those instead.
     """
 
     client_name: str = "kvclient"
@@ -91,6 +95,8 @@ class ClientOptions:
     breaker_pause_s: float = 1.0
     reopen_pause_s: float = 0.25
     log_interval_s: float = 10.0
+    slow_load_s: float = 1.0
+    metrics_listen: str | None = None
 
     def __post_init__(self) -> None:
         positive = (
@@ -111,8 +117,9 @@ class ClientOptions:
                 raise InvalidArgument("the option takes an integer above 0", option=name, value=getattr(self, name))
         for name in ("default_deadline_s", "lookup_deadline_s", "connect_deadline_s", "breaker_pause_s", "reopen_pause_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
-        for name in ("room_wait_s", "lease_margin_s", "log_interval_s"):
+        for name in ("room_wait_s", "lease_margin_s", "log_interval_s", "slow_load_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name), zero=True))
+        check_metrics_address(self.metrics_listen, allow_remote=False)
         self.traffic_class()
         if self.verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", option="verify", value=self.verify, choices=VERIFY_CHOICES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -142,7 +143,8 @@ class PlannedLoad:
         try:
             if len(far):
                 self._start_far(wanted, far)
-            self._watch(wanted, far)
+            with self._operation.phase("parts over storage links"):
+                self._watch(wanted, far)
         finally:
             for one in self._running:
                 one.part.cancel()
@@ -206,7 +208,7 @@ class PlannedLoad:
         near = np.setdiff1d(np.arange(first, len(self._keys)), far, assume_unique=True)
         if not len(near):
             return lambda: None
-        future = self._pool.submit(self._load_near, near)
+        future = self._pool.submit(copy_context().run, self._load_near, near)
         return lambda: future.result()
 
     def _load_near(self, near: Positions) -> None:
@@ -240,15 +242,16 @@ class PlannedLoad:
     # ---- parts ----
     def _start_far(self, wanted: Wanted, far: Positions) -> None:
         try:
-            plan = self._directory.plan_load(
-                self._session.node_id if self._session is not None else "",
-                self._paths.decode_node,
-                self._paths.policy,
-                len(far),
-                self._core.spec,
-                self._operation.left_s(),
-                relays=self._paths.relays,
-            )
+            with self._operation.phase("plan"):
+                plan = self._directory.plan_load(
+                    self._session.node_id if self._session is not None else "",
+                    self._paths.decode_node,
+                    self._paths.policy,
+                    len(far),
+                    self._core.spec,
+                    self._operation.left_s(),
+                    relays=self._paths.relays,
+                )
         except KVStoreError as error:
             self._core.incidents.report("client_plans_failed_total", "no plan: this host reads everything", error)
             self._start_own(wanted, far)
@@ -291,7 +294,7 @@ class PlannedLoad:
         self._submit(part, planned, plan)
 
     def _submit(self, part: StagedPart, planned: PlannedPart | None, plan: Plan | None) -> None:
-        self._running.append(_Running(part, planned, plan, self._pool.submit(part.run)))
+        self._running.append(_Running(part, planned, plan, self._pool.submit(copy_context().run, part.run)))
 
     def _watch(self, wanted: Wanted, far: Positions) -> None:
         """Until all parts have ended: finds stalls, plans again what failed, tells the planner how far everything is."""

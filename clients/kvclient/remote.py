@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import TypeVar
 
@@ -99,7 +100,7 @@ class PeerPool:
                 raise Unavailable("the client is closed")
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(self._options.read_streams, thread_name_prefix="kvclient-read")
-            return self._readers.submit(work)
+            return self._readers.submit(copy_context().run, work)
 
     def close(self) -> None:
         """Closes all connections; reads under way end with UNAVAILABLE."""

@@ -313,6 +313,7 @@ def count_store(core: Core, result: StoreResult) -> None:
     """Counts what a store did."""
     counters = core.incidents.counters
     counters.add("client_stores_total")
+    counters.observe("client_store_seconds", result.seconds)
     counters.add("client_store_blocks_total", len(result.outcomes))
     counters.add("client_stored_bytes_total", result.bytes_stored)
     numbers = np.bincount(result.outcomes, minlength=max(StoreOutcome) + 1).tolist()

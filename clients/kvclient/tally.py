@@ -14,6 +14,7 @@ from kvstore.core.types import Outcome, Tier
 
 Where = slice | npt.NDArray[np.intp]
 _TIERS = {int(tier): tier for tier in Tier}
+_TIER_BITS = 8
 
 
 class Tally:
@@ -60,6 +61,14 @@ class Tally:
         """Keeps the first error."""
         if self.error is None:
             self.error = error
+
+    def sources(self) -> dict[tuple[str, int], int]:
+        """Hits by path and tier (0: not said)."""
+        hits = self.outcomes == Outcome.HIT
+        pairs = self._paths[hits].astype(np.intp) << _TIER_BITS | self._tiers[hits]
+        names = {number: name for name, number in self._path_numbers.items()}
+        mask = (1 << _TIER_BITS) - 1
+        return {(names[pair >> _TIER_BITS], pair & mask): count for pair, count in _sums(pairs, 1).items()}
 
     def result(self, block_bytes: int) -> LoadResult:
         """The account as a result."""

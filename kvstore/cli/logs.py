@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from kvstore.core.config import LogSection
+from kvstore.observe.context import plan_id, request_id
 
 _TALKATIVE = ("httpx",)
 """Libraries that log each call at level info: a program that calls others every second would log little else."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, and the error if there is one."""
+    """One JSON object a line: time (UTC), level, logger, message, the request and plan it is about, and the error if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
@@ -28,10 +29,29 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "pid": os.getpid(),
             "message": record.getMessage(),
+            **_about(),
         }
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)
+
+
+class ConsoleFormatter(logging.Formatter):
+    """For people: time, level, logger and message, with the request and plan it is about behind it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the base class's
+        about = " ".join(f"{name}={value}" for name, value in _about().items())
+        line = super().formatMessage(record)
+        return f"{line} [{about}]" if about else line
+
+
+def _about() -> dict[str, str]:
+    """What is worked for at the moment: a record is formatted in the thread, and the context, that logs it."""
+    found = {"request_id": request_id.get(), "plan_id": plan_id.get()}
+    return {name: value for name, value in found.items() if value}
 
 
 if TYPE_CHECKING:
@@ -59,10 +79,7 @@ class StderrHandler(_TextHandler):
 def set_up_logs(section: LogSection) -> None:
     """Sends all logs of this process to standard error, as the configuration asks. May be called again."""
     handler = StderrHandler()
-    if section.format == "json":
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S"))
+    handler.setFormatter(JsonFormatter() if section.format == "json" else ConsoleFormatter())
     root = logging.getLogger()
     root.handlers[:] = [old for old in root.handlers if not isinstance(old, StderrHandler)]
     root.addHandler(handler)

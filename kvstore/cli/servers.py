@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from kvstore.cli.help import Command
 from kvstore.cli.options import setting_option, with_config
-from kvstore.cli.settings import metadata_config, node_config
+from kvstore.cli.settings import metadata_config, node_config, set_up_process, set_up_traces
 from kvstore.core.config import Config
 
 
@@ -28,7 +30,9 @@ def metadata(config: Config) -> None:
     """
     from kvstore.metadata.main import run  # a daemon imports only what it runs
 
-    run(metadata_config(config))
+    set_up = partial(set_up_process, config, "kvstore-metadata")
+    set_up()
+    run(metadata_config(config), set_up)
 
 
 @click.command(cls=Command)
@@ -53,4 +57,6 @@ def node(config: Config) -> None:
     """
     from kvstore.node.main import run  # a daemon imports only what it runs
 
-    run(node_config(config))
+    settings = node_config(config)
+    set_up_traces(config, "kvstore-node", node=settings.node_id)
+    run(settings)

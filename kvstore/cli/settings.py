@@ -10,10 +10,13 @@ import tempfile
 from pathlib import Path
 
 from kvclient.options import ClientOptions
+from kvstore.cli.logs import set_up_logs
 from kvstore.core.config import Config, NodeSection, TlsSection
+from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
+from kvstore.observe import tracing
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
 from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
@@ -71,6 +74,7 @@ def metadata_config(config: Config) -> MetadataConfig:
         max_requests=section.max_requests,
         workers=section.workers,
         tls=tls(section.tls),
+        metrics_listen=_listen_or_none(section.metrics_listen),
         ready_file=section.ready_file,
         allow_insecure_remote=section.allow_insecure_remote,
     )
@@ -115,8 +119,42 @@ def node_config(config: Config) -> NodeConfig:
         anti_entropy_interval_ms=section.anti_entropy_interval,
         tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
+        metrics_listen=_listen_or_none(section.metrics_listen),
+        slow_load_s=config.observe.slow_load / 1000,
         ready_file=section.ready_file,
     )
+
+
+def _listen_or_none(address: str) -> str | None:
+    return None if address in {"", "none"} else address
+
+
+def set_up_traces(config: Config, service: str, **attributes: str) -> None:
+    """Switches traces on in this process where the configuration says so.
+
+    Raises:
+        InvalidArgument: they cannot be.
+    """
+    section = config.observe
+    try:
+        tracing.set_up(
+            section.traces,
+            service,
+            endpoint=section.traces_endpoint,
+            file=section.traces_file,
+            share=section.traces_share,
+            attributes=attributes,
+        )
+    except ModuleNotFoundError as error:
+        raise InvalidArgument(f"observe.traces: {error.name} is missing: pip install 'kvstore-dualpath[observe]'") from error
+    except (ValueError, OSError) as error:
+        raise InvalidArgument(f"observe.traces: {error}") from error
+
+
+def set_up_process(config: Config, service: str) -> None:
+    """Logs and traces of a daemon's process."""
+    set_up_logs(config.log)
+    set_up_traces(config, service)
 
 
 def _nixl(section: NodeSection) -> NixlOptions:

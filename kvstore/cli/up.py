@@ -31,6 +31,8 @@ From Python:
   client = KVClient.connect("{metadata}", spec, node="{socket}")
 
 Look at it:  kvstore status --metadata {metadata}
+             curl {metadata_metrics}/metrics    curl {node_metrics}/metrics
+             curl {node_metrics}/loads          the slowest loads of the last minute, and why
 """
 
 
@@ -62,8 +64,13 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
         dram_bytes=config.node.dram if dram is None else dram,
         nvme_bytes=nvme,
         policy=config.node.policy,
-        settings=(("listen", config.node.listen), ("data_listen", config.node.data_listen)),
+        settings=(
+            ("listen", config.node.listen),
+            ("data_listen", config.node.data_listen),
+            ("metrics_listen", config.node.metrics_listen),
+        ),
     )
+    metadata_settings = (("listen", config.metadata.listen), ("metrics_listen", config.metadata.metrics_listen))
     stop = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
@@ -71,9 +78,17 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
-    with LocalCluster([node], folder, metadata_settings=(("listen", config.metadata.listen),)) as cluster:
+    with LocalCluster([node], folder, metadata_settings=metadata_settings) as cluster:
         daemons = [cluster.node("metadata"), cluster.node(node_id)]
-        click.echo(_EXAMPLE.format(metadata=cluster.metadata_address, socket=daemons[1].local_socket, data=folder))
+        click.echo(
+            _EXAMPLE.format(
+                metadata=cluster.metadata_address,
+                socket=daemons[1].local_socket,
+                data=folder,
+                metadata_metrics=daemons[0].metrics_address or "(not served)",
+                node_metrics=daemons[1].metrics_address or "(not served)",
+            )
+        )
         while not stop.wait(_WATCH_S):
             for daemon in daemons:
                 code = daemon.process.poll()

@@ -77,6 +77,10 @@ class MetadataSection(Section):
     )
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
+    metrics_listen: str = Field(
+        default="127.0.0.1:7401",
+        description="address of /metrics, plain HTTP; worker N: N ports further; port 0: any free one; none: not served",
+    )
     ready_file: Path | None = Field(default=None, description="written as JSON once the server answers")
 
 
@@ -157,8 +161,8 @@ class NodeSection(Section):
     )
     nixl: Literal["off", "auto", "required"] = Field(
         default="off",
-        description="payload between nodes by NIXL (RDMA, or UCX over TCP and CMA): off, auto (between two that have it, else TCP)"
-        " or required (or the node refuses to start)",
+        description="payload between nodes by NIXL (RDMA, or UCX over TCP and CMA): off, auto (between two that have it, else"
+        " TCP) or required (or the node refuses to start)",
     )
     nixl_way: Literal["auto", "pull", "push"] = Field(
         default="auto", description="who moves the bytes of its reads: auto (push where there is only TCP), pull or push"
@@ -190,6 +194,11 @@ class NodeSection(Section):
     anti_entropy_interval: DurationMs = Field(default=30_000, description="how often it compares notes with the index")
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
+    metrics_listen: str = Field(
+        default="127.0.0.1:7480",
+        description="address of /metrics and /loads, plain HTTP; each node on a host takes one of its own; port 0: any free;"
+        " none: not served",
+    )
     ready_file: Path | None = Field(default=None, description="written as JSON once the node answers")
 
 
@@ -254,6 +263,20 @@ class LogSection(Section):
     format: Literal["console", "json"] = Field(default="console", description="for people, or one JSON object a line")
 
 
+class ObserveSection(Section):
+    """Seeing into the processes, beside logs and metrics."""
+
+    slow_load: DurationMs = Field(default=1_000, description="a load of a node's that takes longer is logged with its breakdown")
+    traces: Literal["off", "otlp", "file"] = Field(
+        default="off", description="OpenTelemetry spans: to a collector over HTTP, or as JSON lines; takes the extra observe"
+    )
+    traces_endpoint: str | None = Field(
+        default=None, description="of the collector, e.g. http://127.0.0.1:4318/v1/traces; unset: OTEL_EXPORTER_OTLP_ENDPOINT"
+    )
+    traces_file: Path | None = Field(default=None, description="where traces = file appends")
+    traces_share: float = Field(default=1.0, ge=0.0, le=1.0, description="of the traces that begin here; others' go on as begun")
+
+
 class Config(Section):
     """Everything."""
 
@@ -265,3 +288,4 @@ class Config(Section):
     client: ClientSection = ClientSection()
     router: RouterSection = RouterSection()
     log: LogSection = LogSection()
+    observe: ObserveSection = ObserveSection()

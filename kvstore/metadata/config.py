@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
-from kvstore.rpc.address import check_address, is_unix, stays_on_host
+from kvstore.rpc.address import check_address, check_metrics_address, is_unix, stays_on_host
 
 _MAX_WORKERS = 64
 
@@ -33,7 +33,8 @@ class MetadataConfig:
         max_requests: requests that wait or are under way; one more is refused.
         workers: server processes that share the port and the index.
         tls: this server's identity; None: plain text.
-        ready_file: written atomically as JSON ``{"address", "pid"}`` once calls are answered.
+        metrics_listen: address of ``/metrics``, plain HTTP; worker N of several serves N ports further; None: not served.
+        ready_file: written atomically as JSON ``{"address", "pid", "metrics_address"}`` once calls are answered.
         allow_insecure_remote: listen without TLS where other hosts can reach it.
 
     Raises:
@@ -54,6 +55,7 @@ class MetadataConfig:
     max_requests: int = 100_000
     workers: int = 1
     tls: TlsConfig | None = None
+    metrics_listen: str | None = None
     ready_file: Path | None = None
     allow_insecure_remote: bool = False
 
@@ -89,3 +91,4 @@ class MetadataConfig:
                 "refusing to listen beyond this host without TLS; give certificates, or set allow_insecure_remote",
                 listen=self.listen,
             )
+        check_metrics_address(self.metrics_listen, allow_remote=self.allow_insecure_remote)

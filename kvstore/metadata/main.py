@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -24,6 +25,7 @@ from typing import Final
 from kvstore.core.errors import Unavailable
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
+from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.rpc.descriptors import raise_limit
 
@@ -40,8 +42,12 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 """How long the index thread may hold the interpreter while a lookup waits; Python's own 5 ms would be seen in every p99."""
 
 
-def run(config: MetadataConfig) -> None:
+def run(config: MetadataConfig, set_up: Callable[[], None] | None = None) -> None:
     """Serves until SIGTERM or SIGINT; returns after a graceful stop.
+
+    Args:
+        config: what to serve.
+        set_up: called first in each further process: logs and traces as in this one. It travels to them (``pickle``).
 
     Raises:
         Unavailable: the address cannot be bound, the index cannot be opened, or workers die again and again.
@@ -51,7 +57,7 @@ def run(config: MetadataConfig) -> None:
     if config.workers == 1:
         asyncio.run(_serve(config, 0, _Announcer(config.ready_file), None))
     else:
-        _Supervisor(config).run()
+        _Supervisor(config, set_up).run()
 
 
 class _Announcer:
@@ -60,10 +66,10 @@ class _Announcer:
     def __init__(self, ready_file: Path | None) -> None:
         self._ready_file = ready_file
 
-    def ready(self, address: str) -> None:
+    def ready(self, address: str, metrics_address: str) -> None:
         logger.info("ready on %s", address)
         if self._ready_file is not None:
-            write_ready_file(self._ready_file, address)
+            write_ready_file(self._ready_file, address, metrics_address)
 
 
 class _Pipe(_Announcer):
@@ -73,14 +79,14 @@ class _Pipe(_Announcer):
         super().__init__(None)
         self._connection = connection
 
-    def ready(self, address: str) -> None:
-        self._connection.send(address)
+    def ready(self, address: str, metrics_address: str) -> None:
+        self._connection.send((address, metrics_address))
 
 
-def write_ready_file(path: Path, address: str) -> None:
-    """Writes ``{"address", "pid"}`` so that a reader sees all of it or nothing."""
+def write_ready_file(path: Path, address: str, metrics_address: str) -> None:
+    """Writes ``{"address", "pid", "metrics_address"}`` (several with commas) so that a reader sees all of it or nothing."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+    scratch.write_text(json.dumps({"address": address, "pid": os.getpid(), "metrics_address": metrics_address}))
     scratch.replace(path)
 
 
@@ -115,7 +121,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
         # what lives now lives for ever: the collector need not look at it again in the middle of a lookup
         gc.collect()
         gc.freeze()
-        announcer.ready(address)
+        announcer.ready(address, server.metrics_address)
         await _first_of(leave, server.damaged)
         await server.stop(_GRACE_S)
         if leave.is_set():
@@ -127,6 +133,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
         config = replace(config, listen=address)
     if parent is not None:
         loop.remove_reader(parent)
+    await asyncio.to_thread(tracing.shut_down)
 
 
 async def _first_of(*events: asyncio.Event) -> None:
@@ -141,9 +148,12 @@ class _IndexDamaged(Exception):  # never leaves this file: how a worker says why
     """The index that workers share must be made anew."""
 
 
-def _work(config: MetadataConfig, worker: int, connection: Connection, level: int) -> None:
+def _work(config: MetadataConfig, worker: int, connection: Connection, set_up: Callable[[], None] | None) -> None:
     """Entry of a worker process."""
-    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s metadata[{worker}] %(name)s: %(message)s")
+    if set_up is not None:
+        set_up()
+    else:
+        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s metadata[{worker}] %(name)s: %(message)s")
     parent = multiprocessing.parent_process()
     assert parent is not None
     try:
@@ -155,8 +165,10 @@ def _work(config: MetadataConfig, worker: int, connection: Connection, level: in
 class _Supervisor:
     """Keeps N workers running. Its own process does nothing else: gRPC is never started in it."""
 
-    def __init__(self, config: MetadataConfig) -> None:
+    def __init__(self, config: MetadataConfig, set_up: Callable[[], None] | None) -> None:
         self._config = config
+        self._set_up = set_up
+        self._metrics: dict[int, str] = {}
         self._context = multiprocessing.get_context("spawn")
         self._workers: dict[int, SpawnProcess] = {}
         self._restarts: deque[float] = deque()
@@ -173,7 +185,7 @@ class _Supervisor:
             try:
                 for worker in range(config.workers):
                     self._start(config, worker)
-                _Announcer(config.ready_file).ready(config.listen)
+                _Announcer(config.ready_file).ready(config.listen, ",".join(self._metrics.values()))
                 self._watch(config, wake)
             finally:
                 signal.set_wakeup_fd(-1)
@@ -207,8 +219,7 @@ class _Supervisor:
 
     def _start(self, config: MetadataConfig, worker: int) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        level = logging.getLogger().getEffectiveLevel()
-        process = self._context.Process(target=_work, args=(config, worker, theirs, level), name=f"metadata-{worker}")
+        process = self._context.Process(target=_work, args=(config, worker, theirs, self._set_up), name=f"metadata-{worker}")
         process.start()
         self._workers[worker] = process
         theirs.close()
@@ -216,7 +227,7 @@ class _Supervisor:
             if not ours.poll(_START_TIMEOUT_S):
                 raise Unavailable("a worker did not start in time", worker=worker, timeout_s=_START_TIMEOUT_S)
             try:
-                ours.recv()
+                _, self._metrics[worker] = ours.recv()
             except EOFError as error:
                 raise Unavailable("a worker ended while starting; its log says why", worker=worker) from error
 

@@ -7,6 +7,7 @@ queues that it charged itself.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import OrderedDict
 from typing import Final
@@ -21,8 +22,13 @@ from kvstore.dualpath.contract import LoadPlan, PathPolicy, ReadRequest, ReadSid
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.metadata.nodes import NodeTable
+from kvstore.observe.context import plan_id
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.codec import check_id, check_name
+
+logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 DEFAULT_STORAGE_BYTES_PER_S: Final = 3_125_000_000.0
 """25 Gbit/s: what a storage link is taken for whose bandwidth nobody said; the estimate soon replaces it."""
@@ -106,7 +112,9 @@ class Planning:
         except NotFound:  # nobody will ever report on a plan that nobody was told
             self.planner.abort(made.plan_id, now_s)
             raise
+        plan_id.set(str(made.plan_id))
         self._counters.add("metadata_plans_total")
+        logger.debug("planned %d blocks: %s", request.blocks, answer.reason)
         self._answers[operation] = answer
         if len(self._answers) > ANSWERS_KEPT:
             self._answers.popitem(last=False)
@@ -152,6 +160,8 @@ class Planning:
         """
         if len(request.arrived) > MAX_RANGES:
             raise InvalidArgument("too many ranges", got=len(request.arrived), limit=MAX_RANGES)
+        plan_id.set(str(request.plan_id))
+        limited.warning("a part of a load failed and is planned again: %s", request.why[: limits.MAX_REASON])
         now_s = self._clock.now_s()
         self._follow_nodes(now_s)
         arrived = [(one.start, one.count) for one in request.arrived]

@@ -10,6 +10,7 @@ from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.scheduling import Scheduling
@@ -17,6 +18,8 @@ from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_t
 from kvstore.metadata.upkeep import Upkeep
 from kvstore.metadata.writer import IndexThread
 from kvstore.observe.counters import Counters
+from kvstore.observe.exposition import StoreCollector
+from kvstore.observe.http import MetricsServer, serve
 from kvstore.rpc.server import BoundServer, build_aio_server
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class MetadataServer:
         self._reads: IndexThread | None = None
         self._upkeep: Upkeep | None = None
         self._bound: BoundServer | None = None
+        self._metrics: MetricsServer | None = None
 
     async def start(self) -> str:
         """Opens the index, binds, and serves.
@@ -94,6 +98,11 @@ class MetadataServer:
             )
             self._upkeep.start()
             await self._bound.start()
+            if config.metrics_listen is not None:
+                gauges = MetadataGauges(loop, index, nodes, planning, scheduling)
+                labels = {"worker": str(self._worker)} if config.workers > 1 else None
+                collector = StoreCollector([self.counters], [gauges], process="metadata", labels=labels)
+                self._metrics = serve(_moved(config.metrics_listen, self._worker), collector, {}, self.counters)
         except BaseException:
             await self.stop(0.0)
             raise
@@ -112,8 +121,16 @@ class MetadataServer:
             clock=self._clock,
         )
 
+    @property
+    def metrics_address(self) -> str:
+        """Where ``/metrics`` is; empty: it is not served."""
+        return self._metrics.address if self._metrics is not None else ""
+
     async def stop(self, grace_s: float) -> None:
         """Takes no new calls, lets those in progress end for up to ``grace_s``, and lets go of everything."""
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)  # a scrape under way is answered by this loop
+            self._metrics = None
         if self._bound is not None:
             await self._bound.stop(grace_s)
         if self._upkeep is not None:
@@ -124,6 +141,12 @@ class MetadataServer:
         if self._index is not None:
             self._index.close()
         self._bound = self._upkeep = self._writes = self._reads = self._index = None
+
+
+def _moved(address: str, worker: int) -> str:
+    """A worker's own metrics address: as many ports further as its number; with port 0, any."""
+    host, _, port = address.rpartition(":")
+    return address if port == "0" else f"{host}:{int(port) + worker}"
 
 
 def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

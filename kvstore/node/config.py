@@ -103,6 +103,10 @@ class NodeConfig:
     tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     """Listen on other than loopback without TLS."""
+    metrics_listen: str | None = None
+    """Address of ``/metrics``, plain HTTP; None: not served."""
+    slow_load_s: float = 1.0
+    """A load that takes longer is logged with its breakdown."""
     ready_file: Path | None = None
     """Written, atomically, with the bound addresses as JSON once the node serves."""
 

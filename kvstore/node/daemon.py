@@ -26,6 +26,8 @@ from kvstore.node.block import Home
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.config import NodeConfig
 from kvstore.node.domain import Domain, Domains
+from kvstore.node.gauges import NodeGauges
+from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Loader
 from kvstore.node.mounts import make_mounts
 from kvstore.node.one_sided import NixlPorts
@@ -40,7 +42,10 @@ from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
-from kvstore.rpc.address import is_unix, stays_on_host
+from kvstore.observe.exposition import StoreCollector
+from kvstore.observe.http import MetricsServer, serve
+from kvstore.observe.recent import RecentLoads
+from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
@@ -87,6 +92,7 @@ class NodeDaemon:
                     "refusing to listen beyond this host without TLS: give tls.cert and tls.key, or set allow_insecure_remote",
                     address=address,
                 )
+        check_metrics_address(config.metrics_listen, allow_remote=config.allow_insecure_remote)
         config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._socket = config.run_dir / f"{config.node_id}.sock"
         self._arena_socket = config.run_dir / f"{config.node_id}.arena"
@@ -97,6 +103,8 @@ class NodeDaemon:
         self._resumer = threading.Thread(target=self._resume_volumes, name="kvstore-resume", daemon=True)
         self._server: BoundServer | None = None
         self._publisher: Publisher | None = None
+        self._recent = RecentLoads()
+        self._metrics: MetricsServer | None = None
 
     # ---------------------------------------------------------------- parts
     def _open_volumes(self) -> None:
@@ -165,6 +173,7 @@ class NodeDaemon:
         share = config.dram_bytes // BUFFER_SHARE
         prefill_buffer = StagingBuffer("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
         decode_buffer = StagingBuffer("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
+        self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer}
         self._stager = Stager(
             NodeId(config.node_id),
             self.table,
@@ -314,6 +323,7 @@ class NodeDaemon:
             prefaulted=config.prefault,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,
+            accounts=LoadAccounts(NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock),
         )
         self._socket.unlink(missing_ok=True)
         self._server = await build_aio_server(
@@ -343,6 +353,9 @@ class NodeDaemon:
             self._publisher.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
                 log.warning("the metadata server at %s does not answer yet; serving without it", config.metadata)
+        if config.metrics_listen is not None:
+            collector = StoreCollector([self.counters], [self._gauges()], process="node")
+            self._metrics = serve(config.metrics_listen, collector, {"/loads": self._recent.page}, self.counters)
         if config.ready_file is not None:
             await self._write_ready(config.ready_file)
         log.info("node %s serves: control %s, data %s", config.node_id, self.info.control_address, self.info.data_address)
@@ -356,6 +369,7 @@ class NodeDaemon:
             "data_address": self.info.data_address,
             "storage_address": self.info.storage_address or self.info.data_address,
             "local_socket": self.info.local_socket,
+            "metrics_address": self._metrics.address if self._metrics is not None else "",
         }
         partial_file = path.with_suffix(".partial")
         async with aiofiles.open(partial_file, "w") as file:
@@ -372,7 +386,17 @@ class NodeDaemon:
         self._stopping.set()
         await asyncio.to_thread(self._stop_parts)
 
+    def _gauges(self) -> NodeGauges:
+        networks = {"compute": self._data.address}
+        if self._storage_data is not None:
+            networks["storage"] = self._storage_data.address
+        publisher = self._publisher
+        heard = (lambda: True) if publisher is None else (lambda: publisher.heard)
+        return NodeGauges(self.table, self.sessions, self._log, self._buffers, heard, networks)
+
     def _stop_parts(self) -> None:
+        if self._metrics is not None:
+            self._metrics.stop()
         if self._publisher is not None:
             self._publisher.stop(2.0)
         self._write_behind.stop(STOP_FLUSH_S)

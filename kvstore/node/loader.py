@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +30,7 @@ from kvstore.node.mount_load import MountLoads
 from kvstore.node.mounts import Mount, Mounts
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.table import BlockTable
+from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import Checksums, ReadRequest
@@ -173,7 +175,7 @@ class Loader:
                 while held or windows or in_flight:
                     while windows and (not in_flight or ahead + windows[0].nbytes <= self._ahead_bytes):
                         window = windows.popleft()
-                        in_flight.append((window, self._pool.submit(window.run)))
+                        in_flight.append((window, self._pool.submit(copy_context().run, window.run)))
                         ahead += window.nbytes
                     if held:
                         yield held.popleft()
@@ -297,7 +299,8 @@ class Loader:
                 block = todo[index][1]
                 assert block.nvme is not None  # pinned: it cannot leave
                 items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
-            outcomes = home.volume.read(items)
+            with tracing.span("volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None):
+                outcomes = home.volume.read(items)
             for index, outcome in zip(indices, outcomes, strict=True):
                 position, block = todo[index]
                 part.outcomes[position] = outcome
@@ -358,7 +361,8 @@ class Loader:
             keys = [chain.keys[start + position] for position in left]
             request = ReadRequest(chain.domain.namespace, keys, 0, shape.layers, 0, chain.deadline_s)
             try:
-                result = self._peers.peer(source.peer, chain.domain).read(request, destination)
+                with tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None):
+                    result = self._peers.peer(source.peer, chain.domain).read(request, destination)
             except KVStoreError as error:
                 self._counters.add("peer_fetch_failed_total")
                 log.warning("cannot fetch %d blocks from %s: %s", len(left), source.peer.node_id, error)

@@ -7,13 +7,17 @@ import signal
 
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import NodeDaemon
+from kvstore.observe import tracing
 from kvstore.rpc.descriptors import raise_limit
 
 
 def run(config: NodeConfig) -> None:
     """Serves until SIGTERM or SIGINT, then stops in order."""
     raise_limit()
-    asyncio.run(_serve(config))
+    try:
+        asyncio.run(_serve(config))
+    finally:
+        tracing.shut_down()
 
 
 async def _serve(config: NodeConfig) -> None:

@@ -73,6 +73,8 @@ class Publisher:
         self._stopping = threading.Event()
         self._again = threading.Event()
         self._registered = threading.Event()
+        self.heard = False
+        """Whether the metadata server answered the last heartbeat, or took a registration since."""
         self._epoch = b""
         self._heartbeat_s = 0.5
         self._sequence = 0
@@ -116,6 +118,7 @@ class Publisher:
                     continue
                 self._again.clear()
                 self._registered.set()
+                self.heard = True
                 pause_s = RETRY_FIRST_S
                 self._stream(needed)
             except KVStoreError as error:
@@ -253,7 +256,9 @@ class Publisher:
                 continue
             try:
                 self._beat()
+                self.heard = True
             except KVStoreError as error:
+                self.heard = False
                 self._counters.add("heartbeats_failed_total")
                 log.debug("heartbeat failed: %s", error)
             except Exception:  # process edge: a node whose heart stops is hidden from lookups

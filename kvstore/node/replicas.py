@@ -206,6 +206,11 @@ class ReplicaLog:
             log = self._volumes[volume]
             return log.appended - len(log.events) < log.gathered
 
+    def waiting(self) -> int:
+        """Events that the index does not show yet."""
+        with self._lock:
+            return sum(log.appended - log.acknowledged for log in self._volumes.values()) if self._keep else 0
+
     def needs_inventory(self, volume: VolumeId) -> bool:
         """Whether the volume's log overflowed; asking takes the mark away."""
         with self._lock:

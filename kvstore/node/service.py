@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
@@ -19,6 +20,7 @@ from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
 from kvstore.node.lanes import Lanes
+from kvstore.node.load_account import LoadAccount, LoadAccounts
 from kvstore.node.loader import Loader, Part, Source, offsets_of
 from kvstore.node.peers import PeerAddress
 from kvstore.node.prompts import Prompts
@@ -69,6 +71,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         prefaulted: bool,
         io_engines: Callable[[], Sequence[str]],
         threads: int,
+        accounts: LoadAccounts,
     ) -> None:
         self._info = info
         self._domains = domains
@@ -86,6 +89,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._lease_ms = lease_ms
         self._prefaulted = prefaulted
         self._io_engines = io_engines
+        self._accounts = accounts
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
         self._staging_lanes = Lanes(MAX_STAGED, "staged-loads")
         self._prompt_lanes = Lanes(MAX_PROMPTS, "prompts")
@@ -180,9 +184,12 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Load(self, request: node_pb2.LoadRequest, context: Context) -> AsyncIterator[node_pb2.LoadProgress]:  # noqa: N802
         session = self._session(request.session_id)
         keys = keys_from_packed(request.keys)
+        account = self._accounts.open(len(keys))
         part = self._loader.resident(session.domain, keys)
         if part is not None:  # all in DRAM: no thread, no window
+            account.part(part)
             yield self._progress(session, part, want_checksums=request.want_checksums)
+            account.close()
             return
         parent = BlockKey(check_id(request.parent, "parent")) if request.parent else None
         if request.depth + len(keys) > MAX_DEPTH:
@@ -200,8 +207,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         else:
             parts = self._loader.load(session.domain, keys, deadline_s, **place)  # type: ignore[arg-type]
             lanes = None
-        async for progress in self._stream(session, parts, lanes, want_checksums=request.want_checksums):
-            yield progress
+        try:
+            async for progress in self._stream(session, parts, lanes, account, want_checksums=request.want_checksums):
+                yield progress
+        finally:
+            account.close()
 
     async def AwaitPrompt(  # noqa: N802
         self, request: node_pb2.AwaitPromptRequest, context: Context
@@ -214,13 +224,13 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
         self._prompt_lanes.enter()
         parts = self._prompts.arrive(session.domain, keys, deadline_s)
-        async for progress in self._stream(session, parts, self._prompt_lanes, want_checksums=request.want_checksums):
+        async for progress in self._stream(session, parts, self._prompt_lanes, None, want_checksums=request.want_checksums):
             yield progress
 
     async def _stream(
-        self, session: Session, parts: Iterator[Part], lanes: Lanes | None, *, want_checksums: bool
+        self, session: Session, parts: Iterator[Part], lanes: Lanes | None, account: LoadAccount | None, *, want_checksums: bool
     ) -> AsyncIterator[node_pb2.LoadProgress]:
-        """The parts of a load as they travel, each under a lease.
+        """The parts of a load as they travel, each under a lease; what was waited for goes into the account.
 
         The waiting for them is done in a thread of ``lanes``, which the caller has entered (they are left when no thread works
         for the load any more), or (None) of the common pool. While the next part takes its time, a message without runs shows
@@ -246,9 +256,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         pool = self._pool if lanes is None else lanes.pool
         coming: asyncio.Future[Part | None] | None = None
         told = 0
+        request = copy_context()  # `following` runs in other threads, for the same request
         try:
             while True:
-                coming = loop.run_in_executor(pool, following)
+                coming = loop.run_in_executor(pool, request.run, following)
                 while not (await asyncio.wait((coming,), timeout=SIGN_OF_LIFE_S))[0]:
                     session.used_s = self._clock.now_s()
                     received = self._counters.get(_RECEIVED)
@@ -260,9 +271,14 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                     return
                 granted_ms = int((self._clock.now_s() - began_s) * 1000)  # before the lease is: never too late
                 taken = None  # from here on its pins are the lease's
+                if account is not None:
+                    account.part(part)
                 progress = self._progress(session, part, want_checksums=want_checksums)
                 progress.granted_ms = granted_ms
+                handed_s = self._clock.now_s()
                 yield progress
+                if account is not None:
+                    account.told(handed_s)
         finally:
             ending = loop.create_task(self._end_stream(coming, pool, stop, lanes))
             self._ending.add(ending)

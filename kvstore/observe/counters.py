@@ -1,22 +1,56 @@
 """Counters: one thread-safe registry a process.
 
-A fallback, a drop, a quarantine: whatever makes the store do less than asked is counted, so that it can be seen. Names
-follow Prometheus custom (unit or ``_total`` last) and are what ``GetStats``, ``GetNodeStats`` and the metrics endpoint show.
+A fallback, a drop, a quarantine: whatever makes the store do less than asked is counted, so that it can be seen. What may be
+counted is declared in ``kvstore.observe.names``; totals are what ``GetStats``, ``GetNodeStats`` and ``/metrics`` show.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.observe.metrics import EVENTS, Kind
+
+log = logging.getLogger(__name__)
+
+strict = False
+"""Whether an undeclared name raises: set by tests. Elsewhere it is counted and logged once: seeing must not stop the store."""
+
+
+class _Totals(dict[str, int]):
+    """Totals by event; one that is counted for the first time is looked up among those declared."""
+
+    def __missing__(self, name: str) -> int:
+        if name not in EVENTS:
+            _undeclared(name)
+        return 0
+
+
+def _undeclared(name: str) -> None:
+    if strict:
+        raise AssertionError(f"{name} is counted and not declared in kvstore/observe/names.py")
+    log.error("%s is counted under no declared name", name)
+
+
+@dataclass(slots=True)
+class HistogramTotals:
+    """What was observed: how many values fell into each bucket (the last: above all bounds), and their sum."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
 
 
 class Counters:
-    """Named totals since the process started."""
+    """Totals and distributions since the process started."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals: Counter[str] = Counter()
+        self._totals = _Totals()
+        self._histograms: dict[str, HistogramTotals] = {}
 
     def add(self, name: str, amount: int = 1) -> None:
         """Adds to a total; a name appears with its first event."""
@@ -29,6 +63,13 @@ class Counters:
             for name, amount in zip(names, amounts, strict=True):
                 self._totals[name] += amount
 
+    def observe(self, name: str, value: float) -> None:
+        """Takes a value into a distribution."""
+        with self._lock:
+            found = self._histograms.get(name) or self._histogram(name)
+            found.counts[bisect_left(found.bounds, value)] += 1
+            found.total += value
+
     def get(self, name: str) -> int:
         """One total; 0 before its first event."""
         return self._totals.get(name, 0)
@@ -37,3 +78,17 @@ class Counters:
         """All totals, as of now."""
         with self._lock:
             return dict(self._totals)
+
+    def distributions(self) -> Mapping[str, HistogramTotals]:
+        """All distributions, as of now."""
+        with self._lock:
+            return {
+                name: HistogramTotals(found.bounds, list(found.counts), found.total) for name, found in self._histograms.items()
+            }
+
+    def _histogram(self, name: str) -> HistogramTotals:
+        metric = EVENTS.get(name)
+        if metric is None or metric.kind is not Kind.HISTOGRAM:
+            _undeclared(name)
+        bounds = metric.buckets if metric is not None else ()
+        return self._histograms.setdefault(name, HistogramTotals(bounds, [0] * (len(bounds) + 1)))

@@ -9,10 +9,13 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+import kvstore
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, Unavailable
+from kvstore.observe.exposition import Sample, StoreCollector, registry_of
 from kvstore.router.body import CHAT, COMPLETIONS, parse_body
 from kvstore.router.config import Role
 from kvstore.router.errors import error_fields, http_status
@@ -51,6 +54,7 @@ class _Doors:
         self._placement = placement
         self._prompts = prompts
         self._inflight = 0
+        self._registry = registry_of(StoreCollector([parts.counters], [self._gauges], process="router"))
 
     async def completions(self, request: Request) -> Response:
         """A completion, or a chat completion."""
@@ -107,14 +111,16 @@ class _Doors:
 
     async def metrics(self) -> Response:
         """Counters and gauges in Prometheus' text format."""
-        lines = [f"kvstore_{name} {value}" for name, value in sorted(self._parts.counters.snapshot().items())]
-        lines.append(f"kvstore_router_requests_inflight {self._inflight}")
+        return PlainTextResponse(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    def _gauges(self) -> Iterator[Sample]:
+        yield Sample("build_info", 1, {"version": kvstore.__version__})
+        yield Sample("router_requests_inflight", self._inflight)
         for name, health in self._parts.pool.engines.items():
-            load, label = self._parts.load(name), f'{{engine="{name}",role="{health.config.role}"}}'
-            lines.append(f"kvstore_router_engine_up{label} {int(health.up)}")
-            lines.append(f"kvstore_router_engine_sequences{label} {load.sequences}")
-            lines.append(f"kvstore_router_engine_tokens{label} {load.tokens}")
-        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+            load, labels = self._parts.load(name), {"engine": name, "role": str(health.config.role)}
+            yield Sample("router_engine_up", int(health.up), labels)
+            yield Sample("router_engine_sequences", load.sequences, labels)
+            yield Sample("router_engine_tokens", load.tokens, labels)
 
     def _engine(self, name: str) -> dict[str, Any]:
         health, load = self._parts.pool.engines[name], self._parts.load(name)

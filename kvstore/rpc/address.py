@@ -26,6 +26,22 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_metrics_address(address: str | None, *, allow_remote: bool) -> None:
+    """Checks where ``/metrics`` is to be served: plain HTTP, so not beyond this host unless that is allowed. None: nowhere.
+
+    Raises:
+        InvalidArgument: it is no ``host:port``, or reaches beyond this host.
+    """
+    if address is None:
+        return
+    if is_unix(check_address(address)):
+        raise InvalidArgument("metrics are served over TCP", metrics_listen=address)
+    if not allow_remote and not stays_on_host(address):
+        raise InvalidArgument(
+            "metrics are plain HTTP: to show them beyond this host set allow_insecure_remote", metrics_listen=address
+        )
+
+
 def is_unix(address: str) -> bool:
     """Whether it is a unix socket."""
     return address.startswith("unix:")

@@ -5,7 +5,8 @@ asked for explicitly, stay inside the deadline, and send the very same request: 
 makes the second arrival of a request whose answer was lost harmless.
 
 Measured on loopback with 25.6 KB requests, one after the other: this wrapper, synchronous or asyncio channels, and the options
-set below are all within noise of a bare call; nearly all the time is gRPC's own. Channel options that promise less threading
+set below are all within noise of a bare call; nearly all the time is gRPC's own. Work for a named request, or
+traced, takes its name along as metadata (``kvstore.observe.context``). Channel options that promise less threading
 (``grpc.experimental.single_threaded_unary_stream``) touch server streams only. So: one channel, kept and shared.
 """
 
@@ -24,6 +25,7 @@ import grpc.aio
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.tls import TlsConfig
+from kvstore.observe.context import outgoing
 from kvstore.rpc.address import check_address, is_unix
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.rpc.tls import channel_credentials
@@ -41,14 +43,18 @@ _RECONNECT_BACKOFF_MS: Final = (50, 1_000)
 class UnaryMethod(Protocol[_Request, _Response]):
     """A unary method of a synchronous stub."""
 
-    def __call__(self, request: _Request, timeout: float | None = None) -> _Response:
+    def __call__(
+        self, request: _Request, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None
+    ) -> _Response:
         """Calls it."""
 
 
 class AioUnaryMethod(Protocol[_Request, _Response]):
     """A unary method of an asyncio stub."""
 
-    def __call__(self, request: _Request, timeout: float | None = None) -> Awaitable[_Response]:
+    def __call__(
+        self, request: _Request, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None
+    ) -> Awaitable[_Response]:
         """Calls it."""
 
 
@@ -134,9 +140,10 @@ def call(method: UnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry
     deadline_s = time.monotonic() + timeout_s
     backoffs = retry.backoffs_s()
     left_s = timeout_s
+    metadata = outgoing()
     while True:
         try:
-            return method(request, timeout=left_s)
+            return method(request, timeout=left_s) if metadata is None else method(request, timeout=left_s, metadata=metadata)
         except grpc.RpcError as failed:
             error = from_rpc_error(cast("FailedCall", failed))
             wait_s = _wait_before_next(error, backoffs, deadline_s)
@@ -153,9 +160,12 @@ async def call_aio(method: AioUnaryMethod[_Req, _Res], request: _Req, timeout_s:
     deadline_s = time.monotonic() + timeout_s
     backoffs = retry.backoffs_s()
     left_s = timeout_s
+    metadata = outgoing()
     while True:
         try:
-            return await method(request, timeout=left_s)
+            if metadata is None:
+                return await method(request, timeout=left_s)
+            return await method(request, timeout=left_s, metadata=metadata)
         except grpc.RpcError as failed:
             error = from_rpc_error(cast("FailedCall", failed))
             wait_s = _wait_before_next(error, backoffs, deadline_s)

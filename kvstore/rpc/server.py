@@ -8,6 +8,7 @@ anything of our insides.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
@@ -21,6 +22,9 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.core import limits
 from kvstore.core.errors import Internal, KVStoreError, Unavailable
 from kvstore.core.tls import TlsConfig
+from kvstore.observe import context as request_context
+from kvstore.observe import tracing
+from kvstore.observe.metrics import EVENTS
 from kvstore.rpc.address import check_address, is_unix
 from kvstore.rpc.descriptors import connections_allowed
 from kvstore.rpc.errors import abort_arguments
@@ -44,17 +48,20 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class CounterSink(Protocol):
-    """Where events are counted: ``kvstore.observe.counters.Counters`` or a stand-in (rpc must not import observe)."""
+    """Where events are counted: ``kvstore.observe.counters.Counters`` or a stand-in."""
 
     def add(self, name: str, amount: int = 1) -> None:
         """Adds to a total."""
 
+    def observe(self, name: str, value: float) -> None:
+        """Takes a value into a distribution."""
+
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Maps what handlers raise to gRPC status, so that none of them repeats it.
+    """Maps what handlers raise to gRPC status, times them, and takes over the request that a call was made for.
 
-    Counts ``rpc_errors_total_<kind>`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``. Wrapped handlers are
-    kept, so that the cost a call is one dictionary look-up and one more frame.
+    Counts ``rpc_errors_<kind>_total`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``. Wrapped handlers are
+    kept, so that the cost a call is one dictionary look-up, one more frame and two looks at the clock.
     """
 
     def __init__(self, counters: CounterSink) -> None:
@@ -69,50 +76,75 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler  # type: ignore[unreachable]  # no such method, which gRPC answers itself; the stubs deny it
-        wrapped = self._wrapped.get(handler_call_details.method)
+        method = handler_call_details.method
+        wrapped = self._wrapped.get(method)
         if wrapped is None:
-            wrapped = self._wrapped[handler_call_details.method] = self._wrap(handler)
+            wrapped = self._wrapped[method] = self._wrap(handler, method.rpartition("/")[2])
+        # the handler runs in this very task, and each call has a task and with it a context of its own
+        request_context.take_in(handler_call_details.invocation_metadata)
         return wrapped
 
-    def _wrap(self, handler: Any) -> Handler:  # noqa: ANN401  # grpc's handler tuple is untyped
+    def _wrap(self, handler: Any, name: str) -> Handler:  # noqa: ANN401  # grpc's handler tuple is untyped
         codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(self._guard_unary(handler.unary_unary), **codec)
+            return grpc.unary_unary_rpc_method_handler(self._guard_unary(name, handler.unary_unary), **codec)
         if handler.stream_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(self._guard_unary(handler.stream_unary), **codec)
+            return grpc.stream_unary_rpc_method_handler(self._guard_unary(name, handler.stream_unary), **codec)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._guard_stream(handler.unary_stream), **codec)
-        return grpc.stream_stream_rpc_method_handler(self._guard_stream(handler.stream_stream), **codec)
+            return grpc.unary_stream_rpc_method_handler(self._guard_stream(name, handler.unary_stream), **codec)
+        return grpc.stream_stream_rpc_method_handler(self._guard_stream(name, handler.stream_stream), **codec)
 
-    def _guard_unary(self, behaviour: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+    def _guard_unary(self, name: str, behaviour: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+        timed = self._timed(name)
+
         async def guarded(request: object, context: Context) -> object:
+            began_s = time.perf_counter()
             try:
+                if tracing.on():
+                    with tracing.server_span(name, context.invocation_metadata()):
+                        return await behaviour(request, context)
                 return await behaviour(request, context)
             except grpc.aio.AbortError:
                 raise  # gRPC's own services abort for themselves
             except Exception as error:  # noqa: BLE001  # the process edge: nothing may leave as a bare exception
                 await self._abort(error, context)
+            finally:
+                if timed is not None:
+                    self._counters.observe(timed, time.perf_counter() - began_s)
 
         return guarded
 
-    def _guard_stream(self, behaviour: Callable[..., AsyncIterator[object]]) -> Callable[..., AsyncIterator[object]]:
+    def _guard_stream(self, name: str, behaviour: Callable[..., AsyncIterator[object]]) -> Callable[..., AsyncIterator[object]]:
+        timed = self._timed(name)
+
         async def guarded(request: object, context: Context) -> AsyncIterator[object]:
+            began_s = time.perf_counter()
             try:
-                async for response in behaviour(request, context):
-                    yield response
+                with tracing.server_span(name, context.invocation_metadata() if tracing.on() else None):
+                    async for response in behaviour(request, context):
+                        yield response
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001  # as above
                 await self._abort(error, context)
+            finally:
+                if timed is not None:
+                    self._counters.observe(timed, time.perf_counter() - began_s)
 
         return guarded
+
+    @staticmethod
+    def _timed(name: str) -> str | None:
+        """The distribution that a method's time goes into; None: it is not timed (health, reflection, streams without end)."""
+        event = f"rpc_{name}_seconds"
+        return event if event in EVENTS else None
 
     async def _abort(self, error: Exception, context: Context) -> NoReturn:
         if not isinstance(error, KVStoreError):
             self._counters.add("rpc_unexpected_errors_total")
             logger.error("unexpected error in a handler", exc_info=error)
             error = Internal("internal error; the server's log has the details")
-        self._counters.add(f"rpc_errors_total_{error.kind.value}")
+        self._counters.add(f"rpc_errors_{error.kind.value}_total")
         code, message, metadata = abort_arguments(error)
         await context.abort(code, message, metadata)
         raise AssertionError("abort always raises")

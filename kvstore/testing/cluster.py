@@ -102,6 +102,11 @@ class Daemon:
         """GRPC over the unix socket (nodes only)."""
         return self.ready["local_socket"]
 
+    @property
+    def metrics_address(self) -> str:
+        """Where ``/metrics`` is served, ``host:port``; empty: nowhere."""
+        return self.ready.get("metrics_address", "")
+
     def log_tail(self, lines: int = 30) -> str:
         """The end of what this run of it logged."""
         return "\n".join(self._log_lines()[-lines:])
@@ -184,6 +189,7 @@ class LocalCluster:
         settings = [
             f"metadata.listen={self.metadata_address}",
             f"metadata.index_path={self.base_dir / 'index'}",
+            f"metadata.metrics_listen={LOOPBACK}:0",
             *self._metadata_place.insecure("metadata"),
             *(f"metadata.{name}={value}" for name, value in self._metadata_settings),
         ]
@@ -205,6 +211,7 @@ class LocalCluster:
             f"node.policy={spec.policy}",
             f"node.listen={spec.place.host}:0",
             f"node.data_listen={spec.place.host}:0",
+            f"node.metrics_listen={LOOPBACK}:0",
             *spec.place.insecure("node"),
         ]
         if spec.nvme_bytes:

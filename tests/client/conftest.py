@@ -11,6 +11,7 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, SkewedClock
 
 from kvclient import CacheSpec, ClientOptions, KVClient
+from kvstore.testing.accounts import check_accounts
 
 MakeClient = Callable[..., KVClient]
 
@@ -70,6 +71,8 @@ def make_client(spec: CacheSpec, stack: ExitStack, metadata: FakeMetadata) -> Ma
     def make(node: FakeNode | str | None = None, **settings: object) -> KVClient:
         options = ClientOptions(**{"reopen_pause_s": 0.01, "breaker_pause_s": 0.05, **settings})  # type: ignore[arg-type]
         address = node.address if isinstance(node, FakeNode) else node
-        return stack.enter_context(KVClient.connect(metadata.address, spec, node=address, options=options))
+        client = stack.enter_context(KVClient.connect(metadata.address, spec, node=address, options=options))
+        stack.callback(lambda: check_accounts(client.stats(), spec.block_tokens))
+        return client
 
     return make

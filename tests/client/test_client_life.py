@@ -248,15 +248,15 @@ def test_incidents_are_all_counted_and_seldom_logged(caplog: pytest.LogCaptureFi
     incidents = Incidents(clock, 10.0)
     with caplog.at_level(logging.WARNING, "kvclient"):
         for _ in range(5):
-            incidents.report("things_total", "a thing", Unavailable("x"), amount=2)
+            incidents.report("client_bugs_total", "a thing", Unavailable("x"), amount=2)
         clock.advance(10.0)
-        incidents.report("things_total", "a thing")
-        incidents.report("others_total", "another")
-    assert incidents.snapshot() == {"things_total": 11, "others_total": 1}
+        incidents.report("client_bugs_total", "a thing")
+        incidents.report("client_reports_dropped_total", "another")
+    assert incidents.snapshot() == {"client_bugs_total": 11, "client_reports_dropped_total": 1}
     assert [record.message for record in caplog.records] == [
-        "a thing: x [things_total; 0 such lines held back]",
-        "a thing [things_total; 4 such lines held back]",
-        "another [others_total; 0 such lines held back]",
+        "a thing: x [client_bugs_total; 0 such lines held back]",
+        "a thing [client_bugs_total; 4 such lines held back]",
+        "another [client_reports_dropped_total; 0 such lines held back]",
     ]
 
 

@@ -108,7 +108,7 @@ def test_every_byte_is_checked_when_asked_for(spec: CacheSpec, near: FakeNode, m
         result = load(fresh(spec, 6))
         assert (result.hit_blocks, result.count(Outcome.CORRUPT), result.outcome(3)) == (3, 1, Outcome.CORRUPT)
         assert result.count(Outcome.HIT) == 5
-    assert client.stats()["client_load_corrupt_blocks_total"] == 2
+    assert client.stats()["client_missed_corrupt_blocks_total"] == 2
 
 
 def test_a_copy_that_outlived_its_lease_does_not_count_but_is_tried_again(

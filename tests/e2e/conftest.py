@@ -14,6 +14,7 @@ import pytest
 from kvclient import CacheSpec, ClientOptions, KVClient, LoadResult, StoreResult
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
+from kvstore.testing.accounts import check_accounts
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.workload.payload import Payloads
 
@@ -60,6 +61,7 @@ class Engine:
 
     def close(self) -> None:
         self.client.close()
+        check_accounts(self.client.stats(), self.spec.block_tokens)
 
 
 class Store:

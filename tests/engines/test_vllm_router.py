@@ -72,7 +72,7 @@ def client(router: RouterProcess) -> openai.OpenAI:
 def counter(router: RouterProcess, name: str) -> int:
     with urllib.request.urlopen(f"http://{router.address}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"kvstore_{name} ")), 0)
+    return next((int(float(line.split()[1])) for line in lines if line.startswith(f"kvstore_{name} ")), 0)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

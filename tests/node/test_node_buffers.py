@@ -17,13 +17,13 @@ LONG_S = 20.0
 
 def make(capacity: int) -> tuple[StagingBuffer, Counters, MonotonicClock]:
     counters, clock = Counters(), MonotonicClock()
-    return StagingBuffer("b", capacity, clock, counters), counters, clock
+    return StagingBuffer("prefill_buffer", capacity, clock, counters), counters, clock
 
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
     buffer, counters, clock = make(10)
     assert not buffer.admit(11, clock.now_s() + LONG_S)
-    assert counters.snapshot() == {"b_refused_total": 1}
+    assert counters.snapshot() == {"prefill_buffer_refused_total": 1}
     assert buffer.admit(10, clock.now_s())
     buffer.release(10)
 
@@ -44,7 +44,7 @@ def test_who_waits_too_long_leaves_the_queue_and_those_behind_go_on() -> None:
     small.join(LONG_S)
     assert sorted(admitted) == [False, True]
     assert (buffer.used_bytes, buffer.waiting) == (10, 0)
-    assert counters.get("b_timeouts_total") == 1
+    assert counters.get("prefill_buffer_timeouts_total") == 1
 
 
 def test_a_small_one_does_not_overtake_a_large_one() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.router.config import EngineConfig, HealthLimits, Role, RouterConfig
 from kvstore.router.main import router
@@ -35,9 +36,10 @@ class Bed:
     async def complete(self, prompt: str = "one two three", **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"model": "m", "prompt": prompt, **fields})
 
-    async def counter(self, name: str) -> int:
-        text = (await self.http.get("/metrics")).text
-        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith(f"kvstore_{name} ")), 0)
+    async def counter(self, name: str, **labels: str) -> int:
+        families = text_string_to_metric_families((await self.http.get("/metrics")).text)
+        samples = [sample for family in families for sample in family.samples]
+        return next((int(one.value) for one in samples if (one.name, one.labels) == (f"kvstore_{name}", labels)), 0)
 
     async def up(self) -> set[str]:
         return {name for name, engine in (await self.http.get("/router/engines")).json().items() if engine["up"]}

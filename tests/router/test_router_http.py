@@ -87,7 +87,7 @@ async def test_an_engine_that_is_gone_is_replaced_before_the_first_byte(bed: Mak
         assert answer.status_code == 200
         assert b"e1" in answer.content
     assert await router.up() == {"e1"}
-    assert await router.counter("router_attempts_refused_total") == 1  # then it is out
+    assert await router.counter("router_attempts_failed_total", kind="refused") == 1  # then it is out
 
 
 async def test_an_engine_without_room_is_left_alone_for_a_while(bed: Make) -> None:

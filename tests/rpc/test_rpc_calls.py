@@ -141,7 +141,7 @@ async def test_a_bug_is_counted_logged_and_tells_nothing(
         await call_aio(stub.Lookup, lookup("bug"), 5.0)
     assert "secret" not in str(caught.value)
     assert "secret insides" in caplog.text
-    assert served.counters.snapshot() == {"rpc_unexpected_errors_total": 1, "rpc_errors_total_internal": 1}
+    assert served.counters.snapshot() == {"rpc_unexpected_errors_total": 1, "rpc_errors_internal_total": 1}
 
 
 @pytest.mark.parametrize(("sequence", "kind"), [(13, ErrorKind.CONFLICT), (14, ErrorKind.INTERNAL)])

@@ -79,7 +79,7 @@ def test_corrupt_pages_are_misses(frail: LocalCluster, in_place: int) -> None:
     came = again.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))
     assert not all(came), "no page was found damaged"
     assert_true_or_missing(pool, came, want, 20)
-    assert again.counters().get("client_load_corrupt_blocks_total", 0) > 0
+    assert again.counters().get("client_missed_corrupt_blocks_total", 0) > 0
     again.close()
 
 

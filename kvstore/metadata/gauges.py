@@ -1,0 +1,68 @@
+"""What a metadata server shows beside its totals: the index, who lives, what is under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+import kvstore
+from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.planning import Planning
+from kvstore.metadata.scheduling import Scheduling
+from kvstore.observe.exposition import Sample
+
+_ANSWER_S: Final = 2.0
+
+
+class MetadataGauges:
+    """Read at each scrape: asked in a thread of the metrics server, answered on the event loop that owns the parts.
+
+    Args:
+        loop: the loop.
+        index: the index.
+        nodes: who is registered and alive.
+        planning: load plans.
+        scheduling: of requests; None: not done by this process.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        index: PrefixIndex,
+        nodes: NodeTable,
+        planning: Planning,
+        scheduling: Scheduling | None,
+    ) -> None:
+        self._loop = loop
+        self._index = index
+        self._nodes = nodes
+        self._planning = planning
+        self._scheduling = scheduling
+
+    def __call__(self) -> list[Sample]:
+        async def read() -> list[Sample]:  # a coroutine, so that the loop runs it
+            return list(self._samples())
+
+        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(_ANSWER_S)
+
+    def _samples(self) -> Iterator[Sample]:
+        yield Sample("build_info", 1, {"version": kvstore.__version__})
+        stats = self._index.stats()
+        yield Sample("index_blocks", stats.blocks)
+        yield Sample("index_size_bytes", stats.bytes)
+        statuses = self._nodes.statuses()
+        alive = sum(status.alive for status in statuses)
+        yield Sample("metadata_nodes", alive, {"state": "alive"})
+        yield Sample("metadata_nodes", len(statuses) - alive, {"state": "silent"})
+        for status in statuses:
+            age_s = status.heartbeat_age_ms / 1000
+            yield Sample("metadata_node_heartbeat_age_seconds", age_s, {"node": status.node.node_id})
+        yield Sample("metadata_live_plans", len(self._planning.planner))
+        if self._scheduling is not None:
+            found = self._scheduling.gauges()
+            yield Sample("metadata_scheduler_engines", found["metadata_scheduler_engines"])
+            yield Sample("metadata_scheduler_requests", found["metadata_scheduler_requests"])
+            for role in ("prefill", "decode"):
+                yield Sample("metadata_scheduler_waiting", found[f"metadata_scheduler_waiting_{role}"], {"role": role})

@@ -1,0 +1,94 @@
+"""What a node shows beside its totals: how full it is, what waits, what its links carried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import kvstore
+from kvstore.core.errors import Unsupported
+from kvstore.node.buffers import StagingBuffer
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.sessions import Sessions
+from kvstore.node.table import BlockTable
+from kvstore.observe.exposition import Sample
+from kvstore.tiers.contract import DurableVolume
+from kvstore.transport.link_counters import interface_of
+
+_RECEIVED, _SENT = 0, 8
+"""Columns of /proc/net/dev."""
+_NET_DEV: Final = Path("/proc/self/net/dev")
+
+
+class NodeGauges:
+    """Read at each scrape.
+
+    Args:
+        table: the blocks and their volumes.
+        sessions: the engines.
+        replica_log: what the index is still to be told.
+        buffers: staging buffers by name.
+        registered: whether the metadata server answers.
+        networks: address of the data plane on each network.
+    """
+
+    def __init__(
+        self,
+        table: BlockTable,
+        sessions: Sessions,
+        replica_log: ReplicaLog,
+        buffers: Mapping[str, StagingBuffer],
+        registered: Callable[[], bool],
+        networks: Mapping[str, str],
+    ) -> None:
+        self._table = table
+        self._sessions = sessions
+        self._log = replica_log
+        self._buffers = buffers
+        self._registered = registered
+        self._interfaces: dict[str, str] = {}
+        for network, address in networks.items():
+            with suppress(Unsupported, ValueError):  # listening everywhere, or where the kernel cannot be asked: not shown
+                self._interfaces[network] = interface_of(address.rpartition(":")[0].strip("[]"))
+
+    def __call__(self) -> Iterator[Sample]:
+        yield Sample("build_info", 1, {"version": kvstore.__version__})
+        for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
+            labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
+            usage = volume.usage()
+            read_only = isinstance(volume, DurableVolume) and volume.read_only is not None
+            yield Sample("volume_capacity_bytes", usage.capacity_bytes, labels)
+            yield Sample("volume_used_bytes", usage.used_bytes, labels)
+            yield Sample("volume_blocks", usage.blocks, labels)
+            yield Sample("volume_read_only", int(read_only), labels)
+        blocks, waiting = self._table.counts()
+        yield Sample("node_sessions", self._sessions.count())
+        yield Sample("node_blocks", blocks)
+        yield Sample("node_write_behind_waiting_blocks", waiting)
+        yield Sample("node_publish_waiting_events", self._log.waiting())
+        yield Sample("node_registered", int(self._registered()))
+        for name, buffer in self._buffers.items():
+            yield Sample("node_staging_used_bytes", buffer.used_bytes, {"buffer": name})
+            yield Sample("node_staging_waiting_loads", buffer.waiting, {"buffer": name})
+        yield from self._networks()
+
+    def _networks(self) -> Iterator[Sample]:
+        carried = _interface_bytes() if self._interfaces else {}
+        for network, interface in self._interfaces.items():
+            if interface in carried:
+                received, sent = carried[interface]
+                yield Sample("network_bytes_total", received, {"network": network, "direction": "received"})
+                yield Sample("network_bytes_total", sent, {"network": network, "direction": "sent"})
+
+
+def _interface_bytes() -> dict[str, tuple[int, int]]:
+    """Bytes received and sent by each interface of this network namespace."""
+    found = {}
+    for line in _NET_DEV.read_text().splitlines():
+        name, colon, fields = line.partition(":")
+        if colon:
+            numbers = fields.split()
+            found[name.strip()] = int(numbers[_RECEIVED]), int(numbers[_SENT])
+    return found

@@ -1,0 +1,110 @@
+"""The account of a load as its node sees it: what came from where, what was waited for, and whether that was slow."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+from kvstore.core.clock import Clock
+from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.node.loader import Part
+from kvstore.observe import tracing
+from kvstore.observe.context import request_id
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metrics import event
+from kvstore.observe.recent import LoadRecord, RecentLoads
+
+limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
+
+_REACHES: Final = ("none", "dram", "nvme", "peer")
+"""Nearest first."""
+_SECONDS: Final = {reach: event("node_load_seconds", reach=reach) for reach in _REACHES}
+
+
+class LoadAccounts:
+    """Accounts of one node's loads.
+
+    Args:
+        node_id: the node.
+        slow_s: a load that takes longer is logged.
+        counters: where times are counted.
+        recent: where the last loads are kept.
+        clock: where time comes from.
+    """
+
+    def __init__(self, node_id: NodeId, slow_s: float, counters: Counters, recent: RecentLoads, clock: Clock) -> None:
+        self.node_id = node_id
+        self.slow_s = slow_s
+        self.counters = counters
+        self.recent = recent
+        self.clock = clock
+
+    def open(self, blocks: int) -> LoadAccount:
+        """A load of so many blocks begins."""
+        return LoadAccount(self, blocks)
+
+
+class LoadAccount:
+    """One load. Used by one thread at a time; ``close`` once."""
+
+    def __init__(self, accounts: LoadAccounts, blocks: int) -> None:
+        self._accounts = accounts
+        self._blocks = blocks
+        self._began_s = self._told_s = accounts.clock.now_s()
+        self._hits = dict.fromkeys(_REACHES, 0)
+        self._waited_s = dict.fromkeys(_REACHES, 0.0)
+        self._misses: dict[Outcome, int] = {}
+        self._engine_s = 0.0
+
+    def part(self, part: Part) -> None:
+        """A part is there: the time since the last was told is what it was waited for."""
+        reach = "none"
+        for outcome in set(part.outcomes):
+            count = part.outcomes.count(outcome)
+            if outcome is Outcome.HIT:
+                reach = "peer" if part.node != self._accounts.node_id else "nvme" if part.tier is Tier.NVME else "dram"
+                self._hits[reach] += count if not part.first_layer else 0  # in layer groups a block comes several times
+            elif not part.first_layer:
+                self._misses[outcome] = self._misses.get(outcome, 0) + count
+        self._waited_s[reach] += self._accounts.clock.now_s() - self._told_s
+
+    def told(self, since_s: float) -> None:
+        """A part was taken by the engine, which was handed it at ``since_s``."""
+        self._told_s = self._accounts.clock.now_s()
+        self._engine_s += self._told_s - since_s
+
+    def close(self) -> None:
+        """The load is over."""
+        accounts = self._accounts
+        seconds = accounts.clock.now_s() - self._began_s
+        reach = next((one for one in reversed(_REACHES) if self._hits[one]), "none")
+        accounts.counters.observe(_SECONDS[reach], seconds)
+        hits = sum(self._hits.values())
+        parts: dict[str, object] = {
+            **{f"{name}_blocks": count for name, count in self._hits.items() if count},
+            **{f"{name}_wait_s": round(waited, 6) for name, waited in self._waited_s.items() if waited > 0},
+            **{f"{outcome.name.lower()}_blocks": count for outcome, count in self._misses.items()},
+            "engine_s": round(self._engine_s, 6),
+        }
+        reason = self._reason(seconds)
+        accounts.recent.add(LoadRecord(request_id.get(), time.time(), round(seconds, 6), self._blocks, hits, reason, parts))
+        if tracing.on():
+            tracing.note(blocks=self._blocks, hit_blocks=hits, reason=reason)
+        if seconds > accounts.slow_s:
+            accounts.counters.add("node_slow_loads_total")
+            limited.warning("slow load: %.3f s, %d of %d blocks; %s; %s", seconds, hits, self._blocks, reason, parts)
+
+    def _reason(self, seconds: float) -> str:
+        waits = {
+            "DRAM and its table": self._waited_s["dram"],
+            "this node's volumes": self._waited_s["nvme"],
+            "other nodes": self._waited_s["peer"],
+            "blocks that did not come": self._waited_s["none"],
+            "the engine, which copies": self._engine_s,
+        }
+        most = max(waits, key=lambda name: waits[name])
+        missing = ", ".join(f"{count} {outcome.name.lower()}" for outcome, count in self._misses.items())
+        text = f"waited {waits[most]:.3f} of {seconds:.3f} s for {most}"
+        return f"{text}; not brought: {missing}" if missing else text

@@ -1,0 +1,129 @@
+"""What a process shows: its totals, distributions and gauges as Prometheus reads them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from kvstore.observe.counters import Counters, HistogramTotals
+from kvstore.observe.metrics import EVENTS, METRICS, PREFIX, Kind, Metric, check_sample
+from kvstore.observe.names import CONSTANT_LABELS, SHOWN_AT_ZERO
+
+log = logging.getLogger(__name__)
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class Sample(NamedTuple):
+    """One value that is asked for when somebody looks."""
+
+    metric: str
+    """Declared name, without prefix."""
+    value: float
+    labels: Mapping[str, str] = {}
+
+
+Gauges = Callable[[], Iterable[Sample]]
+
+
+class StoreCollector(Collector):
+    """A collector for ``prometheus_client``: register it in a registry of one's own, or in the engine's.
+
+    Args:
+        counters: registries whose totals are shown, added up; gone through at each scrape.
+        gauges: what else is shown, asked at each scrape; one that fails leaves out its part.
+        process: whose totals are shown from the start, see ``SHOWN_AT_ZERO``; empty: they appear with their first event.
+        labels: on everything, e.g. ``{"worker": "0"}``.
+    """
+
+    def __init__(
+        self,
+        counters: Iterable[Counters],
+        gauges: Sequence[Gauges] = (),
+        *,
+        process: str = "",
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        self._counters = counters
+        self._gauges = gauges
+        self._labels = dict(labels or {})
+        assert set(self._labels) <= set(CONSTANT_LABELS)
+        prefixes = SHOWN_AT_ZERO[process] if process else ()
+        self._zeros = [name for name, metric in EVENTS.items() if metric.kind is Kind.COUNTER and name.startswith(prefixes)]
+
+    def collect(self) -> Iterator[Family]:
+        families: dict[str, Family] = {}
+        totals: dict[str, float] = dict.fromkeys(self._zeros, 0) if self._zeros else {}
+        for counters in self._counters:
+            for name, value in counters.snapshot().items():
+                totals[name] = totals.get(name, 0) + value
+        undeclared = 0.0
+        for name, value in totals.items():
+            metric = EVENTS.get(name)
+            if metric is None:
+                undeclared += value
+                continue
+            self._add(families, metric, metric.events[name], value * metric.scale)
+        self._add(families, METRICS[f"{PREFIX}undeclared_events_total"], (), undeclared)
+        for name, found in self._distributions().items():
+            metric = EVENTS.get(name)
+            if metric is not None:
+                self._add_histogram(families, metric, metric.events[name], found)
+        for gauges in self._gauges:
+            try:
+                samples = list(gauges())
+            except Exception:  # process edge: what can still be seen is shown
+                log.exception("some gauges cannot be read")
+                continue
+            for sample in samples:
+                metric = check_sample(sample.metric, sample.labels)
+                self._add(families, metric, [sample.labels[label] for label in metric.labels], sample.value)
+        yield from families.values()
+
+    def describe(self) -> Iterable[Family]:
+        """Nothing: what is shown is declared, and asking at registration would start what is not ready."""
+        return ()
+
+    def _distributions(self) -> dict[str, HistogramTotals]:
+        added: dict[str, HistogramTotals] = {}
+        for counters in self._counters:
+            for name, found in counters.distributions().items():
+                known = added.setdefault(name, HistogramTotals(found.bounds, [0] * len(found.counts)))
+                known.counts = [one + other for one, other in zip(known.counts, found.counts, strict=True)]
+                known.total += found.total
+        return added
+
+    def _family(self, families: dict[str, Family], metric: Metric) -> Family:
+        family = families.get(metric.name)
+        if family is None:
+            kinds = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily, Kind.HISTOGRAM: HistogramMetricFamily}
+            family = kinds[metric.kind](metric.name, metric.help, labels=[*metric.labels, *self._labels])
+            families[metric.name] = family
+        return family
+
+    def _add(self, families: dict[str, Family], metric: Metric, labels: Sequence[str], value: float) -> None:
+        family = self._family(families, metric)
+        assert not isinstance(family, HistogramMetricFamily)
+        family.add_metric([*labels, *self._labels.values()], value)
+
+    def _add_histogram(self, families: dict[str, Family], metric: Metric, labels: Sequence[str], found: HistogramTotals) -> None:
+        family = self._family(families, metric)
+        assert isinstance(family, HistogramMetricFamily)
+        bounds = [*(repr(bound) for bound in found.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+        family.add_metric([*labels, *self._labels.values()], buckets, found.total)
+
+
+def registry_of(collector: StoreCollector) -> CollectorRegistry:
+    """A registry of a process's own, with what the kernel knows of it: CPU, memory, open files."""
+    from prometheus_client.process_collector import ProcessCollector
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    return registry

@@ -1,0 +1,167 @@
+"""The door to look in by: plain HTTP, on loopback unless told otherwise, read only.
+
+``/metrics`` is for Prometheus; what else a process shows are small JSON documents. Requests are few and small: each has a thread,
+at most ``MOST_AT_ONCE`` at once, and ends within ``REQUEST_S``, however slowly its client reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import CollectorRegistry
+
+from kvstore.observe.counters import Counters
+from kvstore.observe.exposition import StoreCollector, registry_of
+
+log = logging.getLogger(__name__)
+
+MOST_AT_ONCE: Final = 8
+REQUEST_S: Final = 5.0
+"""For each read and write of a request."""
+
+Pages = Mapping[str, Callable[[], object]]
+"""Path -> what makes its JSON document."""
+
+
+class MetricsServer:
+    """Serves one registry. ``start`` and ``stop`` once each.
+
+    Args:
+        address: ``host:port``; port 0: any.
+        registry: what ``/metrics`` shows.
+        pages: further documents.
+        counters: where refused requests are counted.
+
+    Raises:
+        ValueError: the address is none.
+        OSError: it cannot be had.
+    """
+
+    def __init__(self, address: str, registry: CollectorRegistry, pages: Pages, counters: Counters) -> None:
+        host, port = split_address(address)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._server = _Server(family, (host, port), registry, pages, counters)
+        name = f"[{host}]" if ":" in host else host
+        self.address = f"{name}:{self._server.server_address[1]}"
+        """With its real port."""
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvstore-metrics", daemon=True)
+
+    def start(self) -> None:
+        """Serves."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends; requests under way are left to their threads, which end with the process."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(REQUEST_S)
+
+
+def serve(address: str, collector: StoreCollector, pages: Pages, counters: Counters) -> MetricsServer | None:
+    """Starts to serve what a collector shows. None: it cannot; a process that nobody can look into works all the same."""
+    try:
+        server = MetricsServer(address, registry_of(collector), pages, counters)
+    except (OSError, ValueError) as error:
+        log.warning("metrics are not served at %s: %s", address, error)
+        return None
+    server.start()
+    log.info("metrics at http://%s/metrics", server.address)
+    return server
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` apart, brackets of IPv6 removed.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"an address looks like 127.0.0.1:7401, not {address}")
+    return host.strip("[]"), int(port)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = MOST_AT_ONCE
+
+    def __init__(
+        self, family: int, address: tuple[str, int], registry: CollectorRegistry, pages: Pages, counters: Counters
+    ) -> None:
+        self.address_family = family
+        self.registry = registry
+        self.pages = pages
+        self._counters = counters
+        self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        # without the reverse look-up of the host's name that the base class does: it may take seconds
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        if not self._room.acquire(blocking=False):
+            self._counters.add("metrics_scrapes_refused_total")
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
+        log.debug("a request for metrics failed: %r", sys.exception())  # whoever asked has left, or is too slow
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version = "kvstore"
+    sys_version = ""
+    timeout = REQUEST_S
+
+    def do_GET(self) -> None:  # the base class's
+        path = urlsplit(self.path).path
+        if path == "/metrics":
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(HTTPStatus.OK, encode(self.server.registry), kind)
+        elif path in self.server.pages:
+            self._answer(HTTPStatus.OK, _json(self.server.pages[path]()), "application/json")
+        elif path == "/":
+            self._answer(HTTPStatus.OK, _json({"pages": ["/metrics", *self.server.pages]}), "application/json")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, _json({"error": "no such page", "pages": ["/metrics", *self.server.pages]}))
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002, ARG002
+        return  # Prometheus asks every few seconds
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, indent=1).encode() + b"\n"

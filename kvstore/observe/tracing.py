@@ -1,0 +1,161 @@
+"""Traces with OpenTelemetry, where that is switched on; where it is not, a span is one look at a variable.
+
+Spans: a client's loads, the calls that servers handle, what a node reads of its volumes and of other nodes. Their context travels
+in gRPC metadata (W3C ``traceparent``). The data plane's frames carry none: what a node reads of another over it
+shows as the span of the one that asked.
+
+The library is the extra ``observe``; nothing of it is imported before ``set_up``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Final, Literal
+
+log = logging.getLogger(__name__)
+
+Exporter = Literal["off", "otlp", "file"]
+
+_tracer: Any = None  # opentelemetry.trace.Tracer; None: off
+_provider: Any = None
+_NOTHING: Final[AbstractContextManager[Any]] = nullcontext()
+
+
+def on() -> bool:
+    """Whether spans are made."""
+    return _tracer is not None
+
+
+def span(name: str, attributes: Mapping[str, str | int | float] | None = None) -> AbstractContextManager[Any]:
+    """A span around a piece of work; the work's calls take its context along.
+
+    Costs next to nothing while traces are off: attributes that cost something belong behind ``on()``.
+    """
+    if _tracer is None:
+        return _NOTHING
+    found: AbstractContextManager[Any] = _tracer.start_as_current_span(name, attributes=attributes)
+    return found
+
+
+def note(**attributes: str | float) -> None:
+    """Adds attributes to the present span."""
+    if _tracer is not None:
+        from opentelemetry import trace
+
+        trace.get_current_span().set_attributes(attributes)
+
+
+def inject(metadata: list[tuple[str, str]]) -> None:
+    """Adds the present span's context to a call's metadata."""
+    if _tracer is not None:
+        from opentelemetry import propagate
+
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier)
+        metadata.extend(carrier.items())
+
+
+def server_span(name: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> AbstractContextManager[Any]:
+    """A span of a call that came in, below the one it was made in."""
+    if _tracer is None:
+        return _NOTHING
+    from opentelemetry import propagate, trace
+
+    carrier = {key: value for key, value in metadata or () if isinstance(value, str)}
+    parent = propagate.extract(carrier)
+    found: AbstractContextManager[Any] = _tracer.start_as_current_span(name, context=parent, kind=trace.SpanKind.SERVER)
+    return found
+
+
+def set_up(
+    exporter: Exporter,
+    service: str,
+    *,
+    endpoint: str | None = None,
+    file: Path | None = None,
+    share: float = 1.0,
+    attributes: Mapping[str, str] | None = None,
+) -> None:
+    """Switches traces on in this process.
+
+    Args:
+        exporter: ``otlp``: to a collector, over HTTP; ``file``: JSON lines; ``off``: nothing is imported.
+        service: how the process is called, e.g. ``kvstore-node``.
+        endpoint: of the collector; None: as OpenTelemetry's own variables say, or this host.
+        file: appended to.
+        share: of traces that begin here, 0 to 1; those that others began follow their choice.
+        attributes: of all spans, e.g. the node's id.
+
+    Raises:
+        ModuleNotFoundError: the extra ``observe`` is not installed.
+        OSError: the file cannot be written.
+        ValueError: ``file`` without a file.
+    """
+    if exporter == "off":
+        return
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": service, **(attributes or {})}),
+        sampler=ParentBasedTraceIdRatio(share),
+        shutdown_on_exit=False,
+    )
+    made: Any
+    if exporter == "file":
+        if file is None:
+            raise ValueError("traces to a file take observe.traces_file")
+        made = _file_exporter(file)
+    else:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        made = OTLPSpanExporter(endpoint=endpoint)
+    provider.add_span_processor(BatchSpanProcessor(made))
+    use(provider)
+
+
+def use(provider: Any) -> None:  # noqa: ANN401  # opentelemetry.trace.TracerProvider
+    """Makes spans with a provider of the caller's, such as an engine's own; None: switches traces off."""
+    global _tracer, _provider
+    _provider = provider
+    _tracer = provider.get_tracer("kvstore") if provider is not None else None
+
+
+def shut_down() -> None:
+    """Writes what is left, and switches traces off."""
+    provider = _provider
+    use(None)
+    if provider is not None and hasattr(provider, "shutdown"):
+        provider.shutdown()
+
+
+def _file_exporter(path: Path) -> Any:  # noqa: ANN401
+    """One JSON object a span and line; several processes may append to one file."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Lines(SpanExporter):
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self._file = path.open("ab", buffering=0)
+
+        def export(self, spans: Sequence[Any]) -> SpanExportResult:
+            lines = b"".join(json.dumps(json.loads(span.to_json(indent=None))).encode() + b"\n" for span in spans)
+            try:
+                with self._lock:
+                    self._file.write(lines)
+            except OSError as error:  # a full disk must not stop who is traced
+                log.warning("%d spans are not written to %s: %s", len(spans), path, error)
+                return SpanExportResult.FAILURE
+            return SpanExportResult.SUCCESS
+
+        def shutdown(self) -> None:
+            self._file.close()
+
+    return Lines()

@@ -1,0 +1,26 @@
+"""That accounts add up: what was asked for is what came and what was missed, of whatever happened in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvstore.observe.metrics import METRICS
+
+
+def check_accounts(totals: Mapping[str, int], block_tokens: int) -> None:
+    """Checks one client's totals, as ``KVClient.stats`` answers them between two calls.
+
+    Raises:
+        AssertionError: they do not add up.
+    """
+
+    def total(metric: str) -> int:
+        return sum(totals.get(event, 0) for event in METRICS[metric].events)
+
+    for unit in ("blocks", "tokens"):
+        asked = total(f"kvstore_client_asked_{unit}_total")
+        hit, missed = total(f"kvstore_client_hit_{unit}_total"), total(f"kvstore_client_missed_{unit}_total")
+        assert asked == hit + missed, f"{unit}: asked for {asked}, hit {hit}, missed {missed}"
+    assert total("kvstore_client_asked_tokens_total") == total("kvstore_client_asked_blocks_total") * block_tokens
+    assert total("kvstore_client_hit_blocks_total") == total("kvstore_client_load_hit_blocks_total")
+    assert total("kvstore_client_asked_blocks_total") >= total("kvstore_client_load_blocks_total")

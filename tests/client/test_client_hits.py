@@ -1,0 +1,161 @@
+"""Accounts of hits and misses add up, with the right reasons. (All other tests of clients check the sums too: see conftest.)"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from client_fakes import FakeMetadata, FakeNode, payloads
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvclient import CacheSpec, ClientOptions, KVClient, Lookup
+from kvclient.hits import LoadAccounts, missed_reasons
+from kvclient.incidents import Incidents
+from kvclient.operation import Operation
+from kvclient.tally import Tally
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
+from kvstore.core.types import BlockKey, Outcome, Tier
+from kvstore.observe.names import MISS_REASONS, PATHS
+from kvstore.testing.accounts import check_accounts
+
+MakeClient = Callable[..., KVClient]
+BLOCK_TOKENS = 16
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[Tally, Operation]:
+    """A load with any fate of its blocks, from any mixture of sources."""
+    blocks = draw(st.integers(0, 40))
+    tally, operation = Tally(blocks), Operation(MonotonicClock(), 1.0)
+    for _ in range(draw(st.integers(0, 6))):
+        start = draw(st.integers(0, blocks))
+        stop = draw(st.integers(start, blocks))
+        path, tier = draw(st.sampled_from(PATHS)), draw(st.sampled_from([0, *map(int, Tier)]))
+        tally.record(slice(start, stop), draw(st.sampled_from(list(Outcome))), tier, tally.node_number("a"), path)
+    operation.named_blocks = draw(st.none() | st.integers(0, blocks))
+    operation.index_down = draw(st.booleans())
+    if draw(st.booleans()):
+        operation.cancel()
+    return tally, operation
+
+
+@given(st.lists(loads(), max_size=5), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=5))
+def test_accounts_add_up_whatever_happens(done: list[tuple[Tally, Operation]], lookups: list[tuple[int, int, bool]]) -> None:
+    incidents = Incidents(MonotonicClock(), 10.0)
+    accounts = LoadAccounts(BLOCK_TOKENS, 4096, incidents, ClientOptions())
+    asked = 0
+    for tally, operation in done:
+        accounts.account(tally.result(4096), tally.sources(), operation)
+        asked += len(tally.outcomes)
+        missed = missed_reasons(tally.outcomes, operation)
+        assert set(missed) <= set(MISS_REASONS)
+        assert all(missed.values())
+        assert "other" not in missed, "every outcome has its reason"
+        assert sum(missed.values()) == int(np.count_nonzero(tally.outcomes != Outcome.HIT))
+    for hit, left, fails in lookups:
+        error = Internal("x") if fails else None
+        accounts.looked_up(Lookup([BlockKey(bytes(16))] * (hit + left), hit, error=error))
+        asked += left
+    accounts.refused(3, CapacityExceeded("full"))
+    check_accounts(incidents.snapshot(), BLOCK_TOKENS)
+    assert incidents.counters.get("client_asked_blocks_total") == asked + 3
+    assert incidents.counters.get("client_missed_capacity_blocks_total") >= 3
+
+
+def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
+    from kvstore.core.keys import KeyChain
+
+    return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
+
+
+def room(spec: CacheSpec, blocks: int) -> np.ndarray:  # type: ignore[type-arg]
+    return np.zeros((blocks, spec.block_bytes), np.uint8)
+
+
+def test_what_the_index_does_not_name_is_unknown(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    keys = chain(spec, 10)
+    near.blocks.hold(keys[:6])
+    metadata.runs = [(0, 6, near)]
+    client = make_client(near)
+    found = client.lookup(keys)
+    assert client.load(found, room(spec, 6)).hit_blocks == 6
+    stats = client.stats()
+    assert stats["client_asked_blocks_total"] == 10
+    assert stats["client_missed_unknown_blocks_total"] == 4
+    assert stats["client_hit_local_dram_tokens_total"] == 6 * spec.block_tokens
+
+
+def test_what_the_index_named_and_nobody_has_is_evicted(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    keys = chain(spec, 8)
+    metadata.runs = [(0, 8, near)]
+    client = make_client(near)
+    found = client.lookup(keys)
+    assert found.hit_blocks == 8
+    assert client.load(found, room(spec, 8)).hit_blocks == 0
+    assert client.stats()["client_missed_evicted_blocks_total"] == 8
+
+
+def test_without_an_index_misses_are_its_fault(
+    spec: CacheSpec, near: FakeNode, metadata: FakeMetadata, make_client: MakeClient
+) -> None:
+    client = make_client(near, lookup_deadline_s=0.5)
+    metadata.stop()
+    keys = chain(spec, 5)
+    assert client.lookup(keys).hit_blocks == 0
+    assert client.load(keys, room(spec, 5)).hit_blocks == 0
+    assert client.stats()["client_missed_index_down_blocks_total"] == 10
+
+
+def test_calls_that_never_began_are_counted(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    client = make_client(near)
+    keys = chain(spec, 4)
+    client.close()
+    client.load(keys, room(spec, 4))
+    client.lookup(keys)
+    assert client.stats()["client_missed_other_blocks_total"] == 8
+
+
+def test_a_slow_load_is_logged_with_its_breakdown(
+    spec: CacheSpec, near: FakeNode, make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = make_client(near, slow_load_s=0)
+    keys = chain(spec, 4)
+    client.store(keys, payloads(keys, spec.shape))
+    with caplog.at_level(logging.WARNING, "kvclient"):
+        client.load(keys, room(spec, 4))
+    (record,) = client.recent_loads.slowest()
+    assert record.request_id
+    assert record.request_id in caplog.text
+    assert {"lookup_s", "local node_s"} <= record.parts.keys()
+    assert record.parts["local_dram_bytes"] == 4 * spec.block_bytes
+    assert client.stats()["client_slow_loads_total"] == 1
+
+
+def test_a_client_shows_itself_where_asked_to(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    from prometheus_client import CollectorRegistry
+
+    from kvclient.metrics import collector
+
+    clients = [make_client(near, metrics_listen="127.0.0.1:0")]
+    registry = CollectorRegistry()
+    registry.register(collector(clients))
+    clients.append(make_client(near))
+    for client in clients:
+        client.load(chain(spec, 3), room(spec, 3))
+    assert registry.get_sample_value("kvstore_client_missed_blocks_total", {"reason": "unknown"}) == 6
+    assert registry.get_sample_value("kvstore_client_session_open") == 2
+    assert registry.get_sample_value("kvstore_client_load_seconds_count", {"path": "none", "tier": "none"}) == 2
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "unix:/tmp/x", "here"])
+def test_metrics_stay_on_this_host(address: str) -> None:
+    with pytest.raises(InvalidArgument):
+        ClientOptions(metrics_listen=address)

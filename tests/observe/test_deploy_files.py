@@ -1,0 +1,147 @@
+"""Dashboard and alert rules name metrics, labels and values that exist, and use them as what they are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvstore.observe.metrics import METRICS, Kind, Limit, Metric
+from kvstore.observe.names import CONSTANT_LABELS
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+ALERTS = DEPLOY / "prometheus" / "alerts.yml"
+DASHBOARD = DEPLOY / "grafana" / "kvstore.json"
+OF_PROMETHEUS = {"instance", "job"}
+SERIES: dict[str, Metric] = {series: metric for metric in METRICS.values() for series in metric.series}
+
+_SELECTOR = re.compile(r"\b(kvstore_[a-z0-9_]+)\b(?:\{([^}]*)\})?\s*(\[[^\]]+\])?")
+_MATCHER = re.compile(r'\s*([a-z_]+)\s*(=~|!~|!=|=)\s*"([^"]*)"\s*')
+_GROUPING = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
+_ROUND = re.compile(r"\b(rate|irate|increase)\s*\(\s*(kvstore_[a-z0-9_]+)")
+
+
+def problems(expression: str) -> Iterator[str]:
+    """What is wrong with an expression."""
+    known: set[str] = {*OF_PROMETHEUS, *CONSTANT_LABELS}
+    for name, matchers, window in _SELECTOR.findall(expression):
+        metric = SERIES.get(name)
+        if metric is None:
+            yield f"there is no {name}"
+            continue
+        labels = {*metric.labels, *OF_PROMETHEUS, *CONSTANT_LABELS, *(["le"] if name.endswith("_bucket") else [])}
+        known |= labels
+        if (metric.kind is not Kind.GAUGE) != bool(window) and not (metric.kind is Kind.COUNTER and not window):
+            yield f"{name} is a {metric.kind}: {'no' if window else 'a'} window"
+        for matcher in filter(None, (matchers or "").split(",")):
+            found = _MATCHER.fullmatch(matcher)
+            if found is None:
+                yield f"{matcher} is no matcher"
+                continue
+            label, operator, value = found.groups()
+            if label not in labels:
+                yield f"{name} has no label {label}"
+                continue
+            values = metric.labels.get(label)
+            if isinstance(values, tuple):
+                wanted = value.split("|") if "~" in operator else [value]
+                yield from (f"{name}: {label} is never {one}" for one in wanted if one not in values)
+    if re.search(r"\bup\b", expression):
+        known |= OF_PROMETHEUS
+    for function, name in _ROUND.findall(expression):
+        if name in SERIES and SERIES[name].kind is Kind.GAUGE:
+            yield f"{function} of {name}, a gauge"
+    for group in _GROUPING.findall(expression):
+        yield from (f"nothing here has the label {label}" for label in map(str.strip, group.split(",")) if label not in known)
+    if "histogram_quantile" in expression and not re.search(r"by \([^)]*\ble\b[^)]*\)\s*\(rate\(kvstore_\w+_bucket", expression):
+        yield "a quantile is taken of rates of buckets, by le"
+
+
+def labels_in(expression: str) -> set[str]:
+    """Labels that the result may bear."""
+    grouped = {label.strip() for group in re.findall(r"\bby\s*\(([^)]*)\)", expression) for label in group.split(",")}
+    of_metrics = {label for name, _, _ in _SELECTOR.findall(expression) for label in SERIES[name].labels}
+    return (grouped or of_metrics) | OF_PROMETHEUS
+
+
+def alerts() -> list[dict[str, object]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def targets() -> list[tuple[str, dict[str, str]]]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [(panel["title"], target) for panel in panels for target in panel.get("targets", [])]
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
+def test_alert_rules_speak_of_what_exists(rule: dict[str, object]) -> None:
+    expression = str(rule["expr"])
+    assert list(problems(expression)) == []
+    texts = rule["annotations"]
+    assert isinstance(texts, dict)
+    assert {"summary", "description"} <= texts.keys()
+    for text in texts.values():
+        for label in re.findall(r"\$labels\.([a-z_]+)", text):
+            assert label in labels_in(expression), f"{label} is not a label of the alert"
+        for name in re.findall(r"\bkvstore_[a-z0-9_]+", text):
+            assert name in SERIES, f"the text names {name}"
+    assert rule["labels"] in ({"severity": "page"}, {"severity": "warning"})
+
+
+@pytest.mark.parametrize(("panel", "target"), targets(), ids=lambda value: value if isinstance(value, str) else value["refId"])
+def test_the_dashboard_shows_what_exists(panel: str, target: dict[str, str]) -> None:
+    assert panel
+    assert list(problems(target["expr"])) == []
+    for label in re.findall(r"\{\{([a-z_]+)\}\}", target["legendFormat"]):
+        assert label in labels_in(target["expr"]), f"{label} is not a label of the result"
+
+
+def test_panels_do_not_overlap() -> None:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_every_way_to_miss_is_either_normal_or_an_alert() -> None:
+    (rule,) = (rule for rule in alerts() if rule["alert"] == "KVStoreLoadsFail")
+    alarming = set(re.findall(r'reason=~"([^"]+)"', str(rule["expr"]))[0].split("|"))
+    reasons = METRICS["kvstore_client_missed_blocks_total"].labels["reason"]
+    assert not isinstance(reasons, Limit)
+    assert alarming | {"unknown", "evicted", "index_down"} == set(reasons)
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("rate(kvstore_gone_total[5m])", "there is no kvstore_gone_total"),
+        ('kvstore_volume_blocks{teir="dram"}', "has no label teir"),
+        ('kvstore_volume_blocks{tier="tape"}', "tier is never tape"),
+        ('kvstore_client_missed_blocks_total{reason=~"corrupt|bored"}', "reason is never bored"),
+        ("rate(kvstore_node_sessions[5m])", "a gauge"),
+        ("sum by (reach) (rate(kvstore_client_loads_total[5m]))", "nothing here has the label reach"),
+        ("histogram_quantile(0.9, rate(kvstore_client_load_seconds_bucket[5m]))", "by le"),
+        ("rate(kvstore_client_load_seconds[5m])", "there is no kvstore_client_load_seconds"),
+    ],
+)
+def test_a_dead_name_is_found(expression: str, problem: str) -> None:
+    assert any(problem in one for one in problems(expression))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on this machine")
+@pytest.mark.parametrize("command", [["rules", str(ALERTS)], ["config", str(DEPLOY / "prometheus" / "prometheus.yml")]])
+def test_prometheus_itself_takes_the_files(command: list[str]) -> None:
+    done = subprocess.run(["promtool", "check", *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

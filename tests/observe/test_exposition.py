@@ -1,0 +1,200 @@
+"""What a process shows: totals, distributions, gauges, over a real socket, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.observe import counters as counters_module
+from kvstore.observe.counters import Counters
+from kvstore.observe.exposition import Sample, StoreCollector, registry_of
+from kvstore.observe.http import MOST_AT_ONCE, MetricsServer, serve
+from kvstore.observe.metrics import EVENTS, Kind
+from kvstore.observe.recent import MOST_KEPT, LoadRecord, RecentLoads
+
+WAIT_S = 10.0
+
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scraped(text: str) -> Values:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def shown(collector: StoreCollector) -> Values:
+    from prometheus_client import generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return scraped(generate_latest(registry).decode())
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=WAIT_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def served(counters: Counters) -> Iterator[MetricsServer]:
+    server = serve("127.0.0.1:0", StoreCollector([counters]), {"/loads": lambda: {"slowest": []}}, counters)
+    assert server is not None
+    yield server
+    server.stop()
+
+
+def test_totals_of_several_registries_are_added_up(counters: Counters) -> None:
+    other = Counters()
+    counters.add("client_hit_local_dram_blocks_total", 3)
+    other.add("client_hit_local_dram_blocks_total", 4)
+    other.add("transport_cap_wait_us_total", 2_500_000)
+    values = shown(StoreCollector([counters, other], labels={"worker": "1"}))
+    where = (("path", "local"), ("tier", "dram"), ("worker", "1"))
+    assert values["kvstore_client_hit_blocks_total", where] == 7
+    assert values["kvstore_transport_cap_wait_seconds_total", (("worker", "1"),)] == 2.5
+    assert values["kvstore_undeclared_events_total", (("worker", "1"),)] == 0
+
+
+def test_totals_of_a_process_are_shown_before_their_first_event(counters: Counters) -> None:
+    values = shown(StoreCollector([counters], process="node"))
+    assert values["kvstore_quarantined_blocks_total", ()] == 0
+    assert values["kvstore_nvme_read_failed_blocks_total", (("outcome", "corrupt"),)] == 0
+    assert not any(name.startswith("kvstore_client_") for name, _ in values)
+
+
+@given(st.lists(st.floats(0, 100), max_size=50))
+def test_a_distribution_counts_every_value_once(values: list[float]) -> None:
+    counters = Counters()
+    for value in values:
+        counters.observe("client_lookup_seconds", value)
+    found = shown(StoreCollector([counters]))
+    if not values:
+        assert ("kvstore_client_lookup_seconds_count", ()) not in found
+        return
+    for bound in (*EVENTS["client_lookup_seconds"].buckets, math.inf):
+        label = "+Inf" if bound == math.inf else repr(bound)
+        expected = sum(value <= bound for value in values)
+        assert found["kvstore_client_lookup_seconds_bucket", (("le", label),)] == expected
+    assert found["kvstore_client_lookup_seconds_count", ()] == len(values)
+    assert found["kvstore_client_lookup_seconds_sum", ()] == pytest.approx(math.fsum(values))
+
+
+@pytest.mark.parametrize("name", ["no_such_thing_total", "client_loads"])
+def test_an_undeclared_name_fails_here_and_is_shown_as_such_in_production(
+    name: str, counters: Counters, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(AssertionError, match=name):
+        counters.add(name)
+    monkeypatch.setattr(counters_module, "strict", False)
+    counters.add(name, 2)
+    counters.add(name)
+    assert shown(StoreCollector([counters]))["kvstore_undeclared_events_total", ()] == 3
+    assert [name in record.message for record in caplog.records] == [True], "said once"
+
+
+def test_gauges_that_fail_leave_the_others_alone(counters: Counters, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> Iterator[Sample]:
+        raise RuntimeError("gone")
+
+    collector = StoreCollector([counters], [broken, lambda: [Sample("node_sessions", 2)]])
+    assert shown(collector)["kvstore_node_sessions", ()] == 2
+    assert "cannot be read" in caplog.text
+
+
+def test_a_gauge_takes_the_labels_that_are_declared(counters: Counters) -> None:
+    with pytest.raises(KeyError):
+        shown(StoreCollector([counters], [lambda: [Sample("node_sessions", 2, {"session": "x"})]]))
+
+
+def test_pages_over_http(served: MetricsServer, counters: Counters) -> None:
+    counters.add("client_loads_total")
+    status, text = get(served.address, "/metrics")
+    assert status == 200
+    assert scraped(text)["kvstore_client_loads_total", ()] == 1
+    assert scraped(text)["process_open_fds", ()] > 0
+    assert json.loads(get(served.address, "/loads?x=1")[1]) == {"slowest": []}
+    assert json.loads(get(served.address, "/")[1]) == {"pages": ["/metrics", "/loads"]}
+    status, text = get(served.address, "/secrets")
+    assert (status, json.loads(text)["pages"]) == (404, ["/metrics", "/loads"])
+
+
+def test_others_are_served_beside_those_who_say_nothing_and_one_more_is_refused(
+    served: MetricsServer, counters: Counters
+) -> None:
+    host, port = served.address.split(":")
+    silent = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(MOST_AT_ONCE - 1)]
+    assert get(served.address, "/metrics")[0] == 200
+    more = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(2)]
+    for one in more:
+        one.settimeout(WAIT_S)
+    assert b"" in [more[-1].recv(1)], "closed at once: the last place is taken"
+    assert counters.get("metrics_scrapes_refused_total") >= 1
+    for one in silent + more:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x02\x00", b"GET /metrics", b"DELETE /metrics HTTP/1.1\r\n\r\n", b"A" * 70_000]
+)
+def test_garbage_harms_nobody(served: MetricsServer, garbage: bytes) -> None:
+    host, port = served.address.split(":")
+    with socket.create_connection((host, int(port)), WAIT_S) as one:
+        one.sendall(garbage)
+    assert get(served.address, "/metrics")[0] == 200
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:99999", ":1", "no.such.host.invalid:0"])
+def test_an_address_that_cannot_be_had_stops_nothing(address: str, counters: Counters, caplog: pytest.LogCaptureFixture) -> None:
+    assert serve(address, StoreCollector([counters]), {}, counters) is None
+    assert address in caplog.text
+
+
+def test_a_port_in_use_stops_nothing(served: MetricsServer, counters: Counters) -> None:
+    assert serve(served.address, StoreCollector([counters]), {}, counters) is None
+
+
+def test_two_collectors_may_share_an_engines_registry() -> None:
+    first, second = Counters(), Counters()
+    first.add("client_loads_total")
+    registry = CollectorRegistry(auto_describe=True)  # as prometheus_client's own
+    registry.register(StoreCollector([first, second], process="client"))
+    assert registry.get_sample_value("kvstore_client_loads_total") == 1
+    assert registry_of(StoreCollector([second])).get_sample_value("kvstore_client_loads_total") is None
+
+
+def test_the_slowest_loads_of_the_last_minute() -> None:
+    now_s = 1_000.0
+    recent = RecentLoads(lambda: now_s)
+    for number in range(MOST_KEPT + 10):
+        recent.add(LoadRecord(f"r{number}", now_s - 30, number % 97, 1, 1, "why"))
+    recent.add(LoadRecord("old", now_s - 61, 1e6, 1, 1, "too long ago"))
+    found = recent.slowest()
+    assert [record.seconds for record in found] == sorted((record.seconds for record in found), reverse=True)
+    assert found[0].seconds == 96
+    assert "old" not in {record.request_id for record in found}
+    assert json.loads(json.dumps(recent.page()))["slowest"][0]["reason"] == "why"
+
+
+def test_kinds_of_events() -> None:
+    assert {metric.kind for metric in EVENTS.values()} == {Kind.COUNTER, Kind.HISTOGRAM}
