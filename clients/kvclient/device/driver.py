@@ -9,8 +9,8 @@ interpreter lock, so that pinning gigabytes in a thread stops nobody. Streams an
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -106,7 +106,6 @@ class CudaDriver:
             self._lib = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise Unavailable("no CUDA driver on this host: libcuda.so.1 is not found", error=error) from error
-        self._local = threading.local()
         self._check("initialise CUDA", self._lib.cuInit(0))
         handle = ctypes.c_int()
         self._check("find the device", self._lib.cuDeviceGet(ctypes.byref(handle), index))
@@ -134,15 +133,15 @@ class CudaDriver:
     # ---- pins ----
     def pin(self, address: int, nbytes: int) -> None:
         """See ``HostPinning``."""
-        self._enter()
-        code = self._lib.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE_AND_MAPPED)
+        with self._entered():
+            code = self._lib.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE_AND_MAPPED)
         if code != _SUCCESS:
             raise PinRefused(code, self._message(code))
 
     def unpin(self, address: int) -> None:
         """See ``HostPinning``."""
-        self._enter()
-        code = self._lib.cuMemHostUnregister(ctypes.c_void_p(address))
+        with self._entered():
+            code = self._lib.cuMemHostUnregister(ctypes.c_void_p(address))
         if code != _SUCCESS:
             raise PinRefused(code, self._message(code))
 
@@ -164,14 +163,10 @@ class CudaDriver:
         Raises:
             Internal: the driver refused.
         """
-        self._enter()
         if rows == 1:
-            self._check(
-                "copy",
-                self._lib.cuMemcpyAsync(
-                    ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(width), ctypes.c_void_p(stream)
-                ),
-            )
+            place = (ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(width), ctypes.c_void_p(stream))
+            with self._entered():
+                self._check("copy", self._lib.cuMemcpyAsync(*place))
             return
         copy = _Copy2D(
             src_type=_UNIFIED,
@@ -183,7 +178,8 @@ class CudaDriver:
             width=width,
             height=rows,
         )
-        self._check("copy rows", self._lib.cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream)))
+        with self._entered():
+            self._check("copy rows", self._lib.cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream)))
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         """Enqueues many copies in one call; they have no order among each other.
@@ -201,27 +197,30 @@ class CudaDriver:
             raise Internal("this driver has no batched copies", version=self.version)
         if not len(targets):
             return
-        self._enter()
         # kept in names: the driver reads them during the call
         arrays = [np.ascontiguousarray(array, np.int64) for array in (targets, sources, sizes)]
         attributes, first, failed = _BatchAttributes(order=_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
-        code = self._batch(
-            *(ctypes.c_void_p(array.ctypes.data) for array in arrays),
-            ctypes.c_size_t(len(targets)),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-            ctypes.byref(failed),
-            ctypes.c_void_p(stream),
-        )
+        with self._entered():
+            code = self._batch(
+                *(ctypes.c_void_p(array.ctypes.data) for array in arrays),
+                ctypes.c_size_t(len(targets)),
+                ctypes.byref(attributes),
+                ctypes.byref(first),
+                ctypes.c_size_t(1),
+                ctypes.byref(failed),
+                ctypes.c_void_p(stream),
+            )
         self._check("copy a batch", code)
 
     # ---- errors ----
-    def _enter(self) -> None:
-        """The driver knows a current context by thread."""
-        if not getattr(self._local, "entered", False):
-            self._check("enter the device's context", self._lib.cuCtxSetCurrent(self._context))
-            self._local.entered = True
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """The driver knows a current context by thread, and torch's must be the same afterwards."""
+        self._check("enter the device's context", self._lib.cuCtxPushCurrent_v2(self._context))
+        try:
+            yield
+        finally:
+            self._lib.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def _message(self, code: int) -> str:
         text = ctypes.c_char_p()

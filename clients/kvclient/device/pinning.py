@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.device.driver import HostPinning, PinRefused
+from kvstore.core.errors import Internal
 from kvstore.observe.counters import Counters
 
 _log = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ class PinnedRange:
             nbytes = min(self._chunk_bytes, self.nbytes - start)
             try:
                 self._driver.pin(self.address + start, nbytes)
-            except PinRefused as refused:
+            except (PinRefused, Internal) as refused:
                 self._give_up(refused)
                 return
             with self._changed:
@@ -232,7 +233,7 @@ class PinnedRange:
             self._changed.wait_for(lambda: self._closing or self._refused or not self._left[chunk])
             return None if self._closing or self._refused else chunk
 
-    def _give_up(self, refused: PinRefused) -> None:
+    def _give_up(self, refused: Exception) -> None:
         """The rest stays as it is: most likely the next chunk would be refused too, and what is pinned serves."""
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
@@ -275,7 +276,7 @@ class PinnedRange:
             try:
                 self._driver.unpin(self.address + chunk * self._chunk_bytes)
                 self._pinned[chunk] = False
-            except PinRefused as refused:
+            except (PinRefused, Internal) as refused:
                 sound = False
                 self._counters.add("device_unpin_failed_total")
                 _log.error("the driver does not let go of the arena, which stays mapped: %s", refused)

@@ -118,6 +118,11 @@ class Way(Protocol):
         """Events behind all that has been enqueued."""
 
 
+def _uploaded(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers on the device. Out of pinned memory, or torch would wait here for all that the stream has to do."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
 # ---- staged ----
 
 
@@ -199,9 +204,9 @@ class Staged:
 
     def _ids(self, blocks: Blocks) -> list[torch.Tensor]:
         """Page ids on the device, in a box that is filled in the order of the moves: only they look into it."""
-        self._moves.wait(blocks.after)
         box: list[torch.Tensor] = []
-        self._moves.run(lambda: box.append(blocks.page_ids.to(self._cache.device)))
+        self._moves.run(lambda: box.append(_uploaded(blocks.page_ids, self._cache.device)))
+        self._moves.wait(blocks.after)
         return box
 
     def _slot(self) -> _Slot:
@@ -337,8 +342,9 @@ class Direct:
         away = blocks.starts - blocks.host.base
         word = math.gcd(cache.word, base, cache.row_bytes, int(np.gcd.reduce(away)) if len(away) else 0)
         table: list[torch.Tensor] = []
+        parts = (torch.from_numpy(away // word), blocks.page_ids)
+        self._moves.run(lambda: table.extend(_uploaded(part, cache.device) for part in parts))
         self._moves.wait(blocks.after)
-        self._moves.run(lambda: table.extend(part.to(cache.device) for part in (torch.from_numpy(away // word), blocks.page_ids)))
 
         def move(number: int, *, to_pages: bool) -> None:
             at = base + number * cache.row_bytes
