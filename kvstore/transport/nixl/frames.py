@@ -2,10 +2,10 @@
 
     ATTACH {host, wish, agent}            ->  ATTACHED {way, agent}         once a connection, and for each new agent
     FETCH {READ's header, where to}       ->  PLACED {DATA's header, where from}, any number of them, then READ_END
-        TAKEN                                                               one for each PLACED, where the reader pulls
+        TAKEN                                                               for each PLACED that wants it, where the reader pulls
 
-A reader that *pulls* is told where the blocks lie, and says TAKEN once it has them: until then they stay pinned. To one that has
-blocks *pushed* PLACED says that they are there.
+A reader that *pulls* is told where the blocks lie, and says TAKEN once it has all that it was told of: until then they stay
+pinned. To one that has blocks *pushed* PLACED says that they are there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOST_BYTES = 16
 _ATTACH = struct.Struct("<16sBBHI")  # host, wish, has RDMA, zero, bytes of the agent's metadata
 _ATTACHED = struct.Struct("<BBHI")  # way, zero, zero, bytes of the agent's metadata
 _FETCH = struct.Struct("<IQ")  # bytes of the READ header, layer stride; then the header, then addresses
-_PLACED = struct.Struct("<IQ")  # bytes of the DATA header, bytes moved; then the header, then addresses
+_PLACED = struct.Struct("<IQI")  # bytes of the DATA header, bytes moved, TAKEN is wanted; then the header, then addresses
 
 
 class Way(IntEnum):
@@ -61,11 +61,19 @@ class FetchFrame:
 
 @dataclass(frozen=True, slots=True)
 class PlacedFrame:
-    """A PLACED: outcomes and checksums; ``addresses``: where each hit's layers begin, where the reader pulls (else empty)."""
+    """A PLACED: outcomes and checksums.
+
+    Attributes:
+        data: of the blocks.
+        moved_bytes: their payload.
+        addresses: where each hit's layers begin, where the reader pulls (else empty).
+        wants_taken: the reader says TAKEN once it has these and all before them.
+    """
 
     data: DataFrame
     moved_bytes: int
     addresses: Addresses
+    wants_taken: bool = False
 
 
 def encode_attach(request_id: int, frame: AttachFrame) -> bytes:
@@ -144,7 +152,12 @@ def encode_placed(request_id: int, frame: PlacedFrame) -> bytes:
     addresses = _packed(frame.addresses)
     size = _PLACED.size + len(data) + len(addresses)
     return b"".join(
-        (frames.encode_head(FrameKind.PLACED, request_id, size), _PLACED.pack(len(data), frame.moved_bytes), data, addresses)
+        (
+            frames.encode_head(FrameKind.PLACED, request_id, size),
+            _PLACED.pack(len(data), frame.moved_bytes, frame.wants_taken),
+            data,
+            addresses,
+        )
     )
 
 
@@ -154,22 +167,22 @@ def decode_placed(header: bytes, layer_block_bytes: int) -> PlacedFrame:
     Raises:
         BadFrame: as ``decode_data``; another number of addresses than hits.
     """
-    data_bytes, moved_bytes = _sizes(_PLACED, header, FrameKind.PLACED)
+    data_bytes, moved_bytes, wanted = _sizes(_PLACED, header, FrameKind.PLACED)
     at = _PLACED.size + data_bytes
     data = frames.decode_data(header[_PLACED.size : at], moved_bytes, layer_block_bytes)
     addresses = _unpacked(header, at)
-    if len(addresses) not in (0, data.hits):
+    if len(addresses) not in (0, data.hits) or wanted > 1:
         raise BadFrame("PLACED names another number of places than of hits", hits=data.hits, places=len(addresses))
-    return PlacedFrame(data, moved_bytes, addresses)
+    return PlacedFrame(data, moved_bytes, addresses, bool(wanted))
 
 
-def _sizes(struct_: struct.Struct, header: bytes, kind: FrameKind) -> tuple[int, int]:
+def _sizes(struct_: struct.Struct, header: bytes, kind: FrameKind) -> tuple[int, ...]:
     if len(header) < struct_.size:
         raise BadFrame("frame header too short", kind=kind.name, bytes=len(header))
-    inner, number = struct_.unpack_from(header)
-    if inner > len(header) - struct_.size:
-        raise BadFrame("a header longer than its frame", kind=kind.name, bytes=len(header), inner=inner)
-    return inner, number
+    found: tuple[int, ...] = struct_.unpack_from(header)
+    if found[0] > len(header) - struct_.size:  # the first is always the length of the header within
+        raise BadFrame("a header longer than its frame", kind=kind.name, bytes=len(header), inner=found[0])
+    return found
 
 
 def _packed(addresses: Addresses) -> bytes:

@@ -276,7 +276,8 @@ class NixlPeer(TcpPeer):
             target = fetch.landing.pick(hits - unit.first, first_layer)
             if fetch.attachment.way is Way.PULL:
                 self._pull(fetch, target, Landing(placed.addresses, size, size), state, data.layer_count)
-                connection.wire.send((frames.encode_head(FrameKind.TAKEN, request_id),), state.request.deadline_s)
+                if placed.wants_taken:
+                    connection.wire.send((frames.encode_head(FrameKind.TAKEN, request_id),), state.request.deadline_s)
             self._counters.add("transport_nixl_bytes_received_total", placed.moved_bytes)
             good = np.ones(len(hits), np.bool_)
             if state.verify and len(hits):

@@ -30,8 +30,8 @@ from kvstore.transport.wire import PeerGone, PeerStalled, PlainWire
 
 CHUNK_BYTES = 8 << 20
 """Bytes in one PLACED: the reader checks them while the next are on their way."""
-AHEAD_DIRECT = 64
-AHEAD_BOUNCED = 2
+AHEAD = 2
+"""Chunks that are written, or lie in bounce memory, at once."""
 _HELP_INTERVAL_S = 1e-3
 """Most readers that pull need no help of this side but to connect; over TCP they do, and a socket holds a millisecond's bytes."""
 _NONE = np.empty(0, np.uint64)
@@ -118,10 +118,13 @@ class OneSidedServing:
         direct = self._port.covers(whole.extent(asked.read.shape.layers))
         ahead: deque[_UnderWay] = deque()
         try:
-            for chunk in self._chunks(asked, part, whole):
-                while len(ahead) >= (AHEAD_DIRECT if direct and self._way is Way.PULL else AHEAD_BOUNCED):
+            chunks = list(self._chunks(asked, part, whole))
+            for at, chunk in enumerate(chunks):
+                # to be told of every chunk would cost the reader more than the last of a pinned part tells
+                wants_taken = self._way is Way.PULL and (not direct or at == len(chunks) - 1)
+                while len(ahead) >= AHEAD and (wants_taken or self._way is Way.PUSH):
                     self._end_one(request_id, ahead, deadline_s)
-                ahead.append(self._begin(request_id, asked, chunk, deadline_s, direct=direct))
+                ahead.append(self._begin(request_id, asked, chunk, deadline_s, direct=direct, wants_taken=wants_taken))
             while ahead:
                 self._end_one(request_id, ahead, deadline_s)
         finally:
@@ -150,14 +153,16 @@ class OneSidedServing:
                 source = whole.pick(np.arange(hits.start, hits.stop), layer)
                 yield _Chunk(data, source, hits, count * layers * size)
 
-    def _begin(self, request_id: int, asked: FetchFrame, chunk: _Chunk, deadline_s: float, *, direct: bool) -> _UnderWay:
+    def _begin(
+        self, request_id: int, asked: FetchFrame, chunk: _Chunk, deadline_s: float, *, direct: bool, wants_taken: bool
+    ) -> _UnderWay:
         """Tells of a chunk, or begins to write it."""
         data, source, slab, transfer = chunk.data, chunk.source, None, None
         if chunk.moved_bytes and not direct:
             slab, source = self._bounced(chunk, deadline_s)
         try:
             if self._way is Way.PULL:
-                placed = PlacedFrame(data, chunk.moved_bytes, source.addresses)
+                placed = PlacedFrame(data, chunk.moved_bytes, source.addresses, wants_taken)
                 self._wire.send((encode_placed(request_id, placed),), deadline_s)
                 return _UnderWay(placed, slab, None)
             placed = PlacedFrame(data, chunk.moved_bytes, _NONE)
@@ -187,10 +192,11 @@ class OneSidedServing:
         return slab, target
 
     def _end_one(self, request_id: int, ahead: deque[_UnderWay], deadline_s: float) -> None:
-        """Waits for the oldest chunk: until it was taken, or until it is there and that was told."""
+        """Waits for the oldest chunk: until it was taken (where that is asked), or until it is there and that was told."""
         oldest = ahead[0]
         if self._way is Way.PULL:
-            self._wait_taken(request_id, deadline_s)
+            if oldest.placed.wants_taken:
+                self._wait_taken(request_id, deadline_s)
         else:
             if oldest.transfer is not None:
                 self._wait_written(oldest.transfer, deadline_s)
@@ -208,7 +214,7 @@ class OneSidedServing:
             self._port.progress(self._epoch)
         head = frames.decode_head(self._wire.receive(frames.HEAD_BYTES, deadline_s))
         if (head.kind, head.request_id) != (FrameKind.TAKEN, request_id):
-            raise frames.BadFrame("PLACED is answered by TAKEN", kind=head.kind.name)
+            raise frames.BadFrame("where it is wanted, PLACED is answered by TAKEN", kind=head.kind.name)
 
     def _wait_written(self, transfer: Transfer, deadline_s: float) -> None:
         began_s = time.monotonic()

@@ -1,0 +1,149 @@
+"""Bare NIXL between two processes: the same memory and descriptors as the store's transport, and nothing around them.
+
+No keys, no checksums, no pins: one side has all addresses, and moves batch after batch. ``pull``: the client reads the child's
+memory. ``push``: the child writes into the client's, which lets its agent make progress for as long as that takes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import time
+from select import select
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from kvstore.transport.arrival import LayerHasher
+from kvstore.transport.nixl.landing import Rows, row_after_row
+from kvstore.transport.nixl.port import WAIT_S, NixlOptions, NixlPort, Region
+
+BATCH_BYTES = 64 << 20
+"""Descriptors handed to NIXL at once: larger batches are no faster."""
+
+SUMMED_BYTES = 8 << 20
+"""Moved and then summed at once."""
+
+Way = Literal["pull", "push"]
+
+
+def address_of(memory: np.ndarray) -> int:
+    """Where an array begins."""
+    return int(memory.__array_interface__["data"][0])
+
+
+class BareNixl:
+    """A child process that holds ``len(memory)`` bytes, and an agent here.
+
+    Args:
+        memory: here, uint8.
+        block_bytes: of one descriptor.
+        transports: as ``NixlOptions``.
+        way: who moves the bytes.
+    """
+
+    def __init__(self, memory: np.ndarray, block_bytes: int, transports: str, way: Way) -> None:
+        self._way = way
+        self._memory = memory
+        self._port = NixlPort(
+            NixlOptions(transports=transports), name="bare", regions=[Region(address_of(memory), memory.nbytes)]
+        )
+        self._epoch, metadata = self._port.metadata()
+        command = [sys.executable, __file__, str(memory.nbytes), str(block_bytes), transports or "auto"]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        count = memory.nbytes // block_bytes
+        self._ours = row_after_row(address_of(memory), count, 1, block_bytes).rows(1, whole=True)
+        self._say({"agent": base64.b64encode(metadata).decode(), "address": address_of(memory)})
+        told = self._hear()
+        self._theirs = row_after_row(told["address"], count, 1, block_bytes).rows(1, whole=True)
+        self._name = self._port.meet(self._epoch, base64.b64decode(told["agent"]))
+        self._batch = max(1, BATCH_BYTES // block_bytes)
+
+    def load(self, layer_bytes: int = 0) -> None:
+        """Moves everything once. ``layer_bytes``: and sums pieces of so many bytes; where it pulls, chunk by chunk."""
+        self._say({"do": self._way})
+        if self._way == "pull":
+            batch = min(self._batch, max(1, SUMMED_BYTES // int(self._ours[0, 1]))) if layer_bytes else self._batch
+            for start in range(0, len(self._ours), batch):
+                these = slice(start, start + batch)
+                move(self._port, self._epoch, "READ", self._ours[these], self._theirs[these], self._name, batch)
+                self._sum(these, layer_bytes)
+            self._say({"do": "done"})
+            self._hear()
+            return
+        assert self._child.stdout is not None
+        while not select([self._child.stdout], [], [], 0)[0]:
+            self._port.progress(self._epoch)
+            time.sleep(WAIT_S)
+        self._hear()
+        self._sum(slice(None), layer_bytes)
+
+    def _sum(self, rows: slice, layer_bytes: int) -> None:
+        if layer_bytes:
+            begin = int(self._ours[rows][0, 0]) - address_of(self._memory)
+            piece = self._memory.data[begin : begin + int(self._ours[rows][:, 1].sum())]
+            hasher = LayerHasher(layer_bytes, len(piece) // layer_bytes)
+            hasher.update([piece])
+            hasher.digests()
+
+    def _say(self, what: dict[str, Any]) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps(what) + "\n")
+        self._child.stdin.flush()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        told: dict[str, Any] = json.loads(self._child.stdout.readline())
+        return told
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.close()
+        self._child.wait(timeout=10)
+        self._child.stdout.close()
+        self._port.close()
+
+
+def move(
+    port: NixlPort, epoch: int, operation: Literal["READ", "WRITE"], ours: Rows, theirs: Rows, name: str, batch: int
+) -> None:
+    """Batch after batch. Between two looks it sleeps as the store does: on two cores a loop that spins is half as fast."""
+    for start in range(0, len(ours), batch):
+        transfer = port.start(epoch, operation, ours[start : start + batch], theirs[start : start + batch], name)
+        while transfer is not None and not port.done(transfer):
+            time.sleep(WAIT_S)
+
+
+def serve(total: int, block_bytes: int, transports: str) -> None:
+    """The child: holds bytes, moves them or helps to, until its stdin ends."""
+    memory = np.random.default_rng(1).integers(0, 256, total, np.uint8)
+    port = NixlPort(NixlOptions(transports=transports), name="bare-child", regions=[Region(address_of(memory), total)])
+    epoch, metadata = port.metadata()
+    told = json.loads(sys.stdin.readline())
+    name = port.meet(epoch, base64.b64decode(told["agent"]))
+    count = total // block_bytes
+    ours = row_after_row(address_of(memory), count, 1, block_bytes).rows(1, whole=True)
+    theirs = row_after_row(told["address"], count, 1, block_bytes).rows(1, whole=True)
+    print(json.dumps({"agent": base64.b64encode(metadata).decode(), "address": address_of(memory)}), flush=True)
+    for line in sys.stdin:
+        do = json.loads(line)["do"]
+        if do == "push":
+            move(port, epoch, "WRITE", ours, theirs, name, max(1, BATCH_BYTES // block_bytes))
+        elif do == "pull":
+            while not select([sys.stdin], [], [], 0)[0]:
+                port.progress(epoch)
+                time.sleep(1e-3)  # its reader needs no help of it but to connect
+            sys.stdin.readline()
+        print("{}", flush=True)
+    port.close()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), "" if sys.argv[3] == "auto" else sys.argv[3])
