@@ -210,7 +210,7 @@ class HbmVolume(Volume):
             if self._staging is None or len(self._staging) < size:
                 self._staging = self._take_staging(max(STAGING_BYTES, size))
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self._stream):
                 yield self._staging, len(self._staging) // size
 
