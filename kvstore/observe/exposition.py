@@ -58,11 +58,11 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         families: dict[str, Family] = {}
-        totals: dict[str, float] = dict.fromkeys(self._zeros, 0) if self._zeros else {}
+        totals = dict.fromkeys(self._zeros, 0)
         for counters in self._counters:
             for name, value in counters.snapshot().items():
                 totals[name] = totals.get(name, 0) + value
-        undeclared = 0.0
+        undeclared = 0
         for name, value in totals.items():
             metric = EVENTS.get(name)
             if metric is None:

@@ -1,0 +1,141 @@
+"""Seeing into real processes: a client, a metadata server and two nodes, their metrics, traces, logs and slowest loads."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvclient import CacheSpec, ClientOptions, KVClient
+from kvstore.observe import tracing
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+WAIT_S = 30.0
+SPEC = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096)
+BLOCKS = 12
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+def page(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=WAIT_S) as answer:
+        return answer.read().decode()
+
+
+def value(address: str, name: str, **labels: str) -> float:
+    families = text_string_to_metric_families(page(address, "/metrics"))
+    found = [
+        one.value for family in families for one in family.samples if one.name == name and labels.items() <= one.labels.items()
+    ]
+    assert found, f"{name}{labels} is not shown"
+    return sum(found)
+
+
+def stored(client: KVClient) -> list[bytes]:
+    keys = client.keys(np.arange(BLOCKS * SPEC.block_tokens, dtype=np.uint32))
+    data = np.random.default_rng(1).integers(0, 256, (BLOCKS, SPEC.block_bytes), np.uint8)
+    assert client.store(keys, data, wait_visible=True).held_blocks == BLOCKS
+    return list(keys)
+
+
+def test_metrics_of_every_process_and_the_slowest_load(tmp_path: Path) -> None:
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster:
+        metadata, node = cluster.node("metadata").metrics_address, cluster.node("a").metrics_address
+        options = ClientOptions(metrics_listen="127.0.0.1:0")
+        with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket, options=options) as client:
+            keys = stored(client)
+            out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+            assert client.load(client.lookup(keys), out).hit_blocks == BLOCKS
+            assert client._metrics is not None
+            engine = client._metrics.address
+            assert value(engine, "kvstore_client_hit_blocks_total", path="local", tier="dram") == BLOCKS
+            assert value(engine, "kvstore_client_asked_tokens_total") == BLOCKS * SPEC.block_tokens
+            (slowest,) = json.loads(page(engine, "/loads"))["slowest"]
+            (at_node,) = json.loads(page(node, "/loads"))["slowest"]
+            assert slowest["request_id"] == at_node["request_id"], "one name for it at client and node"
+            assert "waited" in at_node["reason"]
+        assert value(node, "kvstore_node_load_seconds_count", reach="dram") == 1
+        assert value(node, "kvstore_rpc_seconds_count", method="Load") == 1
+        assert value(node, "kvstore_node_registered") == 1
+        assert value(node, "kvstore_volume_used_bytes", tier="dram") > 0
+        assert value(node, "kvstore_network_bytes_total", network="compute", direction="sent") > 0
+        assert value(node, "kvstore_quarantined_blocks_total") == 0
+        until(lambda: value(node, "kvstore_node_write_behind_waiting_blocks") == 0, "all is durable")
+        assert value(node, "kvstore_volume_blocks", tier="nvme") == BLOCKS
+        assert value(metadata, "kvstore_metadata_nodes", state="alive") == 1
+        assert value(metadata, "kvstore_metadata_lookups_total") >= 1
+        until(lambda: value(metadata, "kvstore_index_blocks") == BLOCKS, "the index knows them")
+        cluster.kill("metadata")
+        until(lambda: value(node, "kvstore_node_registered") == 0, "the node says that nobody answers it")
+
+
+def test_workers_are_told_apart(tmp_path: Path) -> None:
+    with LocalCluster([], tmp_path, metadata_settings=[("workers", "2")]) as cluster:
+        addresses = cluster.node("metadata").metrics_address.split(",")
+        assert len(set(addresses)) == 2
+        for worker, address in enumerate(addresses):
+            assert value(address, "kvstore_metadata_lookups_total", worker=str(worker)) == 0
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Callable[..., Path]:
+    """Switches traces on in this process too, into a file of its own."""
+    file = tmp_path / "client.jsonl"
+    tracing.set_up("file", "engine", file=file)
+    yield lambda: file
+    tracing.shut_down()
+
+
+def test_one_trace_from_client_over_metadata_and_node_to_its_peer(tmp_path: Path, traced: Callable[[], Path]) -> None:
+    file = tmp_path / "spans.jsonl"
+    settings = {"KVSTORE_OBSERVE__TRACES": "file", "KVSTORE_OBSERVE__TRACES_FILE": str(file), "KVSTORE_OBSERVE__SLOW_LOAD": "0ms"}
+    settings |= {"KVSTORE_LOG__FORMAT": "json"}
+    with pytest.MonkeyPatch.context() as environment:
+        for name, wanted in settings.items():
+            environment.setenv(name, wanted)
+        with LocalCluster([NodeSpec("a"), NodeSpec("b")], tmp_path / "c") as cluster:
+            with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("b").local_socket) as other:
+                keys = stored(other)
+            with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket) as client:
+                out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+                assert client.load(keys, out).hit_blocks == BLOCKS
+                (record,) = client.recent_loads.slowest()
+            log = cluster.node("a").log_path
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    slow = [line for line in lines if line["message"].startswith("slow load")]
+    assert [line["request_id"] for line in slow] == [record.request_id], "the node's log names the client's request"
+    tracing.shut_down()
+    spans = [json.loads(line) for path in (file, traced()) for line in path.read_text().splitlines()]
+    root = next(span for span in spans if span["name"] == "kvclient.load")
+    mine = [span for span in spans if span["context"]["trace_id"] == root["context"]["trace_id"]]
+    by_name = {span["name"]: span for span in mine}
+    services = {span["resource"]["attributes"]["service.name"] for span in mine}
+    assert {"kvclient.load", "Lookup", "Load", "peer.read", "IssueTicket"} <= by_name.keys()
+    assert services == {"engine", "kvstore-metadata", "kvstore-node"}
+    for child in ("Lookup", "Load"):
+        assert by_name[child]["parent_id"] == root["context"]["span_id"]
+    assert by_name["peer.read"]["parent_id"] == by_name["Load"]["context"]["span_id"]
+    assert by_name["IssueTicket"]["resource"]["attributes"]["node"] == "b", "the peer's own span"
+    assert by_name["peer.read"]["attributes"] == {"peer": "b", "blocks": BLOCKS}
+
+
+def test_traces_that_are_off_import_nothing() -> None:
+    import subprocess
+
+    program = (
+        "import sys; import kvclient; from kvclient import *; import kvstore.node.daemon; print('opentelemetry' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"
