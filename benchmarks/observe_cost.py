@@ -23,7 +23,7 @@ from kvclient import KVClient
 from kvclient.hits import LoadAccounts
 from kvclient.operation import Operation
 from kvstore.core.types import Tier
-from kvstore.testing.cluster import NodeSpec
+from kvstore.testing.cluster import LocalCluster, NodeSpec
 from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
 
 LAYERS = 32
@@ -73,11 +73,13 @@ def measure(options: Options, block_bytes: int, blocks: int, loads: int) -> None
     room = room_for(blocks, block_bytes)
     buffer = np.zeros((blocks, block_bytes), np.uint8)
     with ExitStack() as stack:
-        clients: dict[str, KVClient] = {}
+        stores: dict[str, LocalCluster] = {}  # all before the first client: gRPC's threads and forks do not go together
         for name, level, metrics in (("on", "info", "127.0.0.1:0"), ("off", "error", "none")):
             with mock.patch.dict(os.environ, {"KVSTORE_LOG__LEVEL": level}):
                 node = NodeSpec("bench", dram_bytes=room, settings=(("metrics_listen", metrics),))
-                store = stack.enter_context(cluster(node, options.scratch))
+                stores[name] = stack.enter_context(cluster(node, options.scratch))
+        clients: dict[str, KVClient] = {}
+        for name, store in stores.items():
             chosen = replace(OPTIONS, metrics_listen="127.0.0.1:0" if name == "on" else None)
             client = KVClient.connect(store.metadata_address, cache, node=store.node("bench").local_socket, options=chosen)
             clients[name] = stack.enter_context(client)
