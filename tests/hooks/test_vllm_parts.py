@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from kvclient import BlockBuffer, CacheSpec, InvalidArgument, KeyChain, encode_extra
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.engine_view import model_digest
+from kvclient.engines.vllm.adapters import Adapters, AdapterWeights
+from kvclient.engines.vllm.engine_view import model_digest, weights_text
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.keys import Masked, RequestKeys, is_hashable, request_extras
 from kvclient.engines.vllm.namespaces import GroupFacts, chain_spec, group_spec
@@ -24,7 +26,7 @@ from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages, page_order
 from kvclient.engines.vllm.plan import StepAnswer
 from kvclient.engines.vllm.tally import Tally
-from kvclient.engines.vllm.weights import sampled_digest
+from kvclient.engines.weights import sampled_digest
 
 SPEC = CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64)
 FACTS = GroupFacts("m", "d", "float32", 4, ("a", "b"), 64, (2, 4, 2), "full", "CPU_ATTN", "vec", "0.32")
@@ -41,41 +43,96 @@ def image(offset: int, length: int, identifier: str = "i") -> Any:
 @given(tokens=st.lists(st.integers(0, 1 << 20), max_size=60), cuts=st.lists(st.integers(0, 20), max_size=6), salted=st.booleans())
 def test_keys_in_any_number_of_steps_are_those_of_the_whole(tokens: list[int], cuts: list[int], salted: bool) -> None:
     chain = KeyChain(SPEC)
-    extras = request_extras(asks(cache_salt="s" if salted else None, mm_features=[image(5, 9)]), 4)
+    extras = request_extras(asks(cache_salt="s" if salted else None, mm_features=[image(5, 9)]), None, 4)
     keys = RequestKeys(chain, extras)
     for blocks in sorted(cuts):
         assert keys.upto(tokens, blocks) == chain.keys(tokens, extras=extras)[:blocks]
     assert keys.upto(tokens, len(tokens)) == chain.keys(tokens, extras=extras)
 
 
-def adapter_of(path: str, number: int = 1, *, in_place: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(lora_name="n", lora_path=path, lora_int_id=number, load_inplace=in_place)
+def adapter_of(path: str, number: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(lora_name="n", lora_path=path, lora_int_id=number)
 
 
-def test_an_adapter_is_its_weights(tmp_path: Path) -> None:
-    """Trained again in the same folder it is another, once the engine has loaded it again."""
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"one")
-    first = request_extras(asks(lora_request=adapter_of(str(tmp_path))), 4)
-    weights.write_bytes(b"two")
-    assert request_extras(asks(lora_request=adapter_of(str(tmp_path))), 4) == first, "the engine has the first still"
-    again = request_extras(asks(lora_request=adapter_of(str(tmp_path), 2)), 4)
-    assert again != first
-    assert request_extras(asks(lora_request=adapter_of(str(tmp_path), in_place=True)), 4) == again
-    assert request_extras(asks(lora_request=adapter_of(str(tmp_path))), 4) == again
-    weights.unlink()
-    weights.mkdir()  # cannot be read
-    assert not is_hashable(asks(lora_request=adapter_of(str(tmp_path), 3)))
+def adapter_folder(path: Path, weights: bytes = b"one", alpha: int = 16) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "adapter_model.safetensors").write_bytes(weights)
+    (path / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+    return path
+
+
+def digest_in(adapters: Adapters, path: Path | str, number: int = 1) -> str | None:
+    weights = adapters.weights(adapter_of(str(path), number))
+    return weights.digest if weights is not None else None
+
+
+def test_an_adapter_is_what_lies_in_its_folder(tmp_path: Path) -> None:
+    folders = [adapter_folder(tmp_path / name, *what) for name, *what in (("a",), ("b",), ("c", b"two"), ("d", b"one", 32))]
+    digests = [digest_in(Adapters(Tally()), folder) for folder in folders]
+    assert None not in digests
+    assert digests[0] == digests[1], "a copy elsewhere"
+    assert len(set(digests)) == 3, "other weights, or the same weights times another factor"
+
+
+def test_an_adapter_whose_files_have_changed_is_nobodys(tmp_path: Path) -> None:
+    """vLLM reads them again after it has evicted the adapter among others: nobody knows which it has."""
+    folder, copy = adapter_folder(tmp_path / "a"), adapter_folder(tmp_path / "b")
+    tally = Tally()
+    adapters = Adapters(tally)
+    weights = adapters.of_request(adapter_of(str(folder)))
+    assert weights is not None
+    assert weights.unchanged()
+    assert tally.totals() == {}
+    then = (folder / "adapter_model.safetensors").stat()
+    adapter_folder(folder, b"two")
+    os.utime(folder / "adapter_model.safetensors", ns=(then.st_atime_ns, then.st_mtime_ns))
+    assert not weights.unchanged(), "also where its time was set back"
+    assert digest_in(Adapters(Tally()), folder) != weights.digest
+    assert adapters.of_request(adapter_of(str(folder))) is None
+    adapter_folder(folder, b"one")
+    assert adapters.of_request(adapter_of(str(folder))) is None, "nor when the old ones are back: the engine may have the others"
+    assert digest_in(adapters, folder, 2) is None, "nor by another number: vLLM's prefix cache knows the path"
+    assert digest_in(adapters, copy) is None, "nor elsewhere: vLLM has the weights of that number"
+    assert digest_in(adapters, adapter_folder(tmp_path / "c"), 3) == weights.digest
+    assert tally.totals() == {"adapters_unknown": 2}
+
+
+def test_a_number_that_stands_for_two_folders_is_nobodys(tmp_path: Path) -> None:
+    """vLLM computes with the first."""
+    adapters = Adapters(Tally())
+    assert digest_in(adapters, adapter_folder(tmp_path / "a")) is not None
+    assert digest_in(adapters, adapter_folder(tmp_path / "b", b"two")) is None
+    assert digest_in(adapters, tmp_path / "a", 2) is not None
+
+
+@pytest.mark.parametrize("spoil", ["missing", "a hub's name", "unreadable", "no config", "blind"])
+def test_adapters_that_cannot_be_told_apart_are_not_shared(spoil: str, tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path / "a")
+    adapters = Adapters(Tally())
+    path = {"missing": str(tmp_path / "b"), "a hub's name": "somebody/something"}.get(spoil, str(folder))
+    if spoil == "unreadable":
+        (folder / "adapter_model.safetensors").unlink()
+        (folder / "adapter_model.safetensors").mkdir()
+    if spoil == "no config":
+        (folder / "adapter_config.json").unlink()
+    adapters.blind = spoil == "blind"
+    weights = adapters.of_request(adapter_of(path))
+    assert weights is None
+    assert not is_hashable(asks(lora_request=adapter_of(path)), weights)
 
 
 def test_extras_of_adapters_salts_and_images() -> None:
-    adapter = adapter_of("/p")
-    extras = request_extras(asks(lora_request=adapter, cache_salt="s", mm_features=[image(6, 4, "x"), image(10, 1, "y")]), 4)
+    adapter, weights = adapter_of("/p"), AdapterWeights("/p", (), "w")
+    extras = request_extras(
+        asks(lora_request=adapter, cache_salt="s", mm_features=[image(6, 4, "x"), image(10, 1, "y")]), weights, 4
+    )
     assert sorted(extras) == [0, 1, 2]
-    assert extras[0] == encode_extra([("lora", b"n"), ("lora-path", b"/p"), ("lora-weights", b""), ("salt", b"s")])
+    assert extras[0] == encode_extra([("lora", b"n"), ("lora-path", b"/p"), ("lora-weights", b"w"), ("salt", b"s")])
     assert extras[1] != extras[2], "the same image at another place of its block"
-    assert request_extras(asks(mm_features=[image(6, 2, "x")]), 4) != request_extras(asks(mm_features=[image(7, 1, "x")]), 4)
-    assert request_extras(asks(), 4) == {}
+    assert request_extras(asks(mm_features=[image(6, 2, "x")]), None, 4) != request_extras(
+        asks(mm_features=[image(7, 1, "x")]), None, 4
+    )
+    assert request_extras(asks(), None, 4) == {}
 
 
 @given(st.binary(min_size=16, max_size=16), st.lists(st.binary(min_size=16, max_size=16), max_size=9))
@@ -296,6 +353,44 @@ def test_contexts_of_other_lengths_are_other_models_where_positions_depend_on_it
     assert digest_of({"rope_type": "longrope"}, 4096) != digest_of({"rope_type": "longrope"}, 8192)
     assert digest_of({"full": {"rope_type": "new kind"}}, 4096) != digest_of({"full": {"rope_type": "new kind"}}, 8192)
     assert digest_of({"rope_type": "llama3"}, 4096) == digest_of({"rope_type": "llama3"}, 8192)
+
+
+def engine_of(folder: Path, load_format: str = "auto", **fields: Any) -> Any:
+    """As vLLM describes an engine with the weights in a folder."""
+    model = {"model": str(folder), "model_weights": "", "revision": None, "hf_config": SimpleNamespace()}
+    load = {"load_format": load_format, "model_loader_extra_config": {}, "download_dir": None}
+    for name, value in fields.items():
+        (model if name in model else load)[name] = value
+    return SimpleNamespace(model_config=SimpleNamespace(**model), load_config=SimpleNamespace(**load))
+
+
+def test_weights_that_did_not_come_from_the_models_files_are_nobody_elses(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    plain = weights_text(engine_of(tmp_path), sample=True)
+    assert plain == weights_text(engine_of(tmp_path, "safetensors"), sample=True)
+    elsewhere = [
+        engine_of(tmp_path, "dummy"),
+        engine_of(tmp_path, "tensorizer"),
+        engine_of(tmp_path, "somebody's own"),
+        engine_of(tmp_path, model_weights="s3://bucket/model"),
+        engine_of(tmp_path / "nothing"),
+    ]
+    found = [weights_text(engine, sample=True) for engine in elsewhere for _ in range(2)]
+    assert len({plain, *found}) == 1 + len(found), "not even those of an engine started the same way"
+
+
+def test_a_name_does_not_make_weights_that_were_read_in_other_ways_equal(tmp_path: Path) -> None:
+    """One engine with ``--load-format dummy`` among those that give the same ``weights_epoch``."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    ways = [
+        engine_of(tmp_path),
+        engine_of(tmp_path, "dummy"),
+        engine_of(tmp_path, "sharded_state"),
+        engine_of(tmp_path, "sharded_state", model_loader_extra_config={"pattern": "x"}),
+    ]
+    for sample in (False, True):
+        assert len({weights_text(way, sample=sample) for way in ways}) == len(ways)
+    assert weights_text(ways[1], sample=False) == weights_text(ways[1], sample=False), "those that have a name share"
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 5), st.booleans()), max_size=5))

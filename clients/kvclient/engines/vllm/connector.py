@@ -104,6 +104,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 and events.enable_kv_cache_events
                 and kv_cache_config.hash_block_size in {None, self._groups[0].block_tokens},
             )
+            if getattr(vllm_config, "lora_config", None) is not None:
+                self._scheduler.adapters.watch()
 
     # ---- start: worker, then scheduler ----
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:

@@ -6,19 +6,16 @@ restored a part of it would be wrong.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvclient import InvalidArgument
 from kvclient.engines.vllm.namespaces import GroupFacts, digest
 from kvclient.engines.vllm.pages import GroupPages, page_order
-from kvclient.engines.vllm.weights import sampled_digest
+from kvclient.engines.weights import WeightsSource
 
-_log = logging.getLogger(__name__)
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 _ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
 """Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
@@ -123,7 +120,7 @@ def group_facts(
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     common = {
         "model": str(model.served_model_name if isinstance(model.served_model_name, str) else model.model),
-        "model_digest": model_digest(model, vllm_config.cache_config, _weights(model) if sample_weights else ""),
+        "model_digest": model_digest(model, vllm_config.cache_config, weights_text(vllm_config, sample=sample_weights)),
         "engine": ".".join(__version__.split(".")[:2]),
         "shard_rank": rank // replicas,
         "shard_count": max(1, ranks // replicas),
@@ -149,13 +146,22 @@ def group_facts(
     return facts
 
 
-def _weights(model: Any) -> str:  # noqa: ANN401
-    """What tells the weights apart: samples of their files, or the hub's revision; where there is neither, nothing is shared."""
-    sampled = sampled_digest(Path(model.model))
-    if not sampled and not _revision(model):
-        _log.warning("the weights of %s cannot be told apart: no KV is shared until weights_epoch names them", model.model)
-        return secrets.token_hex(8)
-    return sampled
+def weights_text(vllm_config: Any, *, sample: bool) -> str:  # noqa: ANN401
+    """What tells an engine's weights from others of the same name; where they have a name of their own, only how they were read.
+
+    Raises:
+        OSError: their files cannot be read.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    source = WeightsSource(
+        str(model.model),
+        str(load.load_format),
+        str(load.model_loader_extra_config or ""),
+        revision=_revision(model) or "",
+        elsewhere=str(getattr(model, "model_weights", "") or ""),
+        cache=str(load.download_dir or ""),
+    )
+    return source.digest(lambda: secrets.token_hex(8)) if sample else source.way
 
 
 def _revision(model: Any) -> str | None:  # noqa: ANN401

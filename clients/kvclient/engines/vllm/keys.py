@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvclient import BlockKey, KeyChain, encode_extra
-from kvclient.engines.vllm.weights import adapter_digest
+from kvclient.engines.vllm.adapters import AdapterWeights
 
 
 class EngineRequest(Protocol):
@@ -30,26 +30,29 @@ class EngineRequest(Protocol):
     prompt_embeds: Any
 
 
-def is_hashable(request: EngineRequest) -> bool:
+def is_hashable(request: EngineRequest, adapter: AdapterWeights | None) -> bool:
     """Whether tokens and extras say all that the KV of a request depends on.
 
-    Embeddings in place of tokens do not, nor an adapter whose weights cannot be read.
+    Embeddings in place of tokens do not, nor an adapter whose weights nobody knows.
     """
-    if request.prompt_embeds is not None:
-        return False
-    return request.lora_request is None or adapter_digest(request.lora_request) is not None
+    return request.prompt_embeds is None and (request.lora_request is None or adapter is not None)
 
 
-def request_extras(request: EngineRequest, block_tokens: int) -> dict[int, bytes]:
+def request_extras(request: EngineRequest, adapter: AdapterWeights | None, block_tokens: int) -> dict[int, bytes]:
     """What the blocks of a request depend on besides tokens, by position of the block; empty for most requests.
 
     The adapter, with its weights, and the salt go into the first block, and by the chain into all; an image into each block that
     it reaches into, with its place there.
+
+    Args:
+        request: one that ``is_hashable``.
+        adapter: the weights of its adapter, if it has one.
+        block_tokens: tokens of a block.
     """
     parts: dict[int, list[tuple[str, bytes]]] = {}
     lora = request.lora_request
     if lora is not None:
-        named = ("lora", lora.lora_name), ("lora-path", lora.lora_path), ("lora-weights", adapter_digest(lora) or "")
+        named = ("lora", lora.lora_name), ("lora-path", lora.lora_path), ("lora-weights", adapter.digest if adapter else "")
         parts.setdefault(0, []).extend((name, value.encode()) for name, value in named)
     if request.cache_salt:
         parts.setdefault(0, []).append(("salt", request.cache_salt.encode()))

@@ -104,19 +104,22 @@ class KVStorePDConnector(KVStoreConnector):
         if transfer is None or finder is None:
             super().on_new_request(request)
             return
-        self._plans.arrived(request, transfer, finder.chain)
+        adapter = self._side.adapters.weights(request.lora_request) if request.lora_request is not None else None
+        if not is_hashable(request, adapter):
+            super().on_new_request(request)
+            return
+        self._plans.arrived(request, transfer, finder.chain, adapter)
         if transfer.role is Role.PREFILL:
             super().on_new_request(request)
             self._side.store_nothing(request.request_id)
 
     def _transfer_of(self, request: Any) -> Transfer | None:  # noqa: ANN401
         try:
-            transfer = read_transfer(request.kv_transfer_params)
+            return read_transfer(request.kv_transfer_params)
         except InvalidArgument as error:
             self._side.tally.add("transfers_refused")
             _log.warning("request %s is served without a transfer: %s", request.request_id, error)
             return None
-        return transfer if is_hashable(request) else None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
         """How many tokens of it can be loaded."""

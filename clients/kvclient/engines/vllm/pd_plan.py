@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvclient import BlockKey
+from kvclient.engines.vllm.adapters import AdapterWeights
 from kvclient.engines.vllm.plan import StepAnswer
 
 
@@ -21,6 +22,7 @@ class SendJob:
         keys: of the blocks; with ``tail`` the last is that of a partial block.
         tail: whether it is.
         block_ids: by group: their pages, from the first that the group still has (a sliding window has left the others behind).
+        adapter: the weights that the keys name, if the request has an adapter.
     """
 
     job_id: int
@@ -30,6 +32,7 @@ class SendJob:
     keys: list[BlockKey]
     tail: bool
     block_ids: Sequence[list[int]]
+    adapter: AdapterWeights | None = None
 
 
 @dataclass(slots=True)

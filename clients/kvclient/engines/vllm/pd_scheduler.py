@@ -23,6 +23,7 @@ from enum import Enum, auto
 from typing import Any
 
 from kvclient import KeyChain
+from kvclient.engines.vllm.adapters import AdapterWeights
 from kvclient.engines.vllm.keys import EngineRequest, RequestKeys, request_extras
 from kvclient.engines.vllm.pd_params import Role, Transfer
 from kvclient.engines.vllm.pd_plan import AwaitJob, PdAnswer, PdPlan, SendJob, TakeJob
@@ -50,6 +51,7 @@ class Sending:
     request: EngineRequest
     transfer: Transfer
     keys: RequestKeys
+    adapter: AdapterWeights | None = None
     sent_blocks: int = 0
     """Leading full blocks that are handed over or on their way."""
     tail_sent: bool = False
@@ -121,11 +123,11 @@ class PdScheduler:
         self._pool = pool
 
     # ---- arrival ----
-    def arrived(self, request: EngineRequest, transfer: Transfer, chain: KeyChain) -> None:
-        """A request that is prefilled in one engine and decoded in another."""
-        keys = RequestKeys(chain, request_extras(request, self._block_tokens))
+    def arrived(self, request: EngineRequest, transfer: Transfer, chain: KeyChain, adapter: AdapterWeights | None = None) -> None:
+        """A request that is prefilled in one engine and decoded in another; ``adapter``: the weights of its adapter, if any."""
+        keys = RequestKeys(chain, request_extras(request, adapter, self._block_tokens))
         if transfer.role is Role.PREFILL:
-            self._sending[request.request_id] = Sending(request, transfer, keys)
+            self._sending[request.request_id] = Sending(request, transfer, keys, adapter)
             return
         tokens = request.num_tokens
         packed = list(keys.upto(request.all_token_ids, tokens // self._block_tokens))
@@ -240,7 +242,7 @@ class PdScheduler:
         sending.sent_blocks, sending.tail_sent = full, last
         self._tally.add("handoff_blocks", stop - first)
         parent = keys[first - 1] if first else None
-        return SendJob(self._next_job, sending.transfer.decode_node, first, parent, keys[first:], tail, ids)
+        return SendJob(self._next_job, sending.transfer.decode_node, first, parent, keys[first:], tail, ids, sending.adapter)
 
     def _from_first_page(self, ids: Sequence[int]) -> list[int]:
         """Without the leading blocks that a sliding window has left behind."""

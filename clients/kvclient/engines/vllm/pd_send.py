@@ -127,7 +127,11 @@ class Sender:
     def end_step(self, *, good: bool) -> None:
         """The forward pass is over. Not ``good``: some of what it computed is wrong."""
         for send in self._in_step:
-            send.end(good=good)
+            adapter = send.job.adapter
+            sure = adapter is None or adapter.unchanged()  # else the engine may have computed with others than the keys say
+            if not sure:
+                self._tally.add("stores_unsure")
+            send.end(good=good and sure)
         self._in_step = []
 
     def _run(self, send: Send) -> None:

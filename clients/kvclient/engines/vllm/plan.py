@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvclient import BlockKey, Lookup, Paths
+from kvclient.engines.vllm.adapters import AdapterWeights
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class SaveJob:
         parent: key before the first block, None at the head of the chain.
         keys: of the blocks, one after the other, in the request's chain; ``Masked`` makes those of a namespace.
         block_ids: by group: their pages.
+        adapter: the weights that the keys name, if the request has an adapter.
     """
 
     job_id: int
@@ -63,6 +65,7 @@ class SaveJob:
     parent: BlockKey | None
     keys: list[BlockKey]
     block_ids: Sequence[list[int]]
+    adapter: AdapterWeights | None = None
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvclient import Tier
+from kvclient.engines.vllm.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.keys import EngineRequest, RequestKeys, is_hashable, request_extras
 from kvclient.engines.vllm.lookups import NOTHING, Finder, Found
 from kvclient.engines.vllm.options import ConnectorOptions
@@ -62,6 +63,7 @@ class RequestState:
 
     request: EngineRequest
     keys: RequestKeys
+    adapter: AdapterWeights | None = None
     lookup: Future[Found] | None = None
     found: Found = NOTHING
     preemptions: int = 0
@@ -109,6 +111,7 @@ class SchedulerSide:
         null_block: int = 0,
     ) -> None:
         self.tally = Tally()
+        self.adapters = Adapters(self.tally)
         self._options = options
         self._block_tokens = block_tokens
         self._workers = workers
@@ -156,10 +159,13 @@ class SchedulerSide:
     # ---- arrival and match ----
     def arrived(self, request: EngineRequest, *, look_up: bool = True) -> None:
         """A new request: its lookup begins, unless nothing of it is to be loaded before it may have been preempted."""
-        if self._finder is None or not is_hashable(request):
+        if self._finder is None:
             return
-        keys = RequestKeys(self._finder.chain, request_extras(request, self._block_tokens))
-        state = self._requests[request.request_id] = RequestState(request, keys)
+        adapter = self.adapters.of_request(request.lora_request) if request.lora_request is not None else None
+        if not is_hashable(request, adapter):
+            return
+        keys = RequestKeys(self._finder.chain, request_extras(request, adapter, self._block_tokens))
+        state = self._requests[request.request_id] = RequestState(request, keys, adapter)
         state.preemptions = request.num_preemptions
         if self._options.hook.load and look_up:
             self._begin_lookup(state)
@@ -299,7 +305,7 @@ class SchedulerSide:
         state.stored_blocks = full
         self.tally.add("store_blocks", full - first)
         parent = keys[first - 1] if first else None
-        return SaveJob(self._next_job, state.request.request_id, first, parent, keys[first:full], ids)
+        return SaveJob(self._next_job, state.request.request_id, first, parent, keys[first:full], ids, state.adapter)
 
     def _end_store(self, state: RequestState, counter: str) -> None:
         state.store_ended = True

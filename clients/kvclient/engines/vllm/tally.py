@@ -28,6 +28,8 @@ COUNTERS = {
     "stores": "Calls that stored blocks, one a group and worker.",
     "store_bytes": "Bytes that were stored: not those that the store held already.",
     "store_seconds": "Seconds that stores took, added up.",
+    "adapters_unknown": "Requests neither loaded nor stored: nobody knows which weights their adapter has in this engine by now.",
+    "stores_unsure": "Stores and hand-overs given up because the files of the adapter changed meanwhile, one a worker.",
     "stores_failed": "Stores after which the store lacks some of the blocks.",
     "stores_late": "Stores that had waited for too long when their turn came, one a group and worker.",
     "stores_skipped": "Requests of which nothing more is stored: too many blocks wait already.",

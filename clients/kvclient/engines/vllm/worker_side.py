@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, Tier
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
 from kvclient.engines.vllm.saver import Saver
 from kvclient.engines.vllm.tally import Tally
 
@@ -219,7 +219,11 @@ class WorkerSide:
         if not plan.saves:
             return
         if self._saver is not None and not failed:
-            self._saver.add(plan.chain, plan.saves, self.clients)
+            unsure = _of_changed_adapters(plan.saves)
+            if unsure:
+                self.tally.add("stores_unsure", len(unsure))
+                self._answer.merge(StepAnswer(dict.fromkeys(unsure, 1), unsure))
+            self._saver.add(plan.chain, [job for job in plan.saves if job.job_id not in unsure], self.clients)
             return
         self._answer.merge(
             StepAnswer({job.job_id: 1 for job in plan.saves}, {job.job_id for job in plan.saves} if failed else set())
@@ -283,6 +287,13 @@ class WorkerSide:
             self._saver.close()
         for client in self.clients:
             client.close()
+
+
+def _of_changed_adapters(jobs: Sequence[SaveJob]) -> set[int]:
+    """Jobs whose blocks may be of other weights than their keys say: the engine may have read the adapter anew."""
+    adapters = {id(job.adapter): job.adapter for job in jobs if job.adapter is not None}
+    changed = {at for at, adapter in adapters.items() if not adapter.unchanged()}
+    return {job.job_id for job in jobs if id(job.adapter) in changed}
 
 
 def _count_load(tally: Tally, result: LoadResult) -> None:

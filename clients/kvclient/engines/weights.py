@@ -1,0 +1,146 @@
+"""Which weights an engine has, found out cheaply: a copy on another host has the same digest, another fine-tune another.
+
+Small sets (adapters) are read whole. Of others: sizes, the beginning of each file and 256 samples of it, evenly spread; and where
+the file says where its tensors lie (safetensors), a sample of every tensor, the small ones whole: a training step of norms alone
+shows. Whoever changes a few numbers of a large tensor in place, and nothing else, says so by ``weights_epoch``.
+
+Files say something of an engine's weights only where the engine has read them: weights made up (``dummy``), or brought by a
+daemon, a server or a loader that nobody here knows, are nobody else's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+_log = logging.getLogger(__name__)
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WHOLE_BYTES = 64 << 20
+_HEAD_BYTES = 1 << 20
+_SAMPLE_BYTES = 4096
+_SAMPLES = 256
+_MOST_HEADER_BYTES = 100 << 20
+"""What the format itself allows."""
+_PLAIN_FORMATS = {"auto", "safetensors"}
+"""One and the same: safetensors where there are any."""
+_FORMATS_OF_FILES = {
+    *_PLAIN_FORMATS,
+    "bitsandbytes",
+    "fastsafetensors",
+    "gguf",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "sharded_state",
+}
+"""Ways of reading the weights that read the model's own files, each its own choice of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSource:
+    """Where an engine's weights came from, as it says itself.
+
+    Attributes:
+        model: a folder, a file, or a name of a hub.
+        load_format: the engine's name of the way.
+        loader: what was said to the loader beside that; empty: nothing.
+        revision: of the hub, where the engine knows it.
+        elsewhere: where the weights are, if not where the model is.
+        cache: the folder that the hub's files were fetched to; empty: the usual one.
+    """
+
+    model: str
+    load_format: str = "auto"
+    loader: str = ""
+    revision: str = ""
+    elsewhere: str = ""
+    cache: str = ""
+
+    @property
+    def way(self) -> str:
+        """How they were read: weights of equal names that were read in other ways are other weights."""
+        plain = self.load_format.lower() in _PLAIN_FORMATS and not self.loader
+        return "" if plain else f"{self.load_format.lower()}:{self.loader}"
+
+    def digest(self, nobody_elses: Callable[[], str]) -> str:
+        """What tells these weights from others.
+
+        Args:
+            nobody_elses: makes a text that no other engine has, for weights that cannot be told apart.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        if self.load_format.lower() in _FORMATS_OF_FILES and not self.elsewhere:
+            found = sampled_digest(Path(self.model)) or self.revision or sampled_digest(self._fetched())
+            if found:
+                return f"{found}:{self.way}"
+        _log.warning(
+            "the weights of %s (load format %s) cannot be told apart: no KV is shared until weights_epoch names them",
+            self.model,
+            self.load_format,
+        )
+        return f"{nobody_elses()}:{self.way}"
+
+    def _fetched(self) -> Path:
+        """The folder of a model that was fetched from a hub; one without files, where there is none."""
+        try:
+            from huggingface_hub import try_to_load_from_cache  # comes with every engine
+
+            found = try_to_load_from_cache(self.model, "config.json", cache_dir=self.cache or None)
+        except (ImportError, ValueError):  # a path is no name of a hub
+            found = None
+        return Path(found).parent if isinstance(found, str) else Path(os.devnull)
+
+
+def sampled_digest(folder: Path) -> str:
+    """A digest of the weights in a folder, or of one file; empty where there are none (a name of a hub, say).
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = [folder] if folder.is_file() else sorted(path for path in folder.glob("*") if path.suffix in _SUFFIXES)
+    whole = sum(path.stat().st_size for path in files) <= _WHOLE_BYTES
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name}:{size}:".encode())
+            if whole:
+                while piece := file.read(_HEAD_BYTES):
+                    digest.update(piece)
+                continue
+            digest.update(file.read(_HEAD_BYTES))
+            for sample in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+            for start, length in _tensors(file, size) if path.suffix == ".safetensors" else ():
+                file.seek(start + max(0, length - _SAMPLE_BYTES) // 2)
+                digest.update(file.read(min(length, _SAMPLE_BYTES)))
+    return digest.hexdigest()[:16] if files else ""
+
+
+def _tensors(file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
+    """Where the tensors of a safetensors file lie: start and length in bytes; none where it does not say so sensibly."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size, _MOST_HEADER_BYTES):
+        return
+    try:
+        header = json.loads(file.read(length))
+        places = sorted(tuple(one["data_offsets"]) for name, one in header.items() if name != "__metadata__")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return
+    for place in places:
+        if len(place) == 2 and all(isinstance(at, int) for at in place) and 0 <= place[0] <= place[1] <= size - 8 - length:
+            yield 8 + length + place[0], place[1] - place[0]
