@@ -99,6 +99,9 @@ class PrefixIndex(ABC):
     def publish(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
         """Applies one batch, atomically: first ``removed``, then ``stored`` in order. Applying a batch again changes nothing.
 
+        A key has one place. A run that names another than its record, or another namespace, is ignored as far as it does;
+        only where the run's parent is held right before it, in the same namespace, does the record give way.
+
         Raises:
             NotFound: the life is not open.
         """

@@ -38,8 +38,10 @@ from kvstore.index.ends import ChainEnds
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
+from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 T = TypeVar("T")
 Txn: TypeAlias = "lmdb.Transaction[bytes]"
@@ -177,7 +179,7 @@ class LmdbIndex(PrefixIndex):
         _check_batch(stored, removed)
         wanted = BatchEdit.reads(stored, removed)
 
-        def work(txn: Txn) -> int:
+        def work(txn: Txn) -> BatchEdit:
             lives = self._lives_now(txn).by_number
             if life not in lives:
                 raise NotFound("the life is not open", life=life)
@@ -191,15 +193,27 @@ class LmdbIndex(PrefixIndex):
                 txn.delete(key, db=self._blocks)
             if puts := edit.puts():
                 cursor.putmulti(puts)
-            return edit.conflicts
+            return edit
 
-        conflicts = self._write(work)
+        edit = self._write(work)
         self._ends.published(stored)
-        if conflicts:
-            logger.warning(
-                "life %d published %d keys that are held at another place of a chain; they were ignored", life, conflicts
+        if edit.conflicts:
+            limited.warning(
+                "life %d published %d keys that are held at another place of a chain; they were ignored", life, edit.conflicts
             )
-            self._count("index_key_conflicts_total", conflicts)
+            self._count("index_key_conflicts_total", edit.conflicts)
+        if edit.foreign:
+            limited.warning(
+                "life %d published %d keys that are held for another namespace; they were ignored: no lookup finds them",
+                life,
+                edit.foreign,
+            )
+            self._count("index_key_foreign_total", edit.foreign)
+        if edit.replaced:
+            limited.warning(
+                "life %d published %d keys behind their parents; records of another place gave way", life, edit.replaced
+            )
+            self._count("index_key_replaced_total", edit.replaced)
 
     def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[Life]) -> PrefixHit:
         if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:

@@ -79,7 +79,11 @@ class BatchEdit:
         self._now: dict[BlockKey, bytes | None] = dict(existing)
         self._touched: set[BlockKey] = set()
         self.conflicts = 0
-        """Blocks not published: the key is held at another place (a bug or malice of a node: keys are hashes of their place)."""
+        """Blocks not published: the key is held at another place (a slip of some writer: keys are hashes of their place)."""
+        self.foreign = 0
+        """Blocks not published: the key is held for another namespace."""
+        self.replaced = 0
+        """Blocks published in place of a record that named another place: their parents are here, right before them."""
 
     @staticmethod
     def reads(stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> list[BlockKey]:
@@ -115,9 +119,18 @@ class BatchEdit:
             self._now.update(zip(run.keys, [_pack_single(ordinal, depth, life, start) for depth in depths], strict=True))
             self._touched.update(run.keys)
             return
+        linked = run.parent not in run.keys and self._stands(run.parent, ordinal, run.depth - 1)
         for depth, key in enumerate(run.keys, start=run.depth):
-            if not self._store_one(key, ordinal, depth, start):
+            if not self._store_one(key, ordinal, depth, start, linked=linked):
                 start = depth + 1  # the chain has a gap here
+
+    def _stands(self, key: BlockKey | None, ordinal: int, depth: int) -> bool:
+        """Whether a life that counts has a key at a place."""
+        value = None if key is None else self._now.get(key)
+        if value is None:
+            return False
+        record = decode(value)
+        return record[0] == ordinal and record[1] == depth and bool(replicas_of(record, self._open))
 
     def _run_start(self, run: BlockRun, ordinal: int) -> int:
         value = None if run.parent is None else self._now.get(run.parent)
@@ -128,16 +141,20 @@ class BatchEdit:
             return run.depth
         return replicas_of(parent, self._open).get(self._life, run.depth)
 
-    def _store_one(self, key: BlockKey, ordinal: int, depth: int, start: int) -> bool:
+    def _store_one(self, key: BlockKey, ordinal: int, depth: int, start: int, *, linked: bool) -> bool:
         value = self._now.get(key)
         replicas: Replicas = {}
         if value is not None:
             record = decode(value)
             replicas = replicas_of(record, self._open)
             if record[:2] != (ordinal, depth):
-                if replicas:
+                if replicas and record[0] != ordinal:
+                    self.foreign += 1
+                    return False
+                if replicas and not linked:
                     self.conflicts += 1
                     return False
+                self.replaced += bool(replicas)
                 replicas = {}
         replicas[self._life] = start
         self._now[key] = encode(ordinal, depth, replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ class Block:
     """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0."""
 
     __slots__ = (
-        *("arriving", "checksums", "depth", "domain", "dram", "elsewhere", "expendable", "key"),
+        *("arriving", "checksums", "depth", "disputed", "domain", "dram", "elsewhere", "expendable", "key"),
         *("leaving", "nvme", "nvme_home", "ours", "parent", "passing", "pending", "pins"),
     )
 
@@ -28,6 +29,8 @@ class Block:
         self.nvme: Slot | None = None
         self.nvme_home: Home | None = None
         self.pins = 0
+        self.disputed = 0
+        """Stores that claimed another place for its key and were refused."""
         self.expendable = False
         """May leave DRAM as it is: it lies elsewhere, could not be written, or is only a copy of a peer's block."""
         self.elsewhere = False
@@ -77,12 +80,40 @@ class RecentKeys:
         return key in self._keys
 
 
+class Outdated:
+    """Slots of blocks that left because they were stored at another place, which the catalog names until its next commit.
+
+    Whoever commits takes them, in the order of commits: a key among them may be stored anew, and committed. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[BlockKey, Slot] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: BlockKey, slot: Slot) -> None:
+        """A block left."""
+        with self._lock:
+            self._slots[key] = slot
+
+    def take(self) -> dict[BlockKey, Slot]:
+        """All of them, for one commit; then they are the volume's to free, or come back with ``add``."""
+        with self._lock:
+            taken, self._slots = self._slots, {}
+            return taken
+
+    def slots(self) -> list[Slot]:
+        """A look at them."""
+        with self._lock:
+            return list(self._slots.values())
+
+
 @dataclass(slots=True)
 class Home:
     """A durable volume with its eviction policy."""
 
     volume: DurableVolume
     policy: EvictionPolicy
+    outdated: Outdated = field(default_factory=Outdated)
 
 
 @dataclass(slots=True)

@@ -31,4 +31,6 @@ def check_invariants(table: BlockTable) -> None:
             assert key in vigil.missing, "a vigil that nobody keeps"
             assert held is None or held.dram is None or held.domain is not vigil.domain, "a vigil for what is there"
     for home in table.homes:
+        durable = {block.nvme.offset for block in table._blocks.values() if block.nvme is not None and block.nvme_home is home}
+        assert durable.isdisjoint(slot.offset for slot in home.outdated.slots()), "a slot that the catalog names twice"
         assert len(home.policy) == sum(block.nvme_home is home for block in table._blocks.values())

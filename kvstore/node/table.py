@@ -28,6 +28,7 @@ from kvstore.node.block import Block, Claim, Home, Prepared, RecentKeys, Vigil
 from kvstore.node.cascade import with_parents
 from kvstore.node.domain import Domain
 from kvstore.node.invariants import check_invariants
+from kvstore.node.places import make_way
 from kvstore.node.replicas import ReplicaLog
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Slot
@@ -101,24 +102,28 @@ class BlockTable:
     def prepare(self, domain: Domain, run: BlockRun, deadline_s: float) -> Prepared:
         """Grants slots for the blocks of a run that are neither held nor being written.
 
-        Grants are prefix-first: from the first block without room on, everything is SKIPPED. Where there is room for none,
-        waits for some until the deadline; a caller that got a part completes it, and asks again for the rest.
+        Grants are prefix-first: from the first block without room on, everything is SKIPPED; a caller that got a part completes
+        it, and asks again for the rest. Where there is room for none, waits for some until the deadline. What is held at another
+        place makes way, or ends the run: ``Conflict`` where that is its first key (``kvstore.node.places``).
         """
         prepared = Prepared(domain, run, [])
         with self._lock:
             wanted: list[int] = []
             known: list[BlockKey] = []
-            for position, key in enumerate(run.keys):
-                block = self._blocks.get(key)
-                if block is not None:
-                    prepared.outcomes.append(StoreOutcome.EXISTS if block.domain is domain else StoreOutcome.SKIPPED)
+            clear = make_way(self, domain, run, deadline_s)
+            for position, key in enumerate(run.keys[:clear]):
+                if key in self._blocks:
+                    prepared.outcomes.append(StoreOutcome.EXISTS)
                     known.append(key)
                 elif key in self._preparing or key in self._loading:  # a load may be fetching it from elsewhere right now
                     prepared.outcomes.append(StoreOutcome.IN_PROGRESS)
                 else:
                     prepared.outcomes.append(StoreOutcome.STORED)
                     self._preparing[key] = prepared  # taken now: a key twice in one run is IN_PROGRESS the second time
+                    prepared.depths[key] = run.depth + position
+                    prepared.parents[key] = run.keys[position - 1] if position else run.parent
                     wanted.append(position)
+            prepared.outcomes += [StoreOutcome.SKIPPED] * (len(run.keys) - clear)
             self._dram_policy.touch(known)
             if not wanted:
                 return prepared
@@ -151,8 +156,6 @@ class BlockTable:
                 position = wanted[granted]
                 key = run.keys[position]
                 prepared.slots[key] = slot
-                prepared.depths[key] = run.depth + position
-                prepared.parents[key] = run.keys[position - 1] if position else run.parent
                 granted += 1
         for position in wanted[granted:]:
             del self._preparing[run.keys[position]]
@@ -485,6 +488,7 @@ class BlockTable:
                 block.expendable = False  # should it leave DRAM too, it is written again first (cascade)
                 self._drop_if_nowhere(block)
             self._counters.add("evicted_nvme_blocks_total", len(victims))
+            self._changed.notify_all()
 
     def wait_written(self, deadline_s: float) -> bool:
         """Waits until all that waits for write-behind now was written or given up. False where the deadline came first."""
@@ -553,6 +557,7 @@ class BlockTable:
         with self._lock:
             for block in victims:
                 block.leaving = False
+            self._changed.notify_all()
 
     # ---------------------------------------------------------------- looking
     def snapshot(self) -> list[Block]:

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -25,18 +25,20 @@ import numpy as np
 from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.checksum import verify
 from kvstore.core.clock import Clock
-from kvstore.core.errors import KVStoreError
-from kvstore.core.types import StoreOutcome
+from kvstore.core.errors import Conflict, KVStoreError
+from kvstore.core.types import BlockKey, StoreOutcome
 from kvstore.node.block import Block, Home
 from kvstore.node.domain import Domain
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.replicas import runs_of
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import WriteRequest
 
 log = logging.getLogger(__name__)
+_limited = LimitedLog(log)
 
 BATCH_BLOCKS = 1024
 BATCH_BYTES = 32 << 20
@@ -92,7 +94,7 @@ class LocalTarget:
 
     def _write(self, home: Home, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Block]:
         """Writes to one volume; returns the blocks it did not take."""
-        slots = self._slots(home, blocks)
+        slots = self._slots(home, blocks, turn)
         taken, left = blocks[: len(slots)], list(blocks[len(slots) :])
         if not taken:
             return left
@@ -105,11 +107,18 @@ class LocalTarget:
         written = [(block, slot) for block, slot, error in zip(taken, slots, errors, strict=True) if error is None]
         failed = [(block, slot, error) for block, slot, error in zip(taken, slots, errors, strict=True) if error is not None]
         turn()
+        outdated = home.outdated.take()
+        stored = {block.key for block, _ in written}
         try:
-            home.volume.commit([(slot, block.record()) for block, slot in written], [])
+            home.volume.commit(
+                [(slot, block.record()) for block, slot in written], [key for key in outdated if key not in stored]
+            )
         except (OSError, KVStoreError) as error:
+            _put_back(home, outdated)
             failed += [(block, slot, error) for block, slot in written]
             written = []
+        else:
+            home.volume.free(list(outdated.values()))
         for block, slot in written:
             self._table.persisted(block, home, slot)
         self._counters.add("write_behind_blocks_total", len(written))
@@ -119,7 +128,7 @@ class LocalTarget:
             left += [block for block, _, _ in failed]
         return left
 
-    def _slots(self, home: Home, blocks: Sequence[Block]) -> list[Slot]:
+    def _slots(self, home: Home, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Slot]:
         """Slots for as many leading blocks as room can be made for."""
         shape, count = blocks[0].domain.shape, len(blocks)
         while count:
@@ -127,6 +136,10 @@ class LocalTarget:
             if slots is not None:
                 return slots
             if not victims:
+                if home.outdated.slots():
+                    turn()  # what of them was stored anew since is committed: no commit of it may come between
+                    if self._forget_outdated(home):
+                        continue
                 count //= 2
                 continue
             try:
@@ -138,10 +151,27 @@ class LocalTarget:
             self._table.evicted_nvme(home, victims)
         return []
 
+    def _forget_outdated(self, home: Home) -> bool:
+        """Frees the slots of displaced blocks. Whether there were some."""
+        outdated = home.outdated.take()
+        try:
+            home.volume.commit([], list(outdated))
+        except (OSError, KVStoreError) as error:
+            _put_back(home, outdated)
+            self._rest(home, error)
+            return False
+        home.volume.free(list(outdated.values()))
+        return bool(outdated)
+
     def _rest(self, home: Home, error: Exception) -> None:
         self._counters.add("write_behind_errors_total")
         log.warning("%s does not take blocks (%s); it is left alone for %.0f s", home.volume.volume_id, error, REST_S)
         self._resting_until[id(home)] = self._clock.now_s() + REST_S
+
+
+def _put_back(home: Home, outdated: Mapping[BlockKey, Slot]) -> None:
+    for key, slot in outdated.items():
+        home.outdated.add(key, slot)
 
 
 class RemoteTarget:
@@ -185,7 +215,12 @@ class RemoteTarget:
             )
             checksums = np.frombuffer(b"".join(block.checksums for block in parts), "<u8").reshape(len(parts), shape.layers)
             request = WriteRequest(run, shape, durable=True, deadline_s=self._clock.now_s() + REMOTE_DEADLINE_S)
-            outcomes = peer.write(request, source, checksums)
+            try:
+                outcomes = peer.write(request, source, checksums)
+            except Conflict as error:  # these blocks' affair, not the storage node's
+                self._counters.add("write_behind_conflicts_total")
+                _limited.warning("the storage node holds a block elsewhere: %s", error)
+                continue
             kept = (StoreOutcome.STORED, StoreOutcome.EXISTS)
             durable |= {id(block) for block, outcome in zip(parts, outcomes, strict=True) if outcome in kept}
         return durable

@@ -137,8 +137,24 @@ class IndexSuite:
         stranger = NamespaceId(b"o" * 16)
         index.publish(other, [BlockRun(stranger, None, 0, CHAIN.keys)], [])
         index.publish(other, [BlockRun(NAMESPACE, CHAIN.keys[0], 1, CHAIN.keys[:5])], [])
+        index.publish(other, [BlockRun(NAMESPACE, BlockKey(b"unknown parent.."), 7, CHAIN.keys[50:])], [])
+        index.publish(other, [BlockRun(NAMESPACE, None, 0, CHAIN.keys[50:])], [])
         assert index.lookup(stranger, CHAIN.packed, {life, other}) == PrefixHit(0, ())
         assert ask(index, CHAIN, {life, other}) == PrefixHit(100, (ReplicaRun(0, 100, life),))
+
+    def test_a_run_behind_its_parent_mends_a_forgotten_one(self, index: PrefixIndex) -> None:
+        """Another node published the rest as if it were a chain of its own, and goes on doing so."""
+        life, other = begin(index), begin(index, "w")
+        slip = BlockRun(NAMESPACE, None, 0, CHAIN.keys[50:])
+        index.publish(other, [slip], [])
+        index.publish(life, [CHAIN.run(0, 50)], [])
+        assert ask(index, CHAIN, {life, other}).blocks == 50
+        index.publish(life, [CHAIN.run(50, 100)], [])
+        for _ in range(2):
+            assert ask(index, CHAIN, {life, other}) == PrefixHit(100, (ReplicaRun(0, 100, life),))
+            index.publish(other, [slip], [])
+        index.publish(other, [], slip.keys)
+        assert ask(index, CHAIN, {life, other}).blocks == 100
 
     def test_a_volume_that_holds_just_the_beginning_is_found(self, index: PrefixIndex) -> None:
         nvme, dram = begin(index), begin(index, "dram")

@@ -6,12 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVClient, Outcome, StoreOutcome, Tier
 from kvclient.results import PATH_LOCAL, PATH_PREFILL
+from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
@@ -91,6 +93,50 @@ def until_hit(client: KVClient, keys: list[BlockKey], out: np.ndarray[tuple[int,
         assert time.monotonic() < until_s
         threading.Event().wait(0.01)
     return client.load(lookup, out).hit_blocks
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("node", ["prefill", None])
+def test_a_forgotten_parent_is_mended_by_storing_again(cluster: LocalCluster, node: str | None, *, durable: bool) -> None:
+    blocks, seed = 40, 60 + 2 * durable + (node is None)
+    data = content(blocks, seed)
+    with connect(cluster, node) as client:
+        keys = client.keys(tokens(blocks, seed))
+        assert client.store(keys[:10], data[:10], durable=durable).held_blocks == 10
+        assert client.store(keys[10:], data[10:], durable=durable).held_blocks == 30
+        out = np.zeros_like(data)
+        assert until_hit(client, keys[:10], out[:10]) == 10
+        assert client.lookup(keys).hit_blocks == 10
+        # at a moment at which the blocks are being written behind, the node asks to try again
+        until_s = time.monotonic() + 10
+        while (again := client.store(keys[10:], data[10:], parent=keys[9], depth=10, durable=durable)).held_blocks < 30:
+            assert isinstance(again.error, Conflict)
+            assert time.monotonic() < until_s
+        assert until_hit(client, keys, out) == blocks
+        assert np.array_equal(out, data)
+        slip = client.store(keys[10:], data[10:])
+        assert isinstance(slip.error, Conflict)
+        assert slip.count(StoreOutcome.SKIPPED) == 30
+        assert client.lookup(keys).hit_blocks == blocks
+
+
+def test_a_key_of_another_namespace_is_refused_by_name(cluster: LocalCluster) -> None:
+    """Keys of ``client.keys`` cannot collide; whoever makes keys otherwise is told."""
+    other = replace(SPEC, model="another")
+    data = content(4, 70)
+    for node in ("prefill", None):
+        address = cluster.node(node).local_socket if node is not None else None
+        with (
+            connect(cluster, node) as client,
+            KVClient.connect(cluster.metadata_address, other, node=address, options=OPTIONS) as stranger,
+        ):
+            keys = client.keys(tokens(4, 70))
+            assert client.store(keys, data, wait_visible=True).held_blocks == 4
+            refused = stranger.store(keys, data)
+            assert refused.held_blocks == 0
+            assert isinstance(refused.error, Conflict)
+            assert "another namespace" in str(refused.error)
+            assert stranger.load(keys, np.zeros_like(data)).hit_blocks == 0
 
 
 def test_more_than_the_arena_holds_comes_back_from_nvme(cluster: LocalCluster) -> None:
