@@ -62,6 +62,8 @@ _log = logging.getLogger(__name__)
 
 _LOOKUP_SHARE = 0.5
 """Part of a load's time that the lookup within it may take."""
+_REGISTER_SHARE = 0.5
+"""Part of the time of ``connect`` that the metadata server may take where the node is to have its chance without it."""
 _STORE_NODE_VALID_S = 5.0
 
 Keys = Sequence[BlockKey] | bytes
@@ -132,13 +134,15 @@ class KVClient:
         peers = PeerPool(spec, tls, options, incidents)
         stages = Stages(spec, tls, options, incidents)
         local = None
+        end_s = clock.now_s() + options.connect_deadline_s
         try:
             if directory is not None:
-                _attempt(options, incidents, partial(directory.register, options.connect_deadline_s))
+                share = 1.0 if options.require_store or node is None else _REGISTER_SHARE
+                _attempt(options, incidents, partial(directory.register, options.connect_deadline_s * share))
             if node is not None:
                 finder = _NodeFinder(node, directory, options)
                 local = LocalNode(finder.find, spec, tls, clock, options, incidents, device)
-                if _attempt(options, incidents, local.open) is False:
+                if _attempt(options, incidents, partial(local.open, end_s)) is False:
                     local.close()
                     local = None
                     _log.info("no node of the store on this host: blocks travel over TCP")

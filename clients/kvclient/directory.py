@@ -6,7 +6,9 @@ Behind a circuit breaker: with the server gone, lookups are misses that cost not
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvclient.incidents import Incidents
@@ -35,6 +37,8 @@ _NODES_VALID_S = 5.0
 _STORAGE = "storage"
 _LEAST_CALL_S = 0.001
 """With less time than this not even a healthy server answers."""
+_REVIVAL_S = 5.0
+"""How long one attempt to reach a server again that was gone waits for it; the next failure begins another."""
 _TELLING_S = 0.05
 """A server that does not answer within less is not taken to be gone: it was the caller who had no time."""
 
@@ -61,6 +65,9 @@ class Directory:
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
         self._registered = False
+        self._closed = False
+        self._reviving_lock = threading.Lock()
+        self._reviving: threading.Thread | None = None
         self._nodes: tuple[dict[str, NodeRef], float] = ({}, 0.0)
         self._reporter = Reporter(lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents)
 
@@ -181,6 +188,8 @@ class Directory:
     def close(self) -> None:
         """Closes the channel; calls under way fail."""
         self._reporter.close()
+        with self._reviving_lock:
+            self._closed = True
         self._channel.close()
 
     def _call(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
@@ -196,12 +205,33 @@ class Directory:
             raise
         except Unavailable:
             self._breaker.failed()
+            self._revive()
             raise
         except KVStoreError:
             self._breaker.succeeded()  # it answered, if only to refuse
             raise
         self._breaker.succeeded()
         return answer
+
+    def _revive(self) -> None:
+        """Waits in the background until the server is reached again, and then lets calls through at once.
+
+        A connection is made only while somebody waits in a call, and calls to a server that is gone fail without waiting: by
+        such moments alone a server that is back would be found many seconds later.
+        """
+        with self._reviving_lock:
+            if not self._closed and (self._reviving is None or not self._reviving.is_alive()):
+                self._reviving = threading.Thread(target=self._await_server, name="kvclient-revive", daemon=True)
+                self._reviving.start()
+
+    def _await_server(self) -> None:
+        patient: UnaryMethod[metadata_pb2.ListNodesRequest, metadata_pb2.ListNodesResponse]
+        patient = partial(self._stub.ListNodes, wait_for_ready=True)
+        try:
+            call(patient, metadata_pb2.ListNodesRequest(), _REVIVAL_S)
+        except KVStoreError:  # still gone, or the client was closed: whoever called has counted and logged it
+            return
+        self._breaker.succeeded()
 
 
 def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:

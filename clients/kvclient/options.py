@@ -30,7 +30,8 @@ class ClientOptions:
         client_name: how nodes call this client in logs and statistics.
         default_deadline_s: bound of a load or store that brings none of its own.
         lookup_deadline_s: bound of a lookup that brings none of its own; a lookup inside a load takes part of the load's time.
-        connect_deadline_s: bound of ``connect`` and of opening a session anew.
+        connect_deadline_s: bound of ``connect``, all its steps together (but for asking where the node is, which may add
+            ``lookup_deadline_s``), and of opening a session anew.
         strict: raise failures of ours instead of answering misses and skips. For tests: an engine wants False.
         require_store: ``connect`` raises where metadata server or named node do not answer; False: it goes on without,
             and everything is a miss until they do.

@@ -36,6 +36,7 @@ MAX_PENDING_RETURNS = 4_096
 """Leases and stores waiting to be given back; more are left to the session's end."""
 _RETURN_TIMEOUT_S = 2.0
 _RETURN_DELAY_S = 0.005
+_LEAST_S = 0.001
 _WHILE_CONNECTING = RetryPolicy(attempts=100)
 """A node just restarted may be refused for a moment, by a connection in back-off: tried again, within the deadline."""
 
@@ -210,6 +211,7 @@ class LocalNode:
         self._watcher = watcher
         self._spec = spec
         self._tls = tls
+        self._clock = clock
         self._options = options
         self._incidents = incidents
         self._lock = threading.Lock()
@@ -253,16 +255,20 @@ class LocalNode:
         )
         session.retire()
 
-    def open(self) -> bool:
+    def open(self, end_s: float | None = None) -> bool:
         """Opens a session now. False: there is no local node.
+
+        Args:
+            end_s: when to give up; None: ``connect_deadline_s`` from now.
 
         Raises:
             KVStoreError: there is one, but it does not answer, or refuses.
         """
+        end_s = self._clock.now_s() + self._options.connect_deadline_s if end_s is None else end_s
         address = self._find()
         if address is None:
             return False
-        session = self._open_at(address)
+        session = self._open_at(address, end_s)
         with self._lock:
             old, self._session = self._session, session
             closed = self._closed
@@ -272,12 +278,11 @@ class LocalNode:
             session.retire()
         return True
 
-    def _open_at(self, address: str) -> Session:
-        timeout_s = self._options.connect_deadline_s
+    def _open_at(self, address: str, end_s: float) -> Session:
         stub = node_pb2_grpc.NodeStub(self._channel_to(address))
         request = node_pb2.OpenSessionRequest(client_name=self._options.client_name, spec=spec_to_proto(self._spec))
         try:
-            opened = call(stub.OpenSession, request, timeout_s, _WHILE_CONNECTING)
+            opened = call(stub.OpenSession, request, self._left_s(end_s), _WHILE_CONNECTING)
         except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length
             raise type(error)(
                 "the node does not answer: is it running, and is this its address?", address=address, error=error
@@ -290,12 +295,15 @@ class LocalNode:
             opened.arena_socket,
             SessionId(opened.session_id),
             opened.arena_bytes,
-            timeout_s,
+            self._left_s(end_s),
             map_ahead=opened.prefaulted,
             watcher=self._watcher,
         )
         _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
         return Session(stub, opened, arena, self._incidents)
+
+    def _left_s(self, end_s: float) -> float:
+        return max(_LEAST_S, end_s - self._clock.now_s())
 
     def _channel_to(self, address: str) -> grpc.Channel:
         with self._lock:

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
-from client_fakes import FakeMetadata, FakeNode, payloads
+from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Outcome, StoreOutcome
 from kvclient.calls import Call, Caller
@@ -81,6 +83,31 @@ def test_connect_says_when_nobody_answers(spec: CacheSpec, folder: Path, metadat
         assert client.lookup(chain(spec, 2)).error is not None
 
 
+def test_all_steps_of_connect_share_one_deadline(
+    clock: SkewedClock, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
+) -> None:
+    register, open_session = metadata.RegisterNamespace, near.OpenSession
+    left_s = {}
+
+    def slowly(request: Any, context: grpc.ServicerContext) -> Any:
+        left_s["metadata"] = context.time_remaining()
+        clock.ahead_s += 100.0
+        return register(request, context)
+
+    def then(request: Any, context: grpc.ServicerContext) -> Any:
+        left_s["node"] = context.time_remaining()
+        return open_session(request, context)
+
+    near.OpenSession = then  # type: ignore[method-assign]
+    metadata.RegisterNamespace = slowly  # type: ignore[method-assign]
+    for server in (metadata, near):
+        server.stop()
+        server.start()
+    make_client(near, connect_deadline_s=150.0, require_store=False)
+    assert left_s["metadata"] <= 75.0
+    assert left_s["node"] <= 50.0
+
+
 def test_a_node_is_enough(spec: CacheSpec, near: FakeNode) -> None:
     keys = chain(spec, 3)
     with KVClient.connect(None, spec, node=near.address) as client:
@@ -110,6 +137,23 @@ def test_without_the_metadata_server_lookups_miss_fast_and_local_hits_go_on(
     assert np.array_equal(out, payloads(keys, spec.shape))
     metadata.start()
     eventually(lambda: client.lookup(keys).hit_blocks == 3)
+
+
+def test_a_metadata_server_that_is_back_is_let_in_at_once(
+    spec: CacheSpec, metadata: FakeMetadata, near: FakeNode, make_client: MakeClient
+) -> None:
+    """Connections are made only while a call waits for one, and calls to a server that is gone do not wait."""
+    keys = chain(spec, 2)
+    near.blocks.hold(keys)
+    metadata.runs = [(0, 2, near)]
+    metadata.stop()
+    client = make_client("auto", breaker_pause_s=3600, require_store=False)
+    eventually(lambda: "not asked again" in str(client.lookup(keys).error))
+    assert client.stats()["client_session_open"] == 0
+    metadata.start()
+    eventually(lambda: client.lookup(keys).hit_blocks == 2)
+    eventually(lambda: client.load(keys, bytearray(2 * spec.block_bytes)).hit_blocks == 2)
+    eventually(lambda: client.stats()["client_session_open"] == 1)
 
 
 def test_a_silent_metadata_server_costs_the_deadline(

@@ -33,6 +33,8 @@ class HookOptions:
         hash_algorithm: ``xxh3-128``, or ``sha256-128`` where those who share a namespace do not trust each other.
         load: whether prefixes are loaded.
         store: whether new blocks are stored.
+        connect_deadline_s: how long the engine's start may wait for the store; after that it goes on without until the store
+            answers, or fails where ``require_store`` is set.
         lookup_deadline_s: bound of a lookup.
         load_deadline_s: bound of a load; what has not come by then is computed.
         store_deadline_s: bound of a store, waiting for room included; what has no room by then is skipped.
@@ -53,6 +55,7 @@ class HookOptions:
     hash_algorithm: str = "xxh3-128"
     load: bool = True
     store: bool = True
+    connect_deadline_s: float = 3.0
     lookup_deadline_s: float = 1.0
     load_deadline_s: float = 10.0
     store_deadline_s: float = 10.0
@@ -71,7 +74,7 @@ class HookOptions:
                 raise InvalidArgument(
                     "the option takes another type", option=field.name, wants=field.type, got=type(value).__name__
                 )
-        for name in ("lookup_deadline_s", "load_deadline_s", "store_deadline_s"):
+        for name in ("connect_deadline_s", "lookup_deadline_s", "load_deadline_s", "store_deadline_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
         if not self.metadata and self.node in {"", "auto", "none"}:
             raise InvalidArgument("a hook takes the address of a metadata server, of a node, or both", metadata=self.metadata)
@@ -103,6 +106,7 @@ class HookOptions:
             InvalidArgument: an impossible one.
         """
         return ClientOptions(
+            connect_deadline_s=self.connect_deadline_s,
             lookup_deadline_s=self.lookup_deadline_s,
             default_deadline_s=max(self.load_deadline_s, self.store_deadline_s),
             require_store=self.require_store,
