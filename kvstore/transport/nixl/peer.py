@@ -43,13 +43,15 @@ from kvstore.transport.nixl.frames import (
 from kvstore.transport.nixl.landing import Landing, landing_of, move_rows, paired_rows, row_after_row
 from kvstore.transport.nixl.port import WAIT_S, NixlPort, OneSidedFailed, Region, Slab, has_rdma, host_id
 from kvstore.transport.pool import AnsweredError, Connection
-from kvstore.transport.reading import MAX_UNIT_BYTES, ReadState, Unit
+from kvstore.transport.reading import ReadState, Unit
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.wire import PlainWire
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
 
+DIRECT_UNIT_BYTES = 128 << 20
+"""Of a unit that needs no bounce: a reader that pulls asks for the next only when it has this one."""
 OFF_S = 30.0
 """How long a peer is read over TCP after NIXL failed with it."""
 
@@ -102,7 +104,7 @@ class NixlReadState(ReadState):
         self.lasting = self._landing is not None and port.covers(self._landing.extent(request.layer_count))
         borrows = way is Way.PULL and self._landing is not None and layout.stretch is not None
         super().__init__(
-            request, destination, streams, most_bytes=MAX_UNIT_BYTES if self.lasting or borrows else most_bytes, **more
+            request, destination, streams, most_bytes=DIRECT_UNIT_BYTES if self.lasting or borrows else most_bytes, **more
         )  # fmt: skip
         self._port = port
         self._registering = threading.Lock()
