@@ -11,7 +11,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 ENGINE_TEST_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
-GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.stamp-hardware)
 NEED_CUDA := 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA device can be reached here, or this torch is built without CUDA (GPU_PYTHON=... names another Python)")'
 # For the tests of the kernel in its interpreter. Not in constraints.txt: torch for CUDA brings the one that it was built with.
 TRITON := triton==3.9.0
@@ -32,11 +32,15 @@ define need_python
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing: sudo apt install python3-venv" >&2; exit 1; }
 endef
 
-$(VENV)/.stamp: pyproject.toml constraints.txt requirements-hardware.txt
+$(VENV)/.stamp: pyproject.toml constraints.txt
 	$(need_python)
 	@echo "making $(VENV): some minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-hardware: $(VENV)/.stamp requirements-hardware.txt
+	@echo "adding to $(VENV) what the tests of fast hardware run on without it: about 400 MB to fetch"
 	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --requirement requirements-hardware.txt || echo "no kvikio and NIXL for this machine: the tests of the gds I/O engine and of the transport nixl are skipped" >&2
 	@$(BIN)/python -c 'import triton' 2>/dev/null || PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps $(TRITON) || echo "no Triton for this machine: the device's kernel is not tested" >&2
 	@touch $@
@@ -66,7 +70,7 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 
 test: test-store test-engines  ## all tests that this machine can run
 
-test-store: install  ## the tests of the store itself
+test-store: $(VENV)/.stamp-hardware  ## the tests of the store itself
 	@$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' -n 2 --dist loadfile $(TEST_ARGS) || [ $$? = 5 ]
 	@$(BIN)/python -m pytest --ignore=tests/engines -m alone $(TEST_ARGS) || [ $$? = 5 ]  # 5: none of those chosen
 
@@ -98,7 +102,7 @@ stubs: install  ## fails where the committed gRPC stubs differ from the proto fi
 
 check: test lint types stubs  ## all of it, as the continuous integration does
 
-bench: install $(VENV_BENCH)/.stamp  ## the benchmark table (minutes); BENCH_ARGS=--quick for a short look
+bench: $(VENV)/.stamp-hardware $(VENV_BENCH)/.stamp  ## the benchmark table (minutes); BENCH_ARGS=--quick for a short look
 	@$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 clean:  ## removes what the targets made

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -161,12 +162,17 @@ def test_no_wrong_byte_while_the_owner_evicts_and_rewrites(make_store: MakeStore
         writer.store(f"c{chain}", 20, durable=True)
     for thread in threads:
         thread.start()
-    for chain in range(20, 160):
+
+    def read_directly() -> list[int]:
+        return [counter(store, node, "mount_read_blocks_total") for node in ("r0", "r1")]
+
+    chain, end_s = 20, time.monotonic() + 40
+    while chain < 160 or (min(read_directly()) <= 100 and time.monotonic() < end_s):  # busy machines read less meanwhile
         writer.store(f"c{chain % 60}", 20, durable=True)
+        chain += 1
     done.set()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
     assert failures == []
-    read_directly = [counter(store, node, "mount_read_blocks_total") for node in ("r0", "r1")]
-    assert min(read_directly) > 100, (read_directly, hits)
+    assert min(read_directly()) > 100, (read_directly(), hits)
