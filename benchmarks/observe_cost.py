@@ -122,7 +122,7 @@ def measure(options: Options, block_bytes: int, blocks: int, loads: int) -> None
 def main() -> None:
     """Command line."""
     options = harness.options("observe_cost", __doc__)
-    sizes = options.pick(full=((64 << 10, 64, 40), (1 << 20, 128, 4)), quick=((64 << 10, 64, 10),), smoke=((64 << 10, 4, 2),))
+    sizes = options.pick(full=((64 << 10, 64, 400), (1 << 20, 128, 12)), quick=((64 << 10, 64, 10),), smoke=((64 << 10, 4, 2),))
     for block_bytes, blocks, loads in sizes:
         measure(options, block_bytes, blocks, loads)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -144,30 +145,65 @@ class LoadAccounts:
         counters.add_all(_LOADS, (1, blocks, hits))
         for path, size in result.bytes_by_path.items():
             counters.add(f"client_{path}_bytes_total", size)
-        reason = _reason(result, sources, missed, operation)
-        parts: dict[str, object] = {f"{phase}_s": round(spent, 6) for phase, spent in operation.spent_s.items()}
-        parts |= {f"{path}_{_TIER_NAMES[tier]}_bytes": count * self._block_bytes for (path, tier), count in sources.items()}
-        parts |= {f"missed_{name}_blocks": count for name, count in missed.items()}
-        self.recent.add(
-            LoadRecord(request_id.get(), time.time(), round(result.seconds, 6), blocks, result.hit_blocks, reason, parts)
+        load = _Ended(
+            request_id.get(),
+            time.time(),
+            result.seconds,
+            blocks,
+            result.hit_blocks if missed else blocks,
+            sources,
+            missed,
+            operation.spent_s,
+            result.error,
+            self._block_bytes,
         )
+        self.recent.add(load.at_unix_s, load.seconds, load.record)
         if tracing.on():
-            tracing.note(blocks=blocks, hit_blocks=result.hit_blocks, reason=reason)
+            tracing.note(blocks=blocks, hit_blocks=load.hit_blocks, reason=load.reason())
         if result.seconds > self._slow_s:
             counters.add("client_slow_loads_total")
+            record = load.record()
             _limited.warning(
-                "slow load %s: %.3f s, %d of %d blocks; %s; %s", request_id.get(), result.seconds, hits, blocks, reason, parts
+                "slow load %s: %.3f s, %d of %d blocks; %s; %s",
+                record.request_id,
+                result.seconds,
+                hits,
+                blocks,
+                record.reason,
+                record.parts,
             )
 
 
-def _reason(result: LoadResult, sources: Mapping[tuple[str, int], int], missed: Mapping[str, int], operation: Operation) -> str:
-    """Why it took what it took, in a few words."""
-    said = []
-    if operation.spent_s:
-        phase = max(operation.spent_s, key=lambda name: operation.spent_s[name])
-        said.append(f"{phase} took {operation.spent_s[phase]:.3f} of {result.seconds:.3f} s")
-    said += [f"{count} blocks {path} {_TIER_NAMES[tier]}" for (path, tier), count in sources.items()]
-    said += [f"{count} missed: {reason}" for reason, count in missed.items()]
-    if result.error is not None:
-        said.append(str(result.error))
-    return "; ".join(said)
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What is kept of a load: its record is worded when it is asked for."""
+
+    request_id: str
+    at_unix_s: float
+    seconds: float
+    blocks: int
+    hit_blocks: int
+    sources: Mapping[tuple[str, int], int]
+    missed: Mapping[str, int]
+    spent_s: Mapping[str, float]
+    error: KVStoreError | None
+    block_bytes: int
+
+    def record(self) -> LoadRecord:
+        parts: dict[str, object] = {f"{phase}_s": round(spent, 6) for phase, spent in self.spent_s.items()}
+        parts |= {f"{path}_{_TIER_NAMES[tier]}_bytes": count * self.block_bytes for (path, tier), count in self.sources.items()}
+        parts |= {f"missed_{name}_blocks": count for name, count in self.missed.items()}
+        seconds = round(self.seconds, 6)
+        return LoadRecord(self.request_id, self.at_unix_s, seconds, self.blocks, self.hit_blocks, self.reason(), parts)
+
+    def reason(self) -> str:
+        """Why it took what it took, in a few words."""
+        said = []
+        if self.spent_s:
+            phase = max(self.spent_s, key=lambda name: self.spent_s[name])
+            said.append(f"{phase} took {self.spent_s[phase]:.3f} of {self.seconds:.3f} s")
+        said += [f"{count} blocks {path} {_TIER_NAMES[tier]}" for (path, tier), count in self.sources.items()]
+        said += [f"{count} missed: {reason}" for reason, count in self.missed.items()]
+        if self.error is not None:
+            said.append(str(self.error))
+        return "; ".join(said)

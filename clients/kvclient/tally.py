@@ -64,6 +64,10 @@ class Tally:
 
     def sources(self) -> dict[tuple[str, int], int]:
         """Hits by path and tier (0: not said)."""
+        blocks, tiers, paths = len(self.outcomes), self._tiers.tobytes(), self._paths.tobytes()
+        if blocks and self.outcomes.tobytes().count(Outcome.HIT) == tiers.count(tiers[0]) == paths.count(paths[0]) == blocks:
+            path = next(name for name, number in self._path_numbers.items() if number == paths[0])
+            return {(path, tiers[0]): blocks}  # the common case, at a fraction of the cost
         hits = self.outcomes == Outcome.HIT
         pairs = self._paths[hits].astype(np.intp) << _TIER_BITS | self._tiers[hits]
         names = {number: name for name, number in self._path_numbers.items()}

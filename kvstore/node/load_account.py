@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import Final
 
 from kvstore.core.clock import Clock
@@ -81,20 +82,31 @@ class LoadAccount:
         seconds = accounts.clock.now_s() - self._began_s
         reach = next((one for one in reversed(_REACHES) if self._hits[one]), "none")
         accounts.counters.observe(_SECONDS[reach], seconds)
-        hits = sum(self._hits.values())
+        make = partial(self._record, request_id.get(), time.time(), seconds)
+        accounts.recent.add(time.time(), seconds, make)
+        if tracing.on():
+            tracing.note(blocks=self._blocks, hit_blocks=sum(self._hits.values()), reason=self._reason(seconds))
+        if seconds > accounts.slow_s:
+            accounts.counters.add("node_slow_loads_total")
+            record = make()
+            limited.warning(
+                "slow load: %.3f s, %d of %d blocks; %s; %s",
+                seconds,
+                record.hit_blocks,
+                self._blocks,
+                record.reason,
+                record.parts,
+            )
+
+    def _record(self, name: str, at_unix_s: float, seconds: float) -> LoadRecord:
         parts: dict[str, object] = {
-            **{f"{name}_blocks": count for name, count in self._hits.items() if count},
-            **{f"{name}_wait_s": round(waited, 6) for name, waited in self._waited_s.items() if waited > 0},
+            **{f"{reach}_blocks": count for reach, count in self._hits.items() if count},
+            **{f"{reach}_wait_s": round(waited, 6) for reach, waited in self._waited_s.items() if waited > 0},
             **{f"{outcome.name.lower()}_blocks": count for outcome, count in self._misses.items()},
             "engine_s": round(self._engine_s, 6),
         }
-        reason = self._reason(seconds)
-        accounts.recent.add(LoadRecord(request_id.get(), time.time(), round(seconds, 6), self._blocks, hits, reason, parts))
-        if tracing.on():
-            tracing.note(blocks=self._blocks, hit_blocks=hits, reason=reason)
-        if seconds > accounts.slow_s:
-            accounts.counters.add("node_slow_loads_total")
-            limited.warning("slow load: %.3f s, %d of %d blocks; %s; %s", seconds, hits, self._blocks, reason, parts)
+        hits = sum(self._hits.values())
+        return LoadRecord(name, at_unix_s, round(seconds, 6), self._blocks, hits, self._reason(seconds), parts)
 
     def _reason(self, seconds: float) -> str:
         waits = {

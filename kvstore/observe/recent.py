@@ -43,19 +43,20 @@ class RecentLoads:
     def __init__(self, now_unix_s: Callable[[], float] = time.time) -> None:
         self._now_unix_s = now_unix_s
         self._lock = threading.Lock()
-        self._kept: deque[LoadRecord] = deque(maxlen=MOST_KEPT)
+        self._kept: deque[tuple[float, float, Callable[[], LoadRecord]]] = deque(maxlen=MOST_KEPT)
 
-    def add(self, record: LoadRecord) -> None:
-        """Takes a load in; the oldest leaves."""
+    def add(self, at_unix_s: float, seconds: float, make: Callable[[], LoadRecord]) -> None:
+        """Takes a load in; the oldest leaves. ``make`` words its record once somebody asks: few are ever asked for."""
         with self._lock:
-            self._kept.append(record)
+            self._kept.append((at_unix_s, seconds, make))
 
     def slowest(self, window_s: float = WINDOW_S, most: int = SHOWN) -> list[LoadRecord]:
         """Loads that ended within the last seconds, slowest first."""
         since_s = self._now_unix_s() - window_s
         with self._lock:
-            found = [record for record in self._kept if record.at_unix_s >= since_s]
-        return sorted(found, key=lambda record: record.seconds, reverse=True)[:most]
+            found = [kept for kept in self._kept if kept[0] >= since_s]
+        found.sort(key=lambda kept: kept[1], reverse=True)
+        return [make() for _, _, make in found[:most]]
 
     def page(self) -> dict[str, object]:
         """As the page ``/loads`` shows them."""

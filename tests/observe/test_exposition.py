@@ -187,8 +187,9 @@ def test_the_slowest_loads_of_the_last_minute() -> None:
     now_s = 1_000.0
     recent = RecentLoads(lambda: now_s)
     for number in range(MOST_KEPT + 10):
-        recent.add(LoadRecord(f"r{number}", now_s - 30, number % 97, 1, 1, "why"))
-    recent.add(LoadRecord("old", now_s - 61, 1e6, 1, 1, "too long ago"))
+        record = LoadRecord(f"r{number}", now_s - 30, number % 97, 1, 1, "why")
+        recent.add(record.at_unix_s, record.seconds, lambda record=record: record)  # type: ignore[misc]
+    recent.add(now_s - 61, 1e6, lambda: LoadRecord("old", now_s - 61, 1e6, 1, 1, "too long ago"))
     found = recent.slowest()
     assert [record.seconds for record in found] == sorted((record.seconds for record in found), reverse=True)
     assert found[0].seconds == 96
