@@ -1,8 +1,9 @@
 """What it costs to be seen: loads from this host's DRAM with metrics scraped and logs at info, against the same without.
 
-Two stores run side by side, and three clients in turn, each over the same blocks. *On*: ``/metrics`` of node and client, scraped
-every second, logs at info. *Off*: nothing served, logs at error; totals are counted all the same, as always. *Without spans*: as
-off, and the client's places where a trace, a request's name and the account of a load would be are cut out.
+Two stores run side by side, and clients in turn, each over the same blocks. *On*: ``/metrics`` of node and client, scraped every
+second, logs at info. *Off*: nothing served, logs at error; totals are counted all the same, as always. *Without spans*: as off,
+and the client's places where a span and a request's name would be are cut out. *Without accounts*: the same of what it counts
+and keeps of each load.
 """
 
 from __future__ import annotations
@@ -51,17 +52,19 @@ def scraping(*addresses: str) -> Iterator[None]:
 
 
 @contextmanager
-def without_spans() -> Iterator[None]:
-    """Cuts out of the client what is there to be seen by."""
+def without(what: str) -> Iterator[None]:
+    """Cuts out of the client what is there to be seen by: its spans, or its accounts."""
 
     def nothing(*_: object, **__: object) -> AbstractContextManager[None]:
         return nullcontext()  # a mock's own call would cost more than what it stands for
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("kvclient.client.named_request", nothing))
-        stack.enter_context(mock.patch("kvclient.client.tracing.span", nothing))
-        stack.enter_context(mock.patch.object(LoadAccounts, "account", nothing))
-        stack.enter_context(mock.patch.object(Operation, "phase", nothing))
+        if what == "spans":
+            stack.enter_context(mock.patch("kvclient.client.named_request", nothing))
+            stack.enter_context(mock.patch("kvclient.client.tracing.span", nothing))
+        else:
+            stack.enter_context(mock.patch.object(LoadAccounts, "account", nothing))
+            stack.enter_context(mock.patch.object(Operation, "phase", nothing))
         yield
 
 
@@ -96,11 +99,17 @@ def measure(options: Options, block_bytes: int, blocks: int, loads: int) -> None
 
             return harness.gigabytes_per_second(loads * blocks * block_bytes, work)
 
-        def bare() -> float:
-            with without_spans():
+        def bare(what: str) -> float:
+            with without(what):
                 return load("off")
 
-        samples = harness.interleave({"on": lambda: load("on"), "off": lambda: load("off"), "bare": bare}, options.repetitions)
+        contestants = {
+            "on": lambda: load("on"),
+            "off": lambda: load("off"),
+            "spans": lambda: bare("spans"),
+            "accounts": lambda: bare("accounts"),
+        }
+        samples = harness.interleave(contestants, options.repetitions)
         chains.check(chain, buffer)
     parameters = {"block_bytes": block_bytes, "blocks": blocks, "loads": loads}
     options.keep(
@@ -113,8 +122,14 @@ def measure(options: Options, block_bytes: int, blocks: int, loads: int) -> None
     options.keep(
         Figure("observe_traces_off", "Load throughput with traces off", parameters, "GB/s"),
         samples["off"],
-        peer=Reference("the client without spans and accounts", samples["bare"]),
+        peer=Reference("the client without spans", samples["spans"]),
         target=Target("peer", 0.97),
+        transport="shared memory",
+    )
+    options.keep(
+        Figure("observe_accounts", "Load throughput with loads accounted for", parameters, "GB/s"),
+        samples["off"],
+        peer=Reference("the client without accounts", samples["accounts"]),
         transport="shared memory",
     )
 
