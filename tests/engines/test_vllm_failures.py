@@ -220,7 +220,7 @@ def test_pages_are_not_free_while_they_are_stored(make_bed: Callable[..., Bed]) 
     engine = bed.open(engine={"num_gpu_blocks_override": 80})
     pool = engine.core.scheduler.kv_cache_manager.block_pool
     before = pool.get_num_free_blocks()
-    gate = Gate(engine.worker_side.clients[0], "store")
+    gate = Gate(engine.worker_side.clients[0], "store_call")
     add(engine, "held", PROMPTS[0], max_tokens=200)
     until(gate.inside.is_set, "a store began", engine.llm.llm_engine.step)
     engine.llm.llm_engine.abort_request(["held"])
@@ -264,6 +264,50 @@ def test_a_request_that_is_aborted_while_it_loads(make_bed: Callable[..., Bed]) 
     until(lambda: pool.get_num_free_blocks() == before, "its pages are free", engine.llm.llm_engine.step)
     assert engine.counters()["loads_aborted"] == 1
     assert engine.tokens(PROMPTS) == right
+
+
+@pytest.mark.parametrize("connector_too", [False, True])
+def test_a_reset_does_not_wait_for_a_node_that_hangs(connector_too: bool, make_bed: Callable[..., Bed]) -> None:
+    """Pages that wait to be stored are given back at once: vLLM cannot reset its cache before."""
+    bed = make_bed()
+    engine = bed.open(store_deadline_s=600.0)
+    process = bed.cluster.node("n").process
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    process.send_signal(signal.SIGSTOP)
+    try:
+        right = engine.tokens(PROMPTS)
+        assert engine.scheduler_side.has_pins
+        assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=connector_too)
+        assert not engine.scheduler_side.has_pins
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert engine.tokens(PROMPTS) == right, "the engine goes on"
+        assert engine.llm.reset_prefix_cache()
+    finally:
+        process.send_signal(signal.SIGCONT)
+    counts = engine.counters()
+    assert counts["stores_dropped"] >= len(PROMPTS)
+    assert counts.get("bugs", 0) == 0
+
+    def stored_again() -> bool:
+        engine.forget()
+        answers = engine.generate(PROMPTS, 12)
+        assert [one.tokens for one in answers] == right
+        return all(one.loaded_tokens for one in answers)
+
+    until(stored_again, "the store is used once more")
+
+
+def test_a_reset_that_fails_over_something_else_gives_nothing_up(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed()
+    engine = bed.open()
+    gate = Gate(engine.worker_side.clients[0], "store_call")
+    add(engine, "running", PROMPTS[0], max_tokens=200)
+    until(gate.inside.is_set, "a store began", engine.llm.llm_engine.step)
+    assert not engine.llm.reset_prefix_cache(), "a request runs"
+    gate.open()
+    until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "it ends", engine.llm.llm_engine.step)
+    assert engine.flush()
+    assert "stores_dropped" not in engine.counters()
 
 
 def test_a_reset_begins_an_epoch(make_bed: Callable[..., Bed], tmp_path: Path) -> None:

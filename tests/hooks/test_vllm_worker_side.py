@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from kvclient.engines.vllm.keys import RequestKeys
 from kvclient.engines.vllm.lookups import Finder, Found
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages
-from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
 from kvclient.engines.vllm.tally import Tally
 from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
 from kvstore.testing.cluster import LocalCluster, NodeSpec
@@ -232,6 +233,40 @@ def test_a_store_whose_turn_comes_too_late_gives_its_pages_back(cluster: LocalCl
     assert rank.save([[1, 2]], keys) == {1}
     assert rank.side.tally.totals()["stores_late"] == 1
     assert rank.side.tally.totals().get("stores", 0) == 0
+    rank.side.close()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["asked at once", "asked by a plan"])
+def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalCluster, find: Find, elsewhere: bool) -> None:
+    """The node hangs, and a store may take ten minutes: given up, it and what waits behind it are answered."""
+    rank = Rank(cluster, [spec()], seed=7, store_s=600.0)
+    _, keys = find([[spec()]])
+    chain = keys.upto(TOKENS, 4)
+    jobs = [SaveJob(at + 1, "r", at, chain[at - 1] if at else None, chain[at : at + 1], [[at + 1]]) for at in range(4)]
+    process = cluster.node("n").process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        rank.side.end_forward(StepPlan(chain=rank.chain, saves=jobs))
+        total = StepAnswer()
+        if elsewhere:
+            rank.side.begin_loads(StepPlan(give_up_saves=True))
+        else:
+            total.merge(rank.side.hand_back(0.0, WAIT_S))
+        end_s = time.monotonic() + WAIT_S
+        while len(total.saved) < len(jobs):
+            assert time.monotonic() < end_s
+            rank.side.arrivals(StepPlan(), set())  # waits a moment
+            total.merge(rank.side.answer() or StepAnswer())
+        assert total.not_saved == {1, 2, 3, 4}
+        rank.caches[0].fill_(float("nan"))  # somebody else has the pages
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert rank.save([[9, 10]], keys, job_id=5) == set(), "later ones are stored"
+    found, _ = find([[spec()]], 2)
+    assert found.hit_blocks == 2
+    assert rank.load(found, [[20, 21]]) == Arrivals({"r"})
+    assert rank.caches[0][:, 20:22].isnan().all(), "as they were when they were stored, not what had been there before"
+    assert rank.side.tally.totals()["stores_dropped"] == 4
     rank.side.close()
 
 

@@ -7,10 +7,12 @@ one in each worker, one in the scheduler's process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -29,7 +31,7 @@ from kvclient.engines.vllm.events import stored_events
 from kvclient.engines.vllm.lookups import Finder
 from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
 from kvclient.engines.vllm.namespaces import group_spec
-from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.options import RECONNECT_S, ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvclient.engines.vllm.scheduler_side import SchedulerSide
@@ -38,6 +40,11 @@ from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
 _log = logging.getLogger(__name__)
 _MAX_PENDING = 1_024
 """Loads of one group that may wait or run at once: about as many requests as an engine has."""
+_NULL_PAGES = 1
+"""Pages that vLLM's pool always counts as used."""
+_RESET_GRACE_S = 0.2
+_RESET_WAIT_S = 1.0
+"""How long a reset of the cache waits for stores to end by themselves, and then for the copies that run."""
 _SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
 
@@ -125,6 +132,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
         """Clients of one epoch, one a group."""
         options, connect = self._worker_options(), self._options.hook.connect
+        if self._worker is not None:  # between two steps of a running engine
+            options = replace(options, require_store=False, connect_deadline_s=RECONNECT_S)
         return [connect(replace(spec, weights_epoch=weights_epoch), options) for spec in self._specs]
 
     def _worker_options(self) -> ClientOptions:
@@ -157,11 +166,30 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         name = self._epochs.name
         shards = [[replace(spec, weights_epoch=name) for spec in group] for group in self._shards]
-        self._side.connect(Finder(self._options.hook, shards, self._side.tally), self._epochs.number, name)
+        running = self._side.finder is not None
+        finder = Finder(self._options.hook, shards, self._side.tally, running=running)
+        self._side.connect(finder, self._epochs.number, name)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
         """Where pages are pinned while they are read."""
         self._side.bind_pool(gpu_block_pool)
+        reset = gpu_block_pool.reset_prefix_cache
+
+        @wraps(reset)
+        def reset_prefix_cache() -> bool:
+            used = gpu_block_pool.num_gpu_blocks - gpu_block_pool.get_num_free_blocks()
+            if used == len(self._side.pinned_pages) + _NULL_PAGES:  # nothing else is in the way
+                self._side.wants_pages(self._hand_back())
+            return bool(reset())
+
+        gpu_block_pool.reset_prefix_cache = reset_prefix_cache  # vLLM asks nobody before it resets, and fails over our pins
+
+    def _hand_back(self) -> Callable[[], StepAnswer] | None:
+        """What ends the stores of this engine at once; None: its workers are in other processes."""
+        if self._vllm_config.parallel_config.world_size > 1 or not has_kv_transfer_group():
+            return None
+        worker = getattr(get_kv_transfer_group(), "_worker", None)
+        return partial(worker.hand_back, _RESET_GRACE_S, _RESET_WAIT_S) if isinstance(worker, WorkerSide) else None
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401

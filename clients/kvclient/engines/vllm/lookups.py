@@ -11,6 +11,7 @@ from kvclient import BlockKey, CacheSpec, KeyChain, KVClient, Lookup
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.keys import Masked, RequestKeys
 from kvclient.engines.vllm.namespaces import chain_spec
+from kvclient.engines.vllm.options import RECONNECT_S
 from kvclient.engines.vllm.tally import Tally
 
 _log = logging.getLogger(__name__)
@@ -41,17 +42,22 @@ class Finder:
         options: where the store is.
         groups: by group: the namespaces of its shards.
         tally: where lookups are counted.
+        running: the engine runs already, and does not wait for the store.
 
     Raises:
         KVStoreError: the store does not answer, and the options insist on it.
     """
 
-    def __init__(self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], tally: Tally) -> None:
+    def __init__(
+        self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], tally: Tally, *, running: bool = False
+    ) -> None:
         self.groups = groups
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
         self._tally = tally
         self._places: list[tuple[int, KVClient, Masked]] = []
         client_options = replace(options.client_options(), client_name="vllm-scheduler")
+        if running:
+            client_options = replace(client_options, require_store=False, connect_deadline_s=RECONNECT_S)
         server_only = replace(options, node="none") if options.metadata else options
         try:
             for group, shards in enumerate(groups):

@@ -9,6 +9,8 @@ from typing import Any, Self
 from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 
+RECONNECT_S = 0.5
+"""How long a running engine waits to be connected in another namespace; after that it goes on, and is connected later."""
 LOAD_MODES = ("async", "layerwise")
 _MS = 1_000
 

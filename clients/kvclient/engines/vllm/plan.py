@@ -79,6 +79,7 @@ class StepPlan:
         loads: prefixes to load.
         saves: blocks that are complete when the step's forward pass has ended.
         has_tokens: whether the step computes anything.
+        give_up_saves: the pages of what is not stored yet are wanted back.
     """
 
     epoch: int = 0
@@ -87,6 +88,7 @@ class StepPlan:
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     has_tokens: bool = False
+    give_up_saves: bool = False
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Stores pages in a thread of its own, in the order of the steps, so that a block is stored after its parent.
 
 Pages are pinned until their job is answered, and the scheduler side pins no more than a share of them: that bounds the queue.
+Where somebody wants the pages back, what waits for its turn or for the node is given up; only a copy that runs is waited for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvclient.engines.vllm.keys import Masked
 from kvclient.engines.vllm.pages import GroupPages
 from kvclient.engines.vllm.plan import SaveJob, StepAnswer
 from kvclient.engines.vllm.tally import Tally
+from kvclient.operation import Operation
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0
@@ -24,8 +26,9 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A job, and where it goes: clients change with the weights."""
+    """A job, and where it goes: clients change with the weights. ``number`` counts them."""
 
+    number: int
     chain: bytes
     job: SaveJob
     clients: Sequence[KVClient]
@@ -56,6 +59,11 @@ class Saver:
         self._changed = threading.Condition()
         self._answer = StepAnswer()
         self._pending = 0
+        self._added = 0
+        self._given_up = 0
+        """Jobs up to this number are not stored any more."""
+        self._operation: Operation | None = None
+        """Of the call that stores at the moment."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
         self._thread.start()
@@ -69,10 +77,12 @@ class Saver:
             clients: by group.
         """
         with self._changed:
+            first = self._added + 1
+            self._added += len(jobs)
             self._pending += len(jobs)
         deadline_s = time.monotonic() + self._deadline_s
-        for job in jobs:
-            self._queue.put(_Save(chain, job, clients, deadline_s))
+        for number, job in enumerate(jobs, first):
+            self._queue.put(_Save(number, chain, job, clients, deadline_s))
 
     def retire(self, clients: Sequence[KVClient]) -> None:
         """Closes clients when everything before is done."""
@@ -88,6 +98,19 @@ class Saver:
         """Waits a moment for something to be done, if there is anything to do."""
         with self._changed:
             self._changed.wait_for(lambda: self._answer.saved or not self._pending, timeout_s)
+
+    def give_up(self) -> None:
+        """All jobs so far count as not stored. They are answered soon: once nothing reads their pages any more."""
+        with self._changed:
+            self._given_up = self._added
+            operation = self._operation
+        if operation is not None:
+            operation.cancel()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until nothing is pending; False: not in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -122,13 +145,28 @@ class Saver:
             self._tally.add("stores_late")
             return False
         masked = Masked(save.chain, client.spec.namespace)
-        result = client.store(
+        call = client.store_call(
             masked.keys(job.keys),
             pages.buffer(ids),
-            parent=BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
-            depth=job.first_block,
-            deadline_s=left_s,
+            BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
+            job.first_block,
+            left_s,
+            durable=False,
+            wait_visible=False,
         )
+        call.operation.cancellable = True
+        with self._changed:
+            if save.number <= self._given_up:
+                self._tally.add("stores_dropped")
+                return False
+            self._operation = call.operation
+        try:
+            result = client.caller.now(call)
+        finally:
+            with self._changed:
+                self._operation = None
+        if call.operation.cancelled:
+            self._tally.add("stores_dropped")
         self._tally.add("stores")
         self._tally.add("store_bytes", result.bytes_stored)
         self._tally.add("store_seconds", result.seconds)

@@ -131,6 +131,7 @@ class SchedulerSide:
         self._layerwise = options.load_mode == "layerwise"
         self._epoch = 0
         self._weights_epoch = ""
+        self._give_up_saves = False
 
     def connect(self, finder: Finder, epoch: int, weights_epoch: str) -> None:
         """Which namespaces there are is known, or they have changed with the weights.
@@ -270,6 +271,7 @@ class SchedulerSide:
             wait(self._pending.values(), self._options.idle_wait_s, FIRST_COMPLETED)
         chain = self._finder.chain.spec.namespace if self._finder is not None else b""
         plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, [], bool(scheduled))
+        plan.give_up_saves, self._give_up_saves = self._give_up_saves, False
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
         if self._pool is not None and self._options.hook.store:
@@ -368,6 +370,24 @@ class SchedulerSide:
     def finished(self, request: EngineRequest) -> None:
         """The end of a request, whatever the reason."""
         self._requests.pop(request.request_id, None)
+
+    def wants_pages(self, hand_back: Callable[[], StepAnswer] | None) -> None:
+        """The engine wants all of its pages: those that are pinned, too.
+
+        Args:
+            hand_back: ends the stores and answers; None: the workers are elsewhere, and end them in the next step.
+        """
+        if not self._pins:
+            return
+        if hand_back is None:
+            self._give_up_saves = True
+        else:
+            self.answered(hand_back())
+
+    @property
+    def pinned_pages(self) -> set[int]:
+        """Pages that wait to be stored."""
+        return {block.block_id for pins in self._pins.values() for block in pins.blocks}
 
     @property
     def has_pins(self) -> bool:

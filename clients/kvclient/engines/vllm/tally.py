@@ -32,6 +32,7 @@ COUNTERS = {
     "stores_unsure": "Stores and hand-overs given up because the files of the adapter changed meanwhile, one a worker.",
     "stores_failed": "Stores after which the store lacks some of the blocks.",
     "stores_late": "Stores that had waited for too long when their turn came, one a group and worker.",
+    "stores_dropped": "Stores given up because the cache was reset, one a group and worker: their pages were wanted back.",
     "stores_skipped": "Requests of which nothing more is stored: too many blocks wait already.",
     "stores_broken": "Requests of which nothing more is stored: a sliding window has passed blocks that the store lacks.",
     "stores_given_up": "Requests of which nothing more is stored: it failed too often.",

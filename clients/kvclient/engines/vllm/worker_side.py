@@ -164,6 +164,8 @@ class WorkerSide:
 
     def keep_up(self, plan: StepPlan) -> None:
         """Sees whether the weights are others since the last step: what is on its way here is of the old ones."""
+        if plan.give_up_saves and self._saver is not None:
+            self._saver.give_up()
         if plan.epoch == self._epoch:
             return
         for flight in self._flights:
@@ -267,6 +269,24 @@ class WorkerSide:
             self._answer.merge(self._saver.take())
         if not self._answer.saved:
             return None
+        answer, self._answer = self._answer, StepAnswer()
+        return answer
+
+    def hand_back(self, grace_s: float, timeout_s: float) -> StepAnswer:
+        """Ends the stores under way, so that their pages are free: what is done by itself within a moment, and gives up the rest.
+
+        Args:
+            grace_s: that moment.
+            timeout_s: how long it may take then until nothing reads the pages.
+
+        Returns:
+            What has ended; the rest will, later.
+        """
+        if self._saver is not None:
+            if not self._saver.drain(grace_s):
+                self._saver.give_up()
+                self._saver.drain(timeout_s)
+            self._answer.merge(self._saver.take())
         answer, self._answer = self._answer, StepAnswer()
         return answer
 
