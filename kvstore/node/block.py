@@ -54,7 +54,7 @@ class Block:
     @property
     def durable(self) -> bool:
         """Outlives this process."""
-        return self.nvme is not None or self.elsewhere
+        return self.elsewhere or (self.nvme_home is not None and self.nvme_home.volume.lasting)
 
     def record(self) -> BlockRecord:
         """What a slot header says of it."""

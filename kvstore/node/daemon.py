@@ -100,7 +100,7 @@ class NodeDaemon:
         self._build()
         self._stopping = threading.Event()
         self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
-        self._resumer = threading.Thread(target=self._resume_volumes, name="kvstore-resume", daemon=True)
+        self._watcher = threading.Thread(target=self._watch_volumes, name="kvstore-volumes", daemon=True)
         self._server: BoundServer | None = None
         self._publisher: Publisher | None = None
         self._recent = RecentLoads()
@@ -339,7 +339,7 @@ class NodeDaemon:
         self._mounts.start()
         self._write_behind.start()
         self._janitor.start()
-        self._resumer.start()
+        self._watcher.start()
         if config.metadata is not None:
             self._publisher = Publisher(
                 config.metadata,
@@ -413,7 +413,7 @@ class NodeDaemon:
         self._nixl.close()
         self._traffic.close()
         self._janitor.join(2.0)
-        self._resumer.join(2.0)
+        self._watcher.join(2.0)
         for volume in (self._arena, *self._slabs):
             volume.close()
         self._socket.unlink(missing_ok=True)
@@ -435,11 +435,16 @@ class NodeDaemon:
                 self.counters.add("janitor_bugs_total")
                 log.exception("the janitor failed, trying again")
 
-    def _resume_volumes(self) -> None:
-        """Until every volume that was opened read-only takes blocks again. A thread of its own: a failing disk may hold it up."""
-        waiting = [slab for slab in self._slabs if slab.read_only is not None]
-        while waiting and not self._stopping.wait(RESUME_INTERVAL_S):
-            waiting = [slab for slab in waiting if not slab.resume()]
+    def _watch_volumes(self) -> None:
+        """Notices volumes whose files are gone, and resumes those that are read-only. A failing disk may hold this thread up."""
+        while not self._stopping.wait(RESUME_INTERVAL_S):
+            for slab in self._slabs:
+                try:
+                    if slab.read_only is not None or not slab.in_place():
+                        slab.resume()
+                except Exception:  # process edge: the other volumes are to be looked after
+                    self.counters.add("nvme_watch_bugs_total")
+                    log.exception("looking after volume %s failed, trying again", slab.volume_id)
 
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:

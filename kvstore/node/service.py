@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
-from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.core.errors import InvalidArgument, KVStoreError, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
@@ -369,7 +369,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             victims = self._table.nvme_victims(home)
             try:
                 home.volume.commit([], [block.key for block in victims])
-            except OSError:
+            except (OSError, KVStoreError):
                 self._table.stay_on_nvme(victims)
                 raise
             self._table.evicted_nvme(home, victims)

@@ -501,6 +501,8 @@ class BlockTable:
 
     def are_durable(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks outlive this process: here, or on the storage node that they were written to."""
+        for home in self.homes:
+            home.volume.in_place()
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
             return [key in self._gone if block is None else block.durable for key, block in zip(keys, found, strict=True)]
@@ -516,13 +518,9 @@ class BlockTable:
         with self._lock:
             for key in keys:
                 block = self._blocks.get(key)
-                if (
-                    block is not None
-                    and block.domain is domain
-                    and block.dram is not None
-                    and not block.durable
-                    and not block.pending
-                ):
+                if block is None or block.domain is not domain or block.dram is None or block.nvme is not None:
+                    continue
+                if not block.elsewhere and not block.pending:
                     self._enqueue(block)
 
     def give_up_pending(self) -> int:

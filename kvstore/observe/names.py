@@ -262,6 +262,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "write_behind_dropped_blocks_total": ("counter", "blocks that did not become durable: they stay in DRAM only"),
     "write_behind_errors_total": ("counter", "rounds of write-behind that failed: a full or failing disk, a storage node away"),
     "write_behind_stalls_total": ("counter", "pauses of write-behind after failures"),
+    "nvme_watch_bugs_total": ("counter", "looks after volumes that failed in a way nobody meant"),
     "janitor_bugs_total": ("counter", "rounds of the janitor that failed in a way nobody meant"),
     "recovery_doubles_kept_total": ("counter", "blocks found in two volumes at start and kept in both"),
     # ---- node: the index and it
@@ -287,6 +288,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "arena_internal_errors_total": ("counter", "failures at the arena's door that nobody meant"),
     "nvme_corrupt_blocks_total": ("counter", "blocks on volumes whose header or checksum was wrong"),
     "nvme_direct_io_refused_total": ("counter", "volumes whose file system takes no direct I/O"),
+    "nvme_files_gone_total": ("counter", "volumes whose files were removed, moved or mounted over while in use"),
     "nvme_io_stalled_total": ("counter", "I/O that hangs: its memory rests until it comes back"),
     "nvme_opened_read_only_total": ("counter", "volumes opened read-only"),
     "nvme_read_errors_total": ("counter", "reads that the device failed"),

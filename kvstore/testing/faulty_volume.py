@@ -247,6 +247,13 @@ class FaultyVolume(_Faulty, DurableVolume):
     def read_only(self) -> str | None:
         return self._inner.read_only
 
+    @property
+    def lasting(self) -> bool:
+        return self._inner.lasting
+
+    def in_place(self) -> bool:
+        return self._inner.in_place()
+
     def resume(self) -> bool:
         return self._inner.resume()
 

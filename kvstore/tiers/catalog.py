@@ -102,6 +102,11 @@ class Catalog:
             return _no_writing(self._path, text)
         return CorruptBlock("the catalog cannot be opened", path=self._path, reason=text)
 
+    @property
+    def file(self) -> Path:
+        """The file that holds it."""
+        return self._path / CATALOG_FILE
+
     def superblock(self) -> Superblock | None:
         """The copy kept here, or None where there is none (a catalog that was just made).
 

@@ -129,6 +129,18 @@ class DurableVolume(Volume):
         """Why nothing can be stored or removed now, in a few words; None: all is well. What the volume holds is served."""
         return None
 
+    @property
+    def lasting(self) -> bool:
+        """Whether what it holds outlives the process, as far as is known; ``in_place`` looks anew."""
+        return True
+
+    def in_place(self) -> bool:
+        """Whether its files are where they were opened. If not, it is read-only: what it holds is served while the process lives.
+
+        A few microseconds on a local file system; ``commit`` asks by itself.
+        """
+        return True
+
     def resume(self) -> bool:
         """Tries to leave the read-only state; whether the volume can be written to. Blocks for I/O."""
         return self.read_only is None

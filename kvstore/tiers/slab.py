@@ -15,6 +15,9 @@ was asked for, byte for byte, and the payload with its checksums.
 If syncing the slab ever fails, the kernel may have thrown written pages away and will not say so again; so from then on this
 opening stores nothing more (reads and removals go on). Opening the volume anew begins anew.
 
+Nor is a file that nobody finds again worth anything: before each commit, and when asked, the volume looks whether slab and
+catalog still lie under its path. If they were removed, moved or mounted over, it is read-only until they are back.
+
 Where the file system takes no writes at all when the volume is opened, it is *read-only*: it gives no room, removes nothing and
 serves what it holds, until ``resume`` succeeds.
 """
@@ -22,6 +25,7 @@ serves what it holds, until ``resume`` succeeds.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,6 +84,8 @@ class NvmeSlab(DurableVolume):
         self._to_drop: list[BlockKey] = []
         self._recovered = False
         self._sync_failed = False
+        self._places = [(path / SLAB_FILE, os.fstat(parts.file.fd)), (parts.catalog.file, os.stat(parts.catalog.file))]
+        self._gone = False
         self._closed = False
 
     @classmethod
@@ -149,6 +155,31 @@ class NvmeSlab(DurableVolume):
     @property
     def read_only(self) -> str | None:
         return self._read_only
+
+    @property
+    def lasting(self) -> bool:
+        return not self._gone
+
+    def in_place(self) -> bool:
+        found = all(_is_at(path, file) for path, file in self._places)
+        if found or self._gone:
+            return found
+        with self._commit_lock:
+            self._lose()
+        return False
+
+    def _lose(self) -> None:
+        """The files are not where they were. The caller has the commit lock."""
+        if self._gone or self._closed:
+            return
+        self._gone = True
+        self._read_only = self._read_only or f"its files are no longer in {self._path}: removed, moved or mounted over"
+        self._counters.add("nvme_files_gone_total")
+        _log.error(
+            "volume %s: its files are no longer in %s: they were removed, moved or mounted over. Nothing it holds outlives this "
+            "process, and it stores nothing more; put them back, or restart the node to begin with an empty volume",
+            self.volume_id, self._path,
+        )  # fmt: skip
 
     # ---- room ----
     def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
@@ -266,6 +297,9 @@ class NvmeSlab(DurableVolume):
                 raise self._refusal(self._read_only or "closed")
             if entries:
                 self._sync()
+            if not all(_is_at(path, file) for path, file in self._places):
+                self._lose()
+                raise self._refusal(self._read_only or "its files are gone")
             self._catalog.commit(entries, removed)
             self._roster.append([(record.key, slot) for slot, record in stored], removed)
 
@@ -341,8 +375,14 @@ class NvmeSlab(DurableVolume):
                 return True
             if self._closed or not self._recovered:
                 return False
+            if self._gone:
+                if not all(_is_at(path, file) for path, file in self._places):
+                    return False
+                self._gone = False
             try:
-                self._begin_writing()
+                if self._catalog is None:  # else it was writable, and is as it was
+                    self._begin_writing()
+                self._read_only = None
             except (CannotWriteError, KVStoreError, OSError) as error:
                 if str(error) != self._read_only:
                     self._read_only = str(error)
@@ -413,3 +453,12 @@ class NvmeSlab(DurableVolume):
             if self._catalog is not None:
                 self._catalog.close()
             self._volume_lock.close()
+
+
+def _is_at(path: Path, file: os.stat_result) -> bool:
+    """Whether a path leads to a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (file.st_dev, file.st_ino)

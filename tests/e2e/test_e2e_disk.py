@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import deque
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Engine, Store, until
+from kvclient import KVClient
+from kvstore.core.errors import Unavailable
 from kvstore.testing.cluster import NodeSpec
 
 MIB = 1 << 20
@@ -167,3 +170,24 @@ def test_a_disk_that_turns_read_only_under_a_running_node(make_store: MakeStore,
     assert engine.load("kept", 8).hit_blocks == 8
     assert engine.store("late", 8, durable=True).durable
     assert hits_from_disk(store, engine, "late") == 8
+
+
+@pytest.mark.timeout(120)
+def test_nothing_is_durable_once_the_folder_of_the_volume_is_gone(make_store: MakeStore) -> None:
+    store = make_store(NODE)
+    engine = store.engine("a")
+    assert engine.store("kept", 8, durable=True).durable
+    shutil.rmtree(store.cluster.volume_path("a"))
+    for chain in ("more", "kept"):
+        result = engine.store(chain, 8, durable=True)
+        assert result.held_blocks == 8
+        assert not result.durable
+        assert isinstance(result.error, Unavailable)
+    with KVClient.connect(store.cluster.metadata_address, engine.spec, node=None) as far:
+        keys = engine.keys("kept", 8)
+        assert not far.store(keys, engine.room(8), durable=True).durable
+    assert engine.load("more", 8).hit_blocks == 8, "stores go on into DRAM"
+    assert store.node_stats("a").counters["nvme_files_gone_total"] == 1
+    until(lambda: "no longer in" in str(volume_status(store)["read_only"]), "kvstore status shows it")
+    store.evict("a")
+    assert engine.load("kept", 8).hit_blocks == 8, "what the open file holds is read"
