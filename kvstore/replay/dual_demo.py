@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +17,7 @@ from kvstore.core.errors import Internal
 from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
 from kvstore.testing.netlab import Host, NetLab
 from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
+from kvstore.testing.scratch import ScratchFolder
 
 MIB = 1 << 20
 POLICIES = ("prefill_only", "shorter_queue", "split")
@@ -91,11 +89,11 @@ def run_dual_demo(plan: DualDemoPlan, tell: Tell, report: Callable[[int], None])
     tell(bed.describe())
     with ExitStack() as stack:
         lab = stack.enter_context(NetLab(bed.hosts()))
-        folder = Path(tempfile.mkdtemp(prefix="kvstore-dual-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        scratch = ScratchFolder("kvstore-dual-")
+        stack.callback(scratch.close)
         metadata = lab.host(METADATA_HOST)
         cluster = stack.enter_context(
-            LocalCluster(_nodes(plan, lab), folder, metadata_place=Place(metadata.compute_ip, metadata.popen))
+            LocalCluster(_nodes(plan, lab), scratch.path, metadata_place=Place(metadata.compute_ip, metadata.popen))
         )
         tell("storing prompts on the storage host …")
         with _worker(plan, lab.host(STORAGE), cluster) as ask:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, Not
 from kvstore.core.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
 from kvstore.testing.children import die_with_parent
+from kvstore.testing.scratch import ScratchFolder
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
@@ -151,10 +150,14 @@ class LocalCluster:
         if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
             raise InvalidArgument("a folder of volumes has no comma in its path: commas separate volumes", folder=base_dir)
         self._specs = {spec.node_id: spec for spec in nodes}
-        self._temporary = base_dir is None
-        self.base_dir = base_dir or Path(tempfile.mkdtemp(prefix="kvstore-"))
+        self._data: ScratchFolder | None = None
+        if base_dir is None:
+            self._data = ScratchFolder("kvstore-")
+            base_dir = self._data.path
+        self.base_dir = base_dir
         # unix socket paths are limited to 107 bytes: keep them out of deep folders
-        self._run_dir = Path(tempfile.mkdtemp(prefix="kvs-", dir="/tmp"))
+        self._run = ScratchFolder("kvs-", Path("/tmp"))  # noqa: S108  # made by mkdtemp
+        self._run_dir = self._run.path
         self._metadata_settings = tuple(metadata_settings)
         self._metadata_place = metadata_place
         self._daemons: dict[str, Daemon] = {}
@@ -180,9 +183,9 @@ class LocalCluster:
             daemon.process.terminate()
         for name in list(self._daemons):
             self._reap(name)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
-        if self._temporary:
-            shutil.rmtree(self.base_dir, ignore_errors=True)
+        self._run.close()
+        if self._data is not None:
+            self._data.close()
 
     def start_metadata(self) -> Daemon:
         """Starts the metadata server (again on its old port)."""
