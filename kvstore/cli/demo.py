@@ -6,6 +6,7 @@ import json
 import statistics
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,13 @@ from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
 from kvstore.cli.signals import orderly_exit
 from kvstore.core.config import Config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 
 
 @click.command(cls=Command)
@@ -81,7 +89,6 @@ def demo(
 def _dual_path(json_file: Path | None) -> None:
     """Emulated hosts, three policies, a table and the links' bandwidth over time."""
     from rich.console import Console
-    from rich.table import Table
 
     from kvstore.replay.dual_demo import DECODE, PREFILL, DualDemoPlan, loads_of, run_dual_demo, spark
     from kvstore.replay.progress import progress
@@ -99,12 +106,31 @@ def _dual_path(json_file: Path | None) -> None:
     console = Console(stderr=to_stdout, highlight=False)
     with orderly_exit(), progress("demo", loads_of(plan)) as report:
         results = run_dual_demo(plan, console.print, lambda done: report(done, ""))
+    console.print(dual_table(plan, results))
+    console.print("storage links while one prompt is loaded alone, over time:")
+    for one in results:
+        for host in (PREFILL, DECODE):
+            console.print(f"  {one.policy:13s} {host:10s} {spark(one.links[host], plan.snic_mbit)}")
+    if json_file is not None:
+        text = json.dumps([asdict(one) for one in results], indent=2)
+        if to_stdout:
+            click.echo(text)
+        else:
+            json_file.write_text(text + "\n")
+    if any(one.wrong_bytes for one in results):
+        raise click.ClickException("wrong bytes were loaded")
+
+
+def dual_table(plan: DualDemoPlan, results: Sequence[PolicyResult]) -> Table:
+    """What each policy did, beside the first of them. Fits 80 columns."""
+    from rich.table import Table
+
     base = statistics.median(results[0].single_s)
     table = Table(
         title=f"one prompt of {plan.prompt_bytes >> 20} MiB, and {plan.in_flight} at once; storage links of "
         f"{plan.snic_mbit:g} Mbit/s"
     )
-    for name in ("policy", "alone", "gain", f"{plan.in_flight} at once", "gain", "over decode", "wrong bytes"):
+    for name in ("policy", "alone", "gain", f"{plan.in_flight} at once", "gain", "over\ndecode", "wrong\nbytes"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for one in results:
         alone = statistics.median(one.single_s)
@@ -118,16 +144,4 @@ def _dual_path(json_file: Path | None) -> None:
             f"{one.paths.get('decode', 0) / total:.0%}",
             str(one.wrong_bytes),
         )
-    console.print(table)
-    console.print("storage links while one prompt is loaded alone, over time:")
-    for one in results:
-        for host in (PREFILL, DECODE):
-            console.print(f"  {one.policy:13s} {host:10s} {spark(one.links[host], plan.snic_mbit)}")
-    if json_file is not None:
-        text = json.dumps([asdict(one) for one in results], indent=2)
-        if to_stdout:
-            click.echo(text)
-        else:
-            json_file.write_text(text + "\n")
-    if any(one.wrong_bytes for one in results):
-        raise click.ClickException("wrong bytes were loaded")
+    return table

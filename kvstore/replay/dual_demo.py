@@ -47,6 +47,19 @@ class DualDemoPlan:
         """One prefill, one decode, one storage host."""
         return LabBed(snic_mbit=self.snic_mbit, cnic_mbit=8 * self.snic_mbit, storage_mbit=8 * self.snic_mbit)
 
+    def introduce(self) -> str:
+        """What is going to be seen, for somebody who has not read about it."""
+        return (
+            "A prompt that was seen before lies on a storage host, and the prefill host needs it. Usually it comes "
+            f"over the prefill host's own storage link ({self.snic_mbit:g} Mbit/s here), while the decode host's "
+            "storage link is idle. Dual-path uses both: what the decode host reads, it passes on to the prefill host "
+            "over the compute network, which is faster. Two links instead of one: twice as fast at best. Three "
+            "policies are compared: prefill_only (as usual), shorter_queue (a whole prompt over the link with less to "
+            "do: of no use to one prompt alone) and split (each prompt over both). The next lines say which hosts "
+            "there are, and whether both storage links can be kept full (P/D: prefill hosts for each decode host; "
+            "CNIC, SNIC: links to the compute and the storage network).\n"
+        )
+
     @property
     def prompt_bytes(self) -> int:
         """Of one prompt."""
@@ -86,6 +99,7 @@ def run_dual_demo(plan: DualDemoPlan, tell: Tell, report: Callable[[int], None])
         KVStoreError: the lab cannot be built, or a process of it ended.
     """
     bed = plan.bed
+    tell(plan.introduce())
     tell(bed.describe())
     with ExitStack() as stack:
         lab = stack.enter_context(NetLab(bed.hosts()))

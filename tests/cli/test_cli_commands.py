@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -17,11 +18,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from kvstore.cli.app import root
 from kvstore.cli.bench import benchmark_folder, benchmarks
+from kvstore.cli.demo import dual_table
 from kvstore.cli.logs import JsonFormatter, StderrHandler, first_lines, set_up_logs
 from kvstore.core.config import LogSection
+from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 
 COMMANDS = ["up", "metadata", "node", "demo", "replay", "simulate", "status", "doctor", "volume", "bench", "config"]
 LEAVES = [
@@ -277,3 +281,17 @@ def socket_folder_of_children(pid: int) -> Path:
                 return Path(os.fsdecode(found[1]))
         time.sleep(0.01)
     raise AssertionError("it started no daemon")
+
+
+def test_the_table_of_the_dual_path_demo_fits_a_terminal() -> None:
+    """Piped, it has 80 columns: no figure may be cut off."""
+    links = {"prefill-0": [1.0], "decode-0": [1.0]}
+    results = [
+        PolicyResult(policy, (seconds,) * 3, rate, {"prefill": 1, "decode": 3}, wrong, links)
+        for policy, seconds, rate, wrong in (("prefill_only", 123.45, 1e9, 0), ("shorter_queue", 10.0, 1.72e9, 67_108_864))
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(dual_table(DualDemoPlan(), results))
+    assert "…" not in out.getvalue()
+    for figure in ("shorter_queue", "123.45 s", "12.35 ×", "1000 MB/s", "1720 MB/s", "1.72 ×", "75%", "67108864"):
+        assert figure in out.getvalue()
