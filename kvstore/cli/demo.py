@@ -12,7 +12,7 @@ import click
 
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
-from kvstore.cli.options import with_quiet_config
+from kvstore.cli.options import refuse_unused, with_quiet_config
 from kvstore.cli.signals import orderly_exit
 from kvstore.core.config import Config
 
@@ -58,6 +58,7 @@ def demo(
 
     Exits with 1 if any byte was wrong, or if hits are impossible.
     """
+    refuse_unused("a demo starts a store of its own", "log.")
     if dual_path:
         _dual_path(json_file)
         return

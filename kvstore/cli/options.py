@@ -83,6 +83,22 @@ def configuration(ctx: click.Context) -> tuple[Config, Provenance]:
         raise click.UsageError(str(error), ctx) from error
 
 
+def refuse_unused(hint: str, *used: str) -> None:
+    """Refuses what ``--set`` gives to a command that has no use for it: accepted in silence, it would seem to have an effect.
+
+    Args:
+        hint: what to do instead.
+        used: beginnings of the settings that the command heeds.
+
+    Raises:
+        click.UsageError: another one was given.
+    """
+    ctx = click.get_current_context()
+    unused = [setting.key for setting in _settings_of(ctx) if not setting.key.startswith(used)]
+    if unused:
+        raise click.UsageError(f"--set {unused[0]} has no effect here: {hint}", ctx)
+
+
 _FILE_KEY = "kvstore.config_file"
 _SETTINGS_KEY = "kvstore.settings"
 

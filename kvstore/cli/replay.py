@@ -11,7 +11,7 @@ import click
 
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
-from kvstore.cli.options import with_quiet_config
+from kvstore.cli.options import refuse_unused, with_quiet_config
 from kvstore.cli.signals import orderly_exit
 from kvstore.core.config import Config
 from kvstore.tiers.policy import POLICY_NAMES
@@ -66,6 +66,7 @@ def replay(
 
     Exits with 1 if any byte was wrong, or if hits are missing although there was room for everything.
     """
+    refuse_unused("a replay starts a store of its own; its room is --capacity", "node.policy", "log.")
     from rich.console import Console
 
     from kvstore.replay.capacity import room_for

@@ -12,6 +12,8 @@ from kvstore.tiers.io_engines.probe import GdsMode
 from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
+LEAST_VOLUME_BYTES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class NvmeConfig:
@@ -41,7 +43,7 @@ class NodeConfig:
     """One node daemon.
 
     Raises:
-        InvalidArgument: ``node_id`` cannot name a node, or ``mounts`` names a volume twice or one of its own.
+        InvalidArgument: settings that cannot be meant, each with its name and what to do.
     """
 
     node_id: str
@@ -115,3 +117,33 @@ class NodeConfig:
         named = [mount.volume_id for mount in self.mounts]
         if len(set(named)) != len(named) or any(name.startswith(f"{self.node_id}/") for name in named):
             raise InvalidArgument("mounts are volumes of other nodes, each named once", mounts=", ".join(named))
+        if not self.roles:
+            raise InvalidArgument("node.roles is empty: name at least one of prefill, decode and storage")
+        if self.write_behind_to == self.node_id:
+            raise InvalidArgument(
+                "node.write_behind_to names this node itself: name a storage node, or leave it unset and give this one node.nvme",
+                node_id=self.node_id,
+            )
+        for name, size in (("prefill_buffer", self.prefill_buffer_bytes), ("decode_buffer", self.decode_buffer_bytes)):
+            if size > self.dram_bytes:
+                raise InvalidArgument(
+                    f"node.{name} is a part of node.dram: make it smaller, or node.dram larger",
+                    **{name: size, "dram": self.dram_bytes},
+                )
+        self._check_volumes()
+
+    def _check_volumes(self) -> None:
+        folders: set[Path] = set()
+        for volume in self.nvme:
+            if volume.capacity_bytes < LEAST_VOLUME_BYTES:
+                raise InvalidArgument(
+                    "a volume of node.nvme takes a page of 4096 bytes at least, and a real one gigabytes: write PATH:SIZE, e.g. "
+                    f"{volume.path}:100GiB",
+                    size=volume.capacity_bytes,
+                )
+            folder = volume.path.resolve()
+            if folder in folders:
+                raise InvalidArgument("node.nvme names a folder twice: give each volume a folder of its own", path=volume.path)
+            if folder.exists() and not folder.is_dir():
+                raise InvalidArgument("node.nvme names something that is not a folder", path=volume.path)
+            folders.add(folder)

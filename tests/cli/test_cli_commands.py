@@ -283,6 +283,13 @@ def socket_folder_of_children(pid: int) -> Path:
     raise AssertionError("it started no daemon")
 
 
+@pytest.mark.parametrize("command", [["replay", "trace.jsonl"], ["demo"]])
+def test_settings_that_have_no_effect_are_refused(command: list[str]) -> None:
+    refused = CliRunner().invoke(root, [*command, "--set", "log.level=error", "--set", "node.dram=1"])
+    assert refused.exit_code == 2
+    assert "--set node.dram has no effect here" in refused.output
+
+
 def test_the_table_of_the_dual_path_demo_fits_a_terminal() -> None:
     """Piped, it has 80 columns: no figure may be cut off."""
     links = {"prefill-0": [1.0], "decode-0": [1.0]}

@@ -141,6 +141,25 @@ def test_wrong_settings_say_what_to_mend(flag: str, hint: str) -> None:
     assert hint in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (("node.node_id=a", "node.write_behind_to=a"), "node.write_behind_to names this node itself"),
+        (("node.prefill_buffer=2GiB", "node.dram=1GiB"), "node.prefill_buffer is a part of node.dram"),
+        (("node.decode_buffer=2GiB", "node.dram=1GiB"), "node.decode_buffer is a part of node.dram"),
+        (("node.roles=",), "node.roles is empty"),
+        (("node.nvme=/nowhere/v:1GiB,/nowhere/../nowhere/v:1GiB",), "node.nvme names a folder twice"),
+        (("node.nvme=/etc/passwd:32MiB",), "not a folder"),
+        (("node.nvme=/nowhere/v:1",), "(size=1)"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(flags: tuple[str, ...], hint: str) -> None:
+    config, _ = load(flags=flags)
+    with pytest.raises(InvalidArgument) as caught:
+        settings.node_config(config)
+    assert hint in str(caught.value)
+
+
 @pytest.mark.parametrize("node_id", ["", ".", "..", ".a", "../../evil", "a b", "ü", "a/b", "a\n", "a" * 65, "metadata"])
 def test_what_names_no_node(node_id: str) -> None:
     with pytest.raises(ValidationError):
