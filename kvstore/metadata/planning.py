@@ -7,6 +7,7 @@ queues that it charged itself.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core import limits
 from kvstore.core.clock import Clock
-from kvstore.core.errors import InvalidArgument, NotFound
+from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NodeId
 from kvstore.dualpath.contract import LoadPlan, PathPolicy, ReadRequest, ReadSide
 from kvstore.dualpath.planner import Planner
@@ -70,7 +71,8 @@ class Planning:
         # clients report to whoever answers at this address: a server started anew, or another worker, must not know their plans
         self.planner = Planner(self._policy(policy), first_plan=(secrets.randbits(PLAN_ID_BITS - 1) << PLAN_COUNT_BITS) + 1)
         self._known: dict[NodeId, bytes] = {}  # boot of each node that the planner believes alive
-        self._answers: OrderedDict[bytes, pb.LoadPlan] = OrderedDict()
+        self._answers: OrderedDict[bytes, tuple[bytes, pb.LoadPlan]] = OrderedDict()
+        """By operation: a digest of the request, but for its time left, and its plan."""
 
     def _policy(self, name: str) -> PathPolicy:
         """One instance a policy: ``round_robin`` remembers whose turn it is."""
@@ -84,13 +86,20 @@ class Planning:
 
         Raises:
             InvalidArgument: malformed.
+            Conflict: the operation id was used for another load.
             NotFound: a node left meanwhile; nothing stays charged.
             Unavailable: no node that could read is alive.
         """
         operation = check_id(request.operation_id, "operation_id")
-        answer = self._answers.get(operation)
-        if answer is not None:
-            return answer
+        asked = pb.PlanLoadRequest()
+        asked.CopyFrom(request)
+        asked.budget_ms = 0  # less in each retry
+        content = hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
+        earlier = self._answers.get(operation)
+        if earlier is not None:
+            if earlier[0] != content:
+                raise Conflict("this operation id was used for another load: draw one for each", operation_id=operation.hex())
+            return earlier[1]
         check_name(request.prefill_node, "prefill_node")
         if request.decode_node:
             check_name(request.decode_node, "decode_node")
@@ -115,7 +124,7 @@ class Planning:
         plan_id.set(str(made.plan_id))
         self._counters.add("metadata_plans_total")
         logger.debug("planned %d blocks: %s", request.blocks, answer.reason)
-        self._answers[operation] = answer
+        self._answers[operation] = content, answer
         if len(self._answers) > ANSWERS_KEPT:
             self._answers.popitem(last=False)
         return answer

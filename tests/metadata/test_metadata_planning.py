@@ -14,7 +14,7 @@ from metadata_harness import TIMEOUT_S, Peer, Running, until
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core.clock import ManualClock
-from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
+from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable
 from kvstore.dualpath.contract import LoadPlan
 from kvstore.dualpath.planner import DEADLINE_GRACE_S, PLAN_LIFE_S
 from kvstore.metadata.config import MetadataConfig
@@ -96,7 +96,17 @@ async def test_a_retry_gets_the_same_plan_and_charges_once(running: Running) -> 
     p = (await hosts(running))["p"]
     request = asked()
     assert await plan(p, request) == await plan(p, request)
+    request.budget_ms = 7  # there is less time left
+    assert await plan(p, request) == await plan(p, request)
     assert (await p.counters())["metadata_plans_total"] == 1
+
+
+async def test_an_operation_id_is_good_for_one_load(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    request = asked()
+    await plan(p, request)
+    with pytest.raises(Conflict, match="another load"):
+        await plan(p, asked(50, operation_id=request.operation_id))
 
 
 @pytest.mark.parametrize(
