@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvstore.core.errors import InvalidArgument
+from kvstore.core.limits import MAX_LAYER_BLOCK_BYTES, MIN_LAYER_BLOCK_BYTES
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey
 from kvstore.workload.bounds import ChainIds, HitCount, unbounded_hits
@@ -60,11 +61,18 @@ def read_workload(
     """
     if layers < 1 or block_bytes % layers:
         raise InvalidArgument("the layers must divide the block", block_bytes=block_bytes, layers=layers)
+    layer_bytes = block_bytes // layers
+    if not MIN_LAYER_BLOCK_BYTES <= layer_bytes <= MAX_LAYER_BLOCK_BYTES:
+        raise InvalidArgument(
+            f"--block-bytes over --layers is the size of a Layer Block, from {MIN_LAYER_BLOCK_BYTES} to {MAX_LAYER_BLOCK_BYTES} "
+            "bytes: change one of them",
+            block_bytes=block_bytes, layers=layers,
+        )  # fmt: skip
     spec = CacheSpec(
         model=f"replay/{info.name}",
         block_tokens=info.block_tokens,
         layers=layers,
-        layer_block_bytes=block_bytes // layers,
+        layer_block_bytes=layer_bytes,
         dtype="uint8",
         layout="payload-of-key",
     )

@@ -199,8 +199,10 @@ def decode_head(data: bytes | bytearray | memoryview) -> Head:
     magic, code, version, zero, request_id, header_bytes, payload_bytes = HEAD.unpack(data)
     if magic != MAGIC:
         raise BadFrame("not a frame of the block protocol", magic=bytes(magic).hex())
-    if version != VERSION or zero:
+    if version != VERSION:
         raise BadFrame("this side speaks another version of the block protocol", version=version, ours=VERSION)
+    if zero:
+        raise BadFrame("a head has something in its reserved field, which is 0 in this version", reserved=zero, version=version)
     kind = _KINDS.get(code)
     if kind is None:
         raise BadFrame("unknown frame kind", kind=code)

@@ -3,7 +3,8 @@
 * Mooncake: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id, …]}`` a line; one id a
   block of 512 tokens, the last block may be partial; an equal id means an equal prefix up to and including that block.
 * Run-length: first ``{"meta": {"name": …, "block_size": tokens}}``, then ``{"s": session, "i": turn, "st": stream, "ts": ms,
-  "in": tokens, "out": tokens, "h": [[first_id, count], …]}``; a pair stands for ids first_id … first_id + count - 1.
+  "in": tokens, "out": tokens, "h": [[first_id, count], …]}``; a pair stands for ids first_id … first_id + count - 1, one a
+  block of ``in``, with or without a partial last one.
 
 Both may be compressed with zstd. A file is input from outside: every line is checked before anything is expanded.
 """
@@ -42,7 +43,8 @@ class Trace:
     info: TraceInfo
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        parse = _parse_rle if self.info.format == "rle" else _parse_mooncake
+        tokens = self.info.block_tokens
+        parse = (lambda row, at: _parse_rle(row, at, tokens)) if self.info.format == "rle" else _parse_mooncake
         lines = read_lines(self.path)
         if self.info.format == "rle":
             next(lines)  # the meta row, which open_trace has read
@@ -123,12 +125,12 @@ def _not_a_trace(path: Path, number: int, error: InvalidArgument) -> InvalidArgu
 
 
 def _count(row: _Row, name: str) -> int:
-    """A whole number of 0 or more."""
+    """A whole number from 0 to ``_MAX_INT``."""
     if name not in row:
         raise InvalidArgument(f"'{name}' is missing")
     value = row[name]
     if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise InvalidArgument(f"'{name}' is no whole number of 0 or more", value=_shown(value))
+        raise InvalidArgument(f"'{name}' is no whole number from 0 to {_MAX_INT}", value=_shown(value))
     return value
 
 
@@ -145,7 +147,7 @@ def _parse_mooncake(row: _Row, position: int) -> TraceRequest:
         raise InvalidArgument("too many blocks in one request", blocks=len(ids), limit=MAX_KEYS_PER_CALL)
     for value in ids:
         if type(value) is not int or not 0 <= value <= _MAX_INT:
-            raise InvalidArgument("a block id is no whole number of 0 or more", value=_shown(value))
+            raise InvalidArgument(f"a block id is no whole number from 0 to {_MAX_INT}", value=_shown(value))
     return TraceRequest(
         session=f"request-{position}",  # the trace does not say which requests belong together
         turn=0,
@@ -156,20 +158,30 @@ def _parse_mooncake(row: _Row, position: int) -> TraceRequest:
     )
 
 
-def _parse_rle(row: _Row, position: int) -> TraceRequest:
+def _parse_rle(row: _Row, position: int, block_tokens: int) -> TraceRequest:
+    if "meta" in row:
+        raise InvalidArgument("a second 'meta': it belongs on the first line only; join traces by leaving the others' out")
     session, stream = row.get("s"), row.get("st", "main")
-    if type(session) not in (int, str) or not isinstance(stream, str):
-        raise InvalidArgument(f"'s' is a session and 'st' a stream (request {position})")
+    if type(session) not in (int, str):
+        raise InvalidArgument(f"'s', the session of request {position}, takes a text or a whole number", value=_shown(session))
+    if not isinstance(stream, str):
+        raise InvalidArgument(f"'st', the stream of request {position}, takes a text, or is left out", value=_shown(stream))
     name = str(session) if stream == "main" else f"{session}/{stream}"
     if len(name.encode(errors="replace")) > MAX_NAME_BYTES:
         raise InvalidArgument("the session's name is too long", limit_bytes=MAX_NAME_BYTES)
+    ids, tokens = _expand(row.get("h")), _count(row, "in")
+    if not tokens // block_tokens <= len(ids) <= -(-tokens // block_tokens):
+        raise InvalidArgument(
+            "'in' and 'h' do not match: one id a block, with or without a partial last one",
+            input_tokens=tokens, blocks=len(ids), block_tokens=block_tokens,
+        )  # fmt: skip
     return TraceRequest(
         session=name,
         turn=_count(row, "i"),
         timestamp_ms=_count(row, "ts"),
-        input_tokens=_count(row, "in"),
+        input_tokens=tokens,
         output_tokens=_count(row, "out"),
-        block_ids=_expand(row.get("h")),
+        block_ids=ids,
     )
 
 

@@ -96,6 +96,9 @@ def test_a_plan_refuses_what_makes_no_blocks() -> None:
         read_workload(INFO, requests([1]), 1000, 3, None)
     with pytest.raises(InvalidArgument, match="no requests"):
         read_workload(INFO, [], 4096, 1, None)
+    for block_bytes, layers in ((0, 1), (1 << 30, 1), (1 << 30, 2)):
+        with pytest.raises(InvalidArgument, match="--block-bytes over --layers"):
+            read_workload(INFO, requests([1]), block_bytes, layers, None)
 
 
 def test_answers_count_as_stored_in_the_demo() -> None:

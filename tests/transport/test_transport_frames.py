@@ -89,6 +89,15 @@ def test_golden_frames_are_understood() -> None:
     assert str(error) == "not yours (key=k)"
 
 
+def test_heads_that_are_not_ours_say_what_is_wrong() -> None:
+    good = frames.encode_head(frames.FrameKind.PING, 1)
+    assert frames.decode_head(good).kind is frames.FrameKind.PING
+    with pytest.raises(frames.BadFrame, match=r"another version .*version=9, ours="):
+        frames.decode_head(good[:5] + b"\x09" + good[6:])
+    with pytest.raises(frames.BadFrame, match="reserved field"):
+        frames.decode_head(good[:6] + b"\x07\x00" + good[8:])
+
+
 identities = st.binary(min_size=16, max_size=16)
 shapes = st.builds(BlockShape, st.integers(1, 64), st.integers(1, 1 << 20))
 budgets = st.integers(0, frames.MAX_BUDGET_MS)

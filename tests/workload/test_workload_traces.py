@@ -116,6 +116,27 @@ def test_wrong_fields_are_refused(tmp_path: Path, change: dict[str, Any]) -> Non
     refuse(write(tmp_path / "t.jsonl", META, {**TURN, **change}), "line=2")
 
 
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({"s": 1.5}, "takes a text or a whole number"),
+        ({"st": 0}, "'st', the stream of request 1, takes a text"),
+        ({"in": 256}, "'in' and 'h' do not match"),
+        ({"in": 385}, "'in' and 'h' do not match"),
+        ({"ts": 1 << 63}, f"from 0 to {(1 << 63) - 1}"),
+        (META, "a second 'meta'"),
+    ],
+)
+def test_what_is_wanted_is_said(tmp_path: Path, change: dict[str, Any], hint: str) -> None:
+    refuse(write(tmp_path / "t.jsonl", META, TURN, {**TURN, **change}), "line=3", hint)
+
+
+@pytest.mark.parametrize("tokens", [256, 257, 320])
+def test_a_partial_last_block_may_have_an_id(tmp_path: Path, tokens: int) -> None:
+    ids = [[0, -(-tokens // 64)]]
+    assert len(list(open_trace(write(tmp_path / "t.jsonl", META, {**TURN, "in": tokens, "h": ids})))) == 1
+
+
 @pytest.mark.parametrize("meta", [None, [], {}, {"block_size": 0}, {"block_size": 1 << 40}, {"block_size": 64, "name": 3}])
 def test_wrong_meta_is_refused(tmp_path: Path, meta: Any) -> None:
     refuse(write(tmp_path / "t.jsonl", {"meta": meta}, TURN), "line=1")
@@ -143,7 +164,7 @@ def test_a_cut_off_stream_is_told(tmp_path: Path, kept: int) -> None:
 
 def test_a_cut_after_readable_lines_is_told_too(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    rows = [{**TURN, "h": [[int(first), 1] for first in rng.integers(0, 1 << 40, 100)]} for _ in range(400)]
+    rows = [{**TURN, "in": 6400, "h": [[int(first), 1] for first in rng.integers(0, 1 << 40, 100)]} for _ in range(400)]
     whole = zstandard.compress(b"\n".join(json.dumps(row).encode() for row in [META, *rows]))
     path = tmp_path / "t.zst"
     path.write_bytes(whole[: len(whole) * 9 // 10])
