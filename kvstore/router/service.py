@@ -10,11 +10,12 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 import kvstore
-from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
 from kvstore.router.body import CHAT, COMPLETIONS, parse_body
 from kvstore.router.config import Role
@@ -28,6 +29,8 @@ _PASSED: Final = ("authorization", "x-request-id", "traceparent", "tracestate", 
 _MODELS_S: Final = 10.0
 _BODY_S: Final = 60.0
 """How long a client may take to send its request."""
+_NOT_FOUND: Final = 404
+_MOST_ECHOED: Final = 256
 _CLIENT_GONE: Final = 499
 """What proxies note where the client left; nobody gets to see it."""
 
@@ -43,6 +46,7 @@ def make_app(parts: Parts, placement: Placement, prompts: PromptReader) -> FastA
     app.add_api_route("/metrics", doors.metrics, methods=["GET"], response_model=None)
     app.add_api_route("/router/engines", doors.engines, methods=["GET"], response_model=None)
     app.add_exception_handler(KVStoreError, _refused)
+    app.add_exception_handler(HTTPException, _no_door)
     return app
 
 
@@ -176,6 +180,14 @@ async def _refused(_request: Request, error: Exception) -> Response:
     return JSONResponse(
         error_fields(error), status_code=http_status(error), headers={"retry-after": "1"} if error.retryable else None
     )
+
+
+async def _no_door(request: Request, error: Exception) -> Response:
+    """Another path, or another method: what the framework found, said as all else is."""
+    assert isinstance(error, HTTPException)
+    asked = {"method": request.method, "path": request.url.path[:_MOST_ECHOED]}
+    told = NotFound("no such path", **asked) if error.status_code == _NOT_FOUND else Unsupported(error.detail, **asked)
+    return JSONResponse(error_fields(told), status_code=error.status_code, headers=error.headers)
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:

@@ -58,6 +58,20 @@ async def test_an_engines_refusal_passes_through_as_it_is(bed: Make) -> None:
     assert await router.counter("router_retries_total") == 0
 
 
+async def test_other_paths_and_methods_are_refused_as_all_else_is(bed: Make) -> None:
+    router = await bed("e0")
+    no_path = await router.http.post("/v1/embeddings" + "x" * 1000, json={"model": "m", "input": "a"})
+    no_method = await router.http.get("/v1/completions")
+    assert (no_path.status_code, no_method.status_code) == (404, 405)
+    assert no_method.headers["allow"] == "POST"
+    for answer, code in ((no_path, "not_found"), (no_method, "unsupported")):
+        error = answer.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, code)
+        assert "/v1/" in error["message"]
+        assert len(error["message"]) < 500
+    assert not router["e0"].requests
+
+
 async def test_a_client_that_leaves_ends_the_request_on_the_engine(bed: Make) -> None:
     router = await bed("e0")
     never = asyncio.Event()
