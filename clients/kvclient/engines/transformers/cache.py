@@ -37,6 +37,8 @@ class StoredCache(DynamicCache):
     A context manager: leaving it offers all full blocks that were not offered yet. Used by one thread at a time.
     """
 
+    layers: list[Any]  # transformers is not typed
+
     def __init__(self, store: PrefixStore, prompts: Prompts, extras: dict[int, bytes]) -> None:
         super().__init__(config=store.model.config)
         self._store = store
@@ -94,6 +96,9 @@ class StoredCache(DynamicCache):
         """
         if self._off is not None:
             return
+        if hooked := self._store.hooks.appeared():
+            self._other_pass_found(hooked)
+            return
         if input_ids is not None and input_ids.ndim == 2 and not len(input_ids) % self._fed.rows and self._fed.fresh:
             self._widen(len(input_ids) // self._fed.rows)
         if self._fed.starts_over(input_ids, given):
@@ -109,11 +114,15 @@ class StoredCache(DynamicCache):
                     "the cache holds the prefix of another prompt: give PrefixStore.cache what the model is given", reason=reason
                 )
 
+    def is_fed_anew(self, positions: torch.Tensor | None) -> bool:
+        """Whether a pass begins with the first token of each row again, whatever the cache holds. Without positions: no."""
+        return positions is not None and self.get_seq_length() > 0 and bool((positions.amin(-1) == 0).all())
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._off is None and torch.is_autocast_enabled(key_states.device.type):
-            self._autocast_found()
+            self._other_pass_found("computed under autocast")
         if self._off is None and self._store.facts.sliding[layer_idx]:
             recorder = self._recorders.setdefault(layer_idx, Recorder(self.layers[layer_idx].get_seq_length()))
             recorder.append(key_states, value_states)
@@ -190,7 +199,11 @@ class StoredCache(DynamicCache):
 
     def _forget_prefix(self) -> None:
         """The model computes everything, whatever came from the store: what it is about to do is right on an empty cache only."""
-        self.layers = DynamicCache(config=self._store.model.config).layers
+        empty = DynamicCache(config=self._store.model.config).layers
+        for old, new in zip(self.layers, empty, strict=True):
+            if getattr(old, "record_past", False):  # assisted decoding has asked for it, to go back past a window
+                new.activate_past_recording()
+        self.layers = empty
         self._fed = Fed(self._prompts)
         self.loaded_tokens, self.hit_tokens = 0, [0] * self._prompts.rows
         self._store.incidents.report(
@@ -202,16 +215,18 @@ class StoredCache(DynamicCache):
         self.leave(reason)
         self._store.incidents.report("hook_store_stopped_total", f"a cache is not stored any further: {reason}")
 
-    def _autocast_found(self) -> None:
+    def _other_pass_found(self, why: str) -> None:
         """The model computes what its weights alone do not tell; seen here, where it does, whoever switched autocast on.
 
         Raises:
             InvalidArgument: what came from the store was not computed so: the answer would be neither of the two.
         """
         first = self.get_seq_length() == self.loaded_tokens
-        self._stop("computed under autocast")
+        self._stop(why)
         if first and self.loaded_tokens:
-            raise InvalidArgument("the cache holds what was computed without autocast: make it under autocast as well")
+            raise InvalidArgument(
+                "the cache holds what was computed otherwise (without autocast, without hooks): make it as it is used", now=why
+            )
 
     # ---- what else may be done to a cache ----
     def _widen(self, times: int) -> None:
@@ -247,7 +262,7 @@ class StoredCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        columns = self.get_seq_length()
+        columns = int(self.get_seq_length())  # assisted decoding of some versions makes tensors of its numbers
         if self._off is not None or columns == self._fed.columns:
             return
         if columns < max(self._first_column(row) for row in range(self._fed.rows)):

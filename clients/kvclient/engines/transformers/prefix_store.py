@@ -16,6 +16,7 @@ from kvclient.engines.options import HookOptions
 from kvclient.engines.torch_blocks import KV, import_blocks
 from kvclient.engines.transformers.cache import StoredCache
 from kvclient.engines.transformers.fed import tokens_here
+from kvclient.engines.transformers.forward_hooks import Feed, ForwardHooks
 from kvclient.engines.transformers.model_facts import ModelFacts, has_adapters, study
 from kvclient.engines.transformers.prompts import Ids, Prompts, common_columns, read_prompts, usable_blocks
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
@@ -56,7 +57,8 @@ class PrefixStore:
         self._clock = MonotonicClock()
         self.incidents = Incidents(self._clock, options.client_options().log_interval_s)
         self.writer = Writer(self._client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
-        self._watch = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self.hooks = ForwardHooks(model)
+        self._watch = model.register_forward_pre_hook(Feed(self), with_kwargs=True)
 
     @classmethod
     def connect(
@@ -111,6 +113,9 @@ class PrefixStore:
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        if why := _no_place_for_a_cache(self.model, kwargs):
+            self.incidents.report("hook_bypassed_total", f"the store is left alone: {why}")
+            return self.model.generate(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         with self.cache(input_ids, attention_mask) as cache:
             if chunk := _chunk_size(self.model, kwargs):
                 self._prefill(cache, input_ids, attention_mask, chunk)
@@ -166,7 +171,9 @@ class PrefixStore:
 
     def changed(self) -> str:
         """Why what the model computed, or would compute, is not what the namespace says."""
-        return "" if fingerprint(self.model) == self._fingerprint else "the weights are not those of connect: connect again"
+        if fingerprint(self.model) != self._fingerprint:
+            return "the weights are not those of connect: connect again"
+        return self.hooks.foreign()
 
     def _load(self, cache: StoredCache, prompts: Prompts, extras: dict[int, bytes]) -> None:
         """Fills a cache with what the store has; a miss leaves it empty."""
@@ -227,13 +234,22 @@ class PrefixStore:
             for layer in range(len(rows[0]))
         ]
 
-    def _before_forward(self, _model: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the model is about to be fed, told to the cache that it is fed with."""
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """What the model is about to be fed, told to the cache that it is fed with.
+
+        Returns:
+            Other arguments, where those given would come to a wrong answer.
+        """
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, StoredCache) and cache.store is self:
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            unnamed = {f"argument {number}": value for number, value in enumerate(args) if number}
-            cache.announce(ids, {**kwargs, **unnamed})
+        if not isinstance(cache, StoredCache) or cache.store is not self:
+            return None
+        if kwargs.get("use_cache") is False and cache.is_fed_anew(kwargs.get("position_ids")):
+            self.incidents.report("hook_bypassed_total", "use_cache=False: all is computed anew, and the cache is left as it is")
+            return args, {**kwargs, "past_key_values": None}
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        unnamed = {f"argument {number}": value for number, value in enumerate(args) if number}
+        cache.announce(ids, {**kwargs, **unnamed})
+        return None
 
     def trailing_pads(self, ids: Ids, prompt_columns: int) -> Ids:
         """Tokens at the end of each row that only fill it up, because the row had ended before the others did."""
@@ -262,6 +278,25 @@ class PrefixStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _no_place_for_a_cache(model: Any, given: dict[str, Any]) -> str:  # noqa: ANN401
+    """Why ``generate`` would go wrong, or refuse, with a cache of ours."""
+    if not given.get("use_cache", _configured(model, given, "use_cache", True)):
+        return "use_cache=False"
+    kind = given.get("cache_implementation") or _configured(model, given, "cache_implementation", None)
+    if kind not in {None, "hybrid"}:  # the latter is what some checkpoints say, and transformers takes no notice of it
+        return f"a cache of another kind is asked for: {kind}"
+    return ""
+
+
+def _configured(model: Any, given: dict[str, Any], name: str, default: object) -> object:  # noqa: ANN401
+    """What the configurations of a call of ``generate`` say of something, the call's own first."""
+    for config in (given.get("generation_config"), model.generation_config):
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
 
 
 def _chunk_size(model: Any, given: dict[str, Any]) -> int | None:  # noqa: ANN401
