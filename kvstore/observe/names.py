@@ -198,6 +198,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "sglang_copied_pools_total": ("counter", "pools whose pages had to be copied"),
     "sglang_prefixes_as_told_total": ("counter", "backends that take prefixes as SGLang tells them"),
+    "sglang_weights_unknown_total": ("counter", "pools whose weights nobody names, neither SGLang nor the user"),
     "sglang_set_without_prefix_pages_total": ("counter", "pages not stored, as nobody told what comes before them"),
     # ---- node: state
     "volume_capacity_bytes": ("gauge", "capacity of a volume", {"labels": _VOLUME}),

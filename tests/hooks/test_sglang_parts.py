@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 from kvclient.engines.sglang.host_pages import HostPages
 from kvclient.engines.sglang.hybrid import LeadingPages, TrailingPages, restorable
+from kvclient.engines.sglang.model_facts import model_text
 from kvclient.engines.sglang.namespaces import page_spec
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import PageKeys, Prefix
@@ -202,3 +206,80 @@ def test_restorable_prefixes(kv_pages: int, pools: list[Any]) -> None:
     for number, pool in enumerate(pools):
         alone = [length for length in range(1, kv_pages + 1) if allowed(pool, length)]
         assert found.by_pool.get(f"p{number}", 0) == (alone[-1] if alone else 0)
+
+
+def server_of(folder: Path, **arguments: Any) -> Any:
+    """As SGLang describes a server of the model in a folder."""
+    return SimpleNamespace(**{"model_path": str(folder), "load_format": "auto", "model_loader_extra_config": "{}", **arguments})
+
+
+def model_folder(folder: Path, weights: bytes = b"weights", config: object = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text(
+        json.dumps(config if config is not None else {"rope_theta": 1, "transformers_version": "5"})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"quantization": "fp8"},
+        {"json_model_override_args": '{"rope_theta": 2}'},
+        {"load_format": "dummy"},
+        {"load_format": "layered"},
+        {"model_loader_extra_config": '{"presharded_path": "x"}'},
+        {"dtype": "float16"},
+        {"torchao_config": "int4wo-128"},
+        {"context_length": 4096},
+    ],
+)
+def test_what_computes_other_kv_under_the_same_name(tmp_path: Path, other: dict[str, Any], sample: bool) -> None:
+    folder = model_folder(tmp_path / "m")
+    how: dict[str, Any] = {"draft": False, "sample": sample, "nobody_elses": lambda: "x"}
+    assert model_text(server_of(folder), **how) == model_text(server_of(model_folder(tmp_path / "copy")), **how) != ""
+    assert model_text(server_of(folder, **other), **how) != model_text(server_of(folder), **how)
+
+
+def test_the_weights_are_looked_at_unless_they_have_a_name(tmp_path: Path) -> None:
+    first, trained, other = (
+        model_folder(tmp_path / "a"),
+        model_folder(tmp_path / "b", b"trained on"),
+        model_folder(tmp_path / "c", config={"rope_theta": 1}),
+    )
+    drawn = iter(range(9))
+
+    def text(folder: Path, sample: bool, draft: bool = False, **arguments: Any) -> str:
+        return model_text(server_of(folder, **arguments), draft=draft, sample=sample, nobody_elses=lambda: str(next(drawn)))
+
+    assert text(first, True) == text(other, True) != text(trained, True)
+    assert text(first, False) == text(trained, False) != text(model_folder(tmp_path / "d", config={"rope_theta": 2}), False)
+    assert text(tmp_path / "elsewhere", True) != text(tmp_path / "elsewhere", True), "weights that cannot be told apart"
+    assert text(first, True, load_format="dummy") != text(first, True, load_format="dummy")
+    drafts = [
+        text(first, True, draft, speculative_draft_model_path=str(one)) for draft in (True, False) for one in (first, trained)
+    ]
+    assert len(set(drafts)) == 3, "of a pool that may hold the draft model's KV"
+    assert model_text(None, draft=False, sample=True, nobody_elses=str) == "", "no server"
+
+
+@pytest.mark.parametrize(
+    "typed", [lambda path: [path], lambda path: [f"n={path}"], lambda path: {"n": path}, lambda path: [{"lora_path": path}]]
+)
+def test_adapters_that_a_server_was_started_with(tmp_path: Path, typed: Any) -> None:
+    """Their identity in SGLang's hashes is made of name and path."""
+    folder, adapter = model_folder(tmp_path / "m"), model_folder(tmp_path / "lora")
+    drawn = iter(range(9))
+
+    def text() -> str:
+        server = server_of(folder, lora_paths=typed(str(adapter)))
+        return model_text(server, draft=False, sample=False, nobody_elses=lambda: str(next(drawn)))
+
+    assert text() != text(), "nothing tells what it is"
+    (adapter / "adapter_config.json").write_text("{}")
+    first = text()
+    assert first == text()
+    model_folder(adapter, b"trained on")
+    assert text() != first

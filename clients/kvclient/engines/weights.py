@@ -54,7 +54,8 @@ class WeightsSource:
         model: a folder, a file, or a name of a hub.
         load_format: the engine's name of the way.
         loader: what was said to the loader beside that; empty: nothing.
-        revision: of the hub, where the engine knows it.
+        revision: the commit of the hub, where the engine knows it.
+        asked: the revision of the hub that was asked for; empty: the newest.
         elsewhere: where the weights are, if not where the model is.
         cache: the folder that the hub's files were fetched to; empty: the usual one.
     """
@@ -63,6 +64,7 @@ class WeightsSource:
     load_format: str = "auto"
     loader: str = ""
     revision: str = ""
+    asked: str = ""
     elsewhere: str = ""
     cache: str = ""
 
@@ -82,7 +84,7 @@ class WeightsSource:
             OSError: a file cannot be read.
         """
         if self.load_format.lower() in _FORMATS_OF_FILES and not self.elsewhere:
-            found = sampled_digest(Path(self.model)) or self.revision or sampled_digest(self._fetched())
+            found = self.revision or sampled_digest(self.folder)
             if found:
                 return f"{found}:{self.way}"
         _log.warning(
@@ -92,12 +94,15 @@ class WeightsSource:
         )
         return f"{nobody_elses()}:{self.way}"
 
-    def _fetched(self) -> Path:
-        """The folder of a model that was fetched from a hub; one without files, where there is none."""
+    @property
+    def folder(self) -> Path:
+        """Where the model's files are: as named, or as they were fetched from a hub; one without files, where there are none."""
+        if Path(self.model).exists():
+            return Path(self.model)
         try:
             from huggingface_hub import try_to_load_from_cache  # comes with every engine
 
-            found = try_to_load_from_cache(self.model, "config.json", cache_dir=self.cache or None)
+            found = try_to_load_from_cache(self.model, "config.json", cache_dir=self.cache or None, revision=self.asked or None)
         except (ImportError, ValueError):  # a path is no name of a hub
             found = None
         return Path(found).parent if isinstance(found, str) else Path(os.devnull)

@@ -27,6 +27,14 @@ def pytest_configure() -> None:
         sglang_stand_ins.install()
 
 
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's trees say what their server was started with, to all tests behind them."""
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", None)
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A store that tests share, each with a model name of its own."""

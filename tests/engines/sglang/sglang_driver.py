@@ -170,6 +170,7 @@ class SGLangDriver:
             "hicache_storage_pass_prefix_keys": True,
             "prefetch_threshold": 1,
             "model": self.model,
+            "weights_epoch": "1",
             "metadata": store.metadata,
             "node": store.node,
         }

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,6 +233,34 @@ def test_metrics(open_backend: OpenBackend) -> None:
     assert metrics.prefetch_bandwidth[0] > 0
     assert backend.get_stats().backup_pgs == []
     assert backend.counters()["sglang_set_good_pages_total"] == 3
+
+
+def test_weights_under_the_same_name_are_not_the_same(
+    open_backend: OpenBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the server was started with tells them apart, where nobody has named them."""
+    from sglang.srt import runtime_context
+
+    names = hashes("weights", 2)
+
+    def opened(load_format: str = "auto", quantization: str | None = None) -> Any:
+        server = SimpleNamespace(model_path=str(tmp_path), load_format=load_format, quantization=quantization)
+        monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", server)
+        return open_backend(pool_of(), weights_epoch="")
+
+    def held(backend: Any) -> int:
+        return int(backend.batch_exists(names))
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    writer = opened()
+    randomise(writer.mem_pool_host, 1)
+    assert writer.batch_set_v1(names, positions([0, 1]), prefixed([])) == [True, True]
+    until(lambda: held(writer) == 2, "the pages can be looked up")
+    assert held(opened()) == 2
+    assert [held(opened("dummy")), held(opened(quantization="fp8"))] == [0, 0]
+    (tmp_path / "model.safetensors").write_bytes(b"trained")
+    assert held(opened()) == 0
 
 
 def test_from_another_process(open_backend: OpenBackend, extra: Callable[..., dict[str, object]], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from kvclient import KVStoreError
 from kvclient.engines.sglang.activity import Activity
 from kvclient.engines.sglang.hybrid import LeadingPages, TrailingPages, restorable
+from kvclient.engines.sglang.model_facts import server_arguments
 from kvclient.engines.sglang.namespaces import KV
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import Prefix
@@ -277,9 +278,4 @@ def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> Prefix:
 
 def _cache_dtype() -> str:
     """What SGLang was told to keep in its cache, where it tells; empty: it does not."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
-
-        return str(get_server_args().kv_cache_dtype)
-    except (ImportError, AttributeError, RuntimeError, ValueError):  # an embedding without a server
-        return ""
+    return str(getattr(server_arguments(), "kv_cache_dtype", ""))

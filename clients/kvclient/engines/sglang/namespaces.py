@@ -82,6 +82,7 @@ def page_spec(
     chained: bool,
     cache_dtype: str,
     key_tokens: int,
+    model_text: str = "",
 ) -> CacheSpec:
     """The namespace of one pool's pages.
 
@@ -94,6 +95,7 @@ def page_spec(
         chained: whether pages are stored as chains: the same page has another place in each of the two ways.
         cache_dtype: what the cache was set to hold, for pools of opaque bytes; empty: unknown.
         key_tokens: tokens between two page hashes.
+        model_text: what computes the KV, beyond the model's name; empty: unknown.
 
     Raises:
         InvalidArgument: no model is named, or sizes are out of bounds.
@@ -109,6 +111,8 @@ def page_spec(
         f"sglang/{name}/{type(pool).__name__}/{getattr(pool, 'layout', '')}/{'pieces' if pages.in_place else 'flat'}"
         f"/{'chain' if chained else 'page'}{key_tokens}/{fields}/{shard.text}/{getattr(pool, 'storage_format_tag', None) or ''}"
     )
+    if model_text:
+        layout = f"{layout}/model={model_text}"
     return options.spec(
         config.model_name or "",
         block_tokens=max(1, pages.page_tokens),

@@ -14,7 +14,8 @@ from typing import Any
 from kvclient import BlockBuffer, InvalidArgument, KVClient
 from kvclient.engines.sglang.activity import Activity
 from kvclient.engines.sglang.host_pages import HostPages
-from kvclient.engines.sglang.namespaces import page_spec
+from kvclient.engines.sglang.model_facts import model_text, server_arguments
+from kvclient.engines.sglang.namespaces import KV, page_spec
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import Prefix
 from kvclient.engines.sglang.page_store import ChainedPages, PageStore, SinglePages
@@ -117,12 +118,20 @@ class Pools:
         if options.zero_copy and not pages.in_place:
             self._activity.incidents.counters.add("sglang_copied_pools_total")
             _log.info("pages of host pool %s are copied: in this layout it does not tell where they lie", name)
+        sample = not hook.weights_epoch
+        model = model_text(server_arguments(), draft=name != KV, sample=sample, nobody_elses=self._generation)
+        if sample and not model:
+            self._activity.incidents.report(
+                "sglang_weights_unknown_total",
+                "SGLang does not tell which weights it has: whoever uses the same model name shares; give weights_epoch",
+            )
         spec = page_spec(
             hook,
             self._config,
             pool,
             pages,
             name=name,
+            model_text=model,
             chained=chained,
             cache_dtype=options.kv_cache_dtype or self._cache_dtype,
             key_tokens=self._key_tokens,

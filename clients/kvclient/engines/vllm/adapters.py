@@ -140,7 +140,7 @@ def _files(path: str) -> Files:
     folder = Path(path)
     if not folder.is_dir():
         return ()
-    found = []
+    found: list[tuple[str, int, int, int, int]] = []
     for one in sorted(folder.iterdir()):
         if len(found) >= _MOST_FILES:
             raise OSError(f"more than {_MOST_FILES} files")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvclient import InvalidArgument
@@ -157,7 +158,8 @@ def weights_text(vllm_config: Any, *, sample: bool) -> str:  # noqa: ANN401
         str(model.model),
         str(load.load_format),
         str(load.model_loader_extra_config or ""),
-        revision=_revision(model) or "",
+        revision="" if Path(model.model).exists() else getattr(model.hf_config, "_commit_hash", None) or "",
+        asked=model.revision or "",
         elsewhere=str(getattr(model, "model_weights", "") or ""),
         cache=str(load.download_dir or ""),
     )

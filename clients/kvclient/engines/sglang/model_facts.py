@@ -1,0 +1,107 @@
+"""What computes the KV of an SGLang engine: its model's configuration and weights, read from what the server was started with.
+
+SGLang tells a storage backend the model's name and no more. The server's arguments are in the same process; without them (host
+pools and controllers that are driven without a server) nothing is known, and whoever does so gives a ``weights_epoch``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvclient.engines.weights import WeightsSource, sampled_digest
+
+_ARGUMENTS = (
+    "context_length",
+    "custom_weight_loader",
+    "dtype",
+    "json_model_override_args",
+    "model_impl",
+    "quantization",
+    "quantization_param_path",
+    "torchao_config",
+)
+"""What the same files may be computed with in different ways."""
+_DRAFT = "speculative_draft_"
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+_MOST_CONFIG_BYTES = 16 << 20
+_DIGEST_CHARS = 16
+
+
+def server_arguments() -> Any:  # noqa: ANN401  # SGLang's ServerArgs
+    """What the server of this process was started with; None: there is none."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except (ImportError, AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def model_text(arguments: Any, *, draft: bool, sample: bool, nobody_elses: Callable[[], str]) -> str:  # noqa: ANN401
+    """A digest of what computes the KV; adapters that SGLang was started with too, of which its hashes know name and path.
+
+    Args:
+        arguments: SGLang's, or None.
+        draft: also of the draft model, if there is one: pools beside the model's own may hold its KV.
+        sample: look at the weights; not where the user has named them.
+        nobody_elses: makes a text that no other engine has, for weights that cannot be told apart.
+
+    Returns:
+        Empty where nothing is known.
+
+    Raises:
+        OSError: files cannot be read.
+    """
+    if arguments is None:
+        return ""
+    told: dict[str, Any] = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
+    told["model"] = _of_files(arguments, "", sample=sample, nobody_elses=nobody_elses)
+    if draft and getattr(arguments, f"{_DRAFT}model_path", None):
+        told["draft"] = _of_files(arguments, _DRAFT, sample=sample, nobody_elses=nobody_elses)
+        told["draft_quantization"] = getattr(arguments, f"{_DRAFT}model_quantization", None)
+    told["adapters"] = sorted(_of_adapter(path, nobody_elses) for path in _adapter_paths(getattr(arguments, "lora_paths", None)))
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+def _of_files(arguments: Any, whose: str, *, sample: bool, nobody_elses: Callable[[], str]) -> list[object]:  # noqa: ANN401
+    """Configuration and weights of the model, or of the draft model."""
+
+    def own(name: str) -> Any:  # noqa: ANN401
+        given = getattr(arguments, f"{whose}{name}", None)
+        return getattr(arguments, name, None) if given is None and name == "load_format" else given
+
+    loader = str(getattr(arguments, "model_loader_extra_config", None) or "")
+    source = WeightsSource(
+        str(own("model_path")),
+        str(getattr(own("load_format"), "value", own("load_format")) or "auto"),
+        "" if loader == "{}" else loader,
+        asked=str(own("revision" if not whose else "model_revision") or ""),
+        cache=str(getattr(arguments, "download_dir", None) or ""),
+    )
+    try:
+        with (source.folder / "config.json").open("rb") as file:
+            config = json.loads(file.read(_MOST_CONFIG_BYTES))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # one file (GGUF), or read from elsewhere
+        config = None
+    if isinstance(config, dict):
+        config = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
+    return [config, source.digest(nobody_elses) if sample else source.way]
+
+
+def _adapter_paths(given: Any) -> Iterator[str]:  # noqa: ANN401  # as it was typed, or as SGLang understood it
+    """Where adapters lie that a server was started with."""
+    for one in (given.values() if isinstance(given, Mapping) else given) or ():
+        path = one.get("lora_path") if isinstance(one, Mapping) else getattr(one, "lora_path", one)
+        yield str(path).rpartition("=")[2]
+
+
+def _of_adapter(path: str, nobody_elses: Callable[[], str]) -> str:
+    """Weights and configuration of an adapter."""
+    config = Path(path) / "adapter_config.json"
+    if not config.is_file() or not (weights := sampled_digest(Path(path))):
+        return f"{path}:{nobody_elses()}"  # of a hub, say
+    return f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
