@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from generate_bed import Connect
+
+    from kvclient.engines.transformers import PrefixStore
+    from kvstore.testing.cluster import LocalCluster
+
+_MIB = 1 << 20
 
 # Before any engine is imported: no hub, no telemetry, one thread each, engines in this process where a test asks for no other.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
@@ -19,3 +29,63 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))  # engines warn of much that is not ours
+
+
+# ---- of the transformers hook; imported where used, for the environment above must be set first, and be enough for others ----
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    from generate_bed import tiny
+
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def model(family: str) -> Any:
+        if family not in made:
+            made[family] = tiny(family, folder)
+        return made[family]
+
+    model.folder = folder  # type: ignore[attr-defined]
+    return model
+
+
+@pytest.fixture
+def llama(models: Callable[[str], Any]) -> Any:
+    return models("llama")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A store that nobody breaks."""
+    from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+    with LocalCluster([NodeSpec("n", dram_bytes=128 * _MIB)], tmp_path_factory.mktemp("store")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def fragile(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A store to be broken."""
+    from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+    with LocalCluster([NodeSpec("n", dram_bytes=32 * _MIB, nvme_bytes=64 * _MIB)], tmp_path / "store") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Connects models, each by itself unless told otherwise: namespaces differ by the salt."""
+    from generate_bed import BLOCK
+
+    from kvclient.engines.transformers import PrefixStore
+
+    made: list[PrefixStore] = []
+
+    def connect_(cluster: LocalCluster, model: Any, salt: str | None = None, **how: Any) -> PrefixStore:
+        salt = f"{os.environ['PYTEST_CURRENT_TEST']}" if salt is None else salt
+        how = {"block_tokens": BLOCK, "salt": salt, **how}
+        node = cluster.node("n").local_socket
+        made.append(PrefixStore.connect(model, metadata=cluster.metadata_address, node=node, **how))
+        return made[-1]
+
+    yield connect_
+    for store in made:
+        store.close()

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvclient.engines.transformers import PrefixStore
+from kvclient import BlockKey
+from kvclient.engines.transformers import PrefixStore, StoredCache
 from kvstore.testing.tiny_models import PAD, Family, TinyModel, make_model
 
 BLOCK = 16
 WINDOW = 64
 PROMPT = 203
 STEPS = 24
+HIT = (PROMPT - 1) // BLOCK * BLOCK
+
+Connect = Callable[..., PrefixStore]
 
 
 def saved(family: str, folder: Path) -> Path:
@@ -49,6 +55,47 @@ def with_local_prefix(model: Any, ids: torch.Tensor, tokens: int) -> list[list[i
         model(ids, past_key_values=cache, use_cache=True)
     cache.crop(tokens - ids.shape[1])
     return greedy(model, ids, past_key_values=cache)
+
+
+def answer(
+    store: PrefixStore, ids: torch.Tensor, mask: torch.Tensor | None = None, *, shown: bool = True, **how: Any
+) -> tuple[list[list[int]], int]:
+    """An answer with the store, and how many columns came from there.
+
+    Returns once all of it is stored, and (``shown``) lookups show it: what a node stores is published a moment later.
+    """
+    with store.cache(ids, mask) as cache:
+        tokens = greedy(store.model, ids, mask, past_key_values=cache, **how)
+    assert store.flush(30)
+    if shown:
+        until_all_shown(store, cache)
+    return tokens, cache.loaded_tokens
+
+
+def until_all_shown(store: PrefixStore, *caches: StoredCache) -> None:
+    """Waits until the index shows what caches stored."""
+    assert store.flush(30)
+    for cache in caches:
+        for chain in cache._chains:
+            until_shown(store, chain.keys[: chain.stored])
+
+
+def until_shown(store: PrefixStore, keys: list[BlockKey]) -> None:
+    """Waits until the index shows blocks."""
+    pause = threading.Event()
+    for _ in range(600):
+        if store._client.lookup(keys).hit_blocks == len(keys):
+            return
+        pause.wait(0.05)
+    raise AssertionError("the blocks do not appear")
+
+
+def padded(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of prompts, padded on the left. Each is the beginning of the same text."""
+    ids, mask = torch.full((len(lengths), max(lengths)), PAD), torch.zeros((len(lengths), max(lengths)), dtype=torch.long)
+    for row, tokens in enumerate(lengths):
+        ids[row, max(lengths) - tokens :], mask[row, max(lengths) - tokens :] = prompt(seed, max(lengths))[0, :tokens], 1
+    return ids, mask
 
 
 def main() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,25 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from generate_bed import BLOCK, PROMPT, STEPS, WINDOW, greedy, prompt, tiny, with_local_prefix
-from torch.nn.utils import parametrize
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
+from generate_bed import (
+    BLOCK,
+    HIT,
+    PROMPT,
+    STEPS,
+    WINDOW,
+    Connect,
+    answer,
+    greedy,
+    padded,
+    prompt,
+    until_all_shown,
+    until_shown,
+    with_local_prefix,
 )
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from kvclient import BlockKey, InvalidArgument, encode_extra
-from kvclient.engines.transformers import PrefixStore, StoredCache
+from kvclient import InvalidArgument, encode_extra
+from kvclient.engines.transformers import PrefixStore
 from kvclient.engines.transformers.model_facts import config_digest
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
 from kvstore.testing.cluster import LocalCluster, NodeSpec
@@ -39,99 +43,6 @@ from kvstore.testing.tiny_models import PAD, Family
 
 FAMILIES = [family.value for family in Family]
 MIB = 1 << 20
-HIT = (PROMPT - 1) // BLOCK * BLOCK
-
-Connect = Callable[..., PrefixStore]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    folder, made = tmp_path_factory.mktemp("models"), {}
-
-    def model(family: str) -> Any:
-        if family not in made:
-            made[family] = tiny(family, folder)
-        return made[family]
-
-    model.folder = folder  # type: ignore[attr-defined]
-    return model
-
-
-@pytest.fixture
-def llama(models: Callable[[str], Any]) -> Any:
-    return models("llama")
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A store that nobody breaks."""
-    with LocalCluster([NodeSpec("n", dram_bytes=128 * MIB)], tmp_path_factory.mktemp("store")) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def fragile(tmp_path: Path) -> Iterator[LocalCluster]:
-    """A store to be broken."""
-    with LocalCluster([NodeSpec("n", dram_bytes=32 * MIB, nvme_bytes=64 * MIB)], tmp_path / "store") as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def connect() -> Iterator[Connect]:
-    """Connects models, each by itself unless told otherwise: namespaces differ by the salt."""
-    made: list[PrefixStore] = []
-
-    def connect_(cluster: LocalCluster, model: Any, salt: str | None = None, **how: Any) -> PrefixStore:
-        salt = f"{os.environ['PYTEST_CURRENT_TEST']}" if salt is None else salt
-        how = {"block_tokens": BLOCK, "salt": salt, **how}
-        node = cluster.node("n").local_socket
-        made.append(PrefixStore.connect(model, metadata=cluster.metadata_address, node=node, **how))
-        return made[-1]
-
-    yield connect_
-    for store in made:
-        store.close()
-
-
-def answer(
-    store: PrefixStore, ids: torch.Tensor, mask: torch.Tensor | None = None, *, shown: bool = True, **how: Any
-) -> tuple[list[list[int]], int]:
-    """An answer with the store, and how many columns came from there.
-
-    Returns once all of it is stored, and (``shown``) lookups show it: what a node stores is published a moment later.
-    """
-    with store.cache(ids, mask) as cache:
-        tokens = greedy(store.model, ids, mask, past_key_values=cache, **how)
-    assert store.flush(30)
-    if shown:
-        _until_all_shown(store, cache)
-    return tokens, cache.loaded_tokens
-
-
-def _until_all_shown(store: PrefixStore, *caches: StoredCache) -> None:
-    """Waits until the index shows what caches stored."""
-    assert store.flush(30)
-    for cache in caches:
-        for chain in cache._chains:
-            _until_shown(store, chain.keys[: chain.stored])
-
-
-def _until_shown(store: PrefixStore, keys: list[BlockKey]) -> None:
-    """Waits until the index shows blocks."""
-    pause = threading.Event()
-    for _ in range(600):
-        if store._client.lookup(keys).hit_blocks == len(keys):
-            return
-        pause.wait(0.05)
-    pytest.fail("the blocks do not appear")
-
-
-def padded(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of prompts, padded on the left. Each is the beginning of the same text."""
-    ids, mask = torch.full((len(lengths), max(lengths)), PAD), torch.zeros((len(lengths), max(lengths)), dtype=torch.long)
-    for row, tokens in enumerate(lengths):
-        ids[row, max(lengths) - tokens :], mask[row, max(lengths) - tokens :] = prompt(seed, max(lengths))[0, :tokens], 1
-    return ids, mask
 
 
 # ---- the same tokens ----
@@ -249,51 +160,6 @@ def test_guesses_are_taken_back_past_a_window_behind_a_stored_prefix(
     assert answer(store, torch.cat([ids, torch.tensor(fresh), prompt(63, 20)], 1))[1] >= ids.shape[1] + STEPS - 2 * BLOCK
 
 
-@pytest.mark.parametrize("said_by", ["argument", "configuration", "checkpoint"])
-def test_without_a_cache_the_store_is_left_alone(
-    said_by: str, models: Callable[[str], Any], shared: LocalCluster, connect: Connect
-) -> None:
-    model, ids = copy.deepcopy(models("llama")), prompt(64)
-    store, how = connect(shared, model), {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": PAD}
-    fresh, _ = answer(store, ids)
-    if said_by == "argument":
-        how["use_cache"] = False
-    elif said_by == "configuration":
-        how = {"generation_config": GenerationConfig(**how, use_cache=False)}
-    else:
-        model.generation_config.use_cache = False
-    before = store.stats()
-    for number in (1, 2):
-        assert store.generate(ids, **how)[:, PROMPT:].tolist() == fresh
-        assert store.stats()["hook_bypassed_total"] == number
-    assert store.flush(30)
-    after = store.stats()
-    assert all(after[name] == before[name] for name in ("hook_prompts_total", "hook_stored_blocks_total"))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_cache_that_generate_is_not_to_use_does_no_harm(
-    family: str, models: Callable[[str], Any], shared: LocalCluster, connect: Connect
-) -> None:
-    """With ``use_cache=False`` each pass but the first is fed the whole text, whatever the cache holds."""
-    store = connect(shared, models(family))
-    ids, mask = padded(PROMPT, 150, seed=65)
-    fresh = greedy(store.model, ids, mask, use_cache=False)
-    assert answer(store, ids, mask, use_cache=False) == (fresh, 0)
-    assert answer(store, ids, mask, use_cache=False) == (fresh, HIT)
-    assert store.stats()["hook_bypassed_total"] == 2 * (STEPS - 1)
-    assert answer(store, ids, mask) == (greedy(store.model, ids, mask), HIT)
-
-
-def test_a_cache_of_another_kind_is_generates_own_affair(llama: Any, shared: LocalCluster, connect: Connect) -> None:
-    store, ids = connect(shared, llama), prompt(66)
-    fresh, _ = answer(store, ids)
-    for kind in ("static", "sliding_window"):
-        how = {"max_new_tokens": STEPS, "do_sample": False, "cache_implementation": kind}
-        assert store.generate(ids, **how)[:, PROMPT:].tolist() == fresh
-    assert store.stats()["hook_bypassed_total"] == 2
-
-
 def test_several_answers_and_beams(llama: Any, shared: LocalCluster, connect: Connect) -> None:
     store, ids = connect(shared, llama), prompt(6).repeat(1, 2)
     for how in ({"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}):
@@ -323,7 +189,7 @@ def test_long_prompts_in_chunks(
         assert tokens[:, PROMPT:].tolist() == fresh
         assert store.flush(30)
         for row, pad in enumerate((0, PROMPT - 150)):
-            _until_shown(store, store._client.keys(ids[row, pad : PROMPT - 1].numpy()))
+            until_shown(store, store._client.keys(ids[row, pad : PROMPT - 1].numpy()))
         with store.cache(ids, mask) as cache:
             assert cache.loaded_tokens == HIT
 
@@ -338,7 +204,7 @@ def test_a_cache_goes_on_for_several_turns_and_can_be_copied(llama: Any, shared:
         other = torch.cat([ids, torch.tensor(first), prompt(10, 30)], 1)
         with fork:
             assert greedy(llama, other, past_key_values=fork) == greedy(llama, other)
-    _until_all_shown(store, cache, fork)
+    until_all_shown(store, cache, fork)
     for turn in (second, other):
         assert answer(store, turn)[1] == (turn.shape[1] - 1) // BLOCK * BLOCK
 
@@ -384,7 +250,7 @@ def test_keys_are_of_what_was_fed_and_not_of_what_was_said(llama: Any, shared: L
     store, said, fed = connect(shared, llama), prompt(31), prompt(32)
     with store.cache(said) as cache:
         assert greedy(llama, fed, past_key_values=cache) == greedy(llama, fed)
-    _until_all_shown(store, cache)
+    until_all_shown(store, cache)
     assert store.cache(said).loaded_tokens == 0
     assert answer(store, fed) == (greedy(llama, fed), HIT)
 
@@ -501,118 +367,6 @@ def test_a_model_that_changed_goes_on_without_the_store(
     assert [answer(again, ids)[1] for _ in range(2)] == [0, HIT]
 
 
-def _steer(_module: object, _given: object, said: Any) -> Any:
-    return (said[0] + 3.0, *said[1:]) if isinstance(said, tuple) else said + 3.0
-
-
-def _push(_module: object, given: tuple[Any, ...]) -> Any:
-    return (given[0] + 3.0, *given[1:])
-
-
-class _Doubled(torch.nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight * 2
-
-
-def _parametrize(model: Any) -> Callable[[], None]:
-    part = model.model.layers[0].self_attn.v_proj
-    parametrize.register_parametrization(part, "weight", _Doubled())
-    return lambda: parametrize.remove_parametrizations(part, "weight", leave_parametrized=False)
-
-
-STEERED: dict[str, Callable[[Any], Callable[[], None]]] = {
-    "a hook": lambda model: model.model.layers[0].register_forward_hook(_steer).remove,
-    "a hook before": lambda model: model.model.layers[1].mlp.register_forward_pre_hook(_push).remove,
-    "a hook on everything": lambda _: torch.nn.modules.module.register_module_forward_hook(_steer_first).remove,
-    "a parametrization": _parametrize,
-}
-
-
-def _steer_first(module: object, given: object, said: Any) -> Any:
-    return said + 3.0 if isinstance(module, torch.nn.Embedding) else None
-
-
-@pytest.mark.parametrize("how", STEERED)
-def test_what_hooks_of_others_make_of_a_model_is_not_of_its_weights(
-    how: str, models: Callable[[str], Any], shared: LocalCluster, connect: Connect
-) -> None:
-    model, ids = copy.deepcopy(models("llama")), prompt(67)
-    store, plain = connect(shared, model), greedy(model, ids)
-    remove = STEERED[how](model)
-    steered = greedy(model, ids)
-    assert steered != plain
-    assert answer(store, ids) == (steered, 0)
-    assert store.stats()["hook_bypassed_total"] == 1
-    remove()
-    if how == "a parametrization":  # its end makes another parameter of the weight
-        store = connect(shared, model, salt=store.options.salt)
-    assert answer(store, ids) == (plain, 0), "nothing of it was stored"
-    assert answer(store, ids) == (plain, HIT)
-    remove = STEERED[how](model)
-    assert answer(store, ids) == (steered, 0)
-    remove()
-
-
-def test_hooks_that_come_after_the_cache_are_found_in_the_pass_itself(
-    models: Callable[[str], Any], shared: LocalCluster, connect: Connect
-) -> None:
-    model, ids = copy.deepcopy(models("llama")), prompt(68)
-    store = connect(shared, model)
-    with store.cache(ids) as cache:
-        hook = model.model.layers[0].register_forward_hook(_steer)
-        steered = greedy(model, ids, past_key_values=cache)
-        hook.remove()
-    assert store.flush(30)
-    assert (store.stats()["hook_store_stopped_total"], store.stats().get("hook_stored_blocks_total", 0)) == (1, 0)
-    plain, _ = answer(store, ids)
-    assert steered != plain
-    with (
-        store.cache(ids) as cache,
-        model.model.layers[0].register_forward_hook(_steer),
-        pytest.raises(InvalidArgument, match="hook"),
-    ):
-        greedy(model, ids, past_key_values=cache)
-    with store.cache(ids) as cache:  # a second turn that is steered: what a cache does without the store as well
-        turn = torch.cat([ids, torch.tensor(greedy(model, ids, past_key_values=cache)), prompt(69, 40)], 1)
-        cache.commit()
-        stored = store.stats()["hook_stored_blocks_total"]
-        with model.model.layers[0].register_forward_hook(_steer):
-            greedy(model, turn, past_key_values=cache)
-    assert store.flush(30)
-    assert store.stats()["hook_stored_blocks_total"] == stored
-
-
-def test_hooks_of_transformers_itself_only_look(models: Callable[[str], Any], shared: LocalCluster, connect: Connect) -> None:
-    model, ids = copy.deepcopy(models("llama")), prompt(70)
-    store, other = connect(shared, model), connect(shared, model, salt="beside")
-    with torch.no_grad():
-        model(ids, output_hidden_states=True)  # leaves hooks behind on its layers
-    assert model.model.layers[0]._forward_hooks or model.model.layers[1]._forward_hooks
-    fresh, _ = answer(store, ids)
-    assert answer(store, ids) == (fresh, HIT)
-    assert answer(other, ids) == (fresh, 0)
-    assert not store.stats().get("hook_bypassed_total")
-
-
-def test_a_copied_model_has_no_store(
-    models: Callable[[str], Any], shared: LocalCluster, connect: Connect, tmp_path: Path
-) -> None:
-    model, ids = copy.deepcopy(models("llama")), prompt(71)
-    store = connect(shared, model)
-    torch.save(model, tmp_path / "model")
-    for other in (copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
-        with torch.no_grad():
-            other.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
-        with store.cache(ids) as cache:
-            assert greedy(other, ids, past_key_values=cache) == greedy(other, ids)
-        assert store.flush(30)
-        assert not store.stats().get("hook_stored_blocks_total")
-        own = connect(shared, other, salt=f"own {id(other)}")
-        assert answer(own, ids) == (greedy(other, ids), 0)
-        assert answer(own, ids)[1] == HIT
-    assert answer(store, ids) == (greedy(model, ids), 0)
-
-
 def test_extras_tenants_and_weights_are_worlds_of_their_own(
     models: Callable[[str], Any], shared: LocalCluster, connect: Connect
 ) -> None:
@@ -620,7 +374,7 @@ def test_extras_tenants_and_weights_are_worlds_of_their_own(
     store, ids = connect(shared, model, salt="worlds"), prompt(35)
     with store.cache(ids, extra=encode_extra([("customer", b"7")])) as cache:
         greedy(model, ids, past_key_values=cache)
-    _until_all_shown(store, cache)
+    until_all_shown(store, cache)
     assert store.cache(ids, extra=encode_extra([("customer", b"7")])).loaded_tokens == HIT
     assert store.cache(ids).loaded_tokens == store.cache(ids, extra=encode_extra([("customer", b"8")])).loaded_tokens == 0
     answer(store, ids)
@@ -731,7 +485,7 @@ def test_node_and_metadata_server_restart_between_store_and_load(llama: Any, fra
     fragile.kill("metadata")
     fragile.start_metadata()
     again = connect(fragile, llama, salt=store.options.salt)
-    _until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
+    until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
     assert answer(again, ids) == (fresh, HIT)
 
 
@@ -751,7 +505,7 @@ def test_a_flipped_bit_is_a_miss_and_the_answer_stays(llama: Any, fragile: Local
         file.write(bytes([content[at] ^ 0x10]))
     fragile.start_node("n")
     again = connect(fragile, llama, salt=store.options.salt)
-    _until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
+    until_shown(again, again._client.keys(ids[0, :HIT].numpy()))
     assert answer(again, ids) == (fresh, bad * BLOCK)
     assert again.stats()["client_missed_corrupt_blocks_total"] == 1
     assert answer(again, ids) == (fresh, HIT), "what was bad was computed and stored anew"
@@ -803,7 +557,7 @@ def test_more_than_may_wait_is_offered_later(llama: Any, shared: LocalCluster, c
         fresh = greedy(llama, ids, past_key_values=cache)
         stop.set()
         assert store.flush(30)
-    _until_all_shown(store, cache)
+    until_all_shown(store, cache)
     assert store.stats()["hook_store_refused_total"] >= 1
     assert fresh == greedy(llama, ids)
     assert answer(store, torch.cat([ids, torch.tensor(fresh)], 1))[1] == (PROMPT + STEPS - 1) // BLOCK * BLOCK
