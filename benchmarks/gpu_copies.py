@@ -26,6 +26,7 @@ from kvclient.device.copier import STRATEGIES, DeviceCopier
 from kvclient.device.driver import CudaDriver
 from kvclient.device.layouts import PagedCache
 from kvclient.device.pinning import PinnedRange, cpus_near
+from kvclient.far import PoolMemory
 from kvstore.observe.counters import Counters
 from kvstore.transport.layout import address_of
 
@@ -235,9 +236,7 @@ def overlap(options: harness.Options) -> None:
 
 
 def pool(options: harness.Options) -> None:
-    """Blocks that lie in device memory, into pages."""
-    from kvclient.device.triton_rows import TritonRows
-
+    """Blocks that lie in a pool's device memory, into pages, as a load does it: page ids are checked, the end is waited for."""
     blocks = options.pick(full=1000, quick=400, smoke=20)
     for block_tokens in (16, 64):
         shape = (2, blocks + 8, block_tokens, LLAMA.heads, LLAMA.dim)
@@ -245,14 +244,18 @@ def pool(options: harness.Options) -> None:
         size = blocks * LLAMA.layers * cache.row_bytes
         source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
-        pages = torch.randperm(blocks + 8, device="cuda")[:blocks]
-        table = torch.randperm(blocks, device="cuda") * (LLAMA.layers * cache.row_bytes // cache.word)
-        mover = TritonRows(cache)
+        random = np.random.default_rng(options.seed)
+        pages = random.permutation(blocks + 8)[:blocks].tolist()
+        offsets = random.permutation(blocks) * (LLAMA.layers * cache.row_bytes)
+        copier = DeviceCopier(cache)
+        memory = PoolMemory(str(source.device), source)
 
         def scatter() -> None:
-            for layer in range(LLAMA.layers):
-                at = source.data_ptr() + layer * cache.row_bytes  # noqa: B023
-                mover.by_table(layer, at, table, pages, word=cache.word, to_pages=True, host=False)  # noqa: B023
+            copier.blocks(pages).read_pool(memory, offsets, 0)  # noqa: B023
+
+        scatter()  # never time what is wrong
+        first = source[int(offsets[0]) : int(offsets[0]) + cache.row_bytes].view(torch.int16)
+        assert torch.equal(cache.layers[0].tensor[:, pages[0]].reshape(-1).view(torch.int16), first)
 
         samples = harness.interleave(
             {"ours": lambda: size / 1e9 / timed(scatter), "plain": lambda: size / 1e9 / timed(lambda: target.copy_(source))},  # noqa: B023

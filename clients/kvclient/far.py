@@ -1,15 +1,17 @@
 """Buffers in memory that this processor does not write itself: a device's. ``kvclient.device`` has the one there is.
 
-Whoever moves bytes here knows two ways into such a buffer. Out of the arena that is mapped here the device copies by itself, in
-order, while the caller goes on: ``read_arena``, and later ``drain``. Everything else (sockets, pools) writes into ``segments``,
-which is host memory, and says so: ``landed``. An arena may not be given up, a lease not given back and a block not counted
-before ``drain`` has returned.
+Whoever moves bytes here knows three ways into such a buffer. Out of the arena that is mapped here the device copies by itself, in
+order, while the caller goes on: ``read_arena``, and later ``drain``. A pool's memory on the same device is copied from and to
+while the caller waits: ``read_pool``, ``write_pool``. Everything else (sockets, pools elsewhere) writes into ``segments``, which
+is host memory, and says so: ``landed``. An arena may not be given up, a lease not given back and a block not counted before
+``drain`` has returned.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -17,11 +19,28 @@ import numpy.typing as npt
 
 from kvclient.tally import Tally
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import Internal, KVStoreError
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape, Outcome
 
 Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
+
+
+class Stuck(Internal):
+    """A device does not come to an end with copies: the memory that they touch must be taken to be touched for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """Memory of a device that whole blocks lie in.
+
+    Attributes:
+        device: where, as torch names it: ``cuda:0``, ``cpu``.
+        tensor: all of it: a torch tensor, uint8 ``[bytes]``, contiguous.
+    """
+
+    device: str
+    tensor: object
 
 
 class FarBlocks(ABC):
@@ -53,6 +72,29 @@ class FarBlocks(ABC):
     @abstractmethod
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         """Begins to copy all its blocks into an arena; errors as ``read_arena``."""
+
+    @abstractmethod
+    def pool_gap(self, memory: PoolMemory) -> str:
+        """Why blocks cannot be copied from and to a pool's memory without leaving the device, in words; empty: they can."""
+
+    @abstractmethod
+    def read_pool(self, memory: PoolMemory, offsets: Offsets, first: int) -> None:
+        """Copies blocks ``[first, first + len(offsets))`` out of a pool's memory, on the device; returns when they are there.
+
+        Args:
+            memory: the pool's, one without ``pool_gap``.
+            offsets: where in it each Full Block begins, in bytes. Nobody may write to them before this has returned.
+            first: position of the first block.
+
+        Raises:
+            InvalidArgument: a block outside the memory, or memory that the device's copies do not reach.
+            Internal: the device failed; nothing is under way any more.
+            Stuck: what was begun does not end. Bounded.
+        """
+
+    @abstractmethod
+    def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
+        """Copies all its blocks into a pool's memory, on the device; returns when they are there. See ``read_pool``."""
 
     @abstractmethod
     def landed(self, positions: npt.NDArray[np.intp], first_layer: int, layer_count: int) -> None:

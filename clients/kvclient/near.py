@@ -22,7 +22,7 @@ class NearBlocks(Protocol):
         """What the index calls the pool: nobody reads from its own pool over a wire."""
 
     def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, *, verify: bool) -> int:
-        """Copies leading blocks of some keys into a buffer.
+        """Copies leading blocks of some keys into a buffer; on the device, if it is of pages beside the pool.
 
         Args:
             keys: consecutive keys of a chain.

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvclient.device.driver import Addresses, HostPinning, PinRefused
+from kvstore.core.errors import Internal
 
 
 class DeferredEvent:
@@ -37,6 +38,7 @@ class DeferredStream:
         self.launches = 0
 
     def run(self, work: Callable[[], None]) -> None:
+        self._device.check_work()
         self.launches += 1
         self.work.append(work)
 
@@ -109,6 +111,8 @@ class DeferredDevice:
         self.streams: list[DeferredStream] = []
         self.fail_after: int | None = None
         """So many copies are taken; the next is refused."""
+        self.work_after: int | None = None
+        """So many pieces of work are taken; the next is refused."""
         self.paused = False
         self._lock = threading.RLock()
 
@@ -125,6 +129,12 @@ class DeferredDevice:
         until_s = time.monotonic() + 30
         while not event.done():
             assert time.monotonic() < until_s
+
+    def check_work(self) -> None:
+        if self.work_after is not None:
+            if not self.work_after:
+                raise Internal("the CUDA device takes no work")
+            self.work_after -= 1
 
     def check_host(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         """As the driver: no copy may reach from one pin into the next."""

@@ -192,6 +192,39 @@ def test_fp8_on_the_device_is_fp8_on_the_host(layout: str) -> None:
     assert bool(((back == again) | (torch.isnan(back) & torch.isnan(again))).all())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pages_per_block", [1, 4])
+def test_a_pool_beside_the_pages_gives_and_takes_blocks_on_the_device(layout: str, pages_per_block: int) -> None:
+    from kvclient.hbm import HbmPool
+    from kvclient.operation import Operation
+    from kvstore.core.buffers import DenseBlocks
+    from kvstore.core.clock import MonotonicClock
+    from kvstore.core.keys import KeyChain
+
+    cache = make_cache(layout, layers=5, pages=256, tokens=16, heads=4, dim=64, pages_per_block=pages_per_block, device="cuda")
+    copier = DeviceCopier(cache)
+    spec = copier.spec("pool", 16 * pages_per_block)
+    rng, count = random.Random(5), 30
+    with HbmPool("cuda", capacity_bytes=64 << 20, demote=False) as pool:
+        near = pool.attach(spec, lambda *_: False)
+        keys = KeyChain(spec).keys(np.arange(count * spec.block_tokens, dtype=np.uint32))
+        pages = rng.sample(range(256), count * pages_per_block)
+        expected = block_bytes(cache, pages)
+        slow = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        for end in (1, 2, count):  # behind whatever computes
+            slow = (slow @ slow).clamp_(-1, 1)
+            near.keep(keys[:end], None, 0, copier.blocks(pages[: end * pages_per_block]).source(), None, checksums=False)
+        rows = np.zeros((count, spec.layers, spec.layer_block_bytes), np.uint8)
+        assert near.fetch(keys, DenseBlocks(rows), Operation(MonotonicClock(), 60.0), verify=False) == count
+        assert np.array_equal(rows.reshape(count, -1), expected)
+        target = rng.sample(range(256), count * pages_per_block)
+        blocks = copier.blocks(target)
+        assert near.fetch(keys, blocks, Operation(MonotonicClock(), 60.0), verify=False) == count
+        assert np.array_equal(block_bytes(cache, target), expected)
+        assert blocks._host is None
+        assert "hbm_by_host_blocks_total" not in pool.stats()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_client_loads_from_a_real_node_into_a_real_device(way: str) -> None:
     from kvclient import KVClient

@@ -57,6 +57,48 @@ def test_it_moves_rows_as_the_reference_does(
     assert torch.equal(back, expected)
 
 
+@settings(max_examples=30)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    pages_per_block=st.sampled_from([1, 2]),
+    dims=st.tuples(st.integers(1, 3), st.integers(1, 2), st.sampled_from([1, 3, 8])),
+    pitch=st.sampled_from([4096, 24, 1]),
+    seed=st.integers(0, 10**6),
+)
+def test_it_moves_slots_of_a_pool_as_the_reference_does(
+    layout: str, pages_per_block: int, dims: tuple[int, int, int], pitch: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    tokens, heads, dim = dims
+    cache, other = (
+        make_cache(layout, layers=2, tokens=tokens, heads=heads, dim=dim, pages_per_block=pages_per_block, seed=seed)
+        for _ in range(2)
+    )
+    count = rng.randint(1, 5)
+    ids = cache.check_pages(rng.sample(range(cache.pages), count * pages_per_block))
+    slot = -(-2 * cache.row_bytes // pitch) * pitch
+    memory = torch.from_numpy(bytes_of(8 * slot, seed).copy())
+    starts = np.array(rng.sample(range(8), count)) * slot
+    common = int(np.gcd.reduce([cache.row_bytes, *starts.tolist()]))
+    drawn = memory.clone()
+    for layer in range(2):
+        for mover, room in ((TritonRows(cache), memory), (TorchRows(other), drawn)):
+            unit = mover.unit(common)
+            slots = torch.from_numpy(starts // unit)
+            mover.move_slots(layer, room[layer * cache.row_bytes :], slots, unit, ids, to_pages=True)
+        assert torch.equal(cache.layers[layer].words(cache.word), other.layers[layer].words(other.word))
+    for layer in range(2):  # and each layer into the slots of the other
+        for mover, room in ((TritonRows(cache), memory), (TorchRows(other), drawn)):
+            unit = mover.unit(common)
+            slots = torch.from_numpy(starts // unit)
+            mover.move_slots(1 - layer, room[layer * cache.row_bytes :], slots, unit, ids, to_pages=False)
+    assert torch.equal(memory, drawn)
+    for at, position in zip(starts.tolist(), range(count), strict=True):
+        mine = ids[position * pages_per_block : (position + 1) * pages_per_block].tolist()
+        both = memory[at : at + 2 * cache.row_bytes].view(2, -1).flip(0).reshape(-1).numpy()
+        assert np.array_equal(both, block_bytes(cache, mine)[0])
+
+
 def test_parts_longer_than_a_piece() -> None:
     cache = make_cache("flash_nhd", layers=1, pages=3, tokens=PIECE_WORDS // 4 + 3, heads=2, dim=12)
     assert cache.page.part_bytes // cache.word > PIECE_WORDS

@@ -14,8 +14,9 @@
         client.store(keys, copier.blocks(page_ids).source())
 
 The node's arena is pinned in this process in the background (``pinning``), and the device takes blocks straight out of it, under
-their leases: these end, and blocks count as hits, only behind the copies' events. What comes from elsewhere passes through host
-memory. A cache in host memory works the same way, at once.
+their leases: these end, and blocks count as hits, only behind the copies' events. Blocks of an ``HbmPool`` on the same device are
+copied there, from and to pages. What comes from elsewhere passes through host memory. A cache in host memory works the same way,
+at once.
 
 This package imports torch; nothing else in ``kvclient`` imports it.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,8 @@ import torch
 
 from kvclient import BlockShape, InvalidArgument
 from kvclient.device.streams import Event
-from kvclient.far import FarBlocks, Offsets
+from kvclient.far import FarBlocks, Offsets, PoolMemory, Stuck
+from kvstore.core.errors import Internal
 from kvstore.transport.layout import address_of
 
 if TYPE_CHECKING:
@@ -132,6 +133,58 @@ class DeviceBlocks(FarBlocks):
         base = address_of(arena)
         return base, at + base
 
+    # ---- by a pool on the same device ----
+    def pool_gap(self, memory: PoolMemory) -> str:
+        return self._copier.pool_gap(memory.device)
+
+    def read_pool(self, memory: PoolMemory, offsets: Offsets, first: int) -> None:
+        self.read_pool_at(memory, offsets, np.arange(first, first + len(offsets)))
+
+    def read_pool_at(self, memory: PoolMemory, offsets: Offsets, positions: Positions) -> None:
+        """As ``read_pool``, for blocks anywhere in the buffer."""
+        tensor, starts = self._in_pool(memory, offsets)
+        with self._lock:
+            self._by_host[positions] = False
+        part = self._part(positions, 0, len(self._layers))
+        self._to_the_end(part, lambda: self._copier.load_pool(tensor, starts, part))
+
+    def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
+        self.write_pool_at(memory, offsets, np.arange(self.count))
+
+    def write_pool_at(self, memory: PoolMemory, offsets: Offsets, positions: Positions) -> None:
+        """As ``write_pool``, for some of the blocks."""
+        tensor, starts = self._in_pool(memory, offsets)
+        part = self._part(positions, 0, len(self._layers))
+        self._to_the_end(part, lambda: self._copier.store_pool(tensor, starts, part))
+
+    def _in_pool(self, memory: PoolMemory, offsets: Offsets) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        tensor, gap = memory.tensor, self.pool_gap(memory)
+        flat = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8 and tensor.ndim == 1 and tensor.is_contiguous()
+        if gap or not isinstance(tensor, torch.Tensor) or not flat or tensor.data_ptr() % 8 or tensor.storage_offset() % 8:
+            raise InvalidArgument("no memory of a pool that the copies of this device reach", device=memory.device, reason=gap)
+        at = np.asarray(offsets).astype(np.int64)
+        if len(at) and not 0 <= int(at.min()) <= int(at.max()) <= len(tensor) - self._shape.block_bytes:
+            raise InvalidArgument("a block outside the pool", pool_bytes=len(tensor), block_bytes=self._shape.block_bytes)
+        return tensor, at
+
+    def _to_the_end(self, part: Part, begin: Callable[[], list[Event]]) -> None:
+        """Begins copies and waits for them, and for no others: whoever drains meanwhile may have taken those."""
+        events = part.begun
+        try:
+            events = begin()
+            self._end(events)
+        except Stuck:
+            raise
+        except BaseException:  # also where this thread is interrupted: the copies are not
+            self._end(events)
+            raise
+
+    def _end(self, events: Sequence[Event]) -> None:
+        try:
+            self._copier.wait(events)
+        except Internal as error:
+            raise Stuck("copies between a pool and pages do not end", error=error) from error
+
     # ---- copies ----
     def _load(
         self,
@@ -237,6 +290,15 @@ class BlockSource(FarBlocks):
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         self._blocks.write_arena(arena, offsets)
 
+    def pool_gap(self, memory: PoolMemory) -> str:
+        return self._blocks.pool_gap(memory)
+
+    def read_pool(self, *_: object) -> None:
+        raise InvalidArgument("a source is not written to")
+
+    def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
+        self._blocks.write_pool(memory, offsets)
+
     def landed(self, *_: object) -> None:
         raise InvalidArgument("a source is not written to")
 
@@ -276,6 +338,15 @@ class _Picked(FarBlocks):
 
     def write_arena(self, arena: memoryview, offsets: Offsets) -> None:
         self._blocks.write_at(arena, offsets, self._which)
+
+    def pool_gap(self, memory: PoolMemory) -> str:
+        return self._blocks.pool_gap(memory)
+
+    def read_pool(self, memory: PoolMemory, offsets: Offsets, first: int) -> None:
+        self._blocks.read_pool_at(memory, offsets, self._which[first : first + len(offsets)])
+
+    def write_pool(self, memory: PoolMemory, offsets: Offsets) -> None:
+        self._blocks.write_pool_at(memory, offsets, self._which)
 
     def landed(self, positions: Positions, first_layer: int, layer_count: int) -> None:
         self._blocks.landed(self._which[positions], first_layer, layer_count)

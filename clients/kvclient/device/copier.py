@@ -6,10 +6,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+import torch
 
 from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.blocks import DeviceBlocks
@@ -17,6 +18,7 @@ from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.layouts import LAYOUT_VERSION, PagedCache, check_spec
 from kvclient.device.pinning import CHUNK_BYTES, PinnedRange, PinReport, cpus_near
 from kvclient.device.plan import Numbers
+from kvclient.device.pooled import Pooled, Slots
 from kvclient.device.rows import RowMover, TorchRows
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
 from kvclient.device.ways import Batched, Blocks, Codec, Direct, Host, OnLayer, Staged, Way
@@ -79,7 +81,12 @@ class DeviceCopier:
         self._stuck: list[Event] = []
         mover = self._mover()
         self._lanes = [
-            _Lane(self._make(self.strategy, mover, staging_bytes), self._make("staged", mover, staging_bytes)) for _ in range(2)
+            _Lane(
+                self._make(self.strategy, mover, staging_bytes),
+                self._make("staged", mover, staging_bytes),
+                Pooled(self.device, cache, mover),
+            )
+            for _ in range(2)
         ]
         _log.info("copies to %s: %s, layout %s", cache.device, self.strategy, self.layout)
 
@@ -219,14 +226,59 @@ class DeviceCopier:
         # memory that is not pinned is taken by ordinary copies alone
         way = lane.way if whole else lane.staged
         blocks = Blocks(host, starts, pitch, part.page_ids, part.first_layer, part.layers, part.shift, part.after)
+        return self._begin(lane, way, part, lambda: way.load(blocks, on_layer) if on_layer is not None else way.store(blocks))
+
+    def pool_gap(self, device: str) -> str:
+        """See ``far.FarBlocks.pool_gap``.
+
+        Args:
+            device: that the pool lies on.
+        """
+        if device != str(self.cache.device):
+            return f"the pool lies on {device}, the KV cache on {self.cache.device}"
+        return "" if self.codec is None else "blocks of 8-bit floats are decoded from host memory alone"
+
+    def load_pool(self, memory: torch.Tensor, starts: Numbers, part: DeviceBlocks.Part) -> list[Event]:
+        """Begins copies from a pool's memory into pages; for ``DeviceBlocks``.
+
+        Args:
+            memory: the pool's.
+            starts: where in it each block begins, in bytes.
+            part: what of them, and into which pages.
+
+        Returns:
+            Events behind all of it.
+
+        Raises:
+            Internal: the device failed.
+        """
+        return self._go_pool(0, memory, starts, part)
+
+    def store_pool(self, memory: torch.Tensor, starts: Numbers, part: DeviceBlocks.Part) -> list[Event]:
+        """Begins copies from pages into a pool's memory; as ``load_pool``."""
+        return self._go_pool(1, memory, starts, part)
+
+    def _go_pool(self, direction: int, memory: torch.Tensor, starts: Numbers, part: DeviceBlocks.Part) -> list[Event]:
+        if not len(starts):
+            return []
+        lane = self._lanes[direction]
+        names = ("device_pool_loaded_bytes_total", "device_pool_stored_bytes_total")
+        self.counters.add(names[direction], len(starts) * part.layers * self.shape.layer_block_bytes)
+        slots = Slots(memory, starts + part.shift, part.page_ids, part.first_layer, part.layers, part.after)
+        return self._begin(lane, lane.pooled, part, lambda: lane.pooled.move(slots, to_pages=direction == 0))
+
+    def _begin(self, lane: _Lane, way: Way | Pooled, part: DeviceBlocks.Part, work: Callable[[], None]) -> list[Event]:
+        """Enqueues work of one way; events behind it. What had begun where it fails is in ``part.begun``."""
         with lane.lock:
             if lane.lost:
                 raise Internal("the device was lost: nothing is copied any more", device=self.cache.device)
             try:
-                way.load(blocks, on_layer) if on_layer is not None else way.store(blocks)
-            except (RuntimeError, Internal) as error:
-                self.counters.add("device_errors_total")
+                work()
+            except BaseException as error:
                 part.begun += way.record()  # what had begun is still waited for
+                if not isinstance(error, RuntimeError | Internal):
+                    raise  # this thread was interrupted
+                self.counters.add("device_errors_total")
                 if isinstance(error, Internal):
                     raise
                 raise Internal("the device failed", device=self.cache.device, error=error) from error
@@ -305,9 +357,10 @@ class DeviceCopier:
 class _Lane:
     """What one direction has for itself."""
 
-    def __init__(self, way: Way, staged: Way) -> None:
+    def __init__(self, way: Way, staged: Way, pooled: Pooled) -> None:
         self.way = way
         self.staged = way if way.name == staged.name else staged
+        self.pooled = pooled
         self.lock = threading.Lock()
         self.lost = False
 

@@ -11,6 +11,8 @@ This module imports Triton, and is imported where there is a CUDA device (or Tri
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -85,6 +87,14 @@ class TritonRows:
         word = common_word(self._cache.word, rows)
         pitch = (rows.stride(0) if len(rows) > 1 else rows.shape[1]) // word
         self._launch(layer, rows.data_ptr(), None, pitch, page_ids, word, PROGRAMS, to_pages=False)
+
+    def unit(self, common: int) -> int:
+        return math.gcd(self._cache.word, common)
+
+    def move_slots(
+        self, layer: int, memory: torch.Tensor, slots: torch.Tensor, unit: int, page_ids: torch.Tensor, *, to_pages: bool
+    ) -> None:
+        self.by_table(layer, memory.data_ptr(), slots, page_ids, word=unit, to_pages=to_pages, host=False)
 
     def by_table(
         self, layer: int, address: int, offsets: torch.Tensor, page_ids: torch.Tensor, *, word: int, to_pages: bool, host: bool

@@ -118,7 +118,7 @@ class Way(Protocol):
         """Events behind all that has been enqueued."""
 
 
-def _uploaded(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+def uploaded(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Numbers on the device. Out of pinned memory, or torch would wait here for all that the stream has to do."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
@@ -205,7 +205,7 @@ class Staged:
     def _ids(self, blocks: Blocks) -> list[torch.Tensor]:
         """Page ids on the device, in a box that is filled in the order of the moves: only they look into it."""
         box: list[torch.Tensor] = []
-        self._moves.run(lambda: box.append(_uploaded(blocks.page_ids, self._cache.device)))
+        self._moves.run(lambda: box.append(uploaded(blocks.page_ids, self._cache.device)))
         self._moves.wait(blocks.after)
         return box
 
@@ -343,7 +343,7 @@ class Direct:
         word = math.gcd(cache.word, base, cache.row_bytes, int(np.gcd.reduce(away)) if len(away) else 0)
         table: list[torch.Tensor] = []
         parts = (torch.from_numpy(away // word), blocks.page_ids)
-        self._moves.run(lambda: table.extend(_uploaded(part, cache.device) for part in parts))
+        self._moves.run(lambda: table.extend(uploaded(part, cache.device) for part in parts))
         self._moves.wait(blocks.after)
 
         def move(number: int, *, to_pages: bool) -> None:

@@ -1,7 +1,8 @@
 """The pool as the clients of one namespace use it: what is there is copied out, what was loaded or stored is copied in.
 
 All decisions are the block table's: pins while bytes move, room by eviction, one writer a block. Here bytes are moved, between
-the pool and host memory or between the pool and other memory of the same device, and failures of the device become misses.
+the pool and host memory or between the pool and other memory of the same device, and failures of the device become misses. A
+device's pages are copied from and to without leaving it (``far.FarBlocks.read_pool``), within the pins, wherever that goes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvclient.buffers import pick_blocks
+from kvclient.far import FarBlocks, PoolMemory, Stuck
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
 from kvclient.hbm.volume import HbmVolume
@@ -94,6 +96,10 @@ class PoolBlocks:
     def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, *, verify: bool) -> int:
         good = 0
         with self._parts.guarded("read from"), self.pinned(keys) as found:
+            if len(found) and not operation.over and (far := self._on_device(buffer, len(found), checksums=verify)):
+                with self._parts.kept_if_stuck("read from"):
+                    far.read_pool(self._memory, found.offsets, 0)  # has ended before the pins do
+                good = len(found)
             while good < len(found) and not operation.over:
                 upto = min(len(found), good + self._step)
                 self.volume.copy_out(found.offsets[good:upto], buffer, good)
@@ -128,6 +134,20 @@ class PoolBlocks:
             good = len(found)
         return self._counted(len(keys), good)
 
+    @property
+    def _memory(self) -> PoolMemory:
+        return PoolMemory(str(self.volume.device), self.volume.memory)
+
+    def _on_device(self, buffer: BlockBuffer, blocks: int, *, checksums: bool) -> FarBlocks | None:
+        """A buffer of pages, if bytes stay on the device; else None: checksums are of host memory. Counted if it has pages."""
+        if not isinstance(buffer, FarBlocks):
+            return None
+        gap = buffer.pool_gap(self._memory)
+        if gap or checksums:
+            self._parts.by_host(gap, blocks)
+            return None
+        return buffer
+
     def _counted(self, asked: int, good: int) -> int:
         self._parts.counters.add_all(("hbm_asked_blocks_total", "hbm_hit_blocks_total"), (asked, good))
         return good
@@ -158,6 +178,11 @@ class PoolBlocks:
             self._add_checksums(keys, buffer)
 
         def move(offsets: npt.NDArray[np.int64], positions: Positions) -> ChecksumArray | None:
+            if far := self._on_device(buffer, len(positions), checksums=checksums):
+                some = far.pick(positions.tolist())
+                with self._parts.kept_if_stuck("write to"):
+                    some.write_pool(self._memory, offsets)
+                return None
             sums = np.empty((len(positions), self._domain.shape.layers), np.uint64) if checksums else None
             self.volume.copy_in(offsets, pick_blocks(buffer, positions), sums)
             return sums
@@ -257,6 +282,8 @@ class PoolBlocks:
         table, demote = self._parts.table, self._parts.demote
         try:
             sums = move(np.array([slot.offset for slot in slots], np.int64), np.array(positions, np.intp))
+        except Stuck:  # a device may write to these slots for ever: they stay taken
+            raise
         except BaseException:
             table.unreserve(slots)
             raise

@@ -101,6 +101,15 @@ def take(device: torch.device, nbytes: int) -> torch.Tensor:
     return taken
 
 
+_left: list[torch.Tensor] = []
+
+
+def leave(memory: torch.Tensor) -> None:
+    """Memory that a device may touch for ever: kept for the life of the process, so that nobody else is given it."""
+    if not any(memory is one for one in _left):
+        _left.append(memory)
+
+
 def give_back(device: torch.device) -> None:
     """Hands memory that no tensor has any more from torch's cache back to the device, for others than torch."""
     if device.type != "cuda":

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from kvclient.far import Stuck
+from kvclient.hbm import memory
 from kvclient.hbm.volume import HbmVolume
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
@@ -67,7 +69,23 @@ class PoolParts:
             self.counters.add("hbm_failed_operations_total")
             _limited.warning("pool %s: cannot %s %s: %s", self.node_id, what, self.volume.device, error)
 
-    def broken(self, what: str, error: RuntimeError) -> None:
+    @contextmanager
+    def kept_if_stuck(self, what: str) -> Iterator[None]:
+        """Within, a device copies from or to slots that are held; one that does not come to an end is the end of the pool."""
+        try:
+            yield
+        except Stuck as error:
+            memory.leave(self.volume.memory)
+            self.broken(what, error)
+            raise
+
+    def by_host(self, gap: str, blocks: int) -> None:
+        """Blocks between the pool and a device's pages pass through host memory: for a gap between the two, or as was asked."""
+        self.counters.add("hbm_by_host_blocks_total", blocks)
+        if gap:
+            _limited.warning("pool %s: blocks from and to pages pass through host memory: %s", self.node_id, gap)
+
+    def broken(self, what: str, error: RuntimeError | Stuck) -> None:
         """The device failed: from now on everything is a miss, and what was here is no longer shown to others."""
         self.counters.add("hbm_device_errors_total")
         with self._lock:
