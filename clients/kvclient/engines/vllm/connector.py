@@ -42,7 +42,7 @@ _MAX_PENDING = 1_024
 """Loads of one group that may wait or run at once: about as many requests as an engine has."""
 _NULL_PAGES = 1
 """Pages that vLLM's pool always counts as used."""
-_RESET_GRACE_S = 0.2
+_RESET_GRACE_S = 0.5
 _RESET_WAIT_S = 1.0
 """How long a reset of the cache waits for stores to end by themselves, and then for the copies that run."""
 _SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
