@@ -11,6 +11,7 @@ vLLM (``make install-engines``).
 
 from __future__ import annotations
 
+import argparse
 import random
 import tempfile
 from collections.abc import Iterator
@@ -120,12 +121,16 @@ def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> No
             )
 
 
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, action="append", help="length of the prompt; may be given more than once")
+
+
 def main() -> None:
     """All lengths."""
-    options = harness.options("engine_ttft", __doc__)
+    options = harness.options("engine_ttft", __doc__, arguments=_arguments)
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="engine-ttft-") as folder:
         scratch = Path(folder)
-        lengths = options.pick(full=(2_048, 8_192), quick=(2_048,), smoke=(1_024,))
+        lengths = options.extra.tokens or options.pick(full=(2_048, 8_192), quick=(2_048,), smoke=(1_024,))
         model = make_model(scratch / "model", SIZE, max(lengths) + 64)
         for tokens in lengths:
             measure(options, scratch, model, tokens)

@@ -53,7 +53,7 @@ class EngineChild:
         given = json.dumps({"model": str(model), "transfer": transfer, "engine": engine})
         environment = {
             **os.environ,
-            "PYTHONPATH": str(HERE.parent.parent),
+            "PYTHONPATH": os.pathsep.join((str(HERE.parent.parent), *sys.path)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "0",  # with and without a connector the same core and as many threads
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -112,6 +112,7 @@ class _Engine:
         )
         self._engine = self._llm.llm_engine
         self._numbers = iter(range(1 << 62))
+        self._taken_out: tuple[Any, Any] = (None, None)
 
     def prompt(self, tokens: Sequence[int], max_tokens: int = 1) -> dict[str, Any]:
         """One request alone: seconds until its last token."""
@@ -145,6 +146,17 @@ class _Engine:
         while self._engine.has_unfinished_requests():
             self._engine.step()
         return {"seconds": seconds, "steps": steps + 1}
+
+    def connector(self, *, on: bool) -> dict[str, Any]:
+        """Takes the engine's connector out, or puts it back: out, vLLM steps as one that was started without."""
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        self.forget()
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        if scheduler.connector is not None:
+            self._taken_out = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self._taken_out if on else (None, None)
+        return {}
 
     def forget(self) -> dict[str, Any]:
         """Lets all stores end, and empties the engine's own cache."""
