@@ -12,6 +12,7 @@ vLLM (``make install-engines``).
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -73,8 +74,7 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
                 child.ask("forget")
                 child.ask("prompt", tokens=[*prefixes[(turn + 1) % PREFIXES], *next(tails)])
             child.ask("forget")
-            if cold:
-                evict(cluster)
+            settle(cluster, cold=cold)
             answer = child.ask("prompt", tokens=prompt)
             expected = 0 if name == "recompute" else len(prefixes[0])
             if answer["cached"] != expected:
@@ -94,12 +94,17 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
     report(options, tokens, samples)
 
 
-def evict(cluster: LocalCluster) -> None:
-    """Empties the node's DRAM of all that is durable."""
+def settle(cluster: LocalCluster, *, cold: bool) -> None:
+    """Nothing that was stored before is on its way to a disk any more; ``cold``: the node's DRAM is empty, too.
+
+    What one contestant still writes would be another's wait: both share a file system, and its journal.
+    """
+    os.sync()
     with grpc.insecure_channel(cluster.node("bench").address) as channel:
         stub = node_pb2_grpc.NodeStub(channel)
         stub.Flush(node_pb2.FlushRequest(timeout_ms=10_000), timeout=12)
-        stub.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
+        if cold:
+            stub.Evict(node_pb2.EvictRequest(operation_id=bytes(16), tier=2), timeout=10)  # type: ignore[arg-type]
 
 
 def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> None:
