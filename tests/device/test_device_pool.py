@@ -159,7 +159,8 @@ def test_what_is_kept_of_pages_comes_back_into_other_pages_bit_by_bit(
     rest = [page for page in range(cache.pages) if page not in target]
     for layer, was in zip(cache.layers, before, strict=True):
         at = (slice(None), rest) if cache.kind == "split" else (rest,)
-        assert torch.equal(layer.tensor[at].contiguous().view(torch.uint8), was[at].contiguous().view(torch.uint8))
+        now, then = (tensor[at].reshape(-1, 1).contiguous().view(torch.uint8) for tensor in (layer.tensor, was))
+        assert torch.equal(now, then), "another page has changed"
     assert not any(stream.work for stream in bed.device.streams)
     moved = bed.copier.stats()
     assert moved["device_pool_loaded_bytes_total"] == expected.nbytes
