@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -97,6 +97,25 @@ def refuse_unused(hint: str, *used: str) -> None:
     unused = [setting.key for setting in _settings_of(ctx) if not setting.key.startswith(used)]
     if unused:
         raise click.UsageError(f"--set {unused[0]} has no effect here: {hint}", ctx)
+
+
+def handed_on(decided: Mapping[str, str]) -> list[str]:
+    """The ``--config`` and ``--set`` of a command that starts daemons, as arguments of these; the environment they inherit.
+
+    Args:
+        decided: settings that the command decides itself -> what to do instead.
+
+    Raises:
+        click.UsageError: one of those was given: accepted in silence, it would seem to have an effect.
+    """
+    ctx = click.get_current_context()
+    file = ctx.meta.get(_FILE_KEY)
+    arguments = [] if file is None else ["--config", str(file)]
+    for setting in _settings_of(ctx):
+        if setting.key in decided:
+            raise click.UsageError(f"--set {setting.key} has no effect here: {decided[setting.key]}", ctx)
+        arguments += ["--set", f"{setting.key}={setting.value}"]
+    return arguments
 
 
 _FILE_KEY = "kvstore.config_file"

@@ -12,12 +12,18 @@ import click
 
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
-from kvstore.cli.options import with_quiet_config
+from kvstore.cli.options import handed_on, with_quiet_config
 from kvstore.cli.settings import data_dir as configured_data_dir
 from kvstore.core.config import Config
 from kvstore.core.errors import Internal
 
 _WATCH_S = 0.5
+_OWN = "this is decided by kvstore up; run kvstore metadata and kvstore node to choose it"
+_DECIDED = {
+    "node.nvme": "give --nvme SIZE and --data-dir FOLDER",
+    **dict.fromkeys(("node.roles", "node.run_dir", "node.metadata", "node.ready_file"), _OWN),
+    **dict.fromkeys(("metadata.index_path", "metadata.ready_file"), _OWN),
+}
 
 _EXAMPLE = """\
 The store is up.  metadata {metadata}   node {socket}
@@ -48,7 +54,7 @@ Look at it:  kvstore status --metadata {metadata}
 def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) -> None:
     """Runs a metadata server and a node with DRAM and a volume on disk, until Ctrl-C.
 
-    What was stored outlives a restart: the volume is found again in the same folder.
+    What was stored outlives a restart: the volume is found again in the same folder. Settings hold for both daemons.
 
     Examples:
       kvstore up
@@ -70,6 +76,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
             ("metrics_listen", config.node.metrics_listen),
         ),
     )
+    arguments = handed_on(_DECIDED)
     metadata_settings = (("listen", config.metadata.listen), ("metrics_listen", config.metadata.metrics_listen))
     stop = threading.Event()
 
@@ -78,7 +85,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
-    with LocalCluster([node], folder, metadata_settings=metadata_settings) as cluster:
+    with LocalCluster([node], folder, metadata_settings=metadata_settings, arguments=arguments) as cluster:
         daemons = [cluster.node("metadata"), cluster.node(node_id)]
         click.echo(
             _EXAMPLE.format(

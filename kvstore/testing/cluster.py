@@ -135,6 +135,7 @@ class LocalCluster:
         base_dir: folder for volumes, index, sockets and logs; None: a temporary one, removed at the end.
         metadata_settings: further ``--set metadata.<name>=<value>``.
         metadata_place: where the metadata server runs.
+        arguments: further ones of every daemon, such as ``--config FILE``; what is said of a node or server by itself wins.
 
     Raises:
         InvalidArgument: there are volumes, and the path of ``base_dir`` has a comma.
@@ -146,6 +147,7 @@ class LocalCluster:
         base_dir: Path | None = None,
         metadata_settings: Sequence[tuple[str, str]] = (),
         metadata_place: Place = Place(),
+        arguments: Sequence[str] = (),
     ) -> None:
         if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
             raise InvalidArgument("a folder of volumes has no comma in its path: commas separate volumes", folder=base_dir)
@@ -160,6 +162,7 @@ class LocalCluster:
         self._run_dir = self._run.path
         self._metadata_settings = tuple(metadata_settings)
         self._metadata_place = metadata_place
+        self._arguments = tuple(arguments)
         self._daemons: dict[str, Daemon] = {}
         self._metadata_port = 0
 
@@ -259,7 +262,7 @@ class LocalCluster:
         ready_file.unlink(missing_ok=True)
         self.base_dir.mkdir(parents=True, exist_ok=True)
         log_path = self.base_dir / f"{name}.log"
-        arguments = [sys.executable, "-m", "kvstore.cli", command]
+        arguments = [sys.executable, "-m", "kvstore.cli", command, *self._arguments]
         for setting in (*settings, f"{command}.ready_file={ready_file}"):
             arguments += ["--set", setting]
         with log_path.open("ab") as log:

@@ -249,6 +249,21 @@ def test_up_on_a_taken_address_names_it_and_quotes_no_earlier_run(tmp_path: Path
     assert ".cc:" not in done.stderr
 
 
+def test_up_hands_its_settings_on_to_its_daemons(tmp_path: Path) -> None:
+    """Those that it does not know itself, too: a store without what was required of it would seem to have it."""
+    command = ("up", "--data-dir", str(tmp_path / "data"), "--set", "metadata.listen=127.0.0.1:0")
+    required = run(*command, "--nvme", "0", "--set", "node.gds=required")
+    assert required.returncode == 1
+    assert "node.gds = required takes an NVMe volume" in required.stderr
+    file = tmp_path / "kvstore.toml"
+    file.write_text('[node]\ngds = "required"\n')
+    assert "node.gds = required takes an NVMe volume" in run(*command, "--nvme", "0", "--config", str(file)).stderr
+    for setting, hint in (("node.nvme=/tmp/x:1GiB", "--nvme SIZE"), ("node.roles=storage", "kvstore node")):
+        refused = run(*command, "--set", setting)
+        assert refused.returncode == 2
+        assert hint in refused.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_demo_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
