@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvclient.far import FarBlocks
 from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.errors import InvalidArgument
+from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape
 from kvstore.transport.layout import address_of
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 
-def as_block_buffer(obj: object, shape: BlockShape, count: int, *, writable: bool = True) -> BlockBuffer:
+def as_block_buffer(
+    obj: object, shape: BlockShape, count: int, *, writable: bool = True, spec: CacheSpec | None = None
+) -> BlockBuffer:
     """Views a caller's memory as ``count`` blocks of ``shape``.
 
     Args:
@@ -39,10 +42,11 @@ def as_block_buffer(obj: object, shape: BlockShape, count: int, *, writable: boo
         shape: the size of each block.
         count: how many blocks there must be room for, exactly.
         writable: whether bytes will be written into it.
+        spec: the namespace of the blocks, which a device's pages must be of; None: they are not held against any.
 
     Raises:
         InvalidArgument: the memory has another size, is not contiguous where it must be, is read-only or overlaps itself although
-            it is to be written, or is of a kind that is not understood.
+            it is to be written, is of a kind that is not understood, or consists of pages of another namespace.
     """
     if isinstance(obj, np.ndarray):
         return _from_array(obj, shape, count, writable)
@@ -50,6 +54,8 @@ def as_block_buffer(obj: object, shape: BlockShape, count: int, *, writable: boo
         return _from_array(_tensor_bytes(obj), shape, count, writable)
     if isinstance(obj, FarBlocks):
         _check_fits(obj, shape, count)
+        if spec is not None:
+            obj.check(spec)
         return obj if writable else obj.source()
     if isinstance(obj, BlockBuffer):
         return _checked(obj, shape, count, writable)

@@ -316,7 +316,7 @@ class KVClient:
         verify = self._core.options.verify if verify is None else verify
         if verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", verify=verify, choices=VERIFY_CHOICES)
-        blocks = as_block_buffer(buffer, self._core.shape, len(keys))
+        blocks = as_block_buffer(buffer, self._core.shape, len(keys), spec=self._core.spec)
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
 
         def work() -> LoadResult:
@@ -399,7 +399,7 @@ class KVClient:
         self._check_usable()
         keys, packed = check_keys(keys)
         check_place(parent, depth)
-        blocks: BlockBuffer = as_block_buffer(buffer, self._core.shape, len(keys), writable=False)
+        blocks: BlockBuffer = as_block_buffer(buffer, self._core.shape, len(keys), writable=False, spec=self._core.spec)
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
         store = Store(
             self._core,

@@ -57,6 +57,14 @@ class FarBlocks(ABC):
         """The size of each."""
 
     @abstractmethod
+    def check(self, spec: CacheSpec) -> None:
+        """Holds a namespace against what these blocks are: bytes of the same size may mean something else.
+
+        Raises:
+            InvalidArgument: it is not theirs.
+        """
+
+    @abstractmethod
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
         """Host memory that stands for those layers: of a ``source`` it holds their bytes, else it is to be filled."""
 

@@ -83,7 +83,9 @@ class Handoff:
         shape = self._core.shape
         if not isinstance(layer, int) or not 0 <= layer < shape.layers:
             raise InvalidArgument("no such layer", layer=layer, layers=shape.layers)
-        rows = as_block_buffer(data, BlockShape(1, shape.layer_block_bytes), len(self._keys), writable=False)
+        rows = as_block_buffer(
+            data, BlockShape(1, shape.layer_block_bytes), len(self._keys), writable=False, spec=self._core.spec
+        )
         with self._lock:
             if self._finished or not self._left[layer]:
                 raise InvalidArgument("the layer was put before, or the hand-over is finished", layer=layer)
@@ -274,7 +276,7 @@ class AwaitedPrompt:
         """
         if not isinstance(skip, int) or not 0 <= skip <= len(self._keys):
             raise InvalidArgument("no more can be skipped than was awaited", skip=skip, blocks=len(self._keys))
-        blocks = as_block_buffer(buffer, self._core.shape, len(self._keys) - skip)
+        blocks = as_block_buffer(buffer, self._core.shape, len(self._keys) - skip, spec=self._core.spec)
         if not self.done:
             self._operation.cancel()
             assert self._future is not None

@@ -106,7 +106,7 @@ class StoreHandle:
         """
         if not isinstance(layer, int) or not 0 <= layer < self._core.shape.layers:
             raise InvalidArgument("no such layer", layer=layer, layers=self._core.shape.layers)
-        rows = as_block_buffer(data, self._layer_shape, len(self._keys), writable=False)
+        rows = as_block_buffer(data, self._layer_shape, len(self._keys), writable=False, spec=self._core.spec)
         with self._lock:
             if self._finished or layer in self._put:
                 raise InvalidArgument("the layer was put before, or the store is finished", layer=layer)

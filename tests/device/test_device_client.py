@@ -301,6 +301,47 @@ def test_a_namespace_of_another_cache_is_refused_at_connect(cluster: LocalCluste
         KVClient.connect(cluster.metadata_address, engine.copier.spec("device", 16), device=engine.cache)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("with_device", [True, False])
+def test_pages_of_another_meaning_and_the_same_size_are_not_loaded_into_nor_stored(
+    cluster: LocalCluster, connect: Connect, with_device: bool
+) -> None:
+    keys, expected = fill(connect, 7701)
+    engine = Engine(7702)
+    sizes = {"layers": 4, "pages": PAGES, "heads": 2, "dim": 32}
+    others = [
+        make_cache("flash_nhd", tokens=16, dtype=torch.float16, **sizes),  # type: ignore[arg-type]
+        make_cache("flash_hnd", tokens=16, **sizes),  # type: ignore[arg-type]
+        make_cache("flash_nhd", tokens=8, pages_per_block=2, **sizes),  # type: ignore[arg-type]
+    ]
+    with KVClient.connect(
+        cluster.metadata_address,
+        engine.copier.spec("device", 16),
+        node=cluster.node("prefill").local_socket,
+        device=engine.copier if with_device else None,
+    ) as client:
+        found = client.lookup(keys)
+        for cache in others:
+            other = DeviceCopier(cache)
+            assert other.shape == engine.copier.shape
+            before = [layer.tensor.clone() for layer in cache.layers]
+            pages = range(BLOCKS * cache.pages_per_block)
+            for blocks in (other.blocks(pages), other.blocks(pages).pick(range(BLOCKS))):
+                with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+                    client.load(found, blocks)
+                with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+                    client.store(keys_of(client, 7703), blocks)
+            handle = client.begin_store(keys_of(client, 7703))
+            with pytest.raises(InvalidArgument, match="not that of this KV cache"):
+                handle.put_layer(0, other.blocks(pages, layer=0))
+            handle.abort()
+            for layer, was in zip(cache.layers, before, strict=True):
+                assert torch.equal(layer.tensor, was)
+        assert not client.lookup(keys_of(client, 7703)).hit_blocks
+        target = engine.pages(BLOCKS)
+        assert client.load(found, engine.copier.blocks(target)).hit_blocks == BLOCKS
+        assert np.array_equal(engine.bytes(target), expected)
+
+
 def test_a_cache_on_the_cpu_goes_through_the_store_as_floats_of_8_bits(cluster: LocalCluster) -> None:
     cache = make_cache("flash_hnd", layers=4, pages=PAGES, tokens=16, heads=2, dim=32, seed=5)
     copier = DeviceCopier(cache, fp8=True)  # its own device, as an engine on a CPU has it

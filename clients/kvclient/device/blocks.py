@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient import BlockShape, InvalidArgument
+from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.streams import Event
 from kvclient.far import FarBlocks, Offsets, PoolMemory, Stuck
 from kvstore.core.errors import Internal
@@ -76,6 +76,9 @@ class DeviceBlocks(FarBlocks):
     @property
     def shape(self) -> BlockShape:
         return self._shape
+
+    def check(self, spec: CacheSpec) -> None:
+        self._copier.check(spec)
 
     # ---- by way of host memory ----
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
@@ -277,6 +280,9 @@ class BlockSource(FarBlocks):
     def shape(self) -> BlockShape:
         return self._blocks.shape
 
+    def check(self, spec: CacheSpec) -> None:
+        self._blocks.check(spec)
+
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
         with self._lock:
             if self._rows is None:
@@ -329,6 +335,9 @@ class _Picked(FarBlocks):
     @property
     def shape(self) -> BlockShape:
         return self._blocks.shape
+
+    def check(self, spec: CacheSpec) -> None:
+        self._blocks.check(spec)
 
     def segments(self, block: int, first_layer: int, layer_count: int) -> Sequence[memoryview]:
         return self._blocks.segments(int(self._which[block]), first_layer, layer_count)

@@ -72,6 +72,8 @@ class DeviceCopier:
         row = cache.row_bytes
         self.shape = BlockShape(len(cache.layers), row if self.codec is None else self.codec.coded_bytes(row))
         self.counters = Counters()
+        self._checked: CacheSpec | None = None
+        """The namespace that was found right last."""
         self.strategy = self._choose(strategy)
         # a copy may reach over one border, not over two
         self._chunk_bytes = max(pin_chunk_bytes, self.shape.block_bytes)
@@ -151,11 +153,13 @@ class DeviceCopier:
         )
 
     def check(self, spec: CacheSpec) -> None:
-        """Holds a namespace against the cache. ``KVClient.connect`` does.
+        """Holds a namespace against the cache. ``KVClient.connect`` does, and every load and store that is given its blocks.
 
         Raises:
             InvalidArgument: other layers, sizes, dtype or layout.
         """
+        if spec is self._checked:  # a client's spec is one object for all of its loads
+            return
         check_spec(
             spec,
             layers=self.shape.layers,
@@ -163,6 +167,7 @@ class DeviceCopier:
             dtype=self._dtype_name,
             layout=self.layout,
         )
+        self._checked = spec
 
     @property
     def _dtype_name(self) -> str:
