@@ -66,6 +66,9 @@ class DeviceCopier:
     ) -> None:
         if strategy not in STRATEGIES:
             raise InvalidArgument("unknown strategy", strategy=strategy, known=", ".join(STRATEGIES))
+        for name, size in (("staging_bytes", staging_bytes), ("pin_chunk_bytes", pin_chunk_bytes)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InvalidArgument("a size is a whole number of bytes above 0", name=name, got=size)
         self.cache = cache
         self.device = device or (CudaDevice(cache.device) if cache.device.type == "cuda" else CpuDevice())
         self.codec: Codec | None = Fp8Codec(cache) if fp8 else None
@@ -185,7 +188,7 @@ class DeviceCopier:
             InvalidArgument: no such page or layer, or a page named twice.
         """
         ids = self.cache.check_pages(page_ids)
-        if layer is not None and not 0 <= layer < self.shape.layers:
+        if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.shape.layers):
             raise InvalidArgument("no such layer", layer=layer, layers=self.shape.layers)
         layers = range(self.shape.layers) if layer is None else range(layer, layer + 1)
         return DeviceBlocks(self, ids, layers, self.device.mark())

@@ -17,14 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvclient import CacheSpec, InvalidArgument
 
 LAYOUT_VERSION = 1
 KINDS = ("pages", "split")
+DEVICES = ("cpu", "cuda")
+"""Where a cache may lie: elsewhere an address is none of host memory, nor of CUDA's."""
 Kind = Literal["pages", "split"]
 
 
@@ -56,13 +60,15 @@ class LayerPages:
         kind: see the module.
 
     Raises:
-        InvalidArgument: a part of a page is not contiguous, pages overlap, or there are none.
+        InvalidArgument: no tensor, or one on a device that is neither the CPU nor CUDA's; a part of a page is not contiguous,
+            pages overlap, or there are none.
     """
 
     def __init__(self, tensor: torch.Tensor, kind: Kind) -> None:
         lead = 2 if kind == "split" else 1
         if kind not in KINDS:
             raise InvalidArgument("unknown layout of a KV cache", layout=kind, known=", ".join(KINDS))
+        _check_tensor(tensor)
         if (
             tensor.ndim <= lead
             or (kind == "split" and tensor.shape[0] != 2)
@@ -124,6 +130,26 @@ class LayerPages:
         strides = (self.page_stride // word, self.part_stride // word or 1, 1)
         return flat.set_(self.tensor.untyped_storage(), offset, shape, strides)
 
+    @property
+    def end(self) -> int:
+        """Address behind its last byte."""
+        last = self.page_stride * (self.pages - 1) + self.part_stride * (self.page.parts - 1)
+        return self.address + last + self.page.part_bytes
+
+
+def _check_tensor(tensor: object) -> None:
+    """That bytes can be moved where they lie, and are what the tensor says."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument("a KV cache consists of torch tensors", got=type(tensor).__name__)
+    if tensor.device.type not in DEVICES:
+        raise InvalidArgument(
+            "a KV cache lies on the CPU or on a CUDA device", device=str(tensor.device), known=", ".join(DEVICES)
+        )
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise InvalidArgument(
+            "the bytes of the tensor are not its values: resolve the view, or dequantize it", dtype=str(tensor.dtype)
+        )
+
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -134,17 +160,16 @@ class PagedCache:
     Args:
         layers: one tensor a layer, in layer order, all alike and on one device.
         kind: how they are laid out; see the module.
-        pages_per_block: pages of the engine that make a block of the store.
+        pages_per_block: pages of the engine that make a block of the store; at most as many as there are.
 
     Raises:
-        InvalidArgument: layers that differ, pages that are not contiguous, or no layers.
+        InvalidArgument: layers that differ or share memory, pages that are not contiguous, no layers, a tensor that is not one
+            of plain values on the CPU or on a CUDA device, or an impossible number of pages.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], kind: Kind = "pages", *, pages_per_block: int = 1) -> None:
-        if not layers or pages_per_block < 1:
-            raise InvalidArgument(
-                "a KV cache takes layers, and blocks of pages", layers=len(layers), pages_per_block=pages_per_block
-            )
+        if isinstance(layers, torch.Tensor) or not isinstance(layers, Sequence) or not layers:
+            raise InvalidArgument("a KV cache takes layers: one tensor each, in a list", got=type(layers).__name__)
         self.layers = [LayerPages(tensor, kind) for tensor in layers]
         first = self.layers[0]
         for number, layer in enumerate(self.layers):
@@ -159,6 +184,9 @@ class PagedCache:
                 raise InvalidArgument(
                     "a layer of the KV cache is not like the first", layer=number, shape=tuple(layer.tensor.shape)
                 )
+        if isinstance(pages_per_block, bool) or not isinstance(pages_per_block, int) or not 0 < pages_per_block <= first.pages:
+            raise InvalidArgument("a block takes 1 page or more, of those there are", got=pages_per_block, pages=first.pages)
+        self._check_apart()
         self.kind = kind
         self.page = first.page
         self.pages = first.pages
@@ -166,6 +194,17 @@ class PagedCache:
         self.device = first.tensor.device
         self.pages_per_block = pages_per_block
         self.word = math.gcd(*(layer.word for layer in self.layers))
+
+    def _check_apart(self) -> None:
+        """No two layers share a byte. Layers that take turns in one piece of memory, page by page, do not."""
+        layers = sorted(self.layers, key=lambda layer: layer.address)
+        for at, layer in enumerate(layers):
+            for other in layers[at + 1 :]:
+                if other.address >= layer.end:
+                    break
+                if _share_memory(layer, other):
+                    numbers = sorted((self.layers.index(layer), self.layers.index(other)))
+                    raise InvalidArgument("two layers of the KV cache share memory", layers=numbers)
 
     @property
     def row_bytes(self) -> int:
@@ -190,9 +229,9 @@ class PagedCache:
         """Page ids of some blocks as an int64 tensor on the host.
 
         Raises:
-            InvalidArgument: no such page, a page named twice, or not whole blocks.
+            InvalidArgument: no whole numbers, no such page, a page named twice, or not whole blocks.
         """
-        ids = torch.tensor(list(page_ids), dtype=torch.int64)
+        ids = _whole_numbers(page_ids)
         if len(ids) % self.pages_per_block:
             raise InvalidArgument("not whole blocks of pages", pages=len(ids), pages_per_block=self.pages_per_block)
         if len(ids):
@@ -202,6 +241,57 @@ class PagedCache:
             if len(torch.unique(ids)) != len(ids):
                 raise InvalidArgument("a page is named twice")
         return ids
+
+
+def _whole_numbers(page_ids: object) -> torch.Tensor:
+    """Page ids as they came, as int64: nothing is rounded, and a truth value is no page."""
+    given: npt.NDArray[Any]
+    if isinstance(page_ids, torch.Tensor):
+        given = page_ids.cpu().numpy() if page_ids.dtype in WORDS.values() else np.empty(0)
+    elif isinstance(page_ids, np.ndarray):
+        given = page_ids
+    else:
+        given = _listed(page_ids)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise InvalidArgument("page ids are whole numbers on one axis", got=type(page_ids).__name__, shape=given.shape)
+    if given.dtype == np.uint64 and len(given) and int(given.max()) > np.iinfo(np.int64).max:
+        raise InvalidArgument("no such page", most=int(given.max()))
+    return torch.from_numpy(given.astype(np.int64))
+
+
+def _listed(page_ids: object) -> npt.NDArray[np.int64]:
+    try:
+        numbers = list(page_ids)  # type: ignore[call-overload]  # what cannot be gone through raises TypeError
+    except TypeError as error:
+        raise InvalidArgument("page ids are a sequence of whole numbers", got=type(page_ids).__name__) from error
+    for kind in set(map(type, numbers)):  # of thousands of ids there are few
+        if kind is bool or not issubclass(kind, int | np.integer):
+            raise InvalidArgument("a page id is a whole number", got=kind.__name__)
+    try:
+        return np.array(numbers, np.int64)
+    except OverflowError as error:
+        raise InvalidArgument("no such page", error=error) from error
+
+
+def _share_memory(one: LayerPages, other: LayerPages) -> bool:
+    """Whether a byte belongs to pages of both; they have as many pages, of as many parts of the same size."""
+    part, away = one.page.part_bytes, other.address - one.address
+    if (one.page_stride, one.part_stride) != (other.page_stride, other.part_stride):
+        starts = np.sort(np.concatenate([_part_starts(one), _part_starts(other)]))
+        return bool((np.diff(starts) < part).any())
+    # two of their parts lie ``away`` and some steps apart; a larger step covers all that the smaller ones do, so that only the
+    # multiples next to the distance count
+    steps = [(one.page_stride, one.pages), (one.part_stride, one.page.parts)]
+    distances = {away}
+    for step, count in sorted((step, count) for step, count in steps if count > 1)[::-1]:
+        turns = {min(max(distance // step + more, 1 - count), count - 1) for distance in distances for more in (0, 1)}
+        distances = {distance - step * turn for distance in distances for turn in turns}
+    return any(abs(distance) < part for distance in distances)
+
+
+def _part_starts(layer: LayerPages) -> npt.NDArray[np.int64]:
+    pages = layer.address + np.arange(layer.pages, dtype=np.int64) * layer.page_stride
+    return np.add.outer(pages, np.arange(layer.page.parts) * layer.part_stride).reshape(-1)
 
 
 def check_spec(spec: CacheSpec, *, layers: int, layer_block_bytes: int, dtype: str, layout: str) -> None:

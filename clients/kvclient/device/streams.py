@@ -192,7 +192,8 @@ class CpuDevice:
     pinning: HostPinning | None = None
     bus_id = ""
     has_batch = True
-    reads_host = True
+    reads_host = False
+    """There is no kernel here."""
 
     def stream(self) -> _AtOnce:
         return _AtOnce()
