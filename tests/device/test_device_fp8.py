@@ -47,6 +47,37 @@ def test_any_bits_come_back_within_the_bound(bits: list[int], exponents: list[in
     assert bool(same.all()), "what was decoded once does not change any more"
 
 
+@given(
+    bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=64),
+    extra=st.lists(
+        st.sampled_from([0x7FC0, 0xFFC0, 0x7F81, 0xFFFF, 0x7E00, 0xFE00, 0x7C01, 0x7F80, 0xFF80, 0x7C00, 0x8000, 0x0001, 0x43E8]),
+        max_size=8,
+    ),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_what_is_loaded_and_stored_again_is_the_same_to_the_bit(bits: list[int], extra: list[int], dtype: torch.dtype) -> None:
+    rows = torch.tensor([bits + extra], dtype=torch.int32).to(torch.int16).view(torch.uint8)
+    codec = codec_of(len(bits) + len(extra), dtype)
+    coded = codec.encode(rows)
+    decoded = codec.decode(coded)
+    assert torch.equal(codec.encode(decoded), coded)
+    assert torch.equal(codec.decode(codec.encode(decoded)), decoded)
+    elements = coded[0, : len(bits) + len(extra)]
+    assert not bool((elements == 0xFF).any()), "a second code of NaN"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_largest_element_is_coded_once_and_for_all(dtype: torch.dtype) -> None:
+    """All 2**16 values, each in a stretch of its own: the scale hangs on nothing else."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(-1, 1)
+    codec = codec_of(1, dtype)
+    coded = codec.encode(values.view(torch.uint8))
+    assert torch.equal(codec.encode(codec.decode(coded)), coded)
+    finite = torch.isfinite(values.view(dtype)).view(-1)
+    was, now = values.view(dtype).float().view(-1)[finite], codec.decode(coded).view(dtype).float().view(-1)[finite]
+    assert bool(((now - was).abs() <= was.abs() / 16).all())
+
+
 def test_zeros_are_coded_as_zeros_and_one() -> None:
     codec = codec_of(32, torch.bfloat16)
     coded = codec.encode(torch.zeros((2, 64), dtype=torch.uint8))
