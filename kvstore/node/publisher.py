@@ -75,6 +75,8 @@ class Publisher:
         self._registered = threading.Event()
         self.heard = False
         """Whether the metadata server answered the last heartbeat, or took a registration since."""
+        self.refused: Conflict | None = None
+        """Why the metadata server does not take this node; None: it does, or has not answered."""
         self._epoch = b""
         self._heartbeat_s = 0.5
         self._sequence = 0
@@ -111,12 +113,14 @@ class Publisher:
                 try:
                     needed = self._register()
                 except Conflict as refused:  # another node has our id or a volume: until somebody does something about it
+                    self.refused = refused
                     self._counters.add("registrations_refused_total")
                     limited.warning("the metadata server refuses this node, trying again: %s", refused)
                     self._stopping.wait(pause_s)
                     pause_s = min(RETRY_MOST_S, pause_s * 2)
                     continue
                 self._again.clear()
+                self.refused = None
                 self._registered.set()
                 self.heard = True
                 pause_s = RETRY_FIRST_S

@@ -162,11 +162,26 @@ def test_memory_that_is_short_for_a_moment_does_not_end_the_pool(
     assert (pool.stats()["hbm_out_of_memory_total"], pool.stats()["hbm_lost"]) == (1, 0)
 
 
-def test_a_pool_that_cannot_grow_is_left_with_a_page_and_takes_less(pool: HbmPool, near: PoolBlocks) -> None:
+def test_a_size_that_there_is_no_memory_for_is_refused_before_blocks_leave(pool: HbmPool, near: PoolBlocks, below: Below) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
+    before = pool.usage()
     with pytest.raises(CapacityExceeded):
-        pool.resize(1 << 60)
+        pool.resize(1 << 50)
+    assert pool.usage() == before
+    assert not below.calls
+    assert near.fetch(keys, room(4), in_time(), verify=False) == 4
+
+
+def test_a_pool_that_cannot_grow_is_left_with_a_page_and_takes_less(
+    pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, data = chain(4, 1)
+    near.keep(keys, None, 0, data, None, checksums=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvclient.hbm.memory.free_bytes", lambda _: 1 << 61)  # it was free, and others were quicker
+        with pytest.raises(CapacityExceeded):
+            pool.resize(1 << 60)
     assert pool.usage().capacity_bytes == 4096
     assert near.keep(keys, None, 0, data, None, checksums=False) == 0
     assert pool.stats()["hbm_too_small_total"] == 1

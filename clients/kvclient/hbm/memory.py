@@ -84,6 +84,22 @@ def pool_bytes(device: torch.device, capacity_bytes: int | None, share: float | 
     return capacity_bytes
 
 
+def check_room(device: torch.device, capacity_bytes: int, held_bytes: int) -> None:
+    """That a pool of another size has a chance, before its blocks leave for it.
+
+    Args:
+        device: where.
+        capacity_bytes: the size wanted.
+        held_bytes: what it has now, which it gives back first.
+
+    Raises:
+        CapacityExceeded: more than is free and held.
+    """
+    free = free_bytes(device) + held_bytes
+    if capacity_bytes > free:
+        raise _too_much(device, capacity_bytes, free)
+
+
 def take(device: torch.device, nbytes: int) -> torch.Tensor:
     """Takes memory: uint8 ``[nbytes]``, with nothing in particular in it.
 

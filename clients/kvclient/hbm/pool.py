@@ -43,7 +43,9 @@ class HbmPool:
         device: ``cuda:N``, or ``cpu``: host memory, for tests and for engines that compute there.
         capacity_bytes: its size; or
         share: its size as a share of what is free on the device now.
-        metadata: address of the metadata server, so that others see and read what is here; None: nobody does.
+        metadata: address of the metadata server, so that others see and read what is here; None: nobody does. One that does not
+            answer is waited for some seconds; then the pool serves its engine, logs a warning, and shows others what is here
+            as soon as the server answers.
         node_id: its name among nodes; None: made up anew. Two that live must not have one name.
         listen: where peers read from it, ``host:port``. Other hosts reach it only where this is an address of theirs too.
         advertise_host: what it tells others to dial; None: the host of ``listen``.
@@ -58,6 +60,7 @@ class HbmPool:
         InvalidArgument: an impossible size, name, device or policy; or it would listen beyond this host without TLS.
         Unavailable: there is no CUDA device, or an address cannot be had.
         CapacityExceeded: the device has not so much memory.
+        Conflict: a node or pool of this name lives; known after some seconds, for one that has just died is soon forgotten.
     """
 
     def __init__(
@@ -199,7 +202,8 @@ class HbmPool:
 
         Raises:
             InvalidArgument: an impossible size.
-            CapacityExceeded: the device has not so much; the pool is left with a page.
+            CapacityExceeded: the device has not so much. Found before anything is done, the pool is as it was; found when the
+                memory is taken (others may be quicker), it is left with a page.
         """
         if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < memory.PAGE_BYTES:
             raise InvalidArgument("a pool takes at least a page of 4096 bytes", capacity_bytes=capacity_bytes)
@@ -208,6 +212,7 @@ class HbmPool:
         with self._sizing:
             if self._parts.closed:
                 return False
+            memory.check_room(self._volume.device, capacity_bytes, self._volume.usage().capacity_bytes)
             self._parts.resizing = True
             try:
                 self.evict(demote=demote, timeout_s=timeout_s / 2)

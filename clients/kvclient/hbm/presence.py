@@ -106,6 +106,7 @@ class Presence:
 
         Raises:
             Unavailable: an address cannot be had.
+            Conflict: the server answers, and does not take it: its name is that of another who lives.
         """
         try:
             self._data.start()
@@ -134,6 +135,9 @@ class Presence:
         self._publisher = publisher
         publisher.start()
         if not publisher.wait_registered(REGISTER_WAIT_S):
+            if publisher.refused is not None:
+                self.stop()
+                raise publisher.refused
             self._counters.add("hbm_not_registered_at_start_total")
             _log.warning("the metadata server at %s does not answer yet: the pool is not seen by others", self._metadata)
 
