@@ -8,7 +8,6 @@ loads what was found has asked for each block once. A lookup that is repeated as
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -147,7 +146,6 @@ class LoadAccounts:
             counters.add(f"client_{path}_bytes_total", size)
         load = _Ended(
             request_id.get(),
-            time.time(),
             result.seconds,
             blocks,
             result.hit_blocks if missed else blocks,
@@ -157,7 +155,7 @@ class LoadAccounts:
             result.error,
             self._block_bytes,
         )
-        self.recent.add(load.at_unix_s, load.seconds, load.record)
+        self.recent.add(load.seconds, load.record)
         if tracing.on():
             tracing.note(blocks=blocks, hit_blocks=load.hit_blocks, reason=load.reason())
         if result.seconds > self._slow_s:
@@ -179,7 +177,6 @@ class _Ended:
     """What is kept of a load: its record is worded when it is asked for."""
 
     request_id: str
-    at_unix_s: float
     seconds: float
     blocks: int
     hit_blocks: int
@@ -194,7 +191,7 @@ class _Ended:
         parts |= {f"{path}_{_TIER_NAMES[tier]}_bytes": count * self.block_bytes for (path, tier), count in self.sources.items()}
         parts |= {f"missed_{name}_blocks": count for name, count in self.missed.items()}
         seconds = round(self.seconds, 6)
-        return LoadRecord(self.request_id, self.at_unix_s, seconds, self.blocks, self.hit_blocks, self.reason(), parts)
+        return LoadRecord(self.request_id, seconds, self.blocks, self.hit_blocks, self.reason(), parts)
 
     def reason(self) -> str:
         """Why it took what it took, in a few words."""

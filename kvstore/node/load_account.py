@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from typing import Final
 
@@ -82,8 +81,8 @@ class LoadAccount:
         seconds = accounts.clock.now_s() - self._began_s
         reach = next((one for one in reversed(_REACHES) if self._hits[one]), "none")
         accounts.counters.observe(_SECONDS[reach], seconds)
-        make = partial(self._record, request_id.get(), time.time(), seconds)
-        accounts.recent.add(time.time(), seconds, make)
+        make = partial(self._record, request_id.get(), seconds)
+        accounts.recent.add(seconds, make)
         if tracing.on():
             tracing.note(blocks=self._blocks, hit_blocks=sum(self._hits.values()), reason=self._reason(seconds))
         if seconds > accounts.slow_s:
@@ -98,7 +97,7 @@ class LoadAccount:
                 record.parts,
             )
 
-    def _record(self, name: str, at_unix_s: float, seconds: float) -> LoadRecord:
+    def _record(self, name: str, seconds: float) -> LoadRecord:
         parts: dict[str, object] = {
             **{f"{reach}_blocks": count for reach, count in self._hits.items() if count},
             **{f"{reach}_wait_s": round(waited, 6) for reach, waited in self._waited_s.items() if waited > 0},
@@ -106,7 +105,7 @@ class LoadAccount:
             "engine_s": round(self._engine_s, 6),
         }
         hits = sum(self._hits.values())
-        return LoadRecord(name, at_unix_s, round(seconds, 6), self._blocks, hits, self._reason(seconds), parts)
+        return LoadRecord(name, round(seconds, 6), self._blocks, hits, self._reason(seconds), parts)
 
     def _reason(self, seconds: float) -> str:
         waits = {

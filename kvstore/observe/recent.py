@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 MOST_KEPT: Final = 2_048
@@ -20,7 +20,7 @@ class LoadRecord:
 
     Attributes:
         request_id: the client's name for it; the same in the logs and traces of all who had a part in it.
-        at_unix_s: when it ended.
+        ago_s: how long ago it ended, when this was asked for.
         seconds: how long it took.
         blocks: asked for.
         hit_blocks: of them came.
@@ -29,34 +29,34 @@ class LoadRecord:
     """
 
     request_id: str
-    at_unix_s: float
     seconds: float
     blocks: int
     hit_blocks: int
     reason: str
     parts: Mapping[str, object] = field(default_factory=dict)
+    ago_s: float = 0.0
 
 
 class RecentLoads:
-    """A bounded memory of loads. Thread-safe."""
+    """A bounded memory of loads. Thread-safe; ``now_s`` is a monotonic clock."""
 
-    def __init__(self, now_unix_s: Callable[[], float] = time.time) -> None:
-        self._now_unix_s = now_unix_s
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
         self._lock = threading.Lock()
         self._kept: deque[tuple[float, float, Callable[[], LoadRecord]]] = deque(maxlen=MOST_KEPT)
 
-    def add(self, at_unix_s: float, seconds: float, make: Callable[[], LoadRecord]) -> None:
-        """Takes a load in; the oldest leaves. ``make`` words its record once somebody asks: few are ever asked for."""
+    def add(self, seconds: float, make: Callable[[], LoadRecord]) -> None:
+        """Takes a load in that ends now; the oldest leaves. ``make`` words its record once somebody asks: few ever are."""
         with self._lock:
-            self._kept.append((at_unix_s, seconds, make))
+            self._kept.append((self._now_s(), seconds, make))
 
     def slowest(self, window_s: float = WINDOW_S, most: int = SHOWN) -> list[LoadRecord]:
         """Loads that ended within the last seconds, slowest first."""
-        since_s = self._now_unix_s() - window_s
+        now_s = self._now_s()
         with self._lock:
-            found = [kept for kept in self._kept if kept[0] >= since_s]
+            found = [kept for kept in self._kept if kept[0] >= now_s - window_s]
         found.sort(key=lambda kept: kept[1], reverse=True)
-        return [make() for _, _, make in found[:most]]
+        return [replace(make(), ago_s=round(now_s - ended_s, 3)) for ended_s, _, make in found[:most]]
 
     def page(self) -> dict[str, object]:
         """As the page ``/loads`` shows them."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.core.clock import ManualClock
 from kvstore.observe import counters as counters_module
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
@@ -184,15 +185,18 @@ def test_two_collectors_may_share_an_engines_registry() -> None:
 
 
 def test_the_slowest_loads_of_the_last_minute() -> None:
-    now_s = 1_000.0
-    recent = RecentLoads(lambda: now_s)
-    for number in range(MOST_KEPT + 10):
-        record = LoadRecord(f"r{number}", now_s - 30, number % 97, 1, 1, "why")
-        recent.add(record.at_unix_s, record.seconds, lambda record=record: record)  # type: ignore[misc]
-    recent.add(now_s - 61, 1e6, lambda: LoadRecord("old", now_s - 61, 1e6, 1, 1, "too long ago"))
+    clock = ManualClock()
+    recent = RecentLoads(clock.now_s)
+    recent.add(1e6, lambda: LoadRecord("old", 1e6, 1, 1, "too long ago"))
+    clock.advance(31)
+    for number in range(MOST_KEPT - 1):
+        record = LoadRecord(f"r{number}", number % 97, 1, 1, "why")
+        recent.add(record.seconds, lambda record=record: record)  # type: ignore[misc]
+    clock.advance(30)
     found = recent.slowest()
     assert [record.seconds for record in found] == sorted((record.seconds for record in found), reverse=True)
     assert found[0].seconds == 96
+    assert {record.ago_s for record in found} == {30}
     assert "old" not in {record.request_id for record in found}
     assert json.loads(json.dumps(recent.page()))["slowest"][0]["reason"] == "why"
 
