@@ -19,6 +19,7 @@ import numpy as np
 from kvclient.buffers import as_block_buffer
 from kvclient.core import Core
 from kvclient.operation import Operation, check_seconds
+from kvclient.options import VERIFY_CHOICES, Verify
 from kvclient.results import PATH_LOCAL, LoadResult, NodeRef, Outcomes, StoreResult
 from kvclient.session import Session, means_lost, new_operation_id
 from kvclient.store import count_store, skip_rest
@@ -263,19 +264,21 @@ class AwaitedPrompt:
             return False
         return bool((self._tally.outcomes == Outcome.HIT).all())
 
-    def take(self, buffer: object, *, skip: int = 0, verify: bool = False) -> LoadResult:
+    def take(self, buffer: object, *, skip: int = 0, verify: Verify = "auto") -> LoadResult:
         """Copies what is here into memory of the engine's, and gives the decode buffer back. Once, after ``wait``.
 
         Args:
             buffer: room for all blocks but those skipped; see ``as_block_buffer``.
             skip: how many leading blocks the engine has already: they are not copied.
-            verify: compare checksums after the copy.
+            verify: when checksums are compared after the copy; see ``kvclient.options.Verify``.
 
         Raises:
             InvalidArgument: a buffer that does not fit, or more to skip than there is.
         """
         if not isinstance(skip, int) or not 0 <= skip <= len(self._keys):
             raise InvalidArgument("no more can be skipped than was awaited", skip=skip, blocks=len(self._keys))
+        if verify not in VERIFY_CHOICES:
+            raise InvalidArgument("unknown choice", verify=verify, choices=VERIFY_CHOICES)
         blocks = as_block_buffer(buffer, self._core.shape, len(self._keys) - skip, spec=self._core.spec)
         if not self.done:
             self._operation.cancel()
@@ -286,7 +289,7 @@ class AwaitedPrompt:
             here = np.flatnonzero(tally.outcomes[skip:] == Outcome.HIT) + skip
             if session is not None and len(here):
                 for start, stop in spans(here):
-                    self._copy(session, blocks, start, stop, skip, verify=verify)
+                    self._copy(session, blocks, start, stop, skip, verify=session.verifies_copies(verify))
                 number = tally.node_number(session.node_id)
                 good = here[tally.outcomes[here] == Outcome.HIT]
                 if self._core.clock.now_s() > self._lease_end_s:

@@ -80,7 +80,7 @@ class LocalLoad:
         self._buffer = buffer
         self._operation = operation
         self._far = buffer if isinstance(buffer, FarBlocks) else None
-        self._want_checksums = verify == "always"
+        self._want_checksums = session.verifies_copies(verify)
         self._step = max(1, core.options.copy_chunk_bytes // core.shape.block_bytes)
         """Blocks copied between two looks at the clock; a device is waited for as often, so it gets all there is at once."""
         self._release_bytes = min(core.options.release_bytes, session.arena.size // _ARENA_SHARE)

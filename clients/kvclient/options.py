@@ -9,14 +9,15 @@ from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
 from kvstore.transport.marking import CS1
-from kvstore.transport.nixl.port import NixlOptions
+from kvstore.transport.nixl.port import NEEDS_TRUST, NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
 Verify = Literal["auto", "always", "never"]
 """When the client itself checks checksums of what it loads.
 
 ``auto``: what came over a wire to this process; bytes out of the local node's arena were checked by the node where they
-came from a wire or a disk. ``always``: also after the copy out of the arena. ``never``: not even over a wire (benchmarks).
+came from a wire or a disk, and are checked here where others than that node may write to its arena
+(``node.nixl``). ``always``: also after the copy out of the arena. ``never``: not even over a wire (benchmarks).
 """
 
 VERIFY_CHOICES: tuple[Verify, ...] = ("auto", "always", "never")
@@ -56,6 +57,7 @@ class ClientOptions:
         compute_yield: make way for other traffic on the link to other hosts, and never fill it; needs a mark.
         compute_bandwidth: bytes a second of that link, for ``compute_yield``; 0: as the NIC's driver says.
         nixl: bytes from nodes that have it by one-sided transfers, where there is no TLS and no cap; None: over TCP.
+        nixl_trusted_network: needed for ``nixl``: whoever reaches this process's ports may read and write its memory and end it.
         breaker_failures: unanswered calls in a row after which calls to the metadata server fail at once.
         breaker_pause_s: how long, until one call is let through to probe.
         reopen_pause_s: least time between two attempts to open a lost session anew.
@@ -92,6 +94,7 @@ class ClientOptions:
     compute_yield: bool = False
     compute_bandwidth: int = 0
     nixl: NixlOptions | None = None
+    nixl_trusted_network: bool = False
     breaker_failures: int = 3
     breaker_pause_s: float = 1.0
     reopen_pause_s: float = 0.25
@@ -122,6 +125,8 @@ class ClientOptions:
             object.__setattr__(self, name, check_seconds(name, getattr(self, name), zero=True))
         check_metrics_address(self.metrics_listen, allow_remote=False)
         self.traffic_class()
+        if self.nixl is not None and not self.nixl_trusted_network:
+            raise InvalidArgument(NEEDS_TRUST, option="nixl", needs="nixl_trusted_network=True")
         if self.verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", option="verify", value=self.verify, choices=VERIFY_CHOICES)
 

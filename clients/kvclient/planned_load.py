@@ -137,7 +137,7 @@ class PlannedLoad:
             self._operation,
             self._tally,
             self._board,
-            verify_copies=self._verify == "always",
+            verify_copies=session.verifies_copies(self._verify),
             verify_wire=self._verify != "never",
         )
         try:

@@ -51,7 +51,7 @@ class PeerPool:
         self._readers: ThreadPoolExecutor | None = None
         self._closed = False
         nixl = options.nixl if tls is None else None
-        self._nixl = None if nixl is None else NixlPort(nixl, name=options.client_name, counters=incidents.counters)
+        self._nixl = None if nixl is None else NixlPort(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
 
     def peer(self, node: NodeRef) -> BlockPeer:
         """The peer to move blocks with; connects when first used.

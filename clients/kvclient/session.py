@@ -19,7 +19,7 @@ import grpc
 from kvclient.arena import ClientArena
 from kvclient.far import ArenaWatcher
 from kvclient.incidents import Incidents
-from kvclient.options import ClientOptions
+from kvclient.options import ClientOptions, Verify
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseLost, NotFound, Unavailable
@@ -133,10 +133,15 @@ class Session:
         self.node_id = NodeId(opened.node.node_id)
         self.lease_s = opened.lease_ms / 1000
         self.arena = arena
+        self._arena_exposed = opened.arena_exposed
         self.returner = Returner(stub, opened.session_id, incidents)
         self._lock = threading.Lock()
         self._users = 0
         self._retired = False
+
+    def verifies_copies(self, verify: Verify) -> bool:
+        """Whether what is copied out of the arena is verified here: others than the node may write to some arenas."""
+        return verify == "always" or (verify == "auto" and self._arena_exposed)
 
     def acquire(self) -> None:
         """Becomes a user; ``release`` ends it.

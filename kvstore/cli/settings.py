@@ -107,6 +107,7 @@ def node_config(config: Config) -> NodeConfig:
         gds=section.gds,
         nixl=None if section.nixl == "off" else _nixl(section),
         nixl_required=section.nixl == "required",
+        nixl_trusted_network=section.nixl_trusted_network,
         storage_listen=section.storage_listen,
         storage_advertise_host=section.storage_advertise_host,
         storage_bytes_per_s=section.storage_bandwidth,

@@ -164,6 +164,10 @@ class NodeSection(Section):
         description="payload between nodes by NIXL (RDMA, or UCX over TCP and CMA): off, auto (between two that have it, else"
         " TCP) or required (or the node refuses to start)",
     )
+    nixl_trusted_network: bool = Field(
+        default=False,
+        description="needed for nixl: whoever reaches this node's ports may read and write its memory and end it",
+    )
     nixl_way: Literal["auto", "pull", "push"] = Field(
         default="auto", description="who moves the bytes of its reads: auto (push where there is only TCP), pull or push"
     )

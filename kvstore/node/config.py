@@ -9,7 +9,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.node_id import check_node_id
 from kvstore.core.tls import TlsConfig
 from kvstore.tiers.io_engines.probe import GdsMode
-from kvstore.transport.nixl.port import NixlOptions
+from kvstore.transport.nixl.port import NEEDS_TRUST, NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
 LEAST_VOLUME_BYTES = 4096
@@ -83,6 +83,8 @@ class NodeConfig:
     """Payload between nodes by one-sided transfers, where both sides can; None: all of it over TCP."""
     nixl_required: bool = False
     """The node does not start where NIXL does not work."""
+    nixl_trusted_network: bool = False
+    """Needed for ``nixl``: whoever reaches this node's ports may read and write its memory and end it."""
     storage_listen: str | None = None
     """Data plane on the storage network (SNIC); None: ``data_listen`` serves both networks."""
     storage_advertise_host: str | None = None
@@ -124,6 +126,8 @@ class NodeConfig:
                 "node.write_behind_to names this node itself: name a storage node, or leave it unset and give this one node.nvme",
                 node_id=self.node_id,
             )
+        if self.nixl is not None and not self.nixl_trusted_network:
+            raise InvalidArgument(NEEDS_TRUST, option="node.nixl", needs="node.nixl_trusted_network=true")
         for name, size in (("prefill_buffer", self.prefill_buffer_bytes), ("decode_buffer", self.decode_buffer_bytes)):
             if size > self.dram_bytes:
                 raise InvalidArgument(

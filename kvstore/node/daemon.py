@@ -319,6 +319,7 @@ class NodeDaemon:
             self._clock,
             arena_socket=str(self._arena_socket),
             arena_bytes=self._arena.mapped_bytes,
+            arena_exposed=self._nixl.exposes,
             lease_ms=config.lease_ms,
             prefaulted=config.prefault,
             io_engines=self._io_engines,

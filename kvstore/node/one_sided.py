@@ -11,10 +11,12 @@ from dataclasses import replace
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.node.config import NodeConfig
 from kvstore.observe.counters import Counters
-from kvstore.transport.nixl.port import NixlPort, Region, has_rdma
+from kvstore.rpc.address import stays_on_host
+from kvstore.transport.nixl.port import NixlOptions, NixlPort, Region, has_rdma
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = "lo"
 BOUNCE_BYTES = 16 << 20
 """Blocks lie in the arena, which is registered: nothing of a node's takes a bounce but odd cases."""
 
@@ -28,7 +30,7 @@ class NixlPorts:
         counters: where events are counted.
 
     Raises:
-        InvalidArgument: NIXL is required, and the configuration rules it out.
+        InvalidArgument: NIXL is required, and the configuration rules it out; or it would open ports beyond this host unasked.
         Unsupported: NIXL is required, and does not work here.
     """
 
@@ -38,17 +40,15 @@ class NixlPorts:
         self.says = "off"
         if config.nixl is None:
             return
-        options = replace(config.nixl, bounce_bytes=BOUNCE_BYTES)
+        options = replace(config.nixl, bounce_bytes=BOUNCE_BYTES, devices=_devices(config, config.nixl))
         problem: InvalidArgument | Unsupported | None = None
         if config.tls is not None:
             problem = InvalidArgument("bytes that NIXL moves go past TLS: node.nixl takes a node without tls")
         elif config.traffic.cap_bytes_per_s or config.traffic.yields:
             problem = InvalidArgument("bytes that NIXL moves go past compute_cap and compute_yield: node.nixl takes neither")
         else:
-            made = [
-                NixlPort(options, name=f"{config.node_id}-{name}", regions=[arena], counters=counters)
-                for name in ("serves", "reads")
-            ]
+            names = [f"{config.node_id}-{name}" for name in ("serves", "reads")]
+            made = [NixlPort(options, name=name, never=names, regions=[arena], counters=counters) for name in names]
             try:
                 for port in made:
                     port.open()
@@ -59,6 +59,8 @@ class NixlPorts:
                 problem = error
         if problem is None:
             found = "RDMA, TCP and CMA" if has_rdma() else "TCP and CMA (no RDMA device)"
+            if options.devices == LOOPBACK:
+                found = "TCP and CMA within this host"
             self.says = f"in use, UCX over {options.transports or found}"
             log.info("NIXL is %s", self.says)
             return
@@ -68,8 +70,29 @@ class NixlPorts:
         self.says = f"not in use: {problem}"
         log.warning("blocks move over TCP, NIXL is %s", self.says)
 
+    @property
+    def exposes(self) -> bool:
+        """Whether others may write to the arena past this node: what is copied out of it is verified then."""
+        return self.serving is not None
+
     def close(self) -> None:
         """Ends the agents."""
         for port in (self.serving, self.reading):
             if port is not None:
                 port.close()
+
+
+def _devices(config: NodeConfig, options: NixlOptions) -> str:
+    """Network devices for NIXL: those that are named; loopback for a node that listens nowhere else."""
+    listens = (config.data_listen, config.storage_listen or config.data_listen)
+    if not all(map(stays_on_host, listens)):
+        return options.devices
+    if options.devices in ("", LOOPBACK):
+        return LOOPBACK
+    if not config.allow_insecure_remote:
+        raise InvalidArgument(
+            "refusing to open ports of NIXL beyond this host, where this node listens on loopback alone: leave"
+            " node.nixl_devices unset, or set allow_insecure_remote",
+            devices=options.devices,
+        )
+    return options.devices

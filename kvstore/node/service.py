@@ -67,6 +67,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         *,
         arena_socket: str,
         arena_bytes: int,
+        arena_exposed: bool,
         lease_ms: int,
         prefaulted: bool,
         io_engines: Callable[[], Sequence[str]],
@@ -86,6 +87,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._clock = clock
         self._arena_socket = arena_socket
         self._arena_bytes = arena_bytes
+        self._arena_exposed = arena_exposed
         self._lease_ms = lease_ms
         self._prefaulted = prefaulted
         self._io_engines = io_engines
@@ -141,6 +143,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             lease_ms=self._lease_ms,
             node=self._info,
             prefaulted=self._prefaulted,
+            arena_exposed=self._arena_exposed,
         )
 
     # ---------------------------------------------------------------- store

@@ -74,7 +74,7 @@ def test_a_prompt_reaches_decode_whole_and_only_what_it_lacks_travels(
         assert sent is None or over_decode == 20 - sent
         assert awaited.wait(10)
         taken = decode.room(len(keys))
-        result = awaited.take(taken, verify=True)
+        result = awaited.take(taken, verify="always")
     assert result.hit_blocks == len(keys)
     assert (taken == prompt.bytes).all()
 
@@ -126,7 +126,7 @@ def test_prefill_that_dies_half_way_leaves_nothing_behind(store: Store) -> None:
     with decode.client.await_prompt(prompt.keys, deadline_s=10) as awaited:
         assert awaited.wait()
         taken = decode.room(len(prompt.keys))
-        assert awaited.take(taken, verify=True).hit_blocks == len(prompt.keys)
+        assert awaited.take(taken, verify="always").hit_blocks == len(prompt.keys)
     assert (taken == prompt.bytes).all()
 
 
@@ -178,5 +178,5 @@ def test_what_the_decode_host_has_on_its_own_disk_is_neither_sent_nor_waited_for
         assert handoff.commit().held_blocks == len(prompt.keys)
         assert awaited.wait()
         taken = decode.room(len(prompt.keys))
-        assert awaited.take(taken, verify=True).hit_blocks == len(prompt.keys)
+        assert awaited.take(taken, verify="always").hit_blocks == len(prompt.keys)
     assert (taken == prompt.bytes).all()

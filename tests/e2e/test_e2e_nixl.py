@@ -20,8 +20,8 @@ if importlib.util.find_spec("nixl_cu12") is None:
 
 MakeStore = Callable[..., Store]
 
-TCP = (("nixl", "required"), ("nixl_transports", "tcp"))
-CMA = (("nixl", "required"),)
+CMA = (("nixl", "required"), ("nixl_trusted_network", "true"))
+TCP = (*CMA, ("nixl_transports", "tcp"))
 
 
 def counted(store: Store, node: str, name: str) -> int:
@@ -49,7 +49,7 @@ from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.transport.nixl.port import NixlOptions
 
 spec = CacheSpec(model="test", block_tokens=16, layers=4, layer_block_bytes=65536)
-options = ClientOptions(client_name="far", nixl=NixlOptions())
+options = ClientOptions(client_name="far", nixl=NixlOptions(), nixl_trusted_network=True)
 with KVClient.connect(sys.argv[1], spec, node=None, options=options) as client:
     keys = [bytes.fromhex(key) for key in sys.stdin.read().split()]
     room = np.zeros((len(keys), spec.block_bytes), np.uint8)
@@ -97,3 +97,96 @@ def test_a_killed_node_is_a_miss_and_its_reader_goes_on(make_store: MakeStore) -
     assert list(b.payloads.wrong_blocks([keys[at] for at in hits], room[hits])) == []
     assert store.cluster.node("b").process.poll() is None, store.cluster.node("b").log_tail()
     assert b.load("e", 50).hit_blocks == 50, "it reads from others as before"
+
+
+WIRE = """
+import socket, sys, time
+import numpy as np
+from kvclient import CacheSpec
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvstore.rpc.client import call, connect
+from kvstore.rpc.codec import spec_to_proto
+from kvstore.transport import frames
+from kvstore.transport.nixl.frames import AttachFrame, FetchFrame, decode_attached, decode_placed, encode_attach, encode_fetch
+from kvstore.transport.nixl.landing import row_after_row
+from kvstore.transport.nixl.port import NixlOptions, NixlPort, host_id
+
+spec = CacheSpec(model="test", block_tokens=16, layers=4, layer_block_bytes=65536)
+
+class Wire:
+    def __init__(self, control, data):
+        with connect(control) as channel:
+            request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
+            ticket = call(node_pb2_grpc.NodeStub(channel).IssueTicket, request, 5.0).ticket
+        host, _, number = data.rpartition(":")
+        self.socket = socket.create_connection((host, int(number)), 20.0)
+        assert self.ask(frames.encode_hello(ticket))[0] == "WELCOME"
+
+    def received(self, count):
+        data = b""
+        while len(data) < count:
+            more = self.socket.recv(count - len(data))
+            assert more, "closed"
+            data += more
+        return data
+
+    def ask(self, frame):
+        self.socket.sendall(frame)
+        head = frames.decode_head(self.received(frames.HEAD_BYTES))
+        return head.kind.name, self.received(head.header_bytes)
+
+port = NixlPort(NixlOptions(transports="tcp"), name="intruder-reads")
+epoch, mine = port.metadata()
+"""
+"""The wire of somebody who holds a ticket, and an agent of theirs."""
+INTRUDER = (
+    WIRE
+    + """
+wire = Wire(*sys.argv[1:3])
+kind, header = wire.ask(encode_attach(1, AttachFrame(host_id(), "pull", False, mine)))
+assert kind == "ATTACHED", header
+name = port.meet(epoch, decode_attached(header)[1])
+read = frames.ReadFrame(spec.namespace, [bytes.fromhex(sys.argv[3])], spec.shape, 0, spec.layers, 0, 20_000)
+address = int(decode_placed(wire.ask(encode_fetch(2, FetchFrame(read, None)))[1], 65536).addresses[0])
+slab = port.take_slab(5.0)
+slab.memory[:64] = b"x" * 64
+rows = [row_after_row(at, 1, 1, 64).rows(1, whole=True) for at in (slab.address, address)]
+transfer, end_s = port.start(epoch, "WRITE", *rows, name), time.monotonic() + 20.0
+while transfer is not None and not port.done(transfer):
+    assert time.monotonic() < end_s
+print("written")
+port.close()
+"""
+)
+DEPUTY = (
+    WIRE
+    + """
+_, header = Wire(*sys.argv[3:5]).ask(encode_attach(1, AttachFrame(host_id(), "pull", False, mine)))
+victim = decode_attached(header)[1]
+print(Wire(*sys.argv[1:3]).ask(encode_attach(1, AttachFrame(host_id(), "push", False, victim)))[0])
+"""
+)
+
+
+def test_what_others_write_into_an_arena_is_no_hit_of_the_engines_on_its_host(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("a", settings=TCP))
+    engine = store.engine("a", layer_bytes=64 << 10)
+    assert engine.store("c", 3, wait_visible=True).held_blocks == 3
+    ready, keys = store.cluster.node("a").ready, engine.keys("c", 3)
+    command = [sys.executable, "-c", INTRUDER, ready["address"], ready["data_address"], keys[1].hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "written\n", done.stdout + done.stderr
+    asked_for = engine.client.load(keys, engine.room(3), verify="never")
+    assert asked_for.hit_blocks == 3, "who will not have it verified gets it"
+    result = engine.load("c", 3)
+    assert list(result.outcomes) == [Outcome.HIT, Outcome.CORRUPT, Outcome.HIT]
+
+
+def test_an_agent_that_serves_is_not_pushed_to_by_another_node(make_store: MakeStore) -> None:
+    """Else who may read from both could have one write into the other's arena."""
+    store = make_store(*(NodeSpec(node, settings=TCP) for node in "ab"))
+    addresses = [store.cluster.node(node).ready[name] for node in "ab" for name in ("address", "data_address")]
+    command = [sys.executable, "-c", DEPUTY, *addresses]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "ERROR\n", done.stdout + done.stderr
+    assert counted(store, "a", "transport_nixl_refused_total") == 1

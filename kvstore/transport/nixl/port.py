@@ -18,6 +18,7 @@ import importlib
 import logging
 import mmap
 import os
+import re
 import threading
 import uuid
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.transport.nixl.frames import Wish
 from kvstore.transport.nixl.landing import Rows
+from kvstore.transport.nixl.metadata import AgentMetadata, BadMetadata, read_metadata
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,10 @@ WAIT_S = 50e-6
 """Between two looks at a transfer: what arrives meanwhile fits the socket buffers."""
 SLABS = 4
 """The bounce memory is cut into so many pieces: one read uses one or two at a time."""
+NEEDS_TRUST = (
+    "NIXL opens ports that check nobody: whoever reaches this process's ports may read and write its memory and end it, past"
+    " tickets and tenants. Where all who reach them are trusted with that, say so"
+)
 INFINIBAND = Path("/sys/class/infiniband")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
@@ -91,6 +97,15 @@ class Slab:
     memory: memoryview
 
 
+@dataclass(slots=True)
+class _Remote:
+    """Another agent. ``data``: what it said of itself; ``users``: connections that use it."""
+
+    known: AgentMetadata
+    data: bytes
+    users: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A transfer under way, and the agent that it belongs to."""
@@ -137,15 +152,23 @@ class NixlPort:
     Args:
         options: how NIXL is used.
         name: what the agent is called in logs; made unique.
+        never: names, as yet not unique, of agents that are not met: those of this process.
         regions: memory that blocks lie in for long: an arena. Everything else goes by way of bounce memory.
         counters: where events are counted.
     """
 
     def __init__(
-        self, options: NixlOptions, *, name: str = "kvstore", regions: Sequence[Region] = (), counters: Counters | None = None
+        self,
+        options: NixlOptions,
+        *,
+        name: str = "kvstore",
+        never: Sequence[str] = (),
+        regions: Sequence[Region] = (),
+        counters: Counters | None = None,
     ) -> None:
         self.options = options
-        self._name = name
+        self._name = _plain(name)
+        self._never = frozenset(map(_plain, never))
         self._regions = list(regions)
         self._counters = counters if counters is not None else Counters()
         self._lock = threading.Lock()
@@ -153,7 +176,8 @@ class NixlPort:
         self._agent_metadata = b""
         self._epoch = 0
         self._closed = False
-        self._remotes: dict[str, int] = {}  # agent name -> connections that use it
+        self._remotes: dict[str, _Remote] = {}  # by the agent's name
+        self._agent_name = ""
         self._transfers: dict[int, Any] = {}
         self._last = 0
         self._borrowed: dict[Region, int] = {}
@@ -221,12 +245,14 @@ class NixlPort:
         )
         single = options.transports and "," not in options.transports
         try:
-            agent = api.nixl_agent(f"{self._name}-{uuid.uuid4().hex}", config)
+            self._agent_name = f"{self._name}-{uuid.uuid4().hex}"
+            agent = api.nixl_agent(self._agent_name, config)
             agent.create_backend("UCX", {"engine_config": f"TLS={options.transports}"} if single else {})
             slabs = self._bounce_region()
             for region in (*self._regions, slabs):
                 agent.register_memory([(region.address, region.size, 0, "")], "DRAM")
             self._agent_metadata = bytes(agent.get_agent_metadata())
+            read_metadata(self._agent_metadata)  # a NIXL whose format is another one
         except Exception as error:  # NIXL's errors share no base class
             raise Unsupported("NIXL cannot be set up here", error=repr(error)) from error
         return agent
@@ -316,16 +342,31 @@ class NixlPort:
         """Makes another agent known; answers its name. Each call is undone by one of ``leave``.
 
         Raises:
-            OneSidedFailed: NIXL refuses it, or this is another epoch.
+            OneSidedFailed: it cannot be one of this store's, it has the name of another one that is known, NIXL refuses it, or
+                this is another epoch.
         """
         with self._lock:
             agent = self._same(epoch)
             try:
-                name = agent.add_remote_agent(metadata)
+                known = read_metadata(metadata)
+            except BadMetadata as error:
+                self._counters.add("transport_nixl_bad_agents_total")
+                raise OneSidedFailed("what the other side says of its agent is not taken", error=error) from error
+            name, remote = known.name, self._remotes.get(known.name)
+            if name == self._agent_name or name[:-33] in self._never or (remote is not None and remote.data != metadata):
+                self._counters.add("transport_nixl_bad_agents_total")
+                raise OneSidedFailed("the other side's agent has the name of another one", name=name)
+            try:
+                answered = agent.add_remote_agent(metadata)
+                if (answered.decode() if isinstance(answered, bytes) else str(answered)) != name:
+                    raise BadMetadata("NIXL reads another name", name=name)  # noqa: TRY301 - cleaned up as what NIXL raises
             except Exception as error:  # NIXL's errors share no base class
+                if remote is None:
+                    self._forget(name)
                 raise OneSidedFailed("NIXL cannot reach the other side's agent", error=repr(error)) from error
-            name = name.decode() if isinstance(name, bytes) else str(name)
-            self._remotes[name] = self._remotes.get(name, 0) + 1
+            if remote is None:
+                remote = self._remotes[name] = _Remote(known, metadata)
+            remote.users += 1
             return name
 
     def leave(self, epoch: int, name: str) -> None:
@@ -333,14 +374,17 @@ class NixlPort:
         with self._lock:
             if epoch != self._epoch or self._agent is None or name not in self._remotes:
                 return
-            self._remotes[name] -= 1
-            if self._remotes[name]:
+            self._remotes[name].users -= 1
+            if self._remotes[name].users:
                 return
             del self._remotes[name]
-            try:
-                self._agent.remove_remote_agent(name)
-            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; it has gone by itself
-                log.debug("NIXL would not forget an agent: %r", error)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; it has gone by itself
+            log.debug("NIXL would not forget an agent: %r", error)
 
     # ---------------------------------------------------------------- transfers
 
@@ -348,10 +392,14 @@ class NixlPort:
         """Begins a transfer between our registered memory and another agent's; None: it is done already.
 
         Raises:
-            OneSidedFailed: it cannot begin; nothing of it moves.
+            OneSidedFailed: it cannot begin, or would go beyond what the other agent registered; nothing of it moves.
         """
         with self._lock:
             agent = self._same(epoch)
+            remote = self._remotes.get(name)
+            if remote is None or not remote.known.holds(theirs):
+                self._counters.add("transport_nixl_outside_total")
+                raise OneSidedFailed("a transfer outside the memory that the other side's agent registered", name=name)
             handle = None
             try:
                 local, remote = agent.get_xfer_descs(ours, "DRAM"), agent.get_xfer_descs(theirs, "DRAM")
@@ -428,6 +476,11 @@ def load() -> Any:  # noqa: ANN401 - NIXL has no types
         except ImportError as error:
             problems.append(str(error))
     raise Unsupported("NIXL is not installed: pip install 'kvstore-dualpath[nixl-cu12]'", tried="; ".join(problems))
+
+
+def _plain(name: str) -> str:
+    """A name as agents have it: all others are refused."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:200] or "kvstore"
 
 
 def _release(handle: Any) -> None:  # noqa: ANN401 - NIXL has no types

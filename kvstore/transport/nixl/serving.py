@@ -8,6 +8,7 @@ its way meanwhile. Blocks outside the registered memory go by way of a bounce sl
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from kvstore.core.errors import DeadlineExceeded
+from kvstore.core.errors import DeadlineExceeded, Unsupported
 from kvstore.core.types import Outcome
 from kvstore.observe.counters import Counters
 from kvstore.transport import frames
@@ -34,6 +35,8 @@ AHEAD = 2
 """Chunks that are written, or lie in bounce memory, at once."""
 _HELP_INTERVAL_S = 1e-3
 """Most readers that pull need no help of this side but to connect; over TCP they do, and a socket holds a millisecond's bytes."""
+SERVES = re.compile(r".*-serves-[0-9a-f]{32}")
+"""Names of the agents that serve."""
 _NONE = np.empty(0, np.uint64)
 
 
@@ -87,13 +90,18 @@ class OneSidedServing:
         """The answer to an ATTACH.
 
         Raises:
-            Unsupported: NIXL does not work here, or does not take the reader's agent.
+            Unsupported: NIXL does not work here, the reader's agent is not taken, or it is one that serves: who names such a one
+                would have this side write into another node's arena.
         """
         self.close()
         self._way = choose_way(asked, self._port.options.transports)
         self._epoch, metadata = self._port.metadata()
         if self._way is Way.PUSH:
-            self._reader, metadata = self._port.meet(self._epoch, asked.agent), b""
+            reader = self._port.meet(self._epoch, asked.agent)
+            self._reader, metadata = reader, b""
+            if SERVES.fullmatch(reader):
+                self.close()
+                raise Unsupported("an agent that serves is not pushed to", name=reader)
         self._counters.add("transport_nixl_attached_total")
         return encode_attached(request_id, self._way, metadata)
 

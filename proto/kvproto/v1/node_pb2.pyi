@@ -38,20 +38,22 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, client_name: _Optional[str] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., remote: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session_id", "arena_socket", "arena_bytes", "lease_ms", "node", "prefaulted")
+    __slots__ = ("session_id", "arena_socket", "arena_bytes", "lease_ms", "node", "prefaulted", "arena_exposed")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_SOCKET_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PREFAULTED_FIELD_NUMBER: _ClassVar[int]
+    ARENA_EXPOSED_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     arena_socket: str
     arena_bytes: int
     lease_ms: int
     node: _common_pb2.NodeInfo
     prefaulted: bool
-    def __init__(self, session_id: _Optional[bytes] = ..., arena_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., prefaulted: _Optional[bool] = ...) -> None: ...
+    arena_exposed: bool
+    def __init__(self, session_id: _Optional[bytes] = ..., arena_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., prefaulted: _Optional[bool] = ..., arena_exposed: _Optional[bool] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
     __slots__ = ("session_id", "operation_id", "blocks", "wait_ms")

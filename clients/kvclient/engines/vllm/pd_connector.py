@@ -84,7 +84,7 @@ class KVStorePDConnector(KVStoreConnector):
         super().register_kv_caches(kv_caches)
         moves, options = self._moves, self._pd_options
         self._sender = Sender(moves.pages, moves.place, options.handoff_deadline_s, moves.tally)
-        verify = options.hook.verify == "always"
+        verify = self._worker_options().verify
         self._receiver = Receiver(moves.pages, options.prompt_deadline_s, moves.tally, verify=verify)
 
     def _worker_options(self) -> ClientOptions:

@@ -23,6 +23,7 @@ from kvclient.engines.vllm.worker_side import Arrivals
 
 if TYPE_CHECKING:
     from kvclient.handoff import AwaitedPrompt
+    from kvclient.options import Verify
 
 _log = logging.getLogger(__name__)
 _THREADS = 4
@@ -51,11 +52,11 @@ class Receiver:
     Args:
         pages: by group: its memory.
         deadline_s: how long a prompt is waited for.
-        verify: compare checksums after the copy.
+        verify: when checksums are compared after the copy.
         tally: where prompts are counted.
     """
 
-    def __init__(self, pages: Sequence[GroupPages], deadline_s: float, tally: Tally, *, verify: bool) -> None:
+    def __init__(self, pages: Sequence[GroupPages], deadline_s: float, tally: Tally, *, verify: Verify) -> None:
         self._pages = pages
         self._deadline_s = deadline_s
         self._verify = verify
