@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "tiers": LEAVES,
     "transport": LEAVES,
     "rpc": LEAVES | {"kvproto"},
-    "doctor": LEAVES | {"tiers"},
+    "doctor": LEAVES | {"tiers", "transport"},
     "metadata": LEAVES | {"dualpath", "index", "rpc", "kvproto"},
     "node": LEAVES | {"tiers", "transport", "rpc", "kvproto"},
     "router": LEAVES | {"rpc", "kvproto", "kvclient"},

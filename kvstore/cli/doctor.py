@@ -14,11 +14,13 @@ import click
 from kvstore.cli.help import Command
 from kvstore.cli.options import setting_option, with_quiet_config
 from kvstore.cli.settings import tls
-from kvstore.core.config import Config
+from kvstore.core.config import Config, NodeSection
 from kvstore.core.errors import KVStoreError
-from kvstore.doctor.facts import Wanted, WantedVolume
+from kvstore.doctor.facts import Wanted, WantedNixl, WantedVolume
 from kvstore.doctor.findings import Finding, Level, findings, healthy
 from kvstore.doctor.running import RunningNode, node_findings
+from kvstore.rpc.address import stays_on_host
+from kvstore.transport.nixl.port import LOOPBACK
 
 _NODE_S = 2.0
 _MOST_NODES = 8
@@ -81,6 +83,19 @@ def wanted_of(config: Config) -> Wanted:
         gds=node.gds,
         volumes=tuple(WantedVolume(volume.path, volume.capacity, volume.direct) for volume in node.nvme),
         mounts=tuple(mount.path for mount in node.mounts),
+        nixl=None if node.nixl == "off" else _wanted_nixl(node),
+    )
+
+
+def _wanted_nixl(node: NodeSection) -> WantedNixl:
+    listens = (node.data_listen, node.storage_listen or node.data_listen)
+    ruled_out = "tls" if tls(node.tls) is not None else "compute_cap" if node.compute_cap else None
+    return WantedNixl(
+        required=node.nixl == "required",
+        trusted=node.nixl_trusted_network,
+        ruled_out=ruled_out or ("compute_yield" if node.compute_yield else None),
+        devices=node.nixl_devices or (LOOPBACK if all(map(stays_on_host, listens)) else ""),
+        transports=node.nixl_transports,
     )
 
 

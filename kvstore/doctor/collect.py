@@ -15,6 +15,7 @@ PROBE_S = 10.0
 GDS_S = 30.0
 HOST = "kvstore.doctor.host_probes"
 GDS = "kvstore.doctor.gds_probe"
+NIXL = "kvstore.doctor.nixl_probe"
 
 
 def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float = GDS_S) -> Facts:
@@ -33,6 +34,8 @@ def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float 
         if wanted.gds != "off":
             # it bounds what it starts itself; what is added is for a folder that does not answer
             asked[f"gds:{number}"] = partial(run_probe, GDS, [str(volume.path), str(gds_timeout_s)], gds_timeout_s + timeout_s)
+    if wanted.nixl is not None:
+        asked["nixl"] = partial(run_probe, NIXL, [wanted.nixl.devices, wanted.nixl.transports], timeout_s)
     for number, mount in enumerate(wanted.mounts):
         asked[f"mount:{number}"] = partial(run_probe, HOST, ["folder", str(mount)], timeout_s)
     with ThreadPoolExecutor(len(asked), thread_name_prefix="doctor") as threads:

@@ -22,6 +22,19 @@ class WantedVolume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WantedNixl:
+    """NIXL, where the configuration does not switch it off."""
+
+    required: bool = False
+    trusted: bool = True
+    """The operator has said that whoever reaches the node may read and write its memory."""
+    ruled_out: str | None = None
+    """The setting that goes with no NIXL."""
+    devices: str = ""
+    transports: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What the configuration asks of the host."""
 
@@ -30,6 +43,7 @@ class Wanted:
     gds: str = "auto"
     volumes: Sequence[WantedVolume] = ()
     mounts: Sequence[Path] = ()
+    nixl: WantedNixl | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Finding:
 
 def findings(facts: Facts, wanted: Wanted) -> list[Finding]:
     """Judges a host. Never raises, whatever the facts are."""
-    looks = (_software, _gpu, _gds, _storage, _mounts, _memory, _limits, _network, _rdma, _lab)
+    looks = (_software, _gpu, _gds, _storage, _mounts, _memory, _limits, _network, _rdma, _nixl, _lab)
     return [finding for look in looks for finding in look(facts, wanted)]
 
 
@@ -224,12 +224,14 @@ def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     memory = facts["memory"]
     if memory.error:
         return  # said above
-    locked, files = memory.number("memlock_hard"), memory.number("nofile_hard")
+    locked, most, files = (memory.number(name) for name in ("memlock_soft", "memlock_hard", "nofile_hard"))
     pins = bool(facts["gpu"].sections("devices") or facts["network"].sections("rdma"))
     if locked is not None and 0 <= locked < wanted.dram_bytes:
         level = Level.WARNING if pins else Level.INFO
         what = f"memlock: {show_size(locked)}: too little to pin the arena" + ("" if pins else "; nothing here needs that")
         mend = "ulimit -l unlimited   # systemd: LimitMEMLOCK=infinity; docker run --ulimit memlock=-1"
+        if most is not None and (most < 0 or most >= wanted.dram_bytes):  # whose user may raise it
+            mend = f"ulimit -S -l {'unlimited' if most < 0 else most >> 10}   # systemd: LimitMEMLOCK=infinity"
         yield Finding("limits", level, what, mend if pins else None)
     elif locked is not None:
         yield Finding("limits", Level.OK, f"memlock: {'unlimited' if locked < 0 else show_size(locked)}")
@@ -277,10 +279,38 @@ def _rdma(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
         what = "/dev/infiniband cannot be opened by this user"
         yield Finding("RDMA", Level.WARNING, what, "docker run --device /dev/infiniband …   # or the udev rules of rdma-core")
     if nixl is None:
-        cuda = facts["gpu"].text("cuda") or ""
-        yield Finding("RDMA", Level.WARNING, tools, f"pip install nixl-cu{13 if cuda.startswith('13') else 12}")
+        yield Finding("RDMA", Level.WARNING, tools, _install_nixl(facts))
     else:
         yield Finding("RDMA", Level.OK, tools)
+
+
+def _install_nixl(facts: Facts) -> str:
+    cuda = facts["gpu"].text("cuda") or ""
+    return f"pip install nixl-cu{13 if cuda.startswith('13') else 12}"
+
+
+def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    area, asked, probe = "NIXL", wanted.nixl, facts["nixl"]
+    if asked is None:
+        yield Finding(area, Level.INFO, "switched off (node.nixl)")
+        return
+    level = Level.MISSING if asked.required else Level.WARNING
+    if not asked.trusted:
+        what = "a node does not start: its ports would let whoever reaches them read and write its memory and end it"
+        yield Finding(
+            area, Level.MISSING, what, "node.nixl=off   # or node.nixl_trusted_network=true, if all are trusted with that"
+        )
+    if asked.ruled_out is not None:
+        yield Finding(area, level, f"not used: node.{asked.ruled_out} does not go with it", f"unset node.{asked.ruled_out}")
+    if probe.error:
+        yield Finding(area, level, f"not known: the probe {probe.error}")
+    elif probe.flag("works"):
+        said = ", ".join(words for words in (asked.transports, asked.devices and f"on {asked.devices}") if words)
+        yield Finding(area, Level.OK, f"can be set up over UCX{f' ({said})' if said else ''}")
+    else:
+        there = any(name.startswith("nixl") for name in facts["system"].texts("modules"))
+        mend = "look at node.nixl_transports and node.nixl_devices; ibv_devinfo" if there else _install_nixl(facts)
+        yield Finding(area, level, f"blocks move over TCP: {probe.text('why') or 'nothing was tried'}", mend)
 
 
 def _lab(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:

@@ -31,7 +31,12 @@ def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[
     """
     area = f"node {node.node_id}" if node.node_id else "node"
     if node.error is not None:
-        yield Finding(area, Level.WARNING, f"{node.address}: no answer ({node.error})", "kvstore status")
+        yield Finding(
+            area,
+            Level.WARNING,
+            f"{node.address}: no answer ({node.error})",
+            "kvstore node   # to start one; or name the right address: kvstore doctor --node ADDR",
+        )
         return
     for line in node.io_engines:
         yield _judge(area, line, gds_required)

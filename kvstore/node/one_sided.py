@@ -12,11 +12,10 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.node.config import NodeConfig
 from kvstore.observe.counters import Counters
 from kvstore.rpc.address import stays_on_host
-from kvstore.transport.nixl.port import NixlOptions, NixlPort, Region, has_rdma
+from kvstore.transport.nixl.port import LOOPBACK, NixlOptions, NixlPort, Region, has_rdma
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "lo"
 BOUNCE_BYTES = 16 << 20
 """Blocks lie in the arena, which is registered: nothing of a node's takes a bounce but odd cases."""
 

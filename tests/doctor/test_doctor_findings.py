@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedVolume
 from kvstore.doctor.findings import Finding, Level, findings, healthy, show_size
 from kvstore.doctor.running import RunningNode, node_findings
 
@@ -36,8 +36,8 @@ SERVER: dict[str, dict[str, Any]] = LAPTOP | {
         "devices": [{"name": "NVIDIA H200", "bytes": 141 * GIB}],
     },
     "memory": LAPTOP["memory"] | {
-        "total_bytes": 512 * GIB, "available_bytes": 400 * GIB, "memlock_hard": -1, "huge_pages_total": 60_000,
-        "huge_pages_free": 60_000,
+        "total_bytes": 512 * GIB, "available_bytes": 400 * GIB, "memlock_soft": -1, "memlock_hard": -1,
+        "huge_pages_total": 60_000, "huge_pages_free": 60_000,
     },
     "network": LAPTOP["network"] | {
         "rdma": [{"name": "mlx5_0:1", "state": "4: ACTIVE", "layer": "InfiniBand", "rate": "400 Gb/sec"}], "uverbs": True,
@@ -47,11 +47,12 @@ SERVER: dict[str, dict[str, Any]] = LAPTOP | {
         "exists": True, "nearest": "/mnt/a", "filesystem": "ext4", "writable": True, "free_bytes": 900 * GIB, "roster": False,
         "direct": None,
     },
+    "nixl": {"works": True, "why": ""},
     "gds:0": {"path": "gds", "real": True, "why": "6.5 GB/s measured", "measured": True, "mend": None, "facts": {"devices": 1}},
 }  # fmt: skip
 VOLUME = WantedVolume(Path("/mnt/a"), 100 * GIB)
 SMALL = Wanted(dram_bytes=GIB)
-LARGE = Wanted(dram_bytes=64 * GIB, volumes=(VOLUME,), gds="required", huge_pages=True)
+LARGE = Wanted(dram_bytes=64 * GIB, volumes=(VOLUME,), gds="required", huge_pages=True, nixl=WantedNixl(required=True))
 
 
 def facts(base: dict[str, dict[str, Any]], **changes: dict[str, Any] | str) -> Facts:
@@ -111,7 +112,11 @@ def test_a_server_with_everything_is_fine() -> None:
         ({"memory": {"huge_page_bytes": 0}}, "memory", "this kernel has none", Level.WARNING, None),
         ({"memory": {"shm_free_bytes": 64 << 20}}, "memory", "/dev/shm has 64 MiB", Level.WARNING, "remount,size=50%"),
         # ---- limits, network
-        ({"memory": {"memlock_hard": 8 << 20}}, "limits", "memlock: 8 MiB", Level.WARNING, "ulimit -l unlimited"),
+        ({"memory": {"memlock_soft": 8 << 20, "memlock_hard": 8 << 20}},
+         "limits", "memlock: 8 MiB", Level.WARNING, "ulimit -l unlimited"),
+        ({"memory": {"memlock_soft": 8 << 20}}, "limits", "memlock: 8 MiB", Level.WARNING, "ulimit -S -l unlimited"),
+        ({"memory": {"memlock_soft": 8 << 20, "memlock_hard": 64 << 30}},
+         "limits", "memlock: 8 MiB", Level.WARNING, f"ulimit -S -l {64 << 20}"),
         ({"memory": {"nofile_hard": 1024}}, "limits", "nofile: 1024", Level.WARNING, "LimitNOFILE"),
         ({"network": {"tcp_rmem": 212_992}}, "network", "tcp_rmem: 208 KiB", Level.WARNING, "net.ipv4.tcp_rmem="),
         ({"network": {"rdma": [{"name": "mlx5_0:1", "state": "1: DOWN"}]}}, "RDMA", "1: DOWN", Level.WARNING, "rdma link show"),
@@ -145,6 +150,30 @@ def test_one_thing_amiss_is_found_with_what_mends_it(
 def test_gds_matters_as_far_as_it_is_asked_for(gds: str, said: dict[str, Any], level: Level) -> None:
     wanted = Wanted(dram_bytes=GIB, volumes=(VOLUME,), gds=gds)
     assert of(findings(facts(SERVER | {"gds:0": said}), wanted), "GPUDirect Storage").level is level
+
+
+@pytest.mark.parametrize("base", [LAPTOP, SERVER], ids=["without RDMA", "with RDMA"])
+@pytest.mark.parametrize(
+    ("asked", "said", "words", "level"),
+    [
+        (None, {}, "switched off", Level.INFO),
+        (WantedNixl(required=True, transports="tcp"), {"works": True}, "over UCX (tcp)", Level.OK),
+        (WantedNixl(required=True), {"works": False, "why": "no usable transports"}, "no usable transports", Level.MISSING),
+        (WantedNixl(), {"works": False, "why": "no usable transports"}, "no usable transports", Level.WARNING),
+        (WantedNixl(required=True), {}, "nothing was tried", Level.MISSING),
+        (WantedNixl(required=True), "failed with code -11: it said nothing", "code -11", Level.MISSING),
+        (WantedNixl(), "failed with code -11: it said nothing", "code -11", Level.WARNING),
+        (WantedNixl(trusted=False), {"works": True}, "a node does not start", Level.MISSING),
+        (WantedNixl(required=True, ruled_out="tls"), {"works": True}, "node.tls does not go with it", Level.MISSING),
+    ],
+)
+def test_nixl_matters_as_far_as_it_is_asked_for(
+    base: dict[str, dict[str, Any]], asked: WantedNixl | None, said: dict[str, Any] | str, words: str, level: Level
+) -> None:
+    host = {name: section for name, section in base.items() if name != "nixl"}
+    found = findings(facts(host, nixl=said), Wanted(dram_bytes=GIB, nixl=asked))
+    assert of(found, "NIXL", words).level is level
+    assert healthy(found) is (level is not Level.MISSING)
 
 
 def test_gds_required_without_a_volume_or_a_measurement_is_missing() -> None:
@@ -205,6 +234,7 @@ def test_a_node_s_troubles_are_counted_and_silence_is_told() -> None:
     assert [finding.what for finding in found] == ["since it started: gds_pretended 1, nvme_read_errors 2"]
     (silent,) = node_findings(RunningNode("unix:/x", error="no answer"))
     assert silent.level is Level.WARNING
+    assert (silent.mend or "").startswith("kvstore node ")
 
 
 # ---- whatever the facts are ----

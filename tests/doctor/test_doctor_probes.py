@@ -10,7 +10,7 @@ import pytest
 from kvstore.core.types import VolumeId
 from kvstore.doctor import collect as collecting
 from kvstore.doctor.collect import collect, run_probe
-from kvstore.doctor.facts import Wanted, WantedVolume
+from kvstore.doctor.facts import Wanted, WantedNixl, WantedVolume
 from kvstore.doctor.findings import findings
 from kvstore.tiers.slab import NvmeSlab
 
@@ -26,6 +26,14 @@ def test_every_probe_answers_here() -> None:
     assert facts["system"].pairs("packages")["numpy"]
     assert facts["network"].number("tcp_rmem")
     assert findings(facts, SMALL)
+
+
+def test_transports_that_this_host_has_not_are_found_out_by_trying() -> None:
+    wanted = Wanted(dram_bytes=1 << 20, nixl=WantedNixl(required=True, devices="no-such-device", transports="tcp"))
+    probe = collect(wanted, timeout_s=60.0)["nixl"]
+    assert probe.error is None
+    assert probe.flag("works") is False
+    assert probe.text("why")
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -94,10 +102,12 @@ def test_chatter_before_the_answer_is_ignored(tmp_path: Path, monkeypatch: pytes
 def test_when_all_probes_fail_there_are_findings_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(collecting, "HOST", "no.such.module")
     monkeypatch.setattr(collecting, "GDS", "no.such.module")
-    wanted = Wanted(dram_bytes=1, volumes=[WantedVolume(tmp_path, 1)], mounts=[tmp_path])
+    monkeypatch.setattr(collecting, "NIXL", "no.such.module")
+    wanted = Wanted(dram_bytes=1, volumes=[WantedVolume(tmp_path, 1)], mounts=[tmp_path], nixl=WantedNixl())
     facts = collect(wanted)
     assert all(section.error for section in facts.sections.values())
     found = findings(facts, wanted)
-    assert {finding.area for finding in found} == {"software", "GPU", "GPUDirect Storage", "storage", "memory", "network"}
+    areas = {"software", "GPU", "GPUDirect Storage", "storage", "memory", "network", "NIXL"}
+    assert {finding.area for finding in found} == areas
     monkeypatch.setattr("sys.executable", "/no/such/python")
     assert {section.error for section in collect(wanted).sections.values()} == {"cannot be started: No such file or directory"}

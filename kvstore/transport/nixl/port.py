@@ -44,6 +44,8 @@ NEEDS_TRUST = (
     "NIXL opens ports that check nobody: whoever reaches this process's ports may read and write its memory and end it, past"
     " tickets and tenants. Where all who reach them are trusted with that, say so"
 )
+LOOPBACK = "lo"
+"""The network device of what stays on this host."""
 INFINIBAND = Path("/sys/class/infiniband")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
