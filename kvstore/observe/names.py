@@ -160,6 +160,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "hbm_too_small_total": ("counter", "times that no block fitted, as it had been made smaller"),
     "hbm_unpinned_staging_total": ("counter", "pinned memory for copies that the host did not give: they are slower"),
     # ---- copies between the arena and a device
+    "device_batch_refused_total": ("counter", "devices that refused batched copies: theirs are staged since"),
     "device_errors_total": ("counter", "copies that the device refused"),
     "device_loaded_bytes_total": ("counter", "bytes that copies into a device's pages were begun for"),
     "device_lost_total": ("counter", "devices left alone, as copies failed or did not end"),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvclient.device.driver import Addresses, HostPinning, PinRefused
-from kvstore.core.errors import Internal
+from kvstore.core.errors import Internal, Unsupported
 
 
 class DeferredEvent:
@@ -60,6 +60,10 @@ class DeferredStream:
         self.run(work)
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        if self._device.batches_left is not None:
+            if not self._device.batches_left:
+                raise Unsupported("this device has no batched copies")
+            self._device.batches_left -= 1
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._device.check_host(target, size, source, size, size, 1)
 
@@ -113,6 +117,8 @@ class DeferredDevice:
         """So many copies are taken; the next is refused."""
         self.work_after: int | None = None
         """So many pieces of work are taken; the next is refused."""
+        self.batches_left: int | None = None
+        """So many batched copies are taken; from then on the device does not know them."""
         self.paused = False
         self._lock = threading.RLock()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import LayerPages, PagedCache
+from kvclient.far import FarBlocks
 from kvstore.core.errors import Internal
 
 WAYS = ("staged", "batched")
@@ -208,6 +211,75 @@ def test_a_device_that_fails_in_the_middle_is_an_error_and_what_had_begun_is_wai
     blocks.drain()
     assert not any(stream.work for stream in device.streams)
     assert copier.stats()["device_errors_total"] == 1
+
+
+def begin(blocks: FarBlocks, arena: Arena, offsets: np.ndarray, *, store: bool) -> None:
+    if store:
+        blocks.write_arena(arena.view, offsets)
+    else:
+        blocks.read_arena(arena.view, offsets, 0, 0, 3)
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_staging_buffer_of_copies_that_failed_is_not_used_before_they_end(store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvclient.device.plan.MIN_LAUNCHES", 1)  # several layers at once
+    for seed, ahead in itertools.product(range(2, 11), (0, -1)):  # one of the streams is always ahead of the other
+        rng = random.Random(seed)
+        cache = make_cache("flash_nhd", pages=12, seed=seed)
+        device = DeferredDevice()
+        monkeypatch.setattr(device.random, "choice", operator.itemgetter(ahead))
+        copier = DeviceCopier(cache, strategy="staged", staging_bytes=6 * cache.row_bytes, device=device)
+        arena = Arena(copier, 24, seed)
+        before, pages = arena.array.copy(), block_bytes(cache, range(12))
+        offsets = np.array(rng.sample(range(0, 24, 2), 12), np.uint64) * np.uint64(arena.size)  # no two together
+        first, second = copier.blocks(range(6)), copier.blocks(range(6, 12))
+        device.work_after = seed
+        with pytest.raises(Internal, match="takes no work"):
+            begin(first, arena, offsets[:6], store=store)
+        device.work_after = None
+        begin(second, arena, offsets[6:], store=store)
+        second.drain()
+        device.run_all()
+        whole = [before[int(at) : int(at) + arena.size] for at in offsets]
+        after = block_bytes(cache, range(12))
+        row = cache.row_bytes
+        for block in range(12):
+            got, was, new = (
+                (arena.block(offsets[block]), whole[block], pages[block]) if store else (after[block], pages[block], whole[block])
+            )
+            for layer in range(3):
+                here = slice(layer * row, (layer + 1) * row)
+                moved = np.array_equal(got[here], new[here])
+                assert moved or (block < 6 and np.array_equal(got[here], was[here])), "bytes of another copy"
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_device_that_turns_out_to_have_no_batched_copies_is_served_by_staged_ones(
+    taken: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache("flash_nhd")
+    device = DeferredDevice(taken)
+    copier = DeviceCopier(cache, device=device)
+    assert copier.strategy == "batched"
+    arena = Arena(copier, 12, 3)
+    offsets = np.arange(12, dtype=np.uint64) * np.uint64(arena.size)
+    device.batches_left = taken
+    for _ in range(2):
+        target = copier.blocks(range(12))
+        target.read_arena(arena.view, offsets, 0, 0, 3)
+        for layer in range(3):
+            target.follow(layer)
+        target.drain()
+        expected = np.stack([arena.block(offset) for offset in offsets])
+        assert np.array_equal(block_bytes(cache, range(12)), expected)
+        arena.array[:] = bytes_of(len(arena.array), 4)
+    source = copier.blocks(range(12))
+    source.write_arena(arena.view, offsets)
+    source.drain()
+    assert np.array_equal(np.stack([arena.block(offset) for offset in offsets]), block_bytes(cache, range(12)))
+    stats = copier.stats()
+    assert (copier.strategy, stats["device_batch_refused_total"], stats.get("device_errors_total", 0)) == ("staged", 1, 0)
+    assert sum("does not take batched copies" in record.message for record in caplog.records) == 1
 
 
 def test_copies_that_never_end_lose_the_device_and_keep_the_arena_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-import torch
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, Lookup, Tier
 from kvclient.hbm import HbmPool
@@ -86,23 +85,6 @@ def test_a_pool_with_the_name_of_a_living_one_is_refused(
             HbmPool("cpu", capacity_bytes=1 << 20, metadata=cluster.metadata_address, node_id=name)
     assert pool.wait_published()
     assert Tier.HBM in tiers_of(connect().lookup(keys))
-
-
-def test_a_pool_whose_metadata_server_does_not_answer_serves_its_engine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("kvclient.hbm.presence.REGISTER_WAIT_S", 0.1)
-    with HbmPool("cpu", capacity_bytes=1 << 20, metadata="127.0.0.1:1") as pool:
-        assert pool.stats()["hbm_not_registered_at_start_total"] == 1
-        assert [record.message for record in caplog.records].count(
-            "the metadata server at 127.0.0.1:1 does not answer yet: the pool is not seen by others"
-        ) == 1
-        near = pool.blocks(SPEC)
-        keys, data = [BlockKey(bytes([at]) * 16) for at in range(4)], torch.from_numpy(content(4, 91).copy())
-        assert near.keep_tensor(keys, None, 0, data) == 4
-        out = torch.zeros_like(data)
-        assert near.copy_to_tensor(keys, out) == 4
-        assert torch.equal(out, data)
 
 
 def test_a_store_leaves_a_copy_that_loads_find_and_the_index_shows(connect: Connect, pool: HbmPool) -> None:

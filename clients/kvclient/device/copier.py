@@ -22,7 +22,7 @@ from kvclient.device.pooled import Pooled, Slots
 from kvclient.device.rows import RowMover, TorchRows
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
 from kvclient.device.ways import Batched, Blocks, Codec, Direct, Host, OnLayer, Staged, Way
-from kvstore.core.errors import Internal
+from kvstore.core.errors import Internal, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.transport.layout import address_of
 
@@ -231,10 +231,29 @@ class DeviceCopier:
         self.counters.add(names[direction], moved)
         if not whole:
             self.counters.add("device_unpinned_bytes_total", int(np.count_nonzero(~pinned)) * width)
+        blocks = Blocks(host, starts, pitch, part.page_ids, part.first_layer, part.layers, part.shift, part.after)
+
+        def begin(way: Way) -> list[Event]:
+            return self._begin(lane, way, part, lambda: way.load(blocks, on_layer) if on_layer is not None else way.store(blocks))
+
         # memory that is not pinned is taken by ordinary copies alone
         way = lane.way if whole else lane.staged
-        blocks = Blocks(host, starts, pitch, part.page_ids, part.first_layer, part.layers, part.shift, part.after)
-        return self._begin(lane, way, part, lambda: way.load(blocks, on_layer) if on_layer is not None else way.store(blocks))
+        try:
+            return begin(way)
+        except Unsupported as error:
+            if way is lane.staged:
+                raise Internal("the device has no copies at all", device=self.cache.device, error=error) from error
+            self._leave_batches(error)
+            return begin(lane.staged)  # what had begun brings the same bytes to the same places, and is waited for
+
+    def _leave_batches(self, error: Unsupported) -> None:
+        with self._lock:
+            first, self.strategy = self.strategy != "staged", "staged"
+            for lane in self._lanes:
+                lane.way = lane.staged
+        if first:
+            self.counters.add("device_batch_refused_total")
+            _log.warning("%s does not take batched copies after all, they are staged from now on: %s", self.cache.device, error)
 
     def pool_gap(self, device: str) -> str:
         """See ``far.FarBlocks.pool_gap``.

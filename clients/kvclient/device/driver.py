@@ -16,11 +16,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.errors import Internal, Unavailable
+from kvstore.core.errors import Internal, Unavailable, Unsupported
 
 Addresses = npt.NDArray[np.int64]
 
 _SUCCESS = 0
+_NOT_SUPPORTED = 801
+"""CUDA_ERROR_NOT_SUPPORTED"""
 _PORTABLE_AND_MAPPED = 0x1 | 0x2
 """Pinned for every context of the process, and readable by kernels at its own address."""
 _ATTRIBUTE_SAME_ADDRESS = 91
@@ -109,6 +111,7 @@ class CudaDriver:
         self._check("initialise CUDA", self._lib.cuInit(0))
         handle = ctypes.c_int()
         self._check("find the device", self._lib.cuDeviceGet(ctypes.byref(handle), index))
+        # never released: it is torch's, which keeps it for the life of the process, and pins and copies may need it until then
         self._context = ctypes.c_void_p()
         self._check("find the device's context", self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), handle))
         same = ctypes.c_int()
@@ -127,7 +130,7 @@ class CudaDriver:
 
     @property
     def has_batch(self) -> bool:
-        """Whether many copies may go in one call (CUDA 12.8)."""
+        """Whether many copies may go in one call (CUDA 12.8). That the device takes them shows with the first."""
         return self._batch is not None
 
     # ---- pins ----
@@ -191,10 +194,11 @@ class CudaDriver:
             stream: handle of a CUDA stream, not the default one.
 
         Raises:
-            Internal: the driver refused, or does not know such copies.
+            Internal: the driver refused.
+            Unsupported: it does not know such copies, or this device has none; nothing was copied.
         """
         if self._batch is None:
-            raise Internal("this driver has no batched copies", version=self.version)
+            raise Unsupported("this driver has no batched copies", version=self.version)
         if not len(targets):
             return
         # kept in names: the driver reads them during the call
@@ -210,6 +214,8 @@ class CudaDriver:
                 ctypes.byref(failed),
                 ctypes.c_void_p(stream),
             )
+        if code == _NOT_SUPPORTED:  # the driver has the call, and the device, or how it is shared, does not
+            raise Unsupported("this device has no batched copies", version=self.version, reason=self._message(code))
         self._check("copy a batch", code)
 
     # ---- errors ----

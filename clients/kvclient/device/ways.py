@@ -11,7 +11,8 @@ Each way has streams of its own, and each direction has a way of its own, so tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -24,7 +25,7 @@ from kvclient.device.layouts import PagedCache
 from kvclient.device.pinning import PinnedRange
 from kvclient.device.plan import Numbers, cut_batch, layers_at_once, rows_of, runs_of
 from kvclient.device.rows import RowMover
-from kvclient.device.streams import Device, Event
+from kvclient.device.streams import Device, Event, Stream
 
 OnLayer = Callable[[int, Event], None]
 """``on_layer(layer, event)``: behind the event, a layer of all blocks is in its pages."""
@@ -109,6 +110,7 @@ class Way(Protocol):
 
         Raises:
             Internal: the device refused; some copies may have begun.
+            Unsupported: it has no copies of this way, as it turns out.
         """
 
     def store(self, blocks: Blocks) -> None:
@@ -168,17 +170,14 @@ class Staged:
             step = max(1, self._room // (len(layers) * self._row))
             for begin in range(0, len(blocks), step):
                 end = min(begin + step, len(blocks))
-                slot = self._slot()
-                if slot.free is not None:
-                    self._copies.wait(slot.free)
-                self._copy(blocks, slot, layers, begin, end, to_device=True)
-                self._moves.wait(self._copies.record())
-                for number in layers:
-                    rows = self._rows(slot, layers, number, end - begin)
-                    self._moves.run(partial(self._scatter, blocks.first_layer + number, rows, ids, begin, end))
-                    if end == len(blocks):
-                        on_layer(blocks.first_layer + number, self._moves.record())
-                slot.free = self._moves.record()
+                with self._using(self._copies, self._moves) as slot:
+                    self._copy(blocks, slot, layers, begin, end, to_device=True)
+                    self._moves.wait(self._copies.record())
+                    for number in layers:
+                        rows = self._rows(slot, layers, number, end - begin)
+                        self._moves.run(partial(self._scatter, blocks.first_layer + number, rows, ids, begin, end))
+                        if end == len(blocks):
+                            on_layer(blocks.first_layer + number, self._moves.record())
 
     def store(self, blocks: Blocks) -> None:
         ids = self._ids(blocks)
@@ -189,15 +188,12 @@ class Staged:
             step = max(1, self._room // (len(layers) * self._row))
             for begin in range(0, len(blocks), step):
                 end = min(begin + step, len(blocks))
-                slot = self._slot()
-                if slot.free is not None:
-                    self._moves.wait(slot.free)
-                for number in layers:
-                    rows = self._rows(slot, layers, number, end - begin)
-                    self._moves.run(partial(self._gather, blocks.first_layer + number, rows, ids, begin, end))
-                self._copies.wait(self._moves.record())
-                self._copy(blocks, slot, layers, begin, end, to_device=False)
-                slot.free = self._copies.record()
+                with self._using(self._moves, self._copies) as slot:
+                    for number in layers:
+                        rows = self._rows(slot, layers, number, end - begin)
+                        self._moves.run(partial(self._gather, blocks.first_layer + number, rows, ids, begin, end))
+                    self._copies.wait(self._moves.record())
+                    self._copy(blocks, slot, layers, begin, end, to_device=False)
 
     def record(self) -> list[Event]:
         return [self._copies.record(), self._moves.record()]
@@ -208,6 +204,18 @@ class Staged:
         self._moves.run(lambda: box.append(uploaded(blocks.page_ids, self._cache.device)))
         self._moves.wait(blocks.after)
         return box
+
+    @contextmanager
+    def _using(self, fills: Stream, empties: Stream) -> Iterator[_Slot]:
+        """A staging buffer, from its last use on. What was begun with it is waited for by its next, also where only part was."""
+        slot = self._slot()
+        if slot.free is not None:
+            fills.wait(slot.free)
+        try:
+            yield slot
+        finally:
+            empties.wait(fills.record())
+            slot.free = empties.record()
 
     def _slot(self) -> _Slot:
         if not self._slots:
