@@ -84,6 +84,7 @@ test-gpu: $(GPU_SETUP)  ## the tests that need a CUDA device; GPU_PYTHON=... nam
 bench-gpu: $(GPU_SETUP)  ## the figures that need a CUDA device; GPU_PYTHON and BENCH_ARGS likewise
 	@$(GPU_PYTHON) -c $(NEED_CUDA)
 	@PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gpu_copies.py $(BENCH_ARGS)
+	@$(if $(findstring --only,$(BENCH_ARGS)),:,PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gds_read.py --device cuda:0 $(BENCH_ARGS))
 
 lint: install  ## ruff: rules and format
 	@$(BIN)/ruff check

@@ -30,6 +30,8 @@ from kvclient.far import PoolMemory
 from kvstore.observe.counters import Counters
 from kvstore.transport.layout import address_of
 
+HEAD_START_CYCLES = 400_000_000
+"""Of the device's clock, about a fifth of a second: longer than it takes to enqueue a load and the products beside it."""
 WAYS = tuple(way for way in STRATEGIES if way != "auto")
 PARTS = ("copies", "overlap", "pool", "first-layer", "pinning")
 
@@ -75,6 +77,13 @@ def mapped(nbytes: int) -> Iterator[memoryview]:
         memory.close()
 
 
+def _fill(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Random bits, the same for the same seed."""
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    tensor.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
+    return tensor
+
+
 class Bed:
     """A cache of one model, an arena with scattered blocks, and a buffer for the plain copy."""
 
@@ -99,15 +108,18 @@ class Bed:
         self._check()
 
     def _check(self) -> None:
-        """Never time what is wrong: random bytes go out and come back."""
-        for layer in self.layers:
-            layer.view(torch.int16).random_(-(2**15), 2**15)
-        before = self.layers[-1][:, self.pages].clone()
+        """Never time what is wrong: random bytes go out and come back, in all layers, and no other page is touched."""
+        for number, layer in enumerate(self.layers):
+            _fill(layer, number)
         self.store()
         for layer in self.layers:
             layer.zero_()
         self.load()
-        assert torch.equal(before.view(torch.int16), self.layers[-1][:, self.pages].view(torch.int16))
+        others = sorted(set(range(self.layers[0].shape[1])) - set(self.pages))
+        for number, layer in enumerate(self.layers):  # drawn again, one at a time: there may not be room for all twice
+            expected = _fill(torch.empty_like(layer), number)
+            expected[:, others] = 0
+            assert torch.equal(layer.view(torch.int16), expected.view(torch.int16)), f"layer {number}"
 
     def load(self) -> None:
         """All blocks, all layers; returns when they are there."""
@@ -200,7 +212,7 @@ def copies(options: harness.Options) -> None:
 
 
 def overlap(options: harness.Options) -> None:
-    """Matrix products of a prefill, alone and while a load runs."""
+    """Matrix products of a prefill, alone and while loads run: one at least, all the time."""
     side, rounds = options.pick(full=8192, quick=8192, smoke=1024), options.pick(full=60, quick=20, smoke=2)
     blocks = options.pick(full=1000, quick=400, smoke=20)
     for way in WAYS:
@@ -214,20 +226,38 @@ def overlap(options: harness.Options) -> None:
                 for _ in range(rounds):
                     torch.mm(left, right, out=out)  # noqa: B023
 
-            def beside() -> float:
-                target = made.copier.blocks(made.pages)
-                target.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
+            # loads are asked for on a stream of their own: on that of the products they would wait for these
+            aside = torch.cuda.Stream()
+
+            def window(*, loading: bool) -> float:
+                """Seconds of the products by the device's clock, enqueued as a whole before the first may begin."""
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda.synchronize()
+                torch.cuda._sleep(HEAD_START_CYCLES)
                 begin.record()
                 products()
                 end.record()
-                target.drain()
+                under_way = None
+                while loading and not end.query():
+                    with torch.cuda.stream(aside):  # noqa: B023
+                        target = made.copier.blocks(made.pages)
+                        target.read_arena(made.view, made.offsets, 0, 0, len(made.layers))
+                    if under_way is None:
+                        assert not begin.query(), "the products began before a load did: a longer head start is needed"
+                    else:
+                        under_way.drain()
+                    under_way = target  # while it runs the next is enqueued
                 end.synchronize()
+                if under_way is not None:
+                    under_way.drain()
                 return float(begin.elapsed_time(end)) / 1000
 
-            samples = harness.interleave({"beside": beside, "alone": lambda: timed(products)}, options.repetitions)
+            samples = harness.interleave(
+                {"beside": lambda: window(loading=True), "alone": lambda: window(loading=False)},
+                options.repetitions,
+            )
             options.keep(
-                Figure("gpu_overlap", "matrix products beside a load", {"way": way, "side": side}, "s", lower_is_better=True),
+                Figure("gpu_overlap", "matrix products beside loads", {"way": way, "side": side}, "s", lower_is_better=True),
                 samples["beside"],
                 limit=Reference("the same products alone", samples["alone"]),
                 target=Target("limit", 1.03),
@@ -253,9 +283,16 @@ def pool(options: harness.Options) -> None:
         def scatter() -> None:
             copier.blocks(pages).read_pool(memory, offsets, 0)  # noqa: B023
 
+        for layer in cache.layers:
+            layer.tensor.zero_()
         scatter()  # never time what is wrong
-        first = source[int(offsets[0]) : int(offsets[0]) + cache.row_bytes].view(torch.int16)
-        assert torch.equal(cache.layers[0].tensor[:, pages[0]].reshape(-1).view(torch.int16), first)
+        slots = torch.from_numpy(offsets // (LLAMA.layers * cache.row_bytes)).cuda()
+        rows = source.view(torch.int16).view(blocks, LLAMA.layers, 2, -1)
+        others = sorted(set(range(blocks + 8)) - set(pages))
+        for number, layer in enumerate(cache.layers):
+            got = layer.tensor.view(torch.int16).view(2, blocks + 8, -1)
+            assert torch.equal(got[:, pages], rows[slots, number].transpose(0, 1)), f"layer {number}"
+            assert not got[:, others].any(), f"another page of layer {number}"
 
         samples = harness.interleave(
             {"ours": lambda: size / 1e9 / timed(scatter), "plain": lambda: size / 1e9 / timed(lambda: target.copy_(source))},  # noqa: B023

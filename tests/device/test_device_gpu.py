@@ -13,6 +13,7 @@ import torch
 from caches import LAYOUTS, block_bytes, make_cache, snapshot
 
 from kvclient.device.copier import DeviceCopier
+from kvclient.device.driver import CudaDriver
 from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.rows import TorchRows
 from kvstore.testing.cluster import LocalCluster, NodeSpec
@@ -35,10 +36,9 @@ def memory() -> Iterator[mmap.mmap]:
 
 
 def make(way: str, cache: object, **choices: object) -> DeviceCopier:
-    copier = DeviceCopier(cache, strategy=way, **choices)  # type: ignore[arg-type]
-    if way == "batched" and not copier.device.has_batch:
+    if way == "batched" and not CudaDriver(torch.cuda.current_device()).has_batch:  # the copier would refuse
         pytest.skip("this driver has no batched copies")
-    return copier
+    return DeviceCopier(cache, strategy=way, **choices)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", WAYS)

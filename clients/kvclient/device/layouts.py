@@ -168,7 +168,7 @@ class PagedCache:
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], kind: Kind = "pages", *, pages_per_block: int = 1) -> None:
-        if isinstance(layers, torch.Tensor) or not isinstance(layers, Sequence) or not layers:
+        if not isinstance(layers, Sequence) or not layers:
             raise InvalidArgument("a KV cache takes layers: one tensor each, in a list", got=type(layers).__name__)
         self.layers = [LayerPages(tensor, kind) for tensor in layers]
         first = self.layers[0]
