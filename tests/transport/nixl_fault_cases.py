@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,16 +16,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.core.errors import Unsupported
 from kvstore.core.types import BlockShape, Outcome
 from kvstore.observe.counters import Counters
-from kvstore.testing.memory_provider import MemoryProvider, block_payload
+from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
 from kvstore.testing.transport_suite import NAMESPACE, SENTINEL, ask, content, dense
+from kvstore.transport import frames
+from kvstore.transport.addresses import parse_address
 from kvstore.transport.nixl import port as nixl_port
+from kvstore.transport.nixl.frames import AttachFrame, FetchFrame, encode_attach, encode_fetch
+from kvstore.transport.nixl.landing import Landing
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlOptions, NixlPort
+from kvstore.transport.nixl.port import NixlOptions, NixlPort, Region, host_id
 from kvstore.transport.tcp_server import TcpServer
 
 SHAPE = BlockShape(1, 4 << 20)
@@ -179,3 +185,44 @@ def test_service_level_and_devices_reach_ucx(monkeypatch: pytest.MonkeyPatch) ->
     assert found["UCX_NET_DEVICES"] == "mlx5_0:1"
     assert found["UCX_TLS"] == "rc,cuda_copy"
     assert "UCX_MODULES" not in found
+
+
+def answered(wire: socket.socket, frame: bytes) -> tuple[frames.FrameKind, bytes]:
+    """A frame's answer, and what it says."""
+    wire.sendall(frame)
+    with wire.makefile("rb") as said:
+        head = frames.decode_head(said.read(frames.HEAD_BYTES))
+        return head.kind, said.read(head.header_bytes)
+
+
+def test_whoever_names_memory_that_its_agent_has_not_gets_nothing_and_ends_nobody() -> None:
+    """Places outside, over the edge and beyond the last address; and an agent whose own description is damaged."""
+    options = {"transports": "tcp", "wish": "push"}
+    with child("serve", json.dumps(options), "0") as server:
+        address = heard(server)
+        room = np.zeros(2 * SHAPE.block_bytes, np.uint8)
+        region = Region(room.ctypes.data, room.nbytes)
+        port = NixlPort(NixlOptions(transports="tcp"), name="intruder-reads", regions=[region])
+        _, mine = port.metadata()
+        read = frames.ReadFrame(NAMESPACE, [block_key(0)], SHAPE, 0, 1, 0, 20_000)
+        size = SHAPE.layer_block_bytes
+        for number, place in enumerate((0, region.address + SHAPE.block_bytes + 1, (1 << 64) - 4096, (1 << 64) - 2048)):
+            with socket.create_connection(parse_address(address), 20.0) as wire:
+                assert answered(wire, frames.encode_hello(b""))[0] is frames.FrameKind.WELCOME
+                attach = encode_attach(1, AttachFrame(host_id(), "push", False, mine))
+                assert answered(wire, attach)[0] is frames.FrameKind.ATTACHED
+                landing = Landing(np.array([place], np.uint64), size, size)
+                kind, said = answered(wire, encode_fetch(2, FetchFrame(read, landing)))
+                assert kind is frames.FrameKind.ERROR, number
+                assert b"outside the memory" in said
+        for damaged in (mine.replace(b"reads", b"r\xffads"), mine[:-1], mine.replace(b"Conns", b"Conn ")):
+            with socket.create_connection(parse_address(address), 20.0) as wire:
+                answered(wire, frames.encode_hello(b""))
+                kind, said = answered(wire, encode_attach(1, AttachFrame(host_id(), "push", False, damaged)))
+                assert kind is frames.FrameKind.ERROR
+                assert b"is not taken" in said
+        port.close()
+        with reader(address, options) as (peer, _):
+            buffer = dense(COUNT, SHAPE)
+            assert_hits_are_right(peer.read(ask(range(COUNT), 1, within_s=20), buffer).outcomes, buffer)
+        assert server.poll() is None
