@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,6 +98,26 @@ def test_a_killed_node_is_a_miss_and_its_reader_goes_on(make_store: MakeStore) -
     assert list(b.payloads.wrong_blocks([keys[at] for at in hits], room[hits])) == []
     assert store.cluster.node("b").process.poll() is None, store.cluster.node("b").log_tail()
     assert b.load("e", 50).hit_blocks == 50, "it reads from others as before"
+
+
+def listens_beyond_loopback(pid: int) -> list[str]:
+    """Addresses, as the kernel writes them, of a process's listening TCP sockets that others than this host may reach."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    mine = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in mine:
+                found.append(words[1].partition(":")[0])
+    assert found, "a node listens"
+    return [one for one in found if not one.endswith("7F")]
+
+
+@pytest.mark.parametrize("settings", [TCP, CMA], ids=["ucx-tcp", "ucx-cma"])
+def test_a_node_of_loopback_keeps_nixl_on_loopback(make_store: MakeStore, settings: tuple[tuple[str, str], ...]) -> None:
+    store = make_store(NodeSpec("a", settings=settings))
+    assert listens_beyond_loopback(store.cluster.node("a").process.pid) == []
 
 
 WIRE = """
