@@ -104,8 +104,9 @@ def test_all_steps_of_connect_share_one_deadline(
         server.stop()
         server.start()
     make_client(near, connect_deadline_s=150.0, require_store=False)
-    assert left_s["metadata"] <= 75.0
-    assert left_s["node"] <= 50.0
+    rounded_s = 0.5  # gRPC rounds deadlines up on the wire
+    assert left_s["metadata"] <= 75.0 + rounded_s
+    assert left_s["node"] <= 50.0 + rounded_s
 
 
 def test_a_node_is_enough(spec: CacheSpec, near: FakeNode) -> None:

@@ -157,6 +157,8 @@ def test_what_only_passes_through_a_node_is_durable_where_it_went(make_store: Ca
         result = writer.store(f"chain{number}", 20, durable=True)
         assert result.durable, result.error
     until(lambda: store.node_stats("prefill-0").tiers[0].blocks == 0, "blocks leave a node that only stages them")
+    # its own node said that they are gone before the other one has shown that it has them
+    until(lambda: writer.client.lookup(writer.keys("chain3", 20)).hit_blocks == 20, "lookups show where the blocks went")
     assert writer.load("chain3", 20).hit_blocks == 20
 
 
