@@ -213,9 +213,12 @@ class AwaitedPrompt:
                     self._take_in(progress, session, began_s)
         except grpc.RpcError as failed:
             why = from_rpc_error(cast("FailedCall", failed))
-            self._tally.note(self._operation.error() if self._operation.over else why)
-            if means_lost(why):
-                local.lost(session, why)
+            if self._operation.over:  # ended by us: that says nothing of the session
+                self._tally.note(self._operation.error())
+            else:
+                self._tally.note(why)
+                if means_lost(why):
+                    local.lost(session, why)
         except KVStoreError as error:
             self._tally.note(error)
 

@@ -3,12 +3,12 @@
 Room for the whole prompt is taken in the decode buffer before anything is pinned, all or none; then every block is pinned as
 soon as it is resident, so that none leaves again while the others are on their way. What lies on this node's own NVMe is brought
 in at once: nobody else will, for a prefill engine sends only what this node lacks. What is not here in time is answered as such:
-the decode engine loads or recomputes it.
+the decode engine loads or recomputes it. Who leaves gives room and pins back at once: others wait for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.block import Block
@@ -30,12 +30,15 @@ class Prompts:
         self._buffer = buffer
         self._counters = counters
 
-    def arrive(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> Iterator[Part]:
+    def arrive(
+        self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float, given_up: Callable[[], bool] = lambda: False
+    ) -> Iterator[Part]:
         """Yields the prompt's blocks, once all are resident or the deadline has passed. Their pins are the caller's.
 
-        Nothing is yielded before, so that the time in which the caller must have copied begins when it can.
+        Nothing is yielded before, so that the time in which the caller must have copied begins when it can. ``given_up``: the
+        caller has left; asked when somebody calls ``wake``.
         """
-        with self._buffer.room(len(keys) * domain.shape.block_bytes, deadline_s) as admitted:
+        with self._buffer.room(len(keys) * domain.shape.block_bytes, deadline_s, given_up) as admitted:
             if not admitted:
                 yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
                 return
@@ -43,8 +46,8 @@ class Prompts:
             left = len(keys)
             vigil = self._table.watch(domain, keys)
             try:
-                self._bring(domain, keys, deadline_s)
-                while left and (came := self._table.came(vigil, deadline_s)):
+                self._bring(domain, keys, deadline_s, given_up)
+                while left and (came := self._table.came(vigil, deadline_s, given_up)):
                     for position, block in came:
                         found[position] = block
                     left -= len(came)
@@ -54,7 +57,12 @@ class Prompts:
             self._counters.add("prompts_incomplete_total" if left else "prompts_complete_total")
             yield Part(0, outcomes, found, Tier.DRAM, self._node_id)
 
-    def _bring(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> None:
+    def wake(self) -> None:
+        """Whoever waits looks again whether it is still wanted."""
+        self._buffer.wake()
+        self._table.wake()
+
+    def _bring(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float, given_up: Callable[[], bool]) -> None:
         """Reads what lies on NVMe here into DRAM, where the vigil pins it."""
         durable = self._table.on_nvme(domain, keys)
         for start, stop in ((start, stop) for start, stop in runs_of_equal(durable) if durable[start]):
@@ -62,3 +70,5 @@ class Prompts:
                 if part.tier is not Tier.DRAM:
                     self._counters.add("prompt_nvme_blocks_total", len(part.pinned()))
                 self._table.unpin(part.pinned())
+                if given_up():
+                    return

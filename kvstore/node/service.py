@@ -226,18 +226,32 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if request.wait_ms:
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
         self._prompt_lanes.enter()
-        parts = self._prompts.arrive(session.domain, keys, deadline_s)
-        async for progress in self._stream(session, parts, self._prompt_lanes, None, want_checksums=request.want_checksums):
+        left = threading.Event()
+
+        def leave() -> None:
+            left.set()
+            self._prompts.wake()
+
+        parts = self._prompts.arrive(session.domain, keys, deadline_s, left.is_set)
+        how = {"want_checksums": request.want_checksums, "leave": leave}
+        async for progress in self._stream(session, parts, self._prompt_lanes, None, **how):  # type: ignore[arg-type]
             yield progress
 
     async def _stream(
-        self, session: Session, parts: Iterator[Part], lanes: Lanes | None, account: LoadAccount | None, *, want_checksums: bool
+        self,
+        session: Session,
+        parts: Iterator[Part],
+        lanes: Lanes | None,
+        account: LoadAccount | None,
+        *,
+        want_checksums: bool,
+        leave: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[node_pb2.LoadProgress]:
         """The parts of a load as they travel, each under a lease; what was waited for goes into the account.
 
         The waiting for them is done in a thread of ``lanes``, which the caller has entered (they are left when no thread works
         for the load any more), or (None) of the common pool. While the next part takes its time, a message without runs shows
-        from time to time that bytes still come in.
+        from time to time that bytes still come in. Where the caller leaves meanwhile, ``leave`` ends that wait.
         """
         began_s = self._clock.now_s()
         taken: Part | None = None
@@ -283,6 +297,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 if account is not None:
                     account.told(handed_s)
         finally:
+            if coming is not None and not coming.done():
+                leave()
             ending = loop.create_task(self._end_stream(coming, pool, stop, lanes))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
@@ -326,21 +326,24 @@ class BlockTable:
             self._dram_policy.touch(here)
         return vigil
 
-    def came(self, vigil: Vigil, deadline_s: float) -> list[tuple[int, Block]]:
-        """Waits for more of a vigil: (position, block), whose pins are the caller's. Empty: nothing more in time."""
+    def came(self, vigil: Vigil, deadline_s: float, given_up: Callable[[], bool] = lambda: False) -> list[tuple[int, Block]]:
+        """Waits for more of a vigil: (position, block), whose pins are the caller's. Empty: nothing in time, or ``given_up``."""
         with self._lock:
-            while not vigil.came and vigil.missing:
-                if not self._wait(self._changed, deadline_s):
-                    break
+            while not vigil.came and vigil.missing and not given_up() and self._wait(self._changed, deadline_s):
+                pass
             came, vigil.came = vigil.came, []
             return came
+
+    def wake(self) -> None:
+        """Whoever waits looks again whether anybody wants it to."""
+        with self._lock:
+            self._changed.notify_all()
 
     def unwatch(self, vigil: Vigil) -> None:
         """Ends a vigil; pins that nobody took are given back."""
         with self._lock:
             for key in vigil.missing:
-                others = [one for one in self._vigils.pop(key) if one is not vigil]
-                if others:
+                if others := [one for one in self._vigils.pop(key) if one is not vigil]:
                     self._vigils[key] = others
             came, vigil.came, vigil.missing = vigil.came, [], {}
         self.unpin([block for _, block in came])

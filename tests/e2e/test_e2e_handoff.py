@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Callable
 
 import numpy as np
@@ -182,3 +183,27 @@ def test_what_the_decode_host_has_on_its_own_disk_is_neither_sent_nor_waited_for
         taken = decode.room(len(prompt.keys))
         assert awaited.take(taken, verify="always").hit_blocks == len(prompt.keys)
     assert (taken == prompt.bytes).all()
+
+
+def test_decode_engines_that_leave_are_waited_for_by_nobody(make_store: Callable[..., Store]) -> None:
+    """The decode buffer has room for one prompt; those before it are cancelled long before their time."""
+    block_bytes = LAYERS * LAYER_BYTES
+    store = make_store(
+        NodeSpec("decode-0", ("decode",), dram_bytes=64 << 20, settings=(("decode_buffer", str(20 * block_bytes)),)),
+    )
+    decode = engine(store, "decode-0")
+    left = [decode.client.await_prompt(decode.keys(f"left{number}", 20), deadline_s=100.0) for number in range(8)]
+    page = f"http://{store.cluster.node('decode-0').metrics_address}/metrics"
+
+    def waiting() -> float:
+        with urllib.request.urlopen(page, timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if "staging_waiting_loads" in line and "decode_buffer" in line[:120])
+
+    until(lambda: waiting() > 0, "prompts wait for room")
+    for prompt in left:
+        prompt.cancel()
+    stored = decode.store("wanted", 20)
+    assert stored.held_blocks == 20, stored.error
+    with decode.client.await_prompt(decode.keys("wanted", 20), deadline_s=100.0) as wanted:
+        assert wanted.wait(timeout_s=30.0)

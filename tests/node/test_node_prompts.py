@@ -45,15 +45,22 @@ class Waiting:
         self.node = node
         self.prompts = Prompts(node.loader._node_id, node.table, node.loader, node.buffer, node.counters)
         self.parts: list[Part] = []
+        self.gone = threading.Event()
         self.thread = threading.Thread(target=self._wait, args=(count, wait_s))
         self.thread.start()
         while not node.table._vigils and self.thread.is_alive():
             pass
 
     def _wait(self, count: int, wait_s: float) -> None:
-        self.parts += self.prompts.arrive(self.node.domain, keys(count), self.node.clock.now_s() + wait_s)
+        self.parts += self.prompts.arrive(self.node.domain, keys(count), self.node.clock.now_s() + wait_s, self.gone.is_set)
 
-    def end(self) -> list[Outcome]:
+    def leave(self) -> list[Outcome]:
+        """Its engine goes away."""
+        self.gone.set()
+        self.prompts.wake()
+        return self.end(alone=False)
+
+    def end(self, *, alone: bool = True) -> list[Outcome]:
         self.thread.join(LONG_S)
         assert not self.thread.is_alive()
         for part in self.parts:
@@ -63,8 +70,18 @@ class Waiting:
                     assert block.key == keys(64)[part.first + at]
             self.node.table.unpin(part.pinned())
         self.node.table.check()
-        assert not self.node.table._vigils
+        assert not alone or not self.node.table._vigils
         return [outcome for part in sorted(self.parts, key=lambda part: part.first) for outcome in part.outcomes]
+
+
+class Queued(Waiting):
+    """One for which there is no room yet."""
+
+    def __init__(self, node: Node, count: int) -> None:
+        before = node.buffer.waiting
+        super().__init__(node, count, 1000.0)
+        while node.buffer.waiting == before and self.thread.is_alive():
+            pass
 
 
 def test_blocks_from_stores_and_loads_make_a_prompt(node: Node) -> None:
@@ -107,6 +124,21 @@ def test_what_does_not_come_is_told_in_time(node: Node) -> None:
     waiting = Waiting(node, 5, wait_s=0.1)
     assert waiting.end() == [Outcome.HIT] * 2 + [Outcome.TIMEOUT] * 3
     assert node.counters.get("prompts_incomplete_total") == 1
+
+
+def test_who_leaves_gives_room_and_blocks_back_at_once(node: Node) -> None:
+    """Waits are far longer than the test may take: one that a leaver does not end is seen."""
+    node.buffer.capacity_bytes = 6 * SHAPE.block_bytes
+    store(node, 0, 2)
+    first = Waiting(node, 6, wait_s=1000.0)
+    second, third = Queued(node, 5), Queued(node, 6)
+    assert node.buffer.waiting == 2
+    assert second.leave() == [Outcome.NO_ROOM] * 5, "who waits in line, too"
+    assert first.leave() == [Outcome.HIT] * 2 + [Outcome.TIMEOUT] * 4
+    store(node, 2, 4)
+    assert third.end() == [Outcome.HIT] * 6
+    assert (node.buffer.used_bytes, node.buffer.waiting) == (0, 0)
+    assert node.counters.get("prefill_buffer_timeouts_total") == 0
 
 
 def test_a_prompt_larger_than_the_buffer_has_no_room(node: Node) -> None:
