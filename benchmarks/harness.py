@@ -39,11 +39,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from kvstore.rpc.io_engine import wait_in_callers_threads
-
-wait_in_callers_threads()
-"""As the daemons and ``kvclient`` do; here because this is imported before anything that imports gRPC."""
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
 

@@ -13,11 +13,12 @@ from typing import Self
 
 from kvstore.rpc.io_engine import wait_in_callers_threads
 
-wait_in_callers_threads()  # as the metadata server's process does, before anything imports gRPC
+if __name__ == "__main__":
+    wait_in_callers_threads()  # as the metadata server's process does, before anything imports gRPC
 
-import grpc.aio  # noqa: E402
+import grpc.aio
 
-from kvproto.v1 import metadata_pb2, metadata_pb2_grpc  # noqa: E402
+from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 
 
 class _Constant(metadata_pb2_grpc.MetadataServicer):

@@ -17,8 +17,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvstore.rpc.io_engine import wait_in_callers_threads
-
 if TYPE_CHECKING:
     from kvclient.aio import AsyncKVClient
     from kvclient.buffers import as_block_buffer
@@ -132,8 +130,6 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home.startswith("kvclient."):
-        wait_in_callers_threads()  # these import gRPC, and it is chosen before that or never
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

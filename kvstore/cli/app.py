@@ -55,7 +55,8 @@ class _Commands(Command, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        wait_in_callers_threads()  # before the command imports gRPC
+        if cmd_name == "metadata":  # a server, and nobody's client
+            wait_in_callers_threads()  # before the command imports gRPC
         module, _, name = _COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         return command

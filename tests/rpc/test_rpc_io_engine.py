@@ -1,4 +1,4 @@
-"""gRPC waits in the threads of its callers, in our daemons and in clients that come to it first."""
+"""gRPC waits in the threads of its callers in the metadata server; whoever is a client keeps gRPC's own way."""
 
 from __future__ import annotations
 
@@ -34,13 +34,20 @@ def test_grpc_that_was_imported_before_is_left_alone() -> None:
     assert run("import grpc", _CHOSE) == ["False"]
 
 
+_WATCH = ("import kvstore.rpc.io_engine as io", "seen = []", "io.import_module = seen.append")
+
+
+def test_the_metadata_server_chooses() -> None:
+    assert run(*_WATCH, "from kvstore.cli.app import root; root.get_command(None, 'metadata')", "print(*seen)")[-1:] == ["grpc"]
+
+
 @pytest.mark.parametrize(
     "first",
     ["from kvstore.cli.app import root; root.get_command(None, 'node')", "from kvclient import KVClient"],
 )
-def test_daemons_and_clients_choose(first: str) -> None:
-    watch = ("import kvstore.rpc.io_engine as io", "seen = []", "io.import_module = seen.append")
-    assert run(*watch, first, "print(*seen)")[-1:] == ["grpc"]
+def test_clients_do_not(first: str) -> None:
+    """A connection that is lost would be made again only while somebody waits in a call."""
+    assert run(*_WATCH, first, "print(len(seen))")[-1:] == ["0"]
 
 
 def test_values_of_the_client_load_no_grpc() -> None:
