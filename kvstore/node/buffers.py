@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvstore.core.clock import Clock
+from kvstore.node.wanted import over, wait
 from kvstore.observe.counters import Counters
 
 
@@ -45,11 +46,8 @@ class StagingBuffer:
         """How many wait for room."""
         return len(self._waiting)
 
-    def admit(self, size: int, deadline_s: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Takes room, after those who came before. False: none in time, there can never be, or it is not wanted any more.
-
-        ``given_up`` is asked when somebody calls ``wake``.
-        """
+    def admit(self, size: int, deadline_s: float) -> bool:
+        """Takes room, after those who came before. False: none in time, or there can never be, or nobody wants it any more."""
         if size > self.capacity_bytes:
             self._counters.add(f"{self._name}_refused_total")
             return False
@@ -58,14 +56,11 @@ class StagingBuffer:
             self._waiting.append(turn)
             try:
                 while self._waiting[0] is not turn or self._used + size > self.capacity_bytes:
-                    if given_up():
-                        return False
                     left_s = deadline_s - self._clock.now_s()
-                    if left_s <= 0 or not self._changed.wait(left_s):
-                        self._counters.add(f"{self._name}_timeouts_total")
+                    if left_s <= 0 or not wait(self._changed, left_s, self._counters):
+                        if not over():
+                            self._counters.add(f"{self._name}_timeouts_total")
                         return False
-                if given_up():
-                    return False
                 self._used += size
                 return True
             finally:
@@ -79,15 +74,10 @@ class StagingBuffer:
             assert self._used >= 0, "more given back than taken"
             self._changed.notify_all()
 
-    def wake(self) -> None:
-        """Whoever waits looks again whether it is still wanted."""
-        with self._changed:
-            self._changed.notify_all()
-
     @contextmanager
-    def room(self, size: int, deadline_s: float, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+    def room(self, size: int, deadline_s: float) -> Iterator[bool]:
         """Room for as long as the block lasts; yields whether it was admitted."""
-        admitted = self.admit(size, deadline_s, given_up)
+        admitted = self.admit(size, deadline_s)
         try:
             yield admitted
         finally:

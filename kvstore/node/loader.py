@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -30,10 +30,11 @@ from kvstore.node.mount_load import MountLoads
 from kvstore.node.mounts import Mount, Mounts
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.table import BlockTable
+from kvstore.node.wanted import ending, over, result
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
-from kvstore.transport.contract import Checksums, ReadRequest
+from kvstore.transport.contract import Checksums, ReadRequest, ReadWatch
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,10 @@ class Loader:
         depth: int = 0,
         sources: Sequence[Source] = (),
     ) -> Iterator[Part]:
-        """Yields parts until every key is answered once. Pins in a yielded part are the caller's to give back."""
+        """Yields parts until every key is answered once, or nobody wants them any more.
+
+        Pins in a yielded part are the caller's to give back.
+        """
         table = self._table
         chain = _Chain(domain, keys, parent, depth, deadline_s)
         resident = table.pin_resident(domain, keys)
@@ -172,7 +176,7 @@ class Loader:
             in_flight: deque[tuple[_Window, Future[Part]]] = deque()
             ahead = 0
             try:
-                while held or windows or in_flight:
+                while (held or windows or in_flight) and not over():
                     while windows and (not in_flight or ahead + windows[0].nbytes <= self._ahead_bytes):
                         window = windows.popleft()
                         in_flight.append((window, self._pool.submit(copy_context().run, window.run)))
@@ -180,7 +184,10 @@ class Loader:
                     if held:
                         yield held.popleft()
                         continue
-                    part = in_flight[0][1].result()
+                    try:
+                        part = result(in_flight[0][1])
+                    except CancelledError:  # nobody waits for it any more, and it had not begun
+                        return
                     ahead -= in_flight.popleft()[0].nbytes
                     while in_flight and in_flight[0][1].done() and in_flight[0][1].exception() is None:
                         if not part.extend(in_flight[0][1].result()):
@@ -268,14 +275,14 @@ class Loader:
             part.blocks[position] = found
             part.outcomes[position] = Outcome.HIT if found is not None else Outcome.TIMEOUT
             at = start + position
-            if found is None and tries > 1 and self._clock.now_s() < chain.deadline_s:
+            if found is None and tries > 1 and self._clock.now_s() < chain.deadline_s and not over():
                 # whoever brought it failed, or it was only passing through: now it is ours to bring
                 again = self._run(chain, at, at + 1, sources, tries - 1)
                 part.blocks[position], part.outcomes[position] = again.blocks[0], again.outcomes[0]
         return part
 
     def _reserve(self, chain: _Chain, count: int) -> list[Slot] | None:
-        if self._clock.now_s() >= chain.deadline_s:
+        if self._clock.now_s() >= chain.deadline_s or over():
             return None
         return self._table.reserve(chain.domain.shape, count, chain.deadline_s)
 
@@ -360,9 +367,13 @@ class Loader:
             destination = ScatteredBlocks([table.dram.view(slot, shape.block_bytes) for slot in slots], shape)
             keys = [chain.keys[start + position] for position in left]
             request = ReadRequest(chain.domain.namespace, keys, 0, shape.layers, 0, chain.deadline_s)
+            watch = ReadWatch()
             try:
-                with tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None):
-                    result = self._peers.peer(source.peer, chain.domain).read(request, destination)
+                with (
+                    tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None),
+                    ending(watch.end),
+                ):
+                    answer = self._peers.peer(source.peer, chain.domain).read(request, destination, watch=watch)
             except KVStoreError as error:
                 self._counters.add("peer_fetch_failed_total")
                 log.warning("cannot fetch %d blocks from %s: %s", len(left), source.peer.node_id, error)
@@ -371,9 +382,9 @@ class Loader:
                     part.outcomes[position] = Outcome.UNAVAILABLE
                 continue
             missing: list[int] = []
-            checksums = result.checksums
+            checksums = answer.checksums
             for index, position in enumerate(left):
-                outcome = result.outcomes[index]
+                outcome = answer.outcomes[index]
                 part.outcomes[position] = outcome
                 if outcome is not Outcome.HIT or checksums is None:
                     table.unreserve((slots[index],))
@@ -388,7 +399,7 @@ class Loader:
                     checksums[index].astype("<u8", copy=False).tobytes(),
                 )
                 part.blocks[position] = table.adopted(block, slots[index])
-                part.tier, part.node = result.tiers[index], source.peer.node_id
+                part.tier, part.node = answer.tiers[index], source.peer.node_id
             self._counters.add("peer_fetched_blocks_total", len(left) - len(missing))
             left = missing
         for mount in self._mounts:

@@ -8,7 +8,7 @@ the decode engine loads or recomputes it. Who leaves gives room and pins back at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
 from kvstore.node.block import Block
@@ -17,6 +17,7 @@ from kvstore.node.domain import Domain
 from kvstore.node.loader import Loader, Part
 from kvstore.node.provider import runs_of_equal
 from kvstore.node.table import BlockTable
+from kvstore.node.wanted import over
 from kvstore.observe.counters import Counters
 
 
@@ -30,15 +31,12 @@ class Prompts:
         self._buffer = buffer
         self._counters = counters
 
-    def arrive(
-        self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float, given_up: Callable[[], bool] = lambda: False
-    ) -> Iterator[Part]:
+    def arrive(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> Iterator[Part]:
         """Yields the prompt's blocks, once all are resident or the deadline has passed. Their pins are the caller's.
 
-        Nothing is yielded before, so that the time in which the caller must have copied begins when it can. ``given_up``: the
-        caller has left; asked when somebody calls ``wake``.
+        Nothing is yielded before, so that the time in which the caller must have copied begins when it can.
         """
-        with self._buffer.room(len(keys) * domain.shape.block_bytes, deadline_s, given_up) as admitted:
+        with self._buffer.room(len(keys) * domain.shape.block_bytes, deadline_s) as admitted:
             if not admitted:
                 yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
                 return
@@ -46,23 +44,19 @@ class Prompts:
             left = len(keys)
             vigil = self._table.watch(domain, keys)
             try:
-                self._bring(domain, keys, deadline_s, given_up)
-                while left and (came := self._table.came(vigil, deadline_s, given_up)):
+                self._bring(domain, keys, deadline_s)
+                while left and (came := self._table.came(vigil, deadline_s)):
                     for position, block in came:
                         found[position] = block
                     left -= len(came)
             finally:
                 self._table.unwatch(vigil)
             outcomes = [Outcome.HIT if block is not None else Outcome.TIMEOUT for block in found]
-            self._counters.add("prompts_incomplete_total" if left else "prompts_complete_total")
+            fate = "complete" if not left else "left" if over() else "incomplete"
+            self._counters.add(f"prompts_{fate}_total")
             yield Part(0, outcomes, found, Tier.DRAM, self._node_id)
 
-    def wake(self) -> None:
-        """Whoever waits looks again whether it is still wanted."""
-        self._buffer.wake()
-        self._table.wake()
-
-    def _bring(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float, given_up: Callable[[], bool]) -> None:
+    def _bring(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> None:
         """Reads what lies on NVMe here into DRAM, where the vigil pins it."""
         durable = self._table.on_nvme(domain, keys)
         for start, stop in ((start, stop) for start, stop in runs_of_equal(durable) if durable[start]):
@@ -70,5 +64,3 @@ class Prompts:
                 if part.tier is not Tier.DRAM:
                     self._counters.add("prompt_nvme_blocks_total", len(part.pinned()))
                 self._table.unpin(part.pinned())
-                if given_up():
-                    return

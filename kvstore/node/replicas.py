@@ -19,6 +19,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.digests import key_range
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, VolumeId
+from kvstore.node.wanted import wait
 from kvstore.observe.counters import Counters
 
 LOG_BOUND = 1_000_000
@@ -234,7 +235,7 @@ class ReplicaLog:
             self._hurry_up()
             while any(log.acknowledged < mark for log, mark in marks):
                 left_s = deadline_s - self._clock.now_s()
-                if left_s <= 0 or not self._acknowledged.wait(left_s):
+                if left_s <= 0 or not wait(self._acknowledged, left_s, self._counters):
                     return all(log.acknowledged >= mark for log, mark in marks)
             return True
 

@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import copy_context
 from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
@@ -29,6 +28,7 @@ from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Session, Sessions
 from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
+from kvstore.node.wanted import Wanted
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, keys_from_packed, run_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
@@ -104,7 +104,12 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._prompt_lanes.close()
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        """Work that may wait, in the pool: for as long as its call lives."""
+        wanted = Wanted()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, wanted.context().run, work)
+        finally:
+            wanted.end()
 
     def _deadline_s(self, context: Context) -> float:
         left_s = context.time_remaining()
@@ -226,36 +231,22 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if request.wait_ms:
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
         self._prompt_lanes.enter()
-        left = threading.Event()
-
-        def leave() -> None:
-            left.set()
-            self._prompts.wake()
-
-        parts = self._prompts.arrive(session.domain, keys, deadline_s, left.is_set)
-        how = {"want_checksums": request.want_checksums, "leave": leave}
-        async for progress in self._stream(session, parts, self._prompt_lanes, None, **how):  # type: ignore[arg-type]
+        parts = self._prompts.arrive(session.domain, keys, deadline_s)
+        async for progress in self._stream(session, parts, self._prompt_lanes, None, want_checksums=request.want_checksums):
             yield progress
 
     async def _stream(
-        self,
-        session: Session,
-        parts: Iterator[Part],
-        lanes: Lanes | None,
-        account: LoadAccount | None,
-        *,
-        want_checksums: bool,
-        leave: Callable[[], None] = lambda: None,
+        self, session: Session, parts: Iterator[Part], lanes: Lanes | None, account: LoadAccount | None, *, want_checksums: bool
     ) -> AsyncIterator[node_pb2.LoadProgress]:
         """The parts of a load as they travel, each under a lease; what was waited for goes into the account.
 
         The waiting for them is done in a thread of ``lanes``, which the caller has entered (they are left when no thread works
         for the load any more), or (None) of the common pool. While the next part takes its time, a message without runs shows
-        from time to time that bytes still come in. Where the caller leaves meanwhile, ``leave`` ends that wait.
+        from time to time that bytes still come in.
         """
         began_s = self._clock.now_s()
         taken: Part | None = None
-        turn = threading.Lock()  # `stop` comes after a `following` that still runs; that is bounded by the deadline
+        turn = threading.Lock()  # `stop` comes after a `following` that still runs: not for long, for nobody wants it any more
 
         def following() -> Part | None:
             nonlocal taken
@@ -273,7 +264,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         pool = self._pool if lanes is None else lanes.pool
         coming: asyncio.Future[Part | None] | None = None
         told = 0
-        request = copy_context()  # `following` runs in other threads, for the same request
+        wanted = Wanted()
+        request = wanted.context()  # `following` runs in other threads, for the same request
         try:
             while True:
                 coming = loop.run_in_executor(pool, request.run, following)
@@ -297,8 +289,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 if account is not None:
                     account.told(handed_s)
         finally:
-            if coming is not None and not coming.done():
-                leave()
+            wanted.end()  # the caller may have gone
             ending = loop.create_task(self._end_stream(coming, pool, stop, lanes))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)

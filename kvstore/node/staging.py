@@ -19,7 +19,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,9 +36,10 @@ from kvstore.node.domain import Domain
 from kvstore.node.loader import Loader, Part, Source
 from kvstore.node.peers import Peers
 from kvstore.node.table import BlockTable
+from kvstore.node.wanted import ending, over, result
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
-from kvstore.transport.contract import Checksums, ReadRequest
+from kvstore.transport.contract import Checksums, ReadRequest, ReadWatch
 
 log = logging.getLogger(__name__)
 
@@ -260,14 +262,9 @@ class Stager:
         parent = chain.keys[position - 1] if position else chain.parent
         holding = [replace(one, start=0, count=1) for one in sources if one.start <= position < one.start + one.count]
         for left in reversed(range(TRIES_AT_OTHERS)):
-            (part,) = self._loader.load(
-                chain.domain,
-                [chain.keys[position]],
-                chain.deadline_s,
-                parent=parent,
-                depth=chain.depth + position,
-                sources=holding,
-            )
+            place = {"parent": parent, "depth": chain.depth + position, "sources": holding}
+            parts = self._loader.load(chain.domain, [chain.keys[position]], chain.deadline_s, **place)  # type: ignore[arg-type]
+            part = next(parts, Part(0, [Outcome.UNAVAILABLE], [None], Tier.NVME, self._node_id))  # none: nobody wants it any more
             if part.outcomes[0] is not Outcome.TIMEOUT or self._clock.now_s() >= chain.deadline_s or not left:
                 break
         part.first += position
@@ -316,16 +313,18 @@ class Stager:
                     step = steps.popleft()
                     for source, left in _by_source(arrivals, [at for at in step.positions if at not in lost]):
                         step = _Step(left, step.first_layer, step.layer_count, source)
-                        in_flight.append((step, self._pool.submit(self._read, chain, arrivals, step)))
+                        in_flight.append((step, self._submit(chain, arrivals, step)))
                 if not in_flight:
                     break
                 step, future = in_flight[0]
-                wait((future,))
+                first = result(future)
                 in_flight.popleft()
-                for settled, read in self._settled(chain, arrivals, step, future.result()):
+                for settled, read in self._settled(chain, arrivals, step, first):
                     for part in self._answer(settled, read, arrivals, chain.domain.shape.layers, lost):
                         lost.update(part.first + at for at, outcome in enumerate(part.outcomes) if outcome is not Outcome.HIT)
                         yield part
+        except CancelledError:
+            return  # a read that had not begun, and nobody waits for it any more
         finally:
             for _, future in in_flight:  # the caller stopped early, but these still write into our slots
                 if not future.cancel():
@@ -350,7 +349,7 @@ class Stager:
         with self._lock:
             for position in failed:
                 arrivals[position].failed(step.source)
-        again = _by_source(arrivals, failed) if self._clock.now_s() < chain.deadline_s else []
+        again = _by_source(arrivals, failed) if self._clock.now_s() < chain.deadline_s and not over() else []
         if not again:
             yield step, read
             return
@@ -361,7 +360,10 @@ class Stager:
         for source, positions in again:
             self._counters.add("staged_blocks_from_second_source_total", len(positions))
             retry = _Step(positions, step.first_layer, step.layer_count, source)
-            yield from self._settled(chain, arrivals, retry, self._pool.submit(self._read, chain, arrivals, retry).result())
+            yield from self._settled(chain, arrivals, retry, result(self._submit(chain, arrivals, retry)))
+
+    def _submit(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step) -> Future[Part]:
+        return self._pool.submit(copy_context().run, self._read, chain, arrivals, step)
 
     def _read(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step) -> Part:
         """One read, in a pool thread. The part has one outcome a position of the step (``first`` has no meaning yet)."""
@@ -377,23 +379,25 @@ class Stager:
             0,
             chain.deadline_s,
         )
+        watch = ReadWatch()
         part = Part(0, [Outcome.UNAVAILABLE] * len(blocks), list(blocks), Tier.NVME, step.source.peer.node_id)
         try:
-            result = self._peers.peer(step.source.peer, chain.domain).read(request, destination)
+            with ending(watch.end):
+                answer = self._peers.peer(step.source.peer, chain.domain).read(request, destination, watch=watch)
         except KVStoreError as error:
             self._counters.add("staged_reads_failed_total")
             log.warning("cannot stage %d blocks from %s: %s", len(blocks), step.source.peer.node_id, error)
             return part
-        part.outcomes = result.outcomes
-        part.tier = result.tiers[0]
-        part.sums = result.checksums
+        part.outcomes = answer.outcomes
+        part.tier = answer.tiers[0]
+        part.sums = answer.checksums
         layers = slice(step.first_layer, step.first_layer + step.layer_count)
         with self._lock:
             for index, position in enumerate(step.positions):
-                if result.checksums is None or result.outcomes[index] is not Outcome.HIT:
+                if answer.checksums is None or answer.outcomes[index] is not Outcome.HIT:
                     continue
-                arrivals[position].have(layers, result.checksums[index])
-        self._counters.add("staged_bytes_total", result.bytes_received)
+                arrivals[position].have(layers, answer.checksums[index])
+        self._counters.add("staged_bytes_total", answer.bytes_received)
         return part
 
     def _answer(self, step: _Step, read: Part, arrivals: dict[int, _Arrival], layers: int, lost: set[int]) -> Iterator[Part]:

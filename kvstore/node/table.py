@@ -13,14 +13,14 @@ Invariants (``check`` asserts them; every test calls it):
 * within a volume, a parent leaves only after its children there (the eviction policies see to it);
 * a slot given to a writer is reused only after ``complete`` or ``abandon``: never because time has passed.
 
-Threads: any. Waiting for room is bounded by the caller's deadline.
+Threads: any. Waiting is bounded by the caller's deadline, and ends where the caller has gone (``kvstore.node.wanted``).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
@@ -30,6 +30,7 @@ from kvstore.node.domain import Domain
 from kvstore.node.invariants import check_invariants
 from kvstore.node.places import make_way
 from kvstore.node.replicas import ReplicaLog
+from kvstore.node.wanted import wait
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Slot
 
@@ -326,24 +327,21 @@ class BlockTable:
             self._dram_policy.touch(here)
         return vigil
 
-    def came(self, vigil: Vigil, deadline_s: float, given_up: Callable[[], bool] = lambda: False) -> list[tuple[int, Block]]:
-        """Waits for more of a vigil: (position, block), whose pins are the caller's. Empty: nothing in time, or ``given_up``."""
+    def came(self, vigil: Vigil, deadline_s: float) -> list[tuple[int, Block]]:
+        """Waits for more of a vigil: (position, block), whose pins are the caller's. Empty: nothing more in time."""
         with self._lock:
-            while not vigil.came and vigil.missing and not given_up() and self._wait(self._changed, deadline_s):
-                pass
+            while not vigil.came and vigil.missing:
+                if not self._wait(self._changed, deadline_s):
+                    break
             came, vigil.came = vigil.came, []
             return came
-
-    def wake(self) -> None:
-        """Whoever waits looks again whether anybody wants it to."""
-        with self._lock:
-            self._changed.notify_all()
 
     def unwatch(self, vigil: Vigil) -> None:
         """Ends a vigil; pins that nobody took are given back."""
         with self._lock:
             for key in vigil.missing:
-                if others := [one for one in self._vigils.pop(key) if one is not vigil]:
+                others = [one for one in self._vigils.pop(key) if one is not vigil]
+                if others:
                     self._vigils[key] = others
             came, vigil.came, vigil.missing = vigil.came, [], {}
         self.unpin([block for _, block in came])
@@ -586,7 +584,7 @@ class BlockTable:
     # ---------------------------------------------------------------- inside the lock
     def _wait(self, condition: threading.Condition, deadline_s: float) -> bool:
         left_s = deadline_s - self._clock.now_s()
-        return left_s > 0 and not self._closed and condition.wait(left_s)
+        return left_s > 0 and not self._closed and wait(condition, left_s, self._counters)
 
     def _allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
         slots = self.dram.allocate(shape, count)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.node.buffers import StagingBuffer
+from kvstore.node.wanted import Wanted
 from kvstore.observe.counters import Counters
 
 SOON_S = 0.02
@@ -96,3 +97,42 @@ def test_never_over_capacity_and_everybody_is_served(sizes: list[int], capacity:
         thread.join(LONG_S)
     assert results == [True] * len(sizes)
     assert (buffer.used_bytes, buffer.waiting) == (0, 0)
+
+
+@settings(max_examples=60)
+@given(
+    capacity=st.integers(1, 8),
+    actions=st.lists(st.tuples(st.sampled_from(["ask", "leave", "release"]), st.integers(0, 8)), min_size=4, max_size=40),
+)
+def test_who_leaves_the_line_gives_way_at_once(capacity: int, actions: list[tuple[str, int]]) -> None:
+    """Held against a model: a line, of whose head as many are inside as fit."""
+    buffer, counters, clock = make(capacity)
+    line: list[tuple[int, Wanted, threading.Thread]] = []
+    inside: list[int] = []
+    left = 0
+
+    def settles() -> None:
+        while line and sum(inside) + line[0][0] <= capacity:
+            size, _, thread = line.pop(0)
+            thread.join(LONG_S)
+            inside.append(size)
+        end_s = clock.now_s() + LONG_S
+        while (buffer.used_bytes, buffer.waiting) != (sum(inside), len(line)):
+            assert clock.now_s() < end_s, "somebody who left, or who fits, is still in line"
+
+    for what, number in [*actions, *[("leave", 0), ("release", 0)] * len(actions)]:
+        if what == "ask" and number <= capacity:
+            wanted = Wanted()
+            args = (buffer.admit, number, clock.now_s() + 60)
+            line.append((number, wanted, threading.Thread(target=wanted.context().run, args=args)))
+            line[-1][2].start()
+        elif what == "leave" and line:
+            _, wanted, thread = line.pop(number % len(line))
+            wanted.end()
+            thread.join(LONG_S)
+            left += 1
+        elif what == "release" and inside:
+            buffer.release(inside.pop(number % len(inside)))
+        settles()
+    assert (buffer.used_bytes, buffer.waiting) == (0, 0)
+    assert counters.snapshot() == ({"node_waits_left_total": left} if left else {})

@@ -12,6 +12,7 @@ from kvstore.core.checksum import layer_checksums
 from kvstore.core.types import BlockRun, NamespaceId, Outcome, StoreOutcome
 from kvstore.node.loader import Part
 from kvstore.node.prompts import Prompts
+from kvstore.node.wanted import Wanted
 from kvstore.testing.memory_provider import block_payload
 
 LONG_S = 20.0
@@ -45,19 +46,18 @@ class Waiting:
         self.node = node
         self.prompts = Prompts(node.loader._node_id, node.table, node.loader, node.buffer, node.counters)
         self.parts: list[Part] = []
-        self.gone = threading.Event()
-        self.thread = threading.Thread(target=self._wait, args=(count, wait_s))
+        self.wanted = Wanted()
+        self.thread = threading.Thread(target=self.wanted.context().run, args=(self._wait, count, wait_s))
         self.thread.start()
         while not node.table._vigils and self.thread.is_alive():
             pass
 
     def _wait(self, count: int, wait_s: float) -> None:
-        self.parts += self.prompts.arrive(self.node.domain, keys(count), self.node.clock.now_s() + wait_s, self.gone.is_set)
+        self.parts += self.prompts.arrive(self.node.domain, keys(count), self.node.clock.now_s() + wait_s)
 
     def leave(self) -> list[Outcome]:
         """Its engine goes away."""
-        self.gone.set()
-        self.prompts.wake()
+        self.wanted.end()
         return self.end(alone=False)
 
     def end(self, *, alone: bool = True) -> list[Outcome]:
