@@ -65,8 +65,20 @@ def common(bed: PdBed, name: str) -> list[str]:
     return ["--metadata", bed.cluster.metadata_address, "--set", f"router.name={name}", "--set", "router.check_interval=200ms"]
 
 
+_clients: list[openai.OpenAI] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed_clients() -> Iterator[None]:
+    """Sockets that nobody closed would be told of at the end of the run."""
+    yield
+    while _clients:
+        _clients.pop().close()
+
+
 def client(router: RouterProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=router.url, api_key="none", max_retries=0, timeout=60)
+    _clients.append(openai.OpenAI(base_url=router.url, api_key="none", max_retries=0, timeout=60))
+    return _clients[-1]
 
 
 def counter(router: RouterProcess, name: str) -> int:
