@@ -24,7 +24,7 @@ from kvclient.calls import Call, Caller
 from kvclient.core import Core, check_keys, check_place
 from kvclient.directory import Directory, by_roles
 from kvclient.far import ArenaWatcher, FarBlocks
-from kvclient.handoff import AwaitedPrompt, Handoff
+from kvclient.handoff import AwaitedPrompt, Handoff, abandon_prompt, check_transfer_id, find_decode_node
 from kvclient.hits import LoadAccounts
 from kvclient.incidents import Incidents
 from kvclient.layer_board import LayerBoard
@@ -490,29 +490,47 @@ class KVClient:
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
         node, failed = None, None
         try:
-            if self._directory is None:
-                raise Unavailable("without a metadata server the decode node cannot be found")
-            node = self._directory.node(decode_node, min(operation.left_s(), self._core.options.lookup_deadline_s))
+            node = find_decode_node(self._core, self._directory, decode_node, operation)
         except KVStoreError as error:
             failed = error
             self._core.incidents.report("client_handoffs_failed_total", "the decode node is not found", error)
         return Handoff(self._core, node, keys, parent, depth, operation, failed, tail=tail)
 
-    def await_prompt(self, keys: Keys, *, deadline_s: float | None = None) -> AwaitedPrompt:
+    def abandon_prompt(self, transfer_id: str, decode_node: str, *, deadline_s: float | None = None) -> bool:
+        """Prefill side: tells the decode node that what is missing of a prompt will not come, so that nobody waits for it there.
+
+        Args:
+            transfer_id: as the decode side gives it to ``await_prompt``, now or soon.
+            decode_node: its node.
+            deadline_s: how long to try.
+
+        Returns:
+            Whether it was told. If not, the decode side waits for as long as it chose to.
+
+        Raises:
+            InvalidArgument: ``transfer_id`` is not of 1 to 64 bytes.
+        """
+        self._check_usable()
+        operation = self._operation(deadline_s, self._core.options.default_deadline_s)
+        return abandon_prompt(self._core, self._directory, check_transfer_id(transfer_id, needed=True), decode_node, operation)
+
+    def await_prompt(self, keys: Keys, *, transfer_id: str = "", deadline_s: float | None = None) -> AwaitedPrompt:
         """Decode side: takes room for a prompt in this host's decode buffer and waits, in the background, until it is complete.
 
         Args:
             keys: all keys of the prompt, a partial last block's included.
+            transfer_id: names the hand-over: the prefill side may end the wait by it (``abandon_prompt``). At most 64 bytes.
             deadline_s: how long it may take; None: the option's.
 
         Raises:
-            InvalidArgument: malformed keys.
+            InvalidArgument: malformed keys, or a ``transfer_id`` that is too long.
             CapacityExceeded: too much runs in the background already.
         """
         self._check_usable()
         keys, packed = check_keys(keys)
+        check_transfer_id(transfer_id)
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        prompt = AwaitedPrompt(self._core, keys, packed, operation)
+        prompt = AwaitedPrompt(self._core, keys, packed, operation, transfer_id)
         prompt.begin(self._part_pool().submit(prompt.run))
         return prompt
 

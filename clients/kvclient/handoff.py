@@ -18,6 +18,7 @@ import numpy as np
 
 from kvclient.buffers import as_block_buffer
 from kvclient.core import Core
+from kvclient.directory import Directory
 from kvclient.operation import Operation, check_seconds
 from kvclient.options import VERIFY_CHOICES, Verify
 from kvclient.results import PATH_LOCAL, LoadResult, NodeRef, Outcomes, StoreResult
@@ -27,6 +28,7 @@ from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.limits import MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, Outcome, StoreOutcome, Tier
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
@@ -164,10 +166,11 @@ class AwaitedPrompt:
     Room in the decode buffer is taken when it begins. ``wait`` until it is complete, then ``take`` it into the engine's memory.
     """
 
-    def __init__(self, core: Core, keys: Sequence[BlockKey], packed: bytes, operation: Operation) -> None:
+    def __init__(self, core: Core, keys: Sequence[BlockKey], packed: bytes, operation: Operation, transfer_id: str = "") -> None:
         self._core = core
         self._keys = keys
         self._packed = packed
+        self._transfer_id = transfer_id
         self._operation = operation
         operation.cancellable = True
         self._tally = Tally(len(keys))
@@ -203,6 +206,7 @@ class AwaitedPrompt:
             keys=self._packed,
             want_checksums=True,
             wait_ms=max(1, int(left_s * 1000)),
+            transfer_id=self._transfer_id,
         )
         began_s = self._core.clock.now_s()
         try:
@@ -340,6 +344,40 @@ class AwaitedPrompt:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._session is not None or not self.done:
             self.cancel()
+
+
+def find_decode_node(core: Core, directory: Directory | None, name: str, operation: Operation) -> NodeRef:
+    """Where a prompt goes.
+
+    Raises:
+        KVStoreError: not found.
+    """
+    if directory is None:
+        raise Unavailable("without a metadata server the decode node cannot be found")
+    return directory.node(name, min(operation.left_s(), core.options.lookup_deadline_s))
+
+
+def abandon_prompt(core: Core, directory: Directory | None, transfer_id: str, decode_node: str, operation: Operation) -> bool:
+    """See ``KVClient.abandon_prompt``."""
+    try:
+        node = find_decode_node(core, directory, decode_node, operation)
+        core.peers.abandon_prompt(node, transfer_id, max(0.001, operation.left_s()))
+    except KVStoreError as error:
+        core.incidents.report("client_abandons_failed_total", "a decode node is not told of a prompt that will not come", error)
+        return False
+    return True
+
+
+def check_transfer_id(transfer_id: object, *, needed: bool = False) -> str:
+    """The name of a hand-over; empty, where it is not ``needed``: none.
+
+    Raises:
+        InvalidArgument: something else than a string of at most 64 bytes.
+    """
+    size = len(transfer_id.encode(errors="replace")) if isinstance(transfer_id, str) else -1
+    if not needed <= size <= MAX_TRANSFER_ID_BYTES:
+        raise InvalidArgument("a transfer_id takes a string", most_bytes=MAX_TRANSFER_ID_BYTES, got=type(transfer_id).__name__)
+    return cast("str", transfer_id)
 
 
 _ANSWER_S = 0.5

@@ -60,6 +60,9 @@ class PeerPool:
             InvalidArgument: the node's addresses are none.
             Unavailable: the client is closed.
         """
+        return self._entry(node)[0]
+
+    def _entry(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
         retired = None
         with self._lock:
             if self._closed:
@@ -73,7 +76,17 @@ class PeerPool:
                 self._open.move_to_end(node)
         if retired is not None:
             _close(retired)
-        return entry[0]
+        return entry
+
+    def abandon_prompt(self, node: NodeRef, transfer_id: str, timeout_s: float) -> int:
+        """Says that what is missing of a prompt will not come; how many calls waited for it there.
+
+        Raises:
+            KVStoreError: not told.
+        """
+        request = node_pb2.AbandonPromptRequest(transfer_id=transfer_id)
+        stub = node_pb2_grpc.NodeStub(self._entry(node)[1])
+        return int(call(stub.AbandonPrompt, request, timeout_s, RetryPolicy(max_backoff_s=2.0)).awaited)
 
     def _connect(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
         channel = connect(node.control_address, tls=self._tls)

@@ -24,6 +24,8 @@ MAX_FRAME_HEADER_BYTES = 8 << 20
 """Data-plane frame headers."""
 MAX_AGENT_BYTES = 256 << 10
 """What a NIXL agent says of itself: addresses and keys of its registered memory."""
+MAX_TRANSFER_ID_BYTES = 64
+"""The name of one hand-over of a prompt."""
 MAX_DATA_CONNECTIONS = 256
 MAX_SESSIONS = 256
 MAX_VOLUMES_PER_NODE = 64

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
 from kvstore.node.domain import Domain
 from kvstore.tiers.contract import BlockRecord, DurableVolume, EvictionPolicy, Slot
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Block:
@@ -61,22 +65,22 @@ class Block:
         return BlockRecord(self.domain.namespace, self.key, self.parent, self.depth, self.domain.shape, self.checksums)
 
 
-class RecentKeys:
+class Recent(Generic[Key]):
     """The keys added last, a bounded number. Not thread-safe."""
 
     MOST = 65_536
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
+        self._keys: OrderedDict[Key, None] = OrderedDict()
 
-    def add(self, key: BlockKey) -> None:
+    def add(self, key: Key) -> None:
         """Remembers a key, and forgets the oldest beyond ``MOST``."""
         self._keys[key] = None
         self._keys.move_to_end(key)
         if len(self._keys) > self.MOST:
             self._keys.popitem(last=False)
 
-    def __contains__(self, key: BlockKey) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._keys
 
 

@@ -3,21 +3,24 @@
 Room for the whole prompt is taken in the decode buffer before anything is pinned, all or none; then every block is pinned as
 soon as it is resident, so that none leaves again while the others are on their way. What lies on this node's own NVMe is brought
 in at once: nobody else will, for a prefill engine sends only what this node lacks. What is not here in time is answered as such:
-the decode engine loads or recomputes it. Who leaves gives room and pins back at once: others wait for them.
+the decode engine loads or recomputes it. Who leaves gives room and pins back at once: others wait for them. And who is told by
+the prefill side that the rest will not come does not wait for it, whichever of the two comes first.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
-from kvstore.node.block import Block
+from kvstore.node.block import Block, Recent
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.domain import Domain
 from kvstore.node.loader import Loader, Part
 from kvstore.node.provider import runs_of_equal
 from kvstore.node.table import BlockTable
-from kvstore.node.wanted import over
+from kvstore.node.wanted import Wanted, over
 from kvstore.observe.counters import Counters
 
 
@@ -30,31 +33,78 @@ class Prompts:
         self._loader = loader
         self._buffer = buffer
         self._counters = counters
+        self._lock = threading.Lock()
+        self._awaiting: dict[str, tuple[Wanted, ...]] = {}
+        self._abandoned: Recent[str] = Recent()
 
-    def arrive(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> Iterator[Part]:
+    def arrive(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float, transfer_id: str = "") -> Iterator[Part]:
         """Yields the prompt's blocks, once all are resident or the deadline has passed. Their pins are the caller's.
 
-        Nothing is yielded before, so that the time in which the caller must have copied begins when it can.
+        Nothing is yielded before, so that the time in which the caller must have copied begins when it can. The wait also ends
+        where the transfer is abandoned.
         """
-        with self._buffer.room(len(keys) * domain.shape.block_bytes, deadline_s) as admitted:
-            if not admitted:
+        size = len(keys) * domain.shape.block_bytes
+        with self._abandonable(transfer_id) as wanted:
+            waiting = wanted.context()
+            if not waiting.run(self._buffer.admit, size, deadline_s):
                 yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
                 return
-            found: list[Block | None] = [None] * len(keys)
-            left = len(keys)
-            vigil = self._table.watch(domain, keys)
             try:
-                self._bring(domain, keys, deadline_s)
-                while left and (came := self._table.came(vigil, deadline_s)):
-                    for position, block in came:
-                        found[position] = block
-                    left -= len(came)
+                found = waiting.run(self._gather, domain, keys, deadline_s)
+                if over():
+                    fate, missing = "left", Outcome.TIMEOUT
+                elif wanted.over:
+                    fate, missing = "abandoned", Outcome.UNAVAILABLE
+                else:
+                    fate, missing = "incomplete", Outcome.TIMEOUT
+                self._counters.add(f"prompts_{fate if None in found else 'complete'}_total")
+                outcomes = [Outcome.HIT if block is not None else missing for block in found]
+                yield Part(0, outcomes, found, Tier.DRAM, self._node_id)
             finally:
-                self._table.unwatch(vigil)
-            outcomes = [Outcome.HIT if block is not None else Outcome.TIMEOUT for block in found]
-            fate = "complete" if not left else "left" if over() else "incomplete"
-            self._counters.add(f"prompts_{fate}_total")
-            yield Part(0, outcomes, found, Tier.DRAM, self._node_id)
+                self._buffer.release(size)
+
+    def abandon(self, transfer_id: str) -> int:
+        """What is missing of a prompt will not come: whoever waits for it, now or soon, waits no longer. How many did."""
+        with self._lock:
+            self._abandoned.add(transfer_id)
+            awaiting = self._awaiting.get(transfer_id, ())
+        for wanted in awaiting:
+            wanted.end()
+        return len(awaiting)
+
+    @contextmanager
+    def _abandonable(self, transfer_id: str) -> Iterator[Wanted]:
+        """What ends with the call that awaits a prompt, and with its transfer."""
+        wanted = Wanted()
+        if not transfer_id:
+            yield wanted
+            return
+        with self._lock:
+            self._awaiting[transfer_id] = (*self._awaiting.get(transfer_id, ()), wanted)
+            if transfer_id in self._abandoned:
+                wanted.end()
+        try:
+            yield wanted
+        finally:
+            with self._lock:
+                others = tuple(one for one in self._awaiting.pop(transfer_id) if one is not wanted)
+                if others:
+                    self._awaiting[transfer_id] = others
+
+    def _gather(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> list[Block | None]:
+        """The prompt's blocks, pinned; None for those that did not come."""
+        found: list[Block | None] = [None] * len(keys)
+        left = len(keys)
+        vigil = self._table.watch(domain, keys)
+        try:
+            self._bring(domain, keys, deadline_s)
+            while left and (came := self._table.came(vigil, deadline_s)):
+                for position, block in came:
+                    found[position] = block
+                left -= len(came)
+        finally:
+            self._table.unwatch(vigil)
+        return found
 
     def _bring(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> None:
         """Reads what lies on NVMe here into DRAM, where the vigil pins it."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unsupported
-from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES
+from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
 from kvstore.node.lanes import Lanes
@@ -227,13 +227,23 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         check_id(request.operation_id, "operation_id")
         keys = keys_from_packed(request.keys)
+        if request.transfer_id:
+            _check_transfer_id(request.transfer_id)
         deadline_s = self._deadline_s(context)
         if request.wait_ms:
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
         self._prompt_lanes.enter()
-        parts = self._prompts.arrive(session.domain, keys, deadline_s)
+        parts = self._prompts.arrive(session.domain, keys, deadline_s, request.transfer_id)
         async for progress in self._stream(session, parts, self._prompt_lanes, None, want_checksums=request.want_checksums):
             yield progress
+
+    async def AbandonPrompt(  # noqa: N802
+        self,
+        request: node_pb2.AbandonPromptRequest,
+        context: Context,  # noqa: ARG002
+    ) -> node_pb2.AbandonPromptResponse:
+        _check_transfer_id(request.transfer_id)
+        return node_pb2.AbandonPromptResponse(awaited=self._prompts.abandon(request.transfer_id))
 
     async def _stream(
         self, session: Session, parts: Iterator[Part], lanes: Lanes | None, account: LoadAccount | None, *, want_checksums: bool
@@ -407,3 +417,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         counters["sessions"] = self._sessions.count()
         counters["blocks"], counters["write_behind_waiting_blocks"] = self._table.counts()
         return node_pb2.GetNodeStatsResponse(node=self._info, counters=counters, tiers=tiers, io_engines=list(self._io_engines()))
+
+
+def _check_transfer_id(transfer_id: str) -> None:
+    if not 0 < len(transfer_id.encode()) <= MAX_TRANSFER_ID_BYTES:
+        raise InvalidArgument("a transfer_id takes 1 to 64 bytes", bytes=len(transfer_id.encode()))

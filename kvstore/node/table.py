@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
-from kvstore.node.block import Block, Claim, Home, Prepared, RecentKeys, Vigil
+from kvstore.node.block import Block, Claim, Home, Prepared, Recent, Vigil
 from kvstore.node.cascade import with_parents
 from kvstore.node.domain import Domain
 from kvstore.node.invariants import check_invariants
@@ -76,7 +76,7 @@ class BlockTable:
         self._blocks: dict[BlockKey, Block] = {}
         self._preparing: dict[BlockKey, Prepared] = {}
         self._loading: set[BlockKey] = set()
-        self._gone = RecentKeys()  # left this node, durable on the storage node
+        self._gone: Recent[BlockKey] = Recent()  # left this node, durable on the storage node
         self._vigils: dict[BlockKey, list[Vigil]] = {}
         self._pending: deque[Block] = deque()
         self._pending_bytes = 0

@@ -44,8 +44,8 @@ _STORE_OUTCOMES = ("stored", "exists", "in_progress", "skipped", "corrupt", "los
 _METHODS = (
     "RegisterNode", "Heartbeat", "CompareDigests", "RepairRange", "RegisterNamespace", "ListNamespaces", "ListNodes", "Lookup",
     "PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest", "GetStats",
-    "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "AwaitPrompt", "Release", "Flush", "Evict",
-    "GetNodeStats",
+    "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "AwaitPrompt", "AbandonPrompt", "Release",
+    "Flush", "Evict", "GetNodeStats",
 )  # fmt: skip
 """Methods that are timed. ``Publish`` is one call for a node's whole life."""
 _MOST_VOLUMES = 64
@@ -122,6 +122,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "client_flush_failed_total": ("counter", "flushes that failed"),
     "client_handoff_bytes_total": ("counter", "bytes of prompts handed over to decode hosts"),
     "client_handoffs_failed_total": ("counter", "hand-overs that failed"),
+    "client_abandons_failed_total": ("counter", "decode nodes not told that a prompt will not come: who awaits it waits in vain"),
     "client_layerwise_too_large_total": ("counter", "layer-wise loads done block by block, as they are large"),
     "client_lease_expired_blocks_total": ("counter", "blocks copied too late to trust them"),
     "client_local_load_failed_total": ("counter", "loads that the local node refused"),
@@ -237,6 +238,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "prompt_nvme_blocks_total": ("counter", "blocks of awaited prompts read from volumes"),
     "prompts_complete_total": ("counter", "awaited prompts that became complete"),
     "prompts_incomplete_total": ("counter", "awaited prompts that did not in time"),
+    "prompts_abandoned_total": ("counter", "awaited prompts that their prefill engines said will not come whole"),
     "prompts_left_total": ("counter", "awaited prompts that nobody waited for any more"),
     "staged_blocks_from_second_source_total": ("counter", "blocks of layer-wise loads read from a second source"),
     "staged_bytes_total": ("counter", "bytes of layer-wise loads"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import Callable
 
+import grpc
 import numpy as np
 import pytest
 
 from conftest import Engine, Store, until
-from kvclient import Outcome, Paths, StoreOutcome
+from kvclient import InvalidArgument, Outcome, Paths, StoreOutcome
+from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import NodeSpec
 
@@ -207,3 +209,39 @@ def test_decode_engines_that_leave_are_waited_for_by_nobody(make_store: Callable
     assert stored.held_blocks == 20, stored.error
     with decode.client.await_prompt(decode.keys("wanted", 20), deadline_s=100.0) as wanted:
         assert wanted.wait(timeout_s=30.0)
+
+
+def test_a_prompt_that_will_not_come_is_waited_for_by_nobody(store: Store) -> None:
+    """Told while it is awaited, and told before; what is there is taken."""
+    writer, prefill, decode = (engine(store, node) for node in ("storage-0", "prefill-0", "decode-0"))
+    prompt = Prompt(writer, "abandoned", hit=2, new=2)
+    decode.client.store(prompt.keys[:2], prompt.bytes[:2])
+    for early in (False, True):
+        told = early and prefill.client.abandon_prompt(f"t{early}", "decode-0")
+        awaited = decode.client.await_prompt(prompt.keys, transfer_id=f"t{early}", deadline_s=1000.0)
+        assert early == told
+        assert early or prefill.client.abandon_prompt(f"t{early}", "decode-0")
+        assert not awaited.wait(30.0)
+        assert awaited.done
+        taken = decode.room(len(prompt.keys))
+        result = awaited.take(taken)
+        assert [result.outcome(at) for at in range(5)] == [Outcome.HIT] * 2 + [Outcome.UNAVAILABLE] * 3
+        assert (taken[:2] == prompt.bytes[:2]).all()
+    assert store.node_stats("decode-0").counters["prompts_abandoned_total"] == 2
+
+
+@pytest.mark.parametrize("transfer_id", ["", "x" * 65, "\u00e9" * 40, 7])
+def test_a_transfer_has_a_name(store: Store, transfer_id: str) -> None:
+    prefill, decode = engine(store, "prefill-0"), engine(store, "decode-0")
+    with pytest.raises(InvalidArgument):
+        prefill.client.abandon_prompt(transfer_id, "decode-0")
+    if transfer_id != "":
+        with pytest.raises(InvalidArgument):
+            decode.client.await_prompt(decode.keys("named", 1), transfer_id=transfer_id)
+    with grpc.insecure_channel(store.cluster.node("decode-0").address) as channel, pytest.raises(grpc.RpcError) as refused:
+        node_pb2_grpc.NodeStub(channel).AbandonPrompt(node_pb2.AbandonPromptRequest(transfer_id=str(transfer_id) * 65), timeout=5)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_decode_node_that_cannot_be_told_costs_nothing(store: Store) -> None:
+    assert not engine(store, "prefill-0").client.abandon_prompt("t", "nobody")

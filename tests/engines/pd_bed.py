@@ -22,6 +22,7 @@ from kvstore.testing.tiny_models import PAD
 STORAGE, PREFILL, DECODE = "storage-0", "prefill-0", "decode-0"
 BLOCK = 32
 PROMPT_DEADLINE_S = 4.0
+HANDOFF_DEADLINE_S = 2.5
 MIB = 1 << 20
 
 
@@ -49,7 +50,12 @@ class PdBed:
 
     def spec(self, name: str) -> ServeSpec:
         role = {PREFILL: "kv_producer", DECODE: "kv_consumer"}[name]
-        options: dict[str, object] = {"prompt_deadline_s": PROMPT_DEADLINE_S, "path_policy": "round_robin", **self.options}
+        options: dict[str, object] = {
+            "prompt_deadline_s": PROMPT_DEADLINE_S,
+            "handoff_deadline_s": HANDOFF_DEADLINE_S,
+            "path_policy": "round_robin",
+            **self.options,
+        }
         node = self.cluster.node(name).local_socket
         store = store_transfer(self.cluster.metadata_address, node, role=role, **options)
         return ServeSpec(name, self.model, store=store, core=int(role == "kv_consumer"), block_tokens=BLOCK)

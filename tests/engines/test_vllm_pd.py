@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -16,6 +17,7 @@ pytest.importorskip("vllm")
 
 from pd_bed import BLOCK, DECODE, PREFILL, PROMPT_DEADLINE_S, Oracle, PdBed, for_decode, for_prefill, pd_bed, transfer_id
 
+from kvproto.v1 import node_pb2
 from kvstore.core.errors import KVStoreError
 from kvstore.testing.engine_bed import ServedEngine, token_ids_of
 from kvstore.testing.tiny_models import make_model
@@ -114,6 +116,27 @@ def test_a_prompt_that_nobody_prefills_is_computed(bed: PdBed, oracle: Oracle) -
     assert token_ids_of(answer) == oracle.says(prompt, 8)
     assert PROMPT_DEADLINE_S <= time.monotonic() - began_s < PROMPT_DEADLINE_S + WAIT_S
     assert bed.counts(bed.decode)["prompts_incomplete"] == before + 1
+
+
+def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, oracle: Oracle) -> None:
+    """The decode host's node is stopped until the prefill engine has given up, and is told when it goes on."""
+    prompt = text("stopped", 300)
+    before = bed.counts(bed.prefill).get("handoffs_failed", 0)
+    node = bed.cluster.node(DECODE).process
+    node.send_signal(signal.SIGSTOP)
+    try:
+        prefilled, answer = bed.begin(prompt, 8, transfer_id())
+        assert token_ids_of(prefilled.result(WAIT_S)) == oracle.says(prompt, 8)[:1]
+        until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the hand-over has failed")
+    finally:
+        node.send_signal(signal.SIGCONT)
+    assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 8)
+    assert bed.counts(bed.prefill)["transfers_abandoned"] >= 1
+    until(lambda: abandoned(bed) > 0, "the decode host was told")
+
+
+def abandoned(bed: PdBed) -> int:
+    return bed.node(DECODE).GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5).counters["prompts_abandoned_total"]
 
 
 def test_a_decode_node_that_is_not_there(bed: PdBed, oracle: Oracle) -> None:

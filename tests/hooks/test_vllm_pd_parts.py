@@ -13,7 +13,7 @@ from kvclient import InvalidArgument, KeyChain
 from kvclient.engines.vllm.engine_view import GroupView
 from kvclient.engines.vllm.pd_options import PdOptions
 from kvclient.engines.vllm.pd_params import Role, Transfer, read_transfer
-from kvclient.engines.vllm.pd_plan import PdAnswer, PdPlan
+from kvclient.engines.vllm.pd_plan import AbandonJob, PdAnswer, PdPlan
 from kvclient.engines.vllm.pd_scheduler import PdScheduler, Stage
 from kvclient.engines.vllm.plan import StepAnswer
 from kvclient.engines.vllm.tally import Tally
@@ -47,6 +47,7 @@ def test_what_the_prefill_engine_answers_is_what_the_decode_engine_reads() -> No
     transfer = read_transfer(told)
     assert transfer == Transfer(Role.PREFILL, "a.b-c_1", "d0", "split")
     assert read_transfer(transfer.for_decode()) == Transfer(Role.DECODE, "a.b-c_1")
+    assert read_transfer(transfer.for_decode(whole=False)) is None, "nobody waits for what will not come"
 
 
 def test_partial_blocks_of_two_transfers_do_not_meet() -> None:
@@ -107,6 +108,7 @@ def test_a_prompt_is_awaited_then_here_then_taken() -> None:
     made, one = decisions(workers=2), prompt(10)
     made.arrived(one, HERE, CHAIN)
     (job,) = step(made).awaits
+    assert job.transfer_id == "t1"
     full = CHAIN.keys(one.all_token_ids)
     assert job.keys == [*full, HERE.tail_key(CHAIN.tail(one.all_token_ids[8:], full[-1]))]
     assert made.stage("r") is Stage.AWAITED
@@ -189,7 +191,8 @@ def test_each_block_is_handed_over_once_with_the_step_that_completes_it(chunks: 
     assert [page for _, page in sent] == pages[0][: len(sent)]
     one.all_token_ids.append(1)
     assert not step(made, {"r": 1}, pages).sends, "what is generated is not the prompt's"
-    assert made.finished("r") == THERE
+    assert made.finished("r") == THERE.for_decode()
+    assert not made.has_news
 
 
 def test_a_hand_over_that_failed_is_tried_once_more() -> None:
@@ -198,13 +201,35 @@ def test_a_hand_over_that_failed_is_tried_once_more() -> None:
     made.arrived(one, THERE, CHAIN)
     pages = [[1, 2, 3]]
     for attempt, chunk in enumerate((5, 5, 2)):
-        jobs = step(made, {"r": chunk}, pages).sends
+        plan = step(made, {"r": chunk}, pages)
+        assert plan.abandons == ([AbandonJob("d0", "t1")] if attempt == 2 else []), "twice is certain"
+        jobs = plan.sends
         assert [(job.first_block, len(job.keys)) for job in jobs] == [[(0, 1)], [(0, 2)], []][attempt]
         made.answered(PdAnswer(StepAnswer({job.job_id: 1 for job in jobs}, {job.job_id for job in jobs})))
         one.num_computed_tokens += chunk
     assert not pool.pinned
     assert not made.has_pins
-    assert made.finished("r") is None, "nothing of it was handed over"
+    assert made.finished("r") == THERE.for_decode(whole=False)
+    assert not made.has_news, "said once"
+
+
+def test_a_hand_over_that_fails_when_its_request_is_over_is_told() -> None:
+    """There is no step any more with which it could be tried again, and the answer has been given."""
+    made = decisions(workers=2)
+    made.arrived(prompt(9), THERE, CHAIN)
+    (job,) = step(made, {"r": 9}, [[1, 2, 3]]).sends
+    assert made.finished("r") == THERE.for_decode()
+    made.answered(PdAnswer(StepAnswer({job.job_id: 1}, {job.job_id})))
+    made.answered(PdAnswer(StepAnswer({job.job_id: 1}, {job.job_id})))
+    assert step(made).abandons == [AbandonJob("d0", "t1")], "once, however many workers failed"
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_is_told() -> None:
+    made = decisions()
+    made.arrived(prompt(12), THERE, CHAIN)
+    step(made, {"r": 5}, [[1, 2, 3]])
+    assert made.finished("r") == THERE.for_decode(whole=False)
+    assert step(made).abandons == [AbandonJob("d0", "t1")]
 
 
 def test_what_waits_is_bounded() -> None:
@@ -213,9 +238,11 @@ def test_what_waits_is_bounded() -> None:
     for name in "ab":
         made.arrived(prompt(32, name), THERE, CHAIN)
     assert len(step(made, {"a": 32}, [list(range(1, 9))]).sends) == 1, "one may always, however large"
-    assert not step(made, {"b": 32}, [list(range(1, 9))]).sends
+    skipped = step(made, {"b": 32}, [list(range(1, 9))])
+    assert not skipped.sends
+    assert skipped.abandons == [AbandonJob("d0", "t1")], "whoever waits for it is told"
     assert len(pool.pinned) == 8
-    assert made.finished("b") is None
+    assert made.finished("b") == THERE.for_decode(whole=False)
 
 
 def test_other_weights_end_what_is_on_its_way() -> None:
@@ -227,6 +254,7 @@ def test_other_weights_end_what_is_on_its_way() -> None:
     made.forget()
     plan = step(made, {"c": 9}, [[1, 2, 3]])
     assert set(plan.drops) == {"a", "b"}
+    assert plan.abandons == [AbandonJob("d0", "t1")]
     assert not plan.awaits
     assert not plan.sends
     assert made.gave_up("a")

@@ -39,12 +39,19 @@ def store(node: Node, first: int, count: int, *, tail: bool = False) -> None:
     assert set(node.table.complete(prepared, list(run.keys), sums)) == {StoreOutcome.STORED}
 
 
+def prompts_of(node: Node) -> Prompts:
+    return Prompts(node.loader._node_id, node.table, node.loader, node.buffer, node.counters)
+
+
 class Waiting:
     """A decode engine that waits for a prompt."""
 
-    def __init__(self, node: Node, count: int, wait_s: float = LONG_S) -> None:
+    def __init__(
+        self, node: Node, count: int, wait_s: float = LONG_S, *, transfer: str = "", prompts: Prompts | None = None
+    ) -> None:
         self.node = node
-        self.prompts = Prompts(node.loader._node_id, node.table, node.loader, node.buffer, node.counters)
+        self.prompts = prompts if prompts is not None else prompts_of(node)
+        self.transfer = transfer
         self.parts: list[Part] = []
         self.wanted = Wanted()
         self.thread = threading.Thread(target=self.wanted.context().run, args=(self._wait, count, wait_s))
@@ -53,7 +60,7 @@ class Waiting:
             pass
 
     def _wait(self, count: int, wait_s: float) -> None:
-        self.parts += self.prompts.arrive(self.node.domain, keys(count), self.node.clock.now_s() + wait_s)
+        self.parts += self.prompts.arrive(self.node.domain, keys(count), self.node.clock.now_s() + wait_s, self.transfer)
 
     def leave(self) -> list[Outcome]:
         """Its engine goes away."""
@@ -169,3 +176,49 @@ def test_a_closing_node_ends_the_wait() -> None:
     node.table.close()
     assert waiting.end() == [Outcome.TIMEOUT] * 4
     node.close()
+
+
+FOR_EVER_S = 1000.0
+
+
+def test_a_transfer_that_is_abandoned_is_answered_with_what_is_there(node: Node) -> None:
+    """All calls of it, one a shard and group; those of others wait on."""
+    prompts = prompts_of(node)
+    store(node, 0, 2)
+    calls = [Waiting(node, 5, FOR_EVER_S, transfer="t", prompts=prompts) for _ in range(3)]
+    other = Waiting(node, 5, FOR_EVER_S, transfer="o", prompts=prompts)
+    while len(node.table._vigils.get(keys(5)[4], ())) < 4:
+        pass
+    assert prompts.abandon("t") == 3
+    for call in calls:
+        assert call.end(alone=False) == [Outcome.HIT] * 2 + [Outcome.UNAVAILABLE] * 3
+    store(node, 2, 3)
+    assert other.end() == [Outcome.HIT] * 5
+    assert (node.counters.get("prompts_abandoned_total"), node.counters.get("prompts_complete_total")) == (3, 1)
+
+
+def test_a_transfer_may_be_abandoned_before_anybody_waits(node: Node) -> None:
+    prompts = prompts_of(node)
+    assert prompts.abandon("t") == 0
+    assert Waiting(node, 3, FOR_EVER_S, transfer="t", prompts=prompts).end() == [Outcome.UNAVAILABLE] * 3
+    store(node, 0, 3)
+    assert Waiting(node, 3, FOR_EVER_S, transfer="t", prompts=prompts).end() == [Outcome.HIT] * 3, "it came nonetheless"
+    assert prompts.abandon("t") == 0
+    assert not prompts._awaiting
+
+
+def test_who_waits_for_room_in_vain_is_told_too(node: Node) -> None:
+    prompts = prompts_of(node)
+    assert node.buffer.admit(node.buffer.capacity_bytes, node.clock.now_s())
+    done: list[Part] = []
+    thread = threading.Thread(
+        target=lambda: done.extend(prompts.arrive(node.domain, keys(2), node.clock.now_s() + FOR_EVER_S, "t"))
+    )
+    thread.start()
+    while not node.buffer.waiting:
+        pass
+    assert prompts.abandon("t") == 1
+    thread.join(LONG_S)
+    assert [part.outcomes for part in done] == [[Outcome.NO_ROOM] * 2]
+    assert node.buffer.waiting == 0
+    node.buffer.release(node.buffer.capacity_bytes)

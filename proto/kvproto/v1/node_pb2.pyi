@@ -180,18 +180,32 @@ class LoadedRun(_message.Message):
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., source_node: _Optional[str] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., first_layer: _Optional[int] = ..., layer_count: _Optional[int] = ...) -> None: ...
 
 class AwaitPromptRequest(_message.Message):
-    __slots__ = ("session_id", "operation_id", "keys", "want_checksums", "wait_ms")
+    __slots__ = ("session_id", "operation_id", "keys", "want_checksums", "wait_ms", "transfer_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WANT_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     operation_id: bytes
     keys: bytes
     want_checksums: bool
     wait_ms: int
-    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., want_checksums: _Optional[bool] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    transfer_id: str
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., want_checksums: _Optional[bool] = ..., wait_ms: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
+
+class AbandonPromptRequest(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+
+class AbandonPromptResponse(_message.Message):
+    __slots__ = ("awaited",)
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    awaited: int
+    def __init__(self, awaited: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids")

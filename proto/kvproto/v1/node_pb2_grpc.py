@@ -75,6 +75,11 @@ class NodeStub:
                 request_serializer=kvstore_dot_v1_dot_node__pb2.AwaitPromptRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
                 _registered_method=True)
+        self.AbandonPrompt = channel.unary_unary(
+                '/kvstore.v1.Node/AbandonPrompt',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.AbandonPromptRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.AbandonPromptResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvstore.v1.Node/Release',
                 request_serializer=kvstore_dot_v1_dot_node__pb2.ReleaseRequest.SerializeToString,
@@ -160,6 +165,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AbandonPrompt(self, request, context):
+        """Prefill side: what is missing of a prompt will not come. Who awaits it is answered at once, with what is there; who comes
+        soon after, too. Harmless where nobody does, and when it is said again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Ends leases early.
         """
@@ -230,6 +243,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.AwaitPrompt,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.AwaitPromptRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.SerializeToString,
+            ),
+            'AbandonPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbandonPrompt,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.AbandonPromptRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.AbandonPromptResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -468,6 +486,33 @@ class Node:
             '/kvstore.v1.Node/AwaitPrompt',
             kvstore_dot_v1_dot_node__pb2.AwaitPromptRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbandonPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Node/AbandonPrompt',
+            kvstore_dot_v1_dot_node__pb2.AbandonPromptRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.AbandonPromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

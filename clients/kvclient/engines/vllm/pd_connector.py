@@ -174,8 +174,8 @@ class KVStorePDConnector(KVStoreConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """The end of a request. Of a prefill: what a decode engine is to be given."""
         delayed, params = super().request_finished_all_groups(request, block_ids)
-        transfer = self._plans.finished(request.request_id)
-        return delayed, transfer.for_decode() if transfer is not None else params
+        for_decode = self._plans.finished(request.request_id)
+        return delayed, for_decode if for_decode is not None else params
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting is better than preempting."""
@@ -183,7 +183,7 @@ class KVStorePDConnector(KVStoreConnector):
 
     def has_pending_push_work(self) -> bool:
         """Whether steps go on without requests."""
-        return super().has_pending_push_work() or self._plans.has_pins
+        return super().has_pending_push_work() or self._plans.has_pins or self._plans.has_news
 
     def reset_cache(self) -> bool | None:
         """Other weights: prompts on their way are of the old ones."""
@@ -208,6 +208,7 @@ class KVStorePDConnector(KVStoreConnector):
         self._receiver.begin(pd.awaits, plan.chain, moves.clients)
         self._receiver.take(pd.takes)
         self._sender.begin(pd.sends, plan.chain, moves.clients)
+        self._sender.abandon(pd.abandons, moves.clients)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """A layer of this step is complete."""

@@ -8,7 +8,8 @@ A router that chose a prefill and a decode engine asks both at once, or one afte
 
 ID is any name of up to 64 characters, a new one for each attempt. ``"path_policy": NAME`` beside the node's name chooses, for
 this request, over which hosts' storage links its prefix is read; see ``PdOptions``. The prefill engine's answer carries what the
-decode engine is to be given, for routers that ask one engine after the other. Whatever else is in there is left alone: it may be
+decode engine is to be given, for routers that ask one engine after the other; ``"do_remote_prefill": false`` in it says that the
+prompt could not be handed over. Whatever else is in there is left alone: it may be
 meant for others.
 
 The fields come with requests, from whoever may send them: what makes no sense is refused (that is, the request is served as if it
@@ -61,9 +62,9 @@ class Transfer:
         mask = hashlib.sha256(self.transfer_id.encode()).digest()[: len(key)]
         return BlockKey((np.frombuffer(key, np.uint8) ^ np.frombuffer(mask, np.uint8)).tobytes())
 
-    def for_decode(self) -> dict[str, Any]:
-        """What the decode engine is to be given."""
-        return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": self.transfer_id}
+    def for_decode(self, *, whole: bool = True) -> dict[str, Any]:
+        """What the decode engine is to be given. Not ``whole``: the prompt is not handed over, and nobody need wait for it."""
+        return {"do_remote_prefill": whole, "do_remote_decode": False, "transfer_id": self.transfer_id}
 
 
 def read_transfer(params: object) -> Transfer | None:

@@ -36,6 +36,19 @@ class SendJob:
 
 
 @dataclass(slots=True)
+class AbandonJob:
+    """A prompt that will not reach its decode engine whole.
+
+    Attributes:
+        decode_node: who is told.
+        transfer_id: names it there.
+    """
+
+    decode_node: str
+    transfer_id: str
+
+
+@dataclass(slots=True)
 class AwaitJob:
     """A prompt that another engine hands over.
 
@@ -43,11 +56,13 @@ class AwaitJob:
         request_id: whose.
         keys: all of its blocks, a partial last one included.
         first_needed: by group: the first of them that decoding needs.
+        transfer_id: by which the other engine may end the wait.
     """
 
     request_id: str
     keys: list[BlockKey]
     first_needed: Sequence[int]
+    transfer_id: str = ""
 
 
 @dataclass(slots=True)
@@ -74,12 +89,14 @@ class PdPlan:
         awaits: prompts to wait for from now on.
         takes: prompts to copy.
         drops: requests whose prompts nobody wants any more.
+        abandons: prompts of ours that will not be handed over whole.
     """
 
     sends: list[SendJob] = field(default_factory=list)
     awaits: list[AwaitJob] = field(default_factory=list)
     takes: list[TakeJob] = field(default_factory=list)
     drops: list[str] = field(default_factory=list)
+    abandons: list[AbandonJob] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ class Receiver:
             try:
                 for client, first in zip(clients, job.first_needed, strict=True):
                     keys = Masked(chain, client.spec.namespace).keys(job.keys[first:])
-                    prompt.parts.append(client.await_prompt(keys, deadline_s=self._deadline_s))
+                    prompt.parts.append(client.await_prompt(keys, transfer_id=job.transfer_id, deadline_s=self._deadline_s))
             except KVStoreError as error:
                 _log.warning("a prompt cannot be waited for: %s", error)
                 self._give_up(prompt)

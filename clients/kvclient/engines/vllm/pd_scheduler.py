@@ -2,7 +2,8 @@
 
 On the prefill engine, each step that completes blocks of such a prompt hands them over, the prefix that was loaded or cached
 included, and a partial last block with the last step. The pages are pinned until then. Such a request is not stored here: its
-blocks lie on the decode host now, which makes them durable.
+blocks lie on the decode host now, which makes them durable. Once it is certain that some of them will not get there, the decode
+host is told, so that nobody waits for them: the transfer is abandoned.
 
 On the decode engine a request goes through these stages:
 
@@ -26,7 +27,7 @@ from kvclient import KeyChain
 from kvclient.engines.vllm.adapters import AdapterWeights
 from kvclient.engines.vllm.keys import EngineRequest, RequestKeys, request_extras
 from kvclient.engines.vllm.pd_params import Role, Transfer
-from kvclient.engines.vllm.pd_plan import AwaitJob, PdAnswer, PdPlan, SendJob, TakeJob
+from kvclient.engines.vllm.pd_plan import AbandonJob, AwaitJob, PdAnswer, PdPlan, SendJob, TakeJob
 from kvclient.engines.vllm.scheduler_side import BlockPool
 from kvclient.engines.vllm.tally import Tally
 
@@ -56,6 +57,8 @@ class Sending:
     """Leading full blocks that are handed over or on their way."""
     tail_sent: bool = False
     failures: int = 0
+    abandoned: bool = False
+    """The decode host is told that not all of it will come."""
 
 
 @dataclass(slots=True)
@@ -77,9 +80,11 @@ class Pins:
     """Pages that a hand-over reads, and how many workers have not answered yet."""
 
     request_id: str
+    transfer: Transfer
     first: int
     blocks: list[Any]
     workers: int
+    failed: bool = False
 
 
 class PdScheduler:
@@ -134,7 +139,7 @@ class PdScheduler:
         if tokens % self._block_tokens:
             packed.append(_tail_key(request, transfer, keys, self._block_tokens))
         needed = [max(0, tokens - window) // self._block_tokens if window else 0 for window in self._windows]
-        job = AwaitJob(request.request_id, packed, needed)
+        job = AwaitJob(request.request_id, packed, needed, transfer.transfer_id)
         self._receiving[request.request_id] = Receiving(request, keys, job)
         self._plan.awaits.append(job)
 
@@ -203,7 +208,7 @@ class PdScheduler:
         if self._pool is not None:
             for request_id, tokens in scheduled.items():
                 sending = self._sending.get(request_id)
-                if sending is None or sending.tail_sent or sending.failures >= _SEND_FAILURES:
+                if sending is None or sending.tail_sent or sending.abandoned:
                     continue
                 request = sending.request
                 computed = request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
@@ -227,9 +232,9 @@ class PdScheduler:
         assert self._pool is not None
         # one may always: its pages are its request's as long as that runs, however large a part of the engine's they are
         if self._pinned_blocks and self._pinned_blocks + count > len(self._pool.blocks) * self._pinned_share:
-            sending.failures = _SEND_FAILURES
             self._tally.add("handoffs_skipped")
             _log.warning("the prompt of request %s is not handed over: too many pages wait already", request.request_id)
+            self._abandon(sending)
             return None
         keys = list(sending.keys.upto(request.all_token_ids, full))
         if tail:
@@ -237,7 +242,7 @@ class PdScheduler:
         blocks = [self._pool.blocks[page] for group in ids for page in group]
         self._pool.touch(blocks)
         self._next_job += 1
-        self._pins[self._next_job] = Pins(request.request_id, first, blocks, self._workers)
+        self._pins[self._next_job] = Pins(request.request_id, sending.transfer, first, blocks, self._workers)
         self._pinned_blocks += count
         sending.sent_blocks, sending.tail_sent = full, last
         self._tally.add("handoff_blocks", stop - first)
@@ -253,7 +258,10 @@ class PdScheduler:
     def answered(self, answer: PdAnswer) -> None:
         """What workers know of hand-overs and prompts."""
         for job_id in answer.sent.not_saved:
-            self._send_failed(self._pins[job_id])
+            pins = self._pins[job_id]
+            if not pins.failed:
+                pins.failed = True
+                self._send_failed(pins)
         for job_id, workers in answer.sent.saved.items():
             pins = self._pins[job_id]
             pins.workers -= workers
@@ -282,22 +290,40 @@ class PdScheduler:
         _log.warning("the prompt of request %s did not come whole: it is loaded or computed here", request_id)
 
     def _send_failed(self, pins: Pins) -> None:
-        """The blocks are handed over once more with the next step, if there is one; a decode engine does not wait for ever."""
+        """The blocks are handed over once more with the next step, if there is one."""
         self._tally.add("handoffs_failed")
         sending = self._sending.get(pins.request_id)
-        if sending is not None:
-            sending.failures += 1
-            sending.sent_blocks = min(sending.sent_blocks, pins.first)
-            sending.tail_sent = False
+        if sending is None:
+            self._tell(pins.transfer)
+            return
+        sending.failures += 1
+        sending.sent_blocks = min(sending.sent_blocks, pins.first)
+        sending.tail_sent = False
+        if sending.failures >= _SEND_FAILURES:
+            self._abandon(sending)
+
+    def _abandon(self, sending: Sending) -> None:
+        """Some of a prompt will not get to its decode host."""
+        if not sending.abandoned:
+            sending.abandoned = True
+            self._tell(sending.transfer)
+
+    def _tell(self, transfer: Transfer) -> None:
+        self._tally.add("transfers_abandoned")
+        self._plan.abandons.append(AbandonJob(transfer.decode_node, transfer.transfer_id))
 
     # ---- ends ----
-    def finished(self, request_id: str) -> Transfer | None:
-        """The end of a request, whatever the reason; its transfer, if its prompt was handed over."""
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """The end of a request, whatever the reason; of one that was prefilled here, what its decode engine is to be given."""
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None and receiving.stage in {Stage.AWAITED, Stage.HERE}:
             self._plan.drops.append(request_id)
         sending = self._sending.pop(request_id, None)
-        return sending.transfer if sending is not None and sending.sent_blocks + sending.tail_sent else None
+        if sending is None:
+            return None
+        if not sending.tail_sent:
+            self._abandon(sending)
+        return sending.transfer.for_decode(whole=not sending.abandoned)
 
     def forget(self) -> None:
         """The weights have changed: prompts on their way are of the old ones."""
@@ -306,12 +332,19 @@ class PdScheduler:
                 receiving.stage = Stage.OVER
                 self._plan.drops.append(request_id)
         self._plan.awaits.clear()
+        for sending in self._sending.values():
+            self._abandon(sending)
         self._sending.clear()
 
     @property
     def has_pins(self) -> bool:
         """Whether pages wait to be handed over."""
         return bool(self._pins)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether decode hosts are to be told, with the next step, of prompts that will not come."""
+        return bool(self._plan.abandons)
 
 
 def _tail_key(request: EngineRequest, transfer: Transfer, keys: RequestKeys, block_tokens: int) -> Any:  # noqa: ANN401

@@ -2,7 +2,8 @@
 
 A hand-over has a thread for as long as it lasts; the model's thread only says which layers are complete. Nothing counts on the
 other side before the whole step has turned out well: blocks computed after a load that failed are never handed over. Pages are
-pinned until their job is answered.
+pinned until their job is answered: so a hand-over that failed, because the other host did not answer for a moment, is tried
+again a few times within its deadline, by threads that no first try waits for.
 """
 
 from __future__ import annotations
@@ -10,33 +11,50 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
-from kvclient import BlockKey, KVClient, KVStoreError
+from kvclient import BlockKey, KVClient, KVStoreError, StoreOutcome, StoreResult
 from kvclient.engines.vllm.keys import Masked
 from kvclient.engines.vllm.pages import GroupPages
-from kvclient.engines.vllm.pd_plan import SendJob
+from kvclient.engines.vllm.pd_plan import AbandonJob, SendJob
 from kvclient.engines.vllm.plan import StepAnswer
 from kvclient.engines.vllm.tally import Tally
 
+if TYPE_CHECKING:
+    from kvclient.handoff import Handoff
+
 _log = logging.getLogger(__name__)
 _THREADS = 8
+_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Before each further try."""
 
 Layer = tuple[int, int]
 """Group, and layer within it."""
 
 
 class Send:
-    """One hand-over: ``layer`` and ``end`` by the model's thread, ``run`` by its own."""
+    """One hand-over: ``layer`` and ``end`` by the model's thread, ``run`` and ``again`` by others."""
 
-    def __init__(self, job: SendJob, chain: bytes, clients: Sequence[KVClient], pages: Sequence[GroupPages]) -> None:
+    def __init__(
+        self, job: SendJob, chain: bytes, clients: Sequence[KVClient], pages: Sequence[GroupPages], deadline_s: float
+    ) -> None:
         self.job = job
+        self.good = False
+        """Whether the step turned out well, as known once ``run`` has returned: else there is nothing to hand over."""
         self._chain = chain
         self._clients = clients
         self._pages = pages
         self._events: queue.SimpleQueue[Layer | bool] = queue.SimpleQueue()
+        self._end_s = time.monotonic() + deadline_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is given up."""
+        return max(0.0, self._end_s - time.monotonic())
 
     def layer(self, layer: Layer) -> None:
         """A layer of this step is complete."""
@@ -46,8 +64,32 @@ class Send:
         """The step is over."""
         self._events.put(good)
 
-    def run(self, deadline_s: float, tally: Tally) -> bool:
-        """Hands it over; whether the decode host has all of it."""
+    def run(self, tally: Tally) -> bool:
+        """Hands it over while the step computes; whether the decode host has all of it."""
+        with self._handoffs() as handoffs:
+            put: set[Layer] = set()
+            while not isinstance(event := self._events.get(), bool):
+                self._put(handoffs, event)
+                put.add(event)
+            self.good = event
+            if not event:
+                return False
+            results = self._commit(handoffs, put, tally)
+        return self._held(results)
+
+    def again(self, tally: Tally) -> bool:
+        """Hands it over once more, the step being over; whether the decode host has all of it.
+
+        What somebody else is said to bring does not count here: most likely that is the try before, of which that host does
+        not know yet that it failed.
+        """
+        with self._handoffs() as handoffs:
+            results = self._commit(handoffs, set(), tally)
+        return self._held(results) and not any(result.count(StoreOutcome.IN_PROGRESS) for result in results)
+
+    @contextmanager
+    def _handoffs(self) -> Iterator[list[Handoff]]:
+        """By group; given up where they are left before their commit."""
         job = self.job
         with ExitStack() as stack:
             handoffs = []
@@ -62,24 +104,29 @@ class Send:
                     parent=BlockKey(masked.keys([before])) if before is not None else None,
                     depth=job.first_block + left_behind,
                     tail=job.tail,
-                    deadline_s=deadline_s,
+                    deadline_s=max(0.001, self.left_s),
                 )
                 handoffs.append(stack.enter_context(handoff))
-            put: set[Layer] = set()
-            while not isinstance(event := self._events.get(), bool):
-                handoffs[event[0]].put_layer(event[1], self._pages[event[0]].layer_buffer(event[1], job.block_ids[event[0]]))
-                put.add(event)
-            if not event:
-                return False
-            for group, pages in enumerate(self._pages):
-                for layer in range(pages.shape.layers):
-                    if (group, layer) not in put:
-                        handoffs[group].put_layer(layer, pages.layer_buffer(layer, job.block_ids[group]))
-            results = [handoff.commit() for handoff in handoffs]
+            yield handoffs
+
+    def _put(self, handoffs: Sequence[Handoff], layer: Layer) -> None:
+        group, number = layer
+        handoffs[group].put_layer(number, self._pages[group].layer_buffer(number, self.job.block_ids[group]))
+
+    def _commit(self, handoffs: Sequence[Handoff], put: Collection[Layer], tally: Tally) -> list[StoreResult]:
+        """Puts the layers that are not ``put`` yet, and ends it."""
+        for group, pages in enumerate(self._pages):
+            for layer in range(pages.shape.layers):
+                if (group, layer) not in put:
+                    self._put(handoffs, (group, layer))
+        results = [handoff.commit() for handoff in handoffs]
         for result in results:
             tally.add("handoff_bytes", result.bytes_stored)
             tally.add("handoff_seconds", result.seconds)
-        return all(result.held_blocks == len(ids) for result, ids in zip(results, job.block_ids, strict=True))
+        return results
+
+    def _held(self, results: Sequence[StoreResult]) -> bool:
+        return all(result.held_blocks == len(ids) for result, ids in zip(results, self.job.block_ids, strict=True))
 
 
 class Sender:
@@ -88,7 +135,7 @@ class Sender:
     Args:
         pages: by group: its memory.
         place: where a layer is, by name.
-        deadline_s: bound of one hand-over.
+        deadline_s: bound of one hand-over, all tries together.
         tally: where they are counted.
     """
 
@@ -101,7 +148,9 @@ class Sender:
         self._changed = threading.Condition()
         self._answer = StepAnswer()
         self._pending = 0
+        self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-handoff")
+        self._later = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-handoff-again")
 
     def begin(self, jobs: Sequence[SendJob], chain: bytes, clients: Sequence[KVClient]) -> None:
         """A step begins that will complete some blocks.
@@ -112,7 +161,7 @@ class Sender:
             clients: by group.
         """
         for job in jobs:
-            send = Send(job, chain, clients, self._pages)
+            send = Send(job, chain, clients, self._pages, self._deadline_s)
             self._in_step.append(send)
             with self._changed:
                 self._pending += 1
@@ -134,15 +183,45 @@ class Sender:
             send.end(good=good and sure)
         self._in_step = []
 
-    def _run(self, send: Send) -> None:
-        good = False
+    def abandon(self, jobs: Sequence[AbandonJob], clients: Sequence[KVClient]) -> None:
+        """Tells decode hosts, in the background, that prompts will not come whole."""
+        for job in jobs:
+            self._later.submit(self._tell, job, clients[0])
+
+    def _tell(self, job: AbandonJob, client: KVClient) -> None:
         try:
-            good = send.run(self._deadline_s, self._tally)
+            client.abandon_prompt(job.transfer_id, job.decode_node, deadline_s=self._deadline_s)
+        except KVStoreError as error:
+            _log.warning("a decode host is not told of a prompt that will not come: %s", error)
+
+    def _run(self, send: Send) -> None:
+        done = self._tried(send.run)
+        if not done and send.good and not self._closing.is_set():
+            self._later.submit(self._retry, send)
+        else:
+            self._over(send, good=done)
+
+    def _retry(self, send: Send) -> None:
+        done = False
+        for pause_s in _PAUSES_S:
+            if self._closing.wait(min(pause_s, send.left_s)) or not send.left_s:
+                break
+            self._tally.add("handoffs_retried")
+            if done := self._tried(send.again):
+                break
+        self._over(send, good=done)
+
+    def _tried(self, attempt: Callable[[Tally], bool]) -> bool:
+        try:
+            return attempt(self._tally)
         except KVStoreError as error:
             _log.warning("a prompt is not handed over: %s", error)
         except Exception:  # noqa: BLE001  # the edge of a thread: whatever it is, pins must be given back, and the engine goes on
             self._tally.add("bugs")
             _log.exception("a hand-over failed in a way that it should not")
+        return False
+
+    def _over(self, send: Send, *, good: bool) -> None:
         with self._changed:
             self._pending -= 1
             self._answer.saved[send.job.job_id] = 1
@@ -168,5 +247,7 @@ class Sender:
 
     def close(self) -> None:
         """Gives up what is under way."""
+        self._closing.set()
         self.end_step(good=False)
         self._threads.shutdown(wait=True)
+        self._later.shutdown(wait=True, cancel_futures=True)
