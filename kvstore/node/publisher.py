@@ -26,7 +26,7 @@ from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.antientropy import AntiEntropy, held_by
 from kvstore.node.block import Block
-from kvstore.node.replicas import ReplicaLog, never_hidden, runs_of
+from kvstore.node.replicas import ReplicaLog, Taken, runs_of
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -81,6 +81,9 @@ class Publisher:
         self._heartbeat_s = 0.5
         self._sequence = 0
         self._unacknowledged: deque[tuple[metadata_pb2.PublishRequest, int]] = deque()
+        # What a stream that broke left unsent, for the next one.
+        self._inventories_due: dict[VolumeId, None] = {}
+        self._round: deque[Taken] = deque()
         self._threads = [
             threading.Thread(target=self._publish_for_ever, name="kvstore-publish", daemon=True),
             threading.Thread(target=self._beat_for_ever, name="kvstore-heart", daemon=True),
@@ -218,14 +221,16 @@ class Publisher:
 
     def _batches(self, inventories: Sequence[VolumeId]) -> Iterator[tuple[metadata_pb2.PublishRequest | None, int]]:
         """What to send, one batch after the other: inventories first, then the log; (None, 0) where more is to be waited for."""
-        for volume in inventories:
-            yield from self._inventory(volume)
+        self._inventories_due.update(dict.fromkeys(inventories))
         while True:
-            for volume in self._volumes:
-                if self._log.needs_inventory(volume):
-                    yield from self._inventory(volume)
-            takes = [self._log.take(volume, BATCH_EVENTS) for volume in self._volumes]
-            for taken in never_hidden([taken for taken in takes if taken.events]):
+            self._inventories_due.update(dict.fromkeys(volume for volume in self._volumes if self._log.needs_inventory(volume)))
+            for volume in list(self._inventories_due):
+                yield from self._inventory(volume)
+                del self._inventories_due[volume]
+            if not self._round:
+                self._round.extend(self._log.take(BATCH_EVENTS))
+            while self._round:
+                taken = self._round.popleft()
                 yield self._message(taken.volume, taken.stored, b"".join(taken.removed)), taken.events
             if not any(self._log.behind(volume) for volume in self._volumes):
                 yield None, 0

@@ -67,7 +67,7 @@ def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A batch of one volume's events, to be applied removals first; so it ends before a key that it stores is removed again."""
+    """What a round changed in one volume, to be applied removals first: a key in both was removed and came back."""
 
     volume: VolumeId
     stored: Sequence[BlockRun]
@@ -76,34 +76,54 @@ class Taken:
     """How many events the index shows once it shows this batch."""
 
 
-def never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
-    """Orders batches that were taken from several volumes, one after the other, so that no block is shown nowhere on its way.
+class _Net:
+    """What a round's events come to, in one volume."""
+
+    __slots__ = ("events", "last", "removed")
+
+    def __init__(self) -> None:
+        self.last: dict[BlockKey, Described | None] = {}  # in the order of the first events: a parent came before its child
+        self.removed: dict[BlockKey, None] = {}
+        self.events = 0
+
+    def add(self, key: BlockKey, block: Described | None) -> None:
+        self.last[key] = block
+        self.events += 1
+        if block is None:
+            self.removed[key] = None
+
+    def taken(self, volume: VolumeId) -> Taken:
+        return Taken(volume, runs_of(block for block in self.last.values() if block is not None), list(self.removed), self.events)
+
+
+def _never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
+    """Orders a round's batches so that no block is shown nowhere on its way.
 
     A block moves by being stored in one volume before it is removed from another. Sent the other way round, it would be a miss
-    for whoever asks in between. What was taken last is the newest, so it goes out first; a removal that another batch must
-    come before goes out by itself at the end.
+    for whoever asks in between. So a removal that another batch must come before goes out by itself at the end.
     """
     left = list(takes)
     at_the_end: list[Taken] = []
     while left:
-        taken = left.pop()
+        taken = left.pop(0)
         to_come = {key for other in left for run in other.stored for key in run.keys} if taken.removed else set()
         if to_come.isdisjoint(taken.removed):
             yield taken
             continue
         own = {key for run in taken.stored for key in run.keys}
         first = [key for key in taken.removed if key in own]
-        yield replace(taken, removed=first, events=0)
+        if taken.stored:
+            yield replace(taken, removed=first, events=0)
         at_the_end.append(replace(taken, stored=[], removed=[key for key in taken.removed if key not in own]))
     yield from at_the_end
 
 
 class _VolumeLog:
-    __slots__ = ("acknowledged", "appended", "counts", "digests", "events", "gathered", "inventory_needed")
+    __slots__ = ("acknowledged", "appended", "counts", "digests", "gathered", "inventory_needed", "taken")
 
     def __init__(self) -> None:
-        self.events: deque[tuple[BlockKey, Described | None]] = deque()
         self.appended = 0
+        self.taken = 0
         self.gathered = 0  # of those appended, when ``wait`` last returned
         self.acknowledged = 0
         self.inventory_needed = False
@@ -128,6 +148,7 @@ class ReplicaLog:
         self._gathered_s = 0.0  # when ``wait`` last said that there is something to take
         self._acknowledged = threading.Condition(self._lock)
         self._volumes = {volume: _VolumeLog() for volume in volumes}
+        self._events: deque[tuple[VolumeId, BlockKey, Described | None]] = deque()  # of all volumes, in the order of truth
 
     def stored(self, volume: VolumeId, block: Described) -> None:
         """A volume holds a block from now on."""
@@ -146,31 +167,29 @@ class ReplicaLog:
             log.counts[where] += step
             if not self._keep or log.inventory_needed:
                 return
-            if len(log.events) >= self._bound:
-                log.events.clear()
-                log.acknowledged = log.appended
+            if log.appended - log.taken >= self._bound:
+                self._events = deque(event for event in self._events if event[0] != volume)
+                log.acknowledged += log.appended - log.taken  # what was taken is acknowledged when the index shows it
+                log.taken = log.appended
                 log.inventory_needed = True
                 self._counters.add("publish_log_overflow_total")
                 return
-            log.events.append((key, block))
+            self._events.append((volume, key, block))
             log.appended += 1
             self._wake.notify()
 
     def wait(self, timeout_s: float) -> None:
         """Waits until there may be something to take: not at once, for what comes together is to be taken together."""
         with self._lock:
-            if not self._hurry and not self._any():
+            if not self._hurry and not self._events:
                 self._wake.wait(timeout_s)
-            if not self._hurry and self._any():
+            if not self._hurry and self._events:
                 now_s = self._clock.now_s()
                 self._urgent.wait(max(now_s + GATHER_S, self._gathered_s + BURST_S) - now_s)
             self._gathered_s = self._clock.now_s()
             self._hurry = False
             for log in self._volumes.values():
                 log.gathered = log.appended
-
-    def _any(self) -> bool:
-        return any(log.events for log in self._volumes.values())
 
     def wake(self) -> None:
         """Ends a ``wait``."""
@@ -182,30 +201,26 @@ class ReplicaLog:
         self._urgent.notify_all()
         self._wake.notify_all()
 
-    def take(self, volume: VolumeId, limit: int) -> Taken:
-        """Next events of a volume as one batch."""
+    def take(self, limit: int) -> list[Taken]:
+        """The next round: the oldest events of all volumes, ``limit`` at most, as batches to be sent in this order.
+
+        A round is one stretch of history, the same for all volumes: a round with a removal has, or came after, the store in
+        another volume that made the removal harmless. Taken from each volume by itself, the one could be cut off before it.
+        """
+        nets: dict[VolumeId, _Net] = {}
         with self._lock:
-            events = self._volumes[volume].events
-            stored: dict[BlockKey, Described] = {}
-            removed: list[BlockKey] = []
-            count = 0
-            while events and count < limit:
-                key, block = events[0]
-                if block is None and key in stored:
-                    break
-                events.popleft()
-                count += 1
-                if block is None:
-                    removed.append(key)
-                else:
-                    stored[key] = block
-        return Taken(volume, runs_of(stored.values()), removed, count)
+            for _ in range(min(limit, len(self._events))):
+                volume, key, block = self._events.popleft()
+                nets.setdefault(volume, _Net()).add(key, block)
+            for volume, net in nets.items():
+                self._volumes[volume].taken += net.events
+        return list(_never_hidden([net.taken(volume) for volume, net in nets.items()]))
 
     def behind(self, volume: VolumeId) -> bool:
         """Whether events that were there when ``wait`` returned are still to be taken."""
         with self._lock:
             log = self._volumes[volume]
-            return log.appended - len(log.events) < log.gathered
+            return log.taken < log.gathered
 
     def waiting(self) -> int:
         """Events that the index does not show yet."""

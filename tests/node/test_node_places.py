@@ -19,7 +19,7 @@ from kvstore.index.lmdb import LmdbIndex
 from kvstore.node.block import Home, Prepared
 from kvstore.node.domain import Domain
 from kvstore.node.places import PATIENCE
-from kvstore.node.replicas import ReplicaLog, never_hidden, runs_of
+from kvstore.node.replicas import ReplicaLog, runs_of
 from kvstore.node.table import BlockTable
 from kvstore.node.writebehind import LocalTarget
 from kvstore.observe.counters import Counters
@@ -73,7 +73,7 @@ class Node:
             self.target.persist(blocks, lambda: None)
 
     def publish(self) -> None:
-        for taken in never_hidden([self.log.take(volume, 1000) for volume in (DRAM, NVME)]):
+        for taken in self.log.take(1000):
             self.index.publish(self.lives[taken.volume], taken.stored, taken.removed)
             self.log.acknowledge(taken.volume, taken.events)
 

@@ -1,9 +1,10 @@
-"""A node whose id another one holds says so on its log, and comes in once that one is gone."""
+"""What the metadata server does to a node that publishes: it refuses it by name, or lets go of it in mid-stream."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import cast
@@ -14,7 +15,9 @@ import pytest
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
-from kvstore.node.publisher import Publisher
+from kvstore.core.types import BlockKey, VolumeId
+from kvstore.node.block import Block
+from kvstore.node.publisher import BATCHES_IN_FLIGHT, Publisher
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -68,3 +71,61 @@ def test_a_refused_node_says_so_and_keeps_trying_as_the_same_boot(caplog: pytest
     told = [record.getMessage() for record in caplog.records if "refuses this node" in record.getMessage()]
     assert len(told) == 1
     assert "another living node has this id" in told[0]
+
+
+class Breaking(Door):
+    """Lets the first stream break after some messages, with none acknowledged; takes everything afterwards."""
+
+    def __init__(self, first_messages: int) -> None:
+        super().__init__(0)
+        self.first_messages: int | None = first_messages
+        self.shown: set[str] = set()
+
+    def Publish(  # noqa: N802
+        self, requests: Iterator[metadata_pb2.PublishRequest], context: grpc.ServicerContext
+    ) -> Iterator[metadata_pb2.PublishResponse]:
+        if self.first_messages is not None:
+            for _ in range(self.first_messages):
+                next(requests)
+            self.first_messages = None
+            context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+        for request in requests:
+            self.shown.add(request.volume_id)
+            yield metadata_pb2.PublishResponse(sequence=request.sequence)
+
+
+def test_a_stream_that_breaks_within_a_round_loses_none_of_it() -> None:
+    """More batches in one round than may be in flight: those that were never sent go out over the next stream."""
+    door, counters = Breaking(3), Counters()
+    server = grpc.server(ThreadPoolExecutor(4))
+    metadata_pb2_grpc.add_MetadataServicer_to_server(door, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    volumes = [VolumeId(f"n/{number}") for number in range(3 * BATCHES_IN_FLIGHT)]
+    log = ReplicaLog(volumes, counters, MonotonicClock())
+    held = [
+        SimpleNamespace(key=BlockKey(bytes([at]) * 16), parent=None, depth=0, namespace=bytes(16)) for at in range(len(volumes))
+    ]
+    for volume, block in zip(volumes, held, strict=True):
+        log.stored(volume, cast("Block", block))
+    publisher = Publisher(
+        f"127.0.0.1:{port}",
+        common_pb2.NodeInfo(
+            node_id="n", boot_id=secrets.token_bytes(16), volumes=[common_pb2.VolumeInfo(volume_id=volume) for volume in volumes]
+        ),
+        cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id="n/0"), homes=[], snapshot=list)),
+        log,
+        counters,
+        tls=None,
+        anti_entropy_interval_s=60.0,
+    )
+    publisher._heartbeat_s = PATIENCE_S  # no beat: there is no table whose fill it could tell
+    publisher._epoch = b"e" * 16  # the server knows this boot: no inventories, which would cover for what is lost
+    publisher.start()
+    try:
+        assert log.wait_published(volumes, MonotonicClock().now_s() + PATIENCE_S)
+        assert door.shown == set(volumes)
+        assert counters.get("publish_interrupted_total") == 1
+    finally:
+        publisher.stop(PATIENCE_S)
+        server.stop(None).wait()

@@ -204,17 +204,19 @@ def test_evicting_dram_keeps_durable_blocks_readable(node: Harness) -> None:
 
 def test_events_are_logged_in_order_and_join_to_runs(node: Harness) -> None:
     node.store(1, 0, 5)
-    taken = node.log.take(DRAM, 1000)
+    (taken,) = node.log.take(1000)
+    assert taken.volume == DRAM
     assert [len(run.keys) for run in taken.stored] == [5]
     assert (taken.removed, taken.events) == ([], 5)
     while node.write_behind():
         pass
     node.table.evict_dram()
-    taken = node.log.take(DRAM, 1000)
+    written, taken = node.log.take(1000)
+    assert (written.volume, taken.volume) == (NVME, DRAM), "shown in the one volume before it is gone from the other"
     assert taken.stored == []
     assert len(taken.removed) == 5
     assert taken.removed.index(key_of(2, 4)) < taken.removed.index(key_of(2, 0)), "leaves leave first"
-    assert sum(len(run.keys) for run in node.log.take(NVME, 1000).stored) == 5
+    assert sum(len(run.keys) for run in written.stored) == 5
 
 
 def test_a_block_that_lost_its_nvme_replica_is_written_again_before_it_leaves_dram(tmp_path: Path) -> None:
