@@ -11,7 +11,6 @@ import asyncio
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -43,6 +42,10 @@ _LONGEST_PAUSE_S: Final = 0.5
 _WORTH_WAITING: Final = (Unavailable, CapacityExceeded)
 _ANSWER_S: Final = 0.25
 """The server gives a request up so long before the caller does (or a tenth of the deadline): its answer arrives in time."""
+_CALL_OFF_PAUSES_S: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0)
+"""Between attempts to call a request off."""
+_CLOSE_S: Final = 1.0
+"""``close`` waits so long for what is being called off."""
 _TELLING_S: Final = 0.05
 """A server that does not answer within less is not taken to be gone."""
 
@@ -244,7 +247,10 @@ class AsyncSchedulerClient:
 
     async def close(self) -> None:
         """Closes the channel, after what is being called off; calls under way fail."""
-        await asyncio.gather(*self._calling_off)
+        if self._calling_off:
+            _, late = await asyncio.wait(self._calling_off, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
         await self._channel.close(None)
 
     async def __aenter__(self) -> Self:
@@ -254,8 +260,16 @@ class AsyncSchedulerClient:
         await self.close()
 
     async def _call_off(self, request: EngineRequest) -> None:
-        with suppress(KVStoreError):  # the request's own deadline ends it too
-            await self.cancel(request)
+        """Until the server has heard it: a request that it has assigned meanwhile has no deadline of its own any more."""
+        for pause_s in _CALL_OFF_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            try:
+                await self.cancel(request)
+            except (DeadlineExceeded, Unavailable):  # it hangs, or calls to it are held back: it may still have the request
+                continue
+            except KVStoreError:
+                return
+            return
 
     async def _assign(self, request: EngineRequest, after: int, deadline_s: float) -> Assignment:
         until_s = time.monotonic() + check_seconds("deadline_s", deadline_s)

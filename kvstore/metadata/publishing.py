@@ -8,12 +8,13 @@ node (gRPC flow control), and what a peer can make this process hold is bounded.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Final
 
 from kvproto.v1.metadata_pb2 import PublishRequest
 from kvstore.core import limits
-from kvstore.core.errors import InvalidArgument, KVStoreError
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
 from kvstore.core.types import KEY_BYTES, BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.nodes import NodeTable
@@ -21,6 +22,8 @@ from kvstore.metadata.writer import IndexThread
 from kvstore.metadata.writes import Applied, Batch, apply_batches
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, runs_from_proto
+
+logger = logging.getLogger(__name__)
 
 _QUEUED_BATCHES: Final = 8
 """Messages checked and not yet applied, per stream."""
@@ -96,6 +99,9 @@ class PublishStream:
                 await self._queue.put(self._check(request))
         except KVStoreError as error:
             await self._queue.put(error)
+        except Exception as error:  # process edge: the stream would wait for ever for what is not read any more
+            logger.exception("a publish stream cannot be read")
+            await self._queue.put(Internal("the publish stream cannot be read", cause=type(error).__name__))
         else:
             await self._queue.put(None)
 

@@ -14,13 +14,14 @@ import logging
 import queue
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
-from kvstore.core.errors import Conflict, KVStoreError
+from kvstore.core.errors import Conflict, KVStoreError, Unavailable
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
@@ -41,7 +42,9 @@ limited = LimitedLog(log)
 BATCH_EVENTS = 4096
 BATCHES_IN_FLIGHT = 8
 RPC_TIMEOUT_S = 5.0
-ACK_TIMEOUT_S = 10.0
+ACK_TIMEOUT_S = 30.0
+"""A stream on which nothing is acknowledged for so long is given up for a new one."""
+JOIN_S = 10.0
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
 
@@ -162,6 +165,7 @@ class Publisher:
         lock = threading.Lock()
         broken: list[grpc.RpcError] = []
         ended = threading.Event()
+        heard_s = time.monotonic()  # when something was acknowledged last, or when the wait for it began
 
         def outgoing() -> Iterator[metadata_pb2.PublishRequest]:
             while (message := outbox.get()) is not None:
@@ -170,9 +174,11 @@ class Publisher:
         responses = self._stub.Publish(outgoing())
 
         def receive() -> None:
+            nonlocal heard_s
             try:
                 for response in responses:
                     with lock:
+                        heard_s = time.monotonic()
                         while self._unacknowledged and self._unacknowledged[0][0].sequence <= response.sequence:
                             message, events = self._unacknowledged.popleft()
                             self._log.acknowledge(VolumeId(message.volume_id), events)
@@ -185,9 +191,16 @@ class Publisher:
         receiver = threading.Thread(target=receive, name="kvstore-publish-acks", daemon=True)
         receiver.start()
 
+        def over() -> bool:
+            return ended.is_set() or self._again.is_set() or silent()
+
+        def silent() -> bool:
+            with lock:
+                return bool(self._unacknowledged) and time.monotonic() - heard_s > ACK_TIMEOUT_S
+
         def send(message: metadata_pb2.PublishRequest) -> bool:
             while not slots.acquire(timeout=0.1):
-                if ended.is_set() or self._again.is_set():
+                if over():
                     return False
             outbox.put(message)
             return True
@@ -197,12 +210,14 @@ class Publisher:
                 resend = [message for message, _ in self._unacknowledged]
             alive = all(send(message) for message in resend)
             batches = self._batches(inventories)
-            while alive and not ended.is_set() and not self._again.is_set():
+            while alive and not over():
                 message, events = next(batches)
                 if message is None:
                     self._log.wait(0.2)
                     continue
                 with lock:
+                    if not self._unacknowledged:
+                        heard_s = time.monotonic()
                     self._sequence += 1
                     message.sequence = self._sequence
                     self._unacknowledged.append((message, events))
@@ -215,7 +230,9 @@ class Publisher:
                 except queue.Full:
                     outbox.get_nowait()
             responses.cancel()
-            receiver.join(ACK_TIMEOUT_S)
+            receiver.join(JOIN_S)
+        if not self._stopping.is_set() and not self._again.is_set() and silent():
+            raise Unavailable("what is published is not acknowledged", seconds=ACK_TIMEOUT_S)
         if broken and not self._stopping.is_set() and not self._again.is_set():
             raise from_rpc_error(broken[0])
 

@@ -250,6 +250,26 @@ async def test_a_router_that_gives_up_calls_its_request_off(tmp_path: Path) -> N
             await until(lambda: _waiting(peer, 0))
 
 
+async def test_a_server_that_hangs_hears_later_what_was_called_off(tmp_path: Path) -> None:
+    """The request has its engines by then: neither a deadline nor the end of a call would ever free them again."""
+    with server_process(tmp_path) as server:
+        async with connect_aio(server.address) as channel, client_of(server.address) as client:
+            groups = [Engines(client, "P", "prefill", ends=False), Engines(client, "D", "decode", ends=False)]
+            request = EngineRequest("r", 10)
+            await client.assign(request, 30)
+            assert server.process is not None
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                calling_off = asyncio.create_task(client._call_off(request))
+                await asyncio.sleep(1.5)  # longer than one attempt waits
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            await calling_off
+            assert (await Peer(channel).counters())["metadata_requests_cancelled_total"] == 1
+            for engines in groups:
+                await engines.die()
+
+
 def test_calls_have_deadlines_and_errors_are_typed(tmp_path: Path) -> None:
     with server_process(tmp_path) as server, SchedulerClient(server.address) as client:
         leader, twin = client.leader("P", "prefill"), client.leader("P", "prefill")

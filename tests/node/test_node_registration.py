@@ -94,9 +94,25 @@ class Breaking(Door):
             yield metadata_pb2.PublishResponse(sequence=request.sequence)
 
 
-def test_a_stream_that_breaks_within_a_round_loses_none_of_it() -> None:
+class Deaf(Breaking):
+    """Takes the first stream's messages, and acknowledges none of them."""
+
+    def Publish(  # noqa: N802
+        self, requests: Iterator[metadata_pb2.PublishRequest], context: grpc.ServicerContext
+    ) -> Iterator[metadata_pb2.PublishResponse]:
+        if self.first_messages is not None:
+            self.first_messages = None
+            for _ in requests:
+                pass
+            return
+        yield from super().Publish(requests, context)
+
+
+@pytest.mark.parametrize("door", [Breaking(3), Deaf(0)], ids=["broken", "never acknowledged"])
+def test_a_stream_that_fails_within_a_round_loses_none_of_it(door: Breaking, monkeypatch: pytest.MonkeyPatch) -> None:
     """More batches in one round than may be in flight: those that were never sent go out over the next stream."""
-    door, counters = Breaking(3), Counters()
+    monkeypatch.setattr("kvstore.node.publisher.ACK_TIMEOUT_S", 0.5)
+    counters = Counters()
     server = grpc.server(ThreadPoolExecutor(4))
     metadata_pb2_grpc.add_MetadataServicer_to_server(door, server)
     port = server.add_insecure_port("127.0.0.1:0")
