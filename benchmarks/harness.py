@@ -46,6 +46,8 @@ T = TypeVar("T")
 Mode = Literal["full", "quick", "smoke"]
 Parameter = str | int | float | bool
 
+TOLD_STOLEN = 0.02
+"""A machine of which less was stolen counts as ours alone."""
 _LIBRARIES = ("grpcio", "lmdb", "numpy", "protobuf", "xxhash")
 
 
@@ -134,6 +136,8 @@ class Record:
     date: str
     host: Mapping[str, object]
     versions: Mapping[str, str]
+    stolen: float | None = None
+    """Share of the processors' time that the hypervisor gave to other guests since the script began; None: not told."""
 
     @classmethod
     def from_json(cls, line: str) -> Self:
@@ -229,6 +233,20 @@ def host() -> dict[str, object]:
     }
 
 
+def _processor_ticks() -> tuple[int, int] | None:
+    """Of all processors since the start of the system: ticks that were stolen, and all."""
+    try:
+        first, *ticks = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()
+    except OSError:
+        return None
+    return (int(ticks[7]), sum(map(int, ticks[:8]))) if first == "cpu" and len(ticks) >= 8 else None
+
+
+def stolen_share(before: tuple[int, int] | None, now: tuple[int, int] | None) -> float | None:
+    """Of the time between two looks."""
+    return (now[0] - before[0]) / (now[1] - before[1]) if before and now and now[1] > before[1] else None
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -263,6 +281,8 @@ class Options:
     records: list[Record] = field(default_factory=list)
     extra: argparse.Namespace = field(default_factory=argparse.Namespace)
     """What the script's own arguments say."""
+    ticks: tuple[int, int] | None = field(default_factory=_processor_ticks)
+    """When it began."""
 
     def pick(self, *, full: T, quick: T, smoke: T) -> T:
         """A size by mode."""
@@ -318,6 +338,7 @@ class Options:
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             host=host(),
             versions={name: metadata.version(name) for name in _LIBRARIES},
+            stolen=stolen_share(self.ticks, _processor_ticks()),
         )
         self.records.append(record)
         if self.results is not None:
@@ -338,6 +359,8 @@ def describe(record: Record) -> str:
     """One line for a person."""
     parameters = " ".join(f"{name}={value}" for name, value in record.parameters.items())
     line = f"{record.figure:24} {parameters:44} {record.median:10.3f} {record.unit} (spread {record.spread:.0%})"
+    if record.stolen is not None and record.stolen >= TOLD_STOLEN:
+        line += f", {record.stolen:.0%} of the machine's time stolen by others"
     for against in (record.peer, record.limit):
         if against is not None:
             line += f"; {against['ratio']:.2f} of {against['name']} {against['median']:.3f}"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from harness import REPOSITORY, RESULTS, Parameter, Record
+from harness import REPOSITORY, RESULTS, TOLD_STOLEN, Parameter, Record
 
 ORDER = (
     "dram_hit",
@@ -112,6 +112,8 @@ def table(records: list[Record]) -> str:
         )
         checked = {True: ", checksums verified", False: ", unverified", None: ""}[record.verified]
         value = f"{_number(record.median)} {record.unit} ({_number(record.min)} … {_number(record.max)})"
+        if record.stolen is not None and record.stolen >= TOLD_STOLEN:
+            value += f", {record.stolen:.0%} stolen"
         row = (
             record.title,
             parameters + checked,
@@ -141,6 +143,8 @@ def circumstances(records: list[Record]) -> str:
         lines.append(f"* commit {commit}{' with uncommitted changes' if dirty else ''}, {date}")
     if any(record.mode == "quick" for record in records):
         lines.append("* some rows come from a `--quick` run: smaller sizes, three rounds")
+    if any(record.stolen is not None and record.stolen >= TOLD_STOLEN for record in records):
+        lines.append("* stolen: the share of the machine's time that its host gave to other guests meanwhile")
     lines += [f"* {record.title}: {record.notes}" for record in records if record.notes]
     return "\n".join(dict.fromkeys(lines)) + "\n"
 

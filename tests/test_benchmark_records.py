@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def test_ratio_is_taken_round_by_round() -> None:
 def test_verdicts(figure: Figure, target: Target | None, passed: bool | None) -> None:
     record = options(None).keep(figure, [1.0, 2.0, 3.0], peer=Reference("peer", [2.0, 4.0, 6.0]), target=target)
     assert record.passed is passed
+
+
+def test_time_that_others_had_is_told_from_where_it_shows() -> None:
+    record = options(None).keep(FIGURE, [1.0, 2.0, 3.0])
+    assert record.stolen is None or 0 <= record.stolen <= 1
+    assert harness.stolen_share((10, 100), (16, 150)) == 0.12
+    assert harness.stolen_share(None, (16, 150)) is None
+    assert harness.stolen_share((10, 100), (10, 100)) is None
+    for share, shown in ((0.12, True), (0.0199, False), (None, False)):
+        told = dataclasses.replace(record, stolen=share)
+        assert ("12% of the machine's time stolen by others" in harness.describe(told)) is shown
+        assert ("12% stolen" in report.table([told])) is shown
+        assert ("* stolen:" in report.circumstances([told])) is shown
 
 
 def test_a_record_survives_its_line_and_knows_where_it_was_made(tmp_path: Path) -> None:
