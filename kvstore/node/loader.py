@@ -195,9 +195,14 @@ class Loader:
                         ahead -= in_flight.popleft()[0].nbytes
                     yield part
             finally:
-                for _, future in in_flight:  # the caller stopped early: what still comes is given back
-                    if not future.cancel():
+                for _, future in in_flight:  # the caller stopped early, or a window failed: what still comes is given back
+                    if future.cancel():
+                        continue
+                    if future.exception() is None:
                         table.unpin(future.result().pinned())
+                    else:
+                        self._counters.add("load_window_bugs_total")
+                        log.error("a window of a load failed", exc_info=future.exception())
         finally:
             for part in held:
                 table.unpin(part.pinned())

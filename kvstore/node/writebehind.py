@@ -295,7 +295,12 @@ class WriteBehind:
         number = 0
         while not self._stopping.is_set():
             blocks = self._table.take_pending(BATCH_BLOCKS, BATCH_BYTES, IDLE_WAIT_S)
-            if sound := self._sound_of(blocks):
+            try:
+                sound = self._sound_of(blocks)
+            except Exception as bug:  # noqa: BLE001  # process edge, as below
+                self._failed(blocks, bug)
+                continue
+            if sound:
                 self._checked.put((number, sound))
                 number += 1
         for _ in range(WRITERS):
@@ -306,14 +311,18 @@ class WriteBehind:
             number, blocks = batch
             try:
                 self._target.persist(blocks, partial(self._turns.wait, number))
-            except Exception:  # process edge: a bug here must not end write-behind for good, nor leave blocks pending
-                self._counters.add("write_behind_bugs_total")
-                log.exception("write-behind of %d blocks failed", len(blocks))
+            except Exception as bug:  # noqa: BLE001  # process edge: it must not end write-behind for good
                 self._turns.wait(number)
-                for block in blocks:
-                    if block.pending:
-                        self._table.not_persisted(block)
+                self._failed(blocks, bug)
             self._turns.done(number)
+
+    def _failed(self, blocks: Sequence[Block], bug: Exception) -> None:
+        """None of them stays pending."""
+        self._counters.add("write_behind_bugs_total")
+        log.error("write-behind of %d blocks failed", len(blocks), exc_info=bug)
+        for block in blocks:
+            if block.pending:
+                self._table.not_persisted(block)
 
     def _sound_of(self, blocks: Sequence[Block]) -> list[Block]:
         """Those whose bytes match; with pauses that let the writers go on.

@@ -265,6 +265,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "evicted_dram_blocks_total": ("counter", "blocks that left DRAM"),
     "evicted_nvme_blocks_total": ("counter", "blocks that left a volume"),
     "write_behind_blocks_total": ("counter", "blocks that became durable"),
+    "load_window_bugs_total": ("counter", "stretches of loads that failed in a way nobody meant"),
     "write_behind_bugs_total": ("counter", "rounds of write-behind that failed in a way nobody meant"),
     "write_behind_conflicts_total": ("counter", "stretches of blocks that the storage node holds at another place"),
     "write_behind_corrupt_blocks_total": ("counter", "blocks whose bytes in DRAM were not what was stored: dropped"),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 from test_node_staging import DRAM, SHAPE, SPEC, Node, Storage, keys
 
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.types import BlockRun, Outcome
-from kvstore.node.block import Block
-from kvstore.node.domain import Domains
+from kvstore.core.types import BlockKey, BlockRun, Outcome
+from kvstore.node.block import Block, Claim
+from kvstore.node.domain import Domain, Domains
 from kvstore.node.prompts import Prompts
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.wanted import Wanted, ending, over, result, wait
@@ -109,6 +109,24 @@ def test_a_load_whose_windows_wait_for_room_ends(node: Node) -> None:
     assert [outcome for part in parts for outcome in part.outcomes] == [Outcome.HIT] * 2
     for part in parts:
         node.table.unpin(part.pinned())
+    storage.server.stop()
+
+
+def test_what_other_windows_brought_is_given_back_where_one_fails(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage("s")
+    storage.provider.put(SPEC.namespace, range(4))
+    claim = node.table.claim
+
+    def failing(domain: Domain, wanted: Sequence[BlockKey]) -> Claim:
+        if wanted[0] == keys(1)[0]:
+            raise RuntimeError("a bug")
+        return claim(domain, wanted)
+
+    monkeypatch.setattr(node.table, "claim", failing)
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(node.loader.load(node.domain, keys(4), later(node), sources=[storage.source(0, 4)]))
+    assert node.counters.get("load_window_bugs_total") == 1
+    assert [block.pins for block in node.table.snapshot()] == [0, 0], "of the window that went well"
     storage.server.stop()
 
 

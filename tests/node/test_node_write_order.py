@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import cast
 
-from kvstore.node.writebehind import Turns
+import pytest
+
+from kvstore.node.block import Block
+from kvstore.node.table import BlockTable
+from kvstore.node.writebehind import Target, Turns, WriteBehind
 from kvstore.observe.counters import Counters
 
 
@@ -31,3 +38,59 @@ def test_a_later_batch_neither_commits_nor_reports_before_the_earlier_ones() -> 
     for thread in threads:
         thread.join(10)
     assert done == [0, 1, 2]
+
+
+class Table:
+    """Hands out batches as they are put there; remembers what became of them."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Block]] = []
+        self.changed = threading.Condition()
+        self.given_up: list[Block] = []
+
+    def put(self, blocks: list[Block]) -> None:
+        with self.changed:
+            self.batches.append(blocks)
+            self.changed.notify_all()
+
+    def take_pending(self, _blocks: int, _nbytes: int, wait_s: float) -> list[Block]:
+        with self.changed:
+            self.changed.wait_for(lambda: self.batches, wait_s)
+            return self.batches.pop(0) if self.batches else []
+
+    def not_persisted(self, block: Block) -> None:
+        self.given_up.append(block)
+
+
+@pytest.mark.parametrize("where", ["while checking", "while writing"])
+def test_a_bug_ends_neither_write_behind_nor_the_wait_of_its_blocks(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, counters = Table(), Counters()
+    bad, good = (cast("Block", SimpleNamespace(name=name, pending=True)) for name in ("bad", "good"))
+    written: list[Block] = []
+    done = threading.Event()
+
+    def check(_: WriteBehind, blocks: Sequence[Block]) -> list[Block]:
+        if where == "while checking" and bad in blocks:
+            raise RuntimeError("a bug")
+        return list(blocks)
+
+    class Disk:
+        def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+            turn()
+            if bad in blocks:
+                raise RuntimeError("a bug")
+            written.extend(blocks)
+            done.set()
+
+    monkeypatch.setattr(WriteBehind, "_sound_of", check)
+    target: Target = Disk()
+    behind = WriteBehind(cast("BlockTable", table), target, counters)
+    behind.start()
+    table.put([bad])
+    table.put([good])
+    try:
+        assert done.wait(10)
+    finally:
+        behind.stop(10)
+    assert (table.given_up, written) == ([bad], [good])
+    assert counters.get("write_behind_bugs_total") == 1
