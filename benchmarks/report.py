@@ -28,6 +28,8 @@ ORDER = (
 
 LAB = ("netlab_", "engines_", "traffic_class_", "planner_", "scheduling_")
 """Figures of loading over two storage links, mostly on emulated hosts: a table of their own. By the beginning of their names."""
+ENGINES = ("engine_", "sglang_", "router_", "transformers_")
+"""Figures of real engines, on the CPU, with the hooks. The README shows those whose names begin as the first."""
 ELSEWHERE = ("simulate_",)
 """Figures that have a table of their own elsewhere (``simulate.md``)."""
 
@@ -150,18 +152,22 @@ def circumstances(records: list[Record]) -> str:
 
 
 def write() -> list[Record]:
-    """Writes both tables, the README's with only those figures that matter most and have a target; answers the records shown."""
+    """Writes all tables, the README's with only those figures that matter most and have a target; answers the records shown."""
     records = [
         record for record in newest(read_records(RESULTS)) if record.mode != "smoke" and not record.figure.startswith(ELSEWHERE)
     ]
     lab = [record for record in records if record.figure.startswith(LAB)]
-    store = [record for record in records if not record.figure.startswith(LAB)]
-    text = "## The store\n\n" + table(store) + "\n" + circumstances(store)
-    if lab:
-        text += "\n## Two storage links\n\n" + table(lab) + "\n" + circumstances(lab)
-    asked = [record for record in store if record.target is not None and record.figure in ORDER]
-    asked_of_lab = [record for record in lab if record.target is not None]
-    short = table(asked) + ("\n" + table(asked_of_lab) if asked_of_lab else "") + "\n" + circumstances(asked)
+    engines = [record for record in records if record.figure.startswith(ENGINES)]
+    store = [record for record in records if not record.figure.startswith(LAB + ENGINES)]
+    titled = {"The store": store, "Two storage links": lab, "Engines on the CPU": engines}
+    text = "\n".join(f"## {title}\n\n{table(some)}\n{circumstances(some)}" for title, some in titled.items() if some)
+    shown = (
+        [record for record in store if record.figure in ORDER],
+        lab,
+        [record for record in engines if record.figure.startswith(ENGINES[0])],
+    )
+    asked = [[record for record in some if record.target is not None] for some in shown]
+    short = "\n".join(table(some) for some in asked if some) + "\n" + circumstances(asked[0])
     (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(HEAD + text, encoding="utf-8")
     readme = REPOSITORY / "README.md"
     before, found, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
