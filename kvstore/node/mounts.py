@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.core.clock import Clock
-from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.node.config import MountConfig
 from kvstore.node.domain import Domain
@@ -152,7 +151,7 @@ class Mount:
         try:
             with self._in_use() as opened:
                 return work(opened.volume)
-        except (OSError, KVStoreError) as error:
+        except Exception as error:  # noqa: BLE001  # whatever lies in a folder that is not ours: it must not end loads
             self._counters.add("mount_errors_total")
             log.warning(
                 "volume %s at %s cannot be read (%s): left alone for %.0f s", self.volume_id, self._config.path, error, REST_S
