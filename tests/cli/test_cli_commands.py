@@ -27,7 +27,7 @@ from kvstore.cli.logs import JsonFormatter, StderrHandler, first_lines, set_up_l
 from kvstore.core.config import LogSection
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 
-COMMANDS = ["up", "metadata", "node", "demo", "replay", "simulate", "status", "doctor", "volume", "bench", "config"]
+COMMANDS = ["up", "metadata", "node", "demo", "replay", "simulate", "status", "health", "doctor", "volume", "bench", "config"]
 LEAVES = [
     ["up"],
     ["metadata"],
@@ -36,6 +36,7 @@ LEAVES = [
     ["replay"],
     ["simulate"],
     ["status"],
+    ["health"],
     ["doctor"],
     ["volume", "check"],
     ["bench"],

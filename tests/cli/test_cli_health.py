@@ -1,0 +1,83 @@
+"""``kvstore health``: true while a daemon serves, and only then."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvstore.cli.app import root
+from kvstore.testing.certificates import make_certificates
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+
+def health(*arguments: str) -> Result:
+    return CliRunner().invoke(root, ["health", *arguments])
+
+
+def test_a_server_with_mutual_tls_and_a_node_are_asked_on_their_own_ways(tmp_path: Path) -> None:
+    pki = tmp_path / "pki"
+    pki.mkdir()
+    made = make_certificates(pki)
+    tls = (
+        ("tls.ca", str(made.ca)),
+        ("tls.cert", str(made.cert)),
+        ("tls.key", str(made.key)),
+        ("tls.require_client_cert", "true"),
+    )
+    with LocalCluster([NodeSpec("a", settings=tls)], tmp_path / "store", metadata_settings=tls) as cluster:
+        metadata = [f"metadata.{name}={value}" for name, value in (*tls, ("listen", cluster.metadata_address))]
+        node = ["node.node_id=a", f"node.run_dir={Path(cluster.node('a').local_socket.removeprefix('unix:')).parent}"]
+
+        def asked(daemon: str, settings: list[str]) -> Result:
+            return health(daemon, *(part for setting in settings for part in ("--set", setting)))
+
+        assert (asked("metadata", metadata).output, asked("node", node).output) == ("metadata: serves\n", "node: serves\n")
+        stranger = asked("metadata", [setting for setting in metadata if ".tls." not in setting])
+        assert stranger.exit_code == 1
+        cluster.kill("a")
+        gone = asked("node", node)
+        assert gone.exit_code == 1
+        assert gone.output.startswith("Error: node: ")
+
+
+@pytest.fixture
+def front() -> Iterator[tuple[str, list[int]]]:
+    """Something that answers as a router does; the status is the caller's to choose."""
+    status = [200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status[0] if self.path == "/health" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({}).encode())
+
+        def log_message(self, *args: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}", status
+        server.shutdown()
+
+
+def test_a_router_serves_while_an_engine_is_there(front: tuple[str, list[int]]) -> None:
+    address, status = front
+    port = address.rpartition(":")[2]
+    everywhere = ("--set", f"router.listen=0.0.0.0:{port}")  # asked by way of loopback
+    assert health("router", *everywhere).output == "router: serves\n"
+    status[0] = 503
+    without = health("router", *everywhere)
+    assert (without.exit_code, without.output) == (1, "Error: router: it is up and does not serve\n")
+
+
+def test_what_cannot_be_found_is_said() -> None:
+    nowhere = health("metadata", "--set", "metadata.listen=127.0.0.1:0")
+    assert nowhere.exit_code == 1
+    assert "any free port" in nowhere.output
+    assert health("engine").exit_code == 2
