@@ -45,6 +45,12 @@ $(VENV)/.stamp-hardware: $(VENV)/.stamp requirements-hardware.txt
 	@$(BIN)/python -c 'import triton' 2>/dev/null || PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps $(TRITON) || echo "no Triton for this machine: the device's kernel is not tested" >&2
 	@touch $@
 
+$(VENV)/.stamp-deploy: $(VENV)/.stamp requirements-deploy.txt scripts/fetch_helm.py
+	@echo "adding to $(VENV) what deploy/ is checked with: about 80 MB to fetch"
+	@PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps --requirement requirements-deploy.txt || echo "no validators for this machine: tests of deploy/ that need them are skipped" >&2
+	@$(BIN)/python scripts/fetch_helm.py || echo "no Helm for this machine: the tests of the chart are skipped" >&2
+	@touch $@
+
 $(VENV_BENCH)/.stamp: pyproject.toml constraints.txt
 	$(need_python)
 	@echo "making $(VENV_BENCH), for the peers that benchmarks are held against"
@@ -80,7 +86,7 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 
 test: test-store test-engines  ## all tests that this machine can run
 
-test-store: $(VENV)/.stamp-hardware  ## the tests of the store itself
+test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy  ## the tests of the store itself
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 2 --dist loadfile)
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(TEST_ARGS),)
 

@@ -1,0 +1,233 @@
+"""What the files of deploy/ start, read out of them: environments, arguments, addresses, and what our own code makes of these."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from kvstore.cli.app import root
+from kvstore.cli.settings import metadata_config, node_config, router_config
+from kvstore.core.config import Config
+from kvstore.core.config_sources import ENVIRONMENT_PREFIX, Setting, load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEPLOY = REPOSITORY / "deploy"
+CHART = DEPLOY / "helm" / "kvstore"
+COMPOSE = DEPLOY / "compose" / "compose.yaml"
+DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+SYSTEMD = DEPLOY / "systemd"
+DAEMONS = ("metadata", "node", "router")
+NOT_SETTINGS = {f"{ENVIRONMENT_PREFIX}DATA_DIR", f"{ENVIRONMENT_PREFIX}CONFIG"}
+"""Names of ours that do not nest. Anything else without two underscores is looked at by nobody."""
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """One daemon as a file starts it."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    """As the process sees it, the image's own included."""
+    health: tuple[str, ...] = ()
+    """Arguments of ``kvstore`` that ask it whether it serves."""
+    folders: tuple[str, ...] = ()
+    """Where it may write."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        """What is in force. Raises what the command line would."""
+        return resolve(self.arguments, self.environment)
+
+    @property
+    def listens(self) -> dict[str, int]:
+        """Ports, by setting."""
+        section = getattr(self.config, self.arguments[0])
+        named = ("listen", "data_listen", "storage_listen", "metrics_listen")
+        addresses = {name: getattr(section, name, None) for name in named}
+        return {name: int(address.rpartition(":")[2]) for name, address in addresses.items() if address not in {None, "none"}}
+
+
+def resolve(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
+    """The configuration of a ``kvstore`` command, by the command line's own code; the daemons' own checks included.
+
+    Raises:
+        click.UsageError, KVStoreError: a command, flag, setting or value that does not exist, or cannot be meant.
+    """
+    for name in environment:
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name and name not in NOT_SETTINGS:
+            raise click.UsageError(f"nobody looks at {name}: two underscores nest")
+    command, flags = parse(arguments)
+    config, _ = load_config(None, environment, flags, default_files=())
+    check = {"metadata": metadata_config, "node": node_config, "router": router_config}.get(command)
+    if check is not None:
+        check(config)
+    return config
+
+
+def parse(arguments: Sequence[str]) -> tuple[str, list[Setting]]:
+    """The command that ``kvstore ARGUMENTS`` is, and the settings that its flags give, without running it.
+
+    Raises:
+        click.UsageError: there is no such command or flag.
+    """
+    command: click.Command = root
+    context = command.make_context("kvstore", list(arguments))
+    names: list[str] = []
+    while isinstance(command, click.Group):
+        name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        assert found is not None
+        names.append(str(name))
+        command, context = found, found.make_context(name, list(rest), parent=context)
+    return " ".join(names), context.meta.get("kvstore.settings", [])
+
+
+# ---------------------------------------------------------------- the image
+@dataclass(frozen=True)
+class Image:
+    """The last stage of the Dockerfile, and what all of them copy."""
+
+    instructions: tuple[tuple[str, str], ...]
+
+    def last(self, name: str) -> str:
+        return self.all(name)[-1]
+
+    def all(self, name: str) -> list[str]:
+        return [rest for instruction, rest in self.instructions if instruction == name]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(part.split("=", 1) for line in self.all("ENV") for part in shlex.split(line))
+
+
+def image() -> tuple[Image, Image]:
+    """The whole Dockerfile, and its last stage."""
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    lines = [line for line in re.sub(r"\\\n\s*", " ", text).splitlines() if line.strip()]
+    found = [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
+    last = max(number for number, (name, _) in enumerate(found) if name == "FROM")
+    return Image(tuple(found)), Image(tuple(found[last:]))
+
+
+# ---------------------------------------------------------------- compose
+def compose(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The compose file, with its variables replaced as compose does: by ``variables``, else by their defaults."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return (variables or {}).get(match[1], match[2])
+
+    text = re.sub(r"\$\{([A-Z_]+):-([^}]*)\}", replaced, COMPOSE.read_text())
+    assert "${" not in text
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document
+
+
+def compose_daemons(variables: Mapping[str, str] | None = None) -> dict[str, Daemon]:
+    """Services that run our image."""
+    _, last = image()
+    defaults = {name: last.environment[name] for name in last.environment if name.startswith(ENVIRONMENT_PREFIX)}
+    entry = json.loads(last.last("ENTRYPOINT"))
+    assert entry == ["/usr/bin/tini", "--", "kvstore"]
+    check = re.fullmatch(r".*CMD (\[.*\])", last.last("HEALTHCHECK"))
+    assert check is not None
+    found = {}
+    for name, service in compose(variables)["services"].items():
+        if "build" not in service:
+            continue
+        health = service["healthcheck"]["test"][1:] if "healthcheck" in service else json.loads(check[1])
+        assert health[0] == "kvstore"
+        mounted = [volume.split(":")[1] for volume in service.get("volumes", [])]
+        found[name] = Daemon(
+            name,
+            tuple(service["command"]),
+            defaults | service["environment"],
+            tuple(health[1:]),
+            (*mounted, *(place.split(":")[0] for place in service["tmpfs"])),
+            service,
+        )
+    return found
+
+
+# ---------------------------------------------------------------- systemd
+def unit(path: Path) -> dict[str, list[str]]:
+    """Values of a unit file by ``Section.Key``, in their order."""
+    found: dict[str, list[str]] = {}
+    section = ""
+    for line in path.read_text().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and not line.startswith("#"):
+            key, _, value = line.partition("=")
+            found.setdefault(f"{section}.{key}", []).append(value)
+    return found
+
+
+def environment_file(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """What an environment file sets, and what it shows in comments."""
+    lines = path.read_text().splitlines()
+    live = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    shown = dict(line[2:].split("=", 1) for line in lines if re.match(rf"# {ENVIRONMENT_PREFIX}\w+=", line))
+    return live, shown
+
+
+def systemd_daemon(name: str) -> Daemon:
+    """``kvstore-NAME.service`` with the environment file beside it."""
+    settings = unit(SYSTEMD / f"kvstore-{name}.service")
+    environment = dict(part.split("=", 1) for line in settings.get("Service.Environment", []) for part in shlex.split(line))
+    (file,) = settings["Service.EnvironmentFile"]
+    live, _ = environment_file(SYSTEMD / Path(file).name)
+    (start,) = settings["Service.ExecStart"]
+    binary, *arguments = shlex.split(start)
+    assert binary == "/opt/kvstore/bin/kvstore"
+    return Daemon(name, tuple(arguments), environment | live, ("health", name))
+
+
+# ---------------------------------------------------------------- the chart
+HELM = Path(sys.executable).with_name("helm")
+EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(HELM), *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@functools.cache
+def rendered(example: str, *arguments: str) -> list[dict[str, Any]]:
+    """What Helm makes of the chart with an example's values. Not to be changed: it is remembered."""
+    values = str(CHART / "examples" / f"{example}.yaml")
+    done = helm("template", "kv", str(CHART), "--namespace", "store", "--values", values, *arguments)
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document]
+
+
+def pods(documents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that start pods."""
+    return [document for document in documents if "template" in document.get("spec", {})]
+
+
+def chart_daemon(workload: Mapping[str, Any]) -> Daemon:
+    """The daemon of a workload. What Kubernetes fills in of its pod is made up."""
+    _, last = image()
+    spec = workload["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    made_up = {"spec.nodeName": "host-1", "status.podIP": "10.244.0.7"}
+    environment = {name: value for name, value in last.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
+    for variable in container["env"]:
+        source = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+        environment[variable["name"]] = variable["value"] if source is None else made_up[source]
+    probe = container["readinessProbe"]
+    health = probe["exec"]["command"][1:] if "exec" in probe else ["health", container["name"]]
+    folders = tuple(mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly"))
+    return Daemon(workload["metadata"]["name"], tuple(container["args"]), environment, tuple(health), folders, container)

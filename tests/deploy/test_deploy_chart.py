@@ -1,0 +1,165 @@
+"""The Helm chart, rendered by Helm itself: its examples are valid for Kubernetes, and values that cannot work are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import yaml
+from deployed import CHART, DEPLOY, EXAMPLES, HELM, chart_daemon, helm, pods, rendered
+
+import kvstore
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="requirements-deploy.txt is not installed")
+pytestmark = pytest.mark.skipif(not HELM.exists(), reason="no helm beside this Python: scripts/fetch_helm.py")
+
+KUBERNETES = ("1.27", "1.37")
+"""The oldest that the chart says it takes, and the newest whose schemas there are."""
+OPERATOR = "monitoring.coreos.com/v1"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_helm_finds_nothing_to_say(example: str) -> None:
+    done = helm("lint", "--strict", str(CHART), "--values", str(CHART / "examples" / f"{example}.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_manifests_are_valid_for_kubernetes(example: str) -> None:
+    documents = rendered(example)
+    names = [(one["kind"], one["metadata"]["name"]) for one in documents]
+    assert len(set(names)) == len(names)
+    for document in documents:
+        for version in KUBERNETES if document["apiVersion"] != OPERATOR else ():
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_validation_finds_what_is_wrong() -> None:
+    (metadata,) = (copy.deepcopy(one) for one in rendered("plain") if one["kind"] == "StatefulSet")
+    container = metadata["spec"]["template"]["spec"]["containers"][0]
+    container["readinesProbe"] = container.pop("readinessProbe")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(metadata, KUBERNETES[-1], strict=True)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_what_selects_pods_selects_some(example: str) -> None:
+    documents = rendered(example)
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in pods(documents)]
+    for document in documents:
+        spec = document.get("spec", {})
+        if document["kind"] == "Service":
+            selector = spec["selector"]
+        elif document["kind"] in {"NetworkPolicy", "PodDisruptionBudget"}:
+            selector = spec.get("podSelector", spec.get("selector"))["matchLabels"]
+        else:
+            continue
+        assert any(selector.items() <= one.items() for one in labels), document["metadata"]["name"]
+    for workload in pods(documents):
+        pod = workload["spec"]["template"]
+        assert workload["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        volumes |= {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+        containers = [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+        assert {mount["name"] for container in containers for mount in container["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_pods_may_no_more_than_they_need(example: str) -> None:
+    for workload in pods(rendered(example)):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["securityContext"]["runAsNonRoot"] is (pod["securityContext"]["runAsUser"] != 0)
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["capabilities"]["drop"] == ["ALL"]
+            assert "memory" in container["resources"]["limits"]
+            added = set(security["capabilities"].get("add", []))
+            assert added <= ({"IPC_LOCK"} if container in pod["containers"] else {"CHOWN", "DAC_OVERRIDE", "FOWNER"})
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_node_has_room_for_its_arena_and_time_to_stop(example: str) -> None:
+    for workload in pods(rendered(example)):
+        pod = workload["spec"]["template"]["spec"]
+        if workload["kind"] != "DaemonSet":
+            continue
+        config = chart_daemon(workload).config.node
+        limits = pod["containers"][0]["resources"]["limits"]
+        memory = int(limits["memory"].removesuffix("Mi")) << 20
+        if config.huge_pages:
+            assert int(limits["hugepages-2Mi"].removesuffix("Mi")) << 20 == config.dram
+        else:
+            assert "hugepages-2Mi" not in limits
+            assert memory > config.dram
+        assert pod["terminationGracePeriodSeconds"] >= 45
+        assert workload["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
+
+
+def test_the_claim_has_room_for_the_index() -> None:
+    for example in EXAMPLES:
+        (metadata,) = (one for one in rendered(example) if one["kind"] == "StatefulSet")
+        (claim,) = metadata["spec"]["volumeClaimTemplates"]
+        size = claim["spec"]["resources"]["requests"]["storage"]
+        assert size.endswith("Gi")
+        assert int(size.removesuffix("Gi")) << 30 > chart_daemon(metadata).config.metadata.index_size
+
+
+def test_tls_reaches_every_process_and_its_probes() -> None:
+    for workload in pods(rendered("tls")):
+        daemon = chart_daemon(workload)
+        section = {"metadata": daemon.config.metadata.tls, "node": daemon.config.node.tls, "router": daemon.config.client.tls}
+        used = section[daemon.arguments[0]]
+        mounted = [mount["mountPath"] for mount in daemon.about["volumeMounts"] if mount["name"] == "tls"]
+        assert [str(path.parent) for path in (used.ca, used.cert, used.key)] == mounted * 3
+        if daemon.arguments[0] != "router":
+            assert used.require_client_cert
+            assert daemon.about["livenessProbe"]["exec"]["command"] == ["kvstore", "health", daemon.arguments[0]]
+
+
+def test_what_a_pool_does_not_say_is_as_all_have_it_and_settings_of_people_win() -> None:
+    arguments = ("--set-string", "node.settings.node\\.policy=lru", "--set", "pools.all.settings.node\\.prefault=false")
+    (node,) = (one for one in rendered("plain", *arguments) if one["kind"] == "DaemonSet")
+    config = chart_daemon(node).config.node
+    assert (config.policy, config.prefault, config.dram) == ("lru", False, 4 << 30)
+    arguments = ("--set", "settings.node\\.allow_insecure_remote=false")
+    (node,) = (one for one in rendered("plain", *arguments) if one["kind"] == "DaemonSet")
+    assert chart_daemon(node).config.node.allow_insecure_remote is False
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["allowInsecure=false"], "tls.secretName"),
+        (["pools=null"], "at least one pool"),
+        (["router.enabled=true"], "router.engines"),
+        (["node.rdma.enabled=true"], "rdma.resources"),
+        (["node.nvme[0].existingClaim=x"], "nvme"),
+        (["node.dram=4096"], "dram"),
+        (["node.drams=4GiB"], "drams"),
+        (["pools.all.roles[0]=tape"], "roles"),
+        (["settings.node\\.io_threads=8"], "settings"),
+        (["node.terminationGracePeriodSeconds=5"], "terminationGracePeriodSeconds"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value[0],
+)
+def test_values_that_cannot_be_meant_are_refused(values: list[str], said: str) -> None:
+    arguments = [part for value in values for part in ("--set", value)]
+    done = helm("template", "kv", str(CHART), "--values", str(CHART / "examples" / "plain.yaml"), *arguments)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_the_chart_is_of_this_version_and_brings_the_files_beside_it() -> None:
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == kvstore.__version__
+    documents = rendered("tls")
+    by_kind = {one["kind"]: one for one in documents}
+    assert by_kind["PrometheusRule"]["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
+    dashboard = json.loads((DEPLOY / "grafana" / "kvstore.json").read_text())
+    assert json.loads(by_kind["ConfigMap"]["data"]["kvstore.json"]) == dashboard
+    ports = {port["name"] for one in documents if one["kind"] == "Service" for port in one["spec"]["ports"]}
+    assert {endpoint["port"] for endpoint in by_kind["ServiceMonitor"]["spec"]["endpoints"]} <= ports

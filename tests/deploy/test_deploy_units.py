@@ -1,0 +1,68 @@
+"""systemd itself takes the units, finds them well locked in, and they give daemons what they need."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deployed import DAEMONS, SYSTEMD, systemd_daemon, unit
+
+from kvstore.core.config_values import parse_duration_ms
+
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine")
+UNITS = sorted(path.name for path in SYSTEMD.glob("*.service"))
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Path:
+    """The units, with this Python in the place of the program that they would find installed."""
+    for name in UNITS:
+        text = (SYSTEMD / name).read_text()
+        assert "ExecStart=/opt/kvstore/bin/kvstore " in text
+        (tmp_path / name).write_text(text.replace("/opt/kvstore/bin/kvstore", sys.executable))
+    shutil.copytree(SYSTEMD / "kvstore-node.service.d", tmp_path / "kvstore-node.service.d")
+    return tmp_path
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_takes_the_unit(units: Path, name: str) -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(units / name)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_systemd
+def test_systemd_finds_a_key_that_does_not_exist(units: Path) -> None:
+    broken = units / UNITS[0]
+    broken.write_text(broken.read_text().replace("NoNewPrivileges=", "NoNewPriviliges="))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(broken)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "NoNewPriviliges" in done.stderr
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", UNITS)
+def test_units_are_locked_in(units: Path, name: str) -> None:
+    shutil.rmtree(units / "kvstore-node.service.d")
+    command = ["systemd-analyze", "security", "--offline=true", str(units / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    (level,) = re.findall(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
+    assert float(level) <= 2.0
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_daemons_have_files_memory_and_time(name: str) -> None:
+    settings = {key.removeprefix("Service."): values for key, values in unit(SYSTEMD / f"kvstore-{name}.service").items()}
+    assert int(settings["LimitNOFILE"][0]) >= 1 << 20
+    (stop,) = settings["TimeoutStopSec"]
+    least_ms = {"metadata": 15_000, "node": 45_000, "router": systemd_daemon(name).config.router.stop_grace + 5_000}
+    assert parse_duration_ms(stop) >= least_ms[name]
+    if name == "node":
+        assert settings["LimitMEMLOCK"] == ["infinity"]
