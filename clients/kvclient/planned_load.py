@@ -149,8 +149,10 @@ class PlannedLoad:
             for one in self._running:
                 one.part.cancel()
             wait([one.future for one in self._running])  # nobody may have the buffer back before
-            near_done()
-            self._report(far, finished=True)
+            try:
+                near_done()
+            finally:
+                self._report(far, finished=True)
         land(self._buffer, self._tally)
         place = (self._keys, self._parent, self._depth, self._buffer)
         keep_near(self._core, *place, self._operation, self._verify, self._tally, here)
@@ -317,7 +319,7 @@ class PlannedLoad:
         part, tally = one.part, self._tally
         left = part.positions[self._missing(part.positions)]
         if not len(left):
-            self._tell_done(one)
+            self._tell_arrived(one, far)
             return
         if part.error is not None:
             tally.note(part.error)
@@ -330,7 +332,7 @@ class PlannedLoad:
         final = np.setdiff1d(left, again, assume_unique=True)
         self._give_up(final)
         if not len(again) or self._operation.over:
-            self._tell_done(one)
+            self._tell_arrived(one, far)
             if len(again):
                 tally.outcomes[again] = Outcome.TIMEOUT
                 tally.note(self._operation.error())
@@ -377,17 +379,23 @@ class PlannedLoad:
         for one in self._running:
             if one.planned is None or one.plan is None:
                 continue
-            positions = far[one.planned.start : one.planned.start + one.planned.count]
-            done = int(self._board.ready(positions).sum()) // self._core.shape.layers
+            done = self._arrived(one.planned, far)
             if done > one.told:
                 one.told = done
                 moved.setdefault(one.plan.plan_id, []).append((one.planned.index, done))
         if moved:
             self._directory.report_loads(moved, finished=finished)
 
-    def _tell_done(self, one: _Running) -> None:
+    def _tell_arrived(self, one: _Running, far: Positions) -> None:
+        """Of a part that has ended: no more than what came, for the planner learns from it how fast a link is."""
         if one.planned is not None and one.plan is not None:
-            self._directory.report_loads({one.plan.plan_id: [(one.planned.index, one.planned.count)]}, finished=False)
+            done = self._arrived(one.planned, far)
+            self._directory.report_loads({one.plan.plan_id: [(one.planned.index, done)]}, finished=False)
+
+    def _arrived(self, planned: PlannedPart, far: Positions) -> int:
+        """How much of a part has come, in blocks: layers of several add up."""
+        positions = far[planned.start : planned.start + planned.count]
+        return int(self._board.ready(positions).sum()) // self._core.shape.layers
 
     # ---- the end ----
     def _result(self) -> LoadResult:

@@ -238,23 +238,30 @@ class StagedPart(ABC):
             return
         if tier not in _TIERS or first_layer + layer_count > layers:
             raise Internal("the node answers layers that there are not", first_layer=first_layer, layer_count=layer_count)
-        behind = int(wanted.board.ready(positions).min()) - first_layer
-        if behind >= layer_count:
-            return  # they have it all
-        behind = max(0, behind)  # layers that all of them have are not written again: the engine may be reading them
-        good = self._bring(run, positions, first_layer + behind, layer_count - behind, behind, granted_ms)
-        wanted.board.arrived(positions[good], first_layer, layer_count)
-        done = positions[good & (wanted.board.ready(positions) == layers)]
+        # What counts as arrived is not written again, block by block: the engine may be reading it, and should these bytes prove
+        # bad, it would count all the same.
+        behind = np.clip(wanted.board.ready(positions) - first_layer, 0, layer_count)
+        for level in np.unique(behind[behind < layer_count]).tolist():
+            for start, stop in spans(np.flatnonzero(behind == level)):
+                some = positions[start:stop]
+                good = self._bring(run, slice(start, stop), some, first_layer + level, layer_count - level, granted_ms)
+                wanted.board.arrived(some[good], first_layer + level, layer_count - level)
+                self._record(run, some[good])
+
+    def _record(self, run: node_pb2.LoadedRun, positions: Positions) -> None:
+        """Notes blocks that have come whole."""
+        wanted = self._wanted
+        done = positions[wanted.board.ready(positions) == wanted.core.shape.layers]
         if len(done):
             number = wanted.tally.node_number(run.source_node or self.node_id)
-            wanted.tally.record(done, Outcome.HIT, tier, number, self.path)
+            wanted.tally.record(done, Outcome.HIT, int(run.tier), number, self.path)
         self.moved_s = wanted.core.clock.now_s()
 
     @abstractmethod
     def _bring(
-        self, run: node_pb2.LoadedRun, positions: Positions, first_layer: int, layer_count: int, behind: int, granted_ms: int
+        self, run: node_pb2.LoadedRun, part: slice, positions: Positions, first_layer: int, layer_count: int, granted_ms: int
     ) -> npt.NDArray[np.bool_]:
-        """Brings ready layers into the buffer; the run has ``behind`` layers before these.
+        """Brings the last ``layer_count`` layers of a run's, of those of its blocks that ``part`` says, into the buffer.
 
         Returns:
             Which blocks are good; the outcomes of the others are noted.
@@ -296,18 +303,19 @@ class LocalPart(StagedPart):
         return self._session.session_id
 
     def _bring(
-        self, run: node_pb2.LoadedRun, positions: Positions, first_layer: int, layer_count: int, behind: int, granted_ms: int
+        self, run: node_pb2.LoadedRun, part: slice, positions: Positions, first_layer: int, layer_count: int, granted_ms: int
     ) -> npt.NDArray[np.bool_]:
         wanted, core = self._wanted, self._wanted.core
         count, first, shape = len(positions), int(positions[0]), core.shape
-        offsets = unpack_u64(run.offsets, "offsets", count)
+        offsets = unpack_u64(run.offsets, "offsets", run.count)[part]
         if int(offsets.max()) + shape.block_bytes > self._session.arena.size:
             raise Internal("the node answers with blocks outside its arena")
         self._session.arena.copy_out(offsets, wanted.buffer, first, first_layer, layer_count, _COPY_THREADS)
         good = np.ones(count, bool)
         if wanted.verify_copies:
-            sums = unpack_u64(run.checksums, "checksums", count * (behind + layer_count)).reshape(count, behind + layer_count)
-            good = ~self._session.arena.differing(offsets, wanted.buffer, first, first_layer, sums[:, behind:])
+            told = run.layer_count or shape.layers
+            sums = unpack_u64(run.checksums, "checksums", run.count * told).reshape(run.count, told)
+            good = ~self._session.arena.differing(offsets, wanted.buffer, first, first_layer, sums[part, told - layer_count :])
             wanted.tally.outcomes[positions[~good]] = Outcome.CORRUPT
         lease_end_s = self._began_s + granted_ms / 1000 + self._session.lease_s - core.options.lease_margin_s
         if core.clock.now_s() > lease_end_s:  # what was copied may be another block's by now
@@ -382,10 +390,10 @@ class RemotePart(StagedPart):
     def _bring(
         self,
         run: node_pb2.LoadedRun,  # noqa: ARG002  # offsets are of no use from afar
+        part: slice,  # noqa: ARG002
         positions: Positions,
         first_layer: int,
         layer_count: int,
-        behind: int,  # noqa: ARG002
         granted_ms: int,  # noqa: ARG002  # the node itself holds the lease against each read
     ) -> npt.NDArray[np.bool_]:
         wanted, core = self._wanted, self._wanted.core

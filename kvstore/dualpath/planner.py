@@ -172,12 +172,12 @@ class Planner:
         return True
 
     def finish(self, plan_id: int, now: float) -> bool:
-        """Everything has arrived. False: the plan was over before."""
+        """The load is over; what was not told to have arrived never will. False: the plan was over before."""
         live = self._live.pop(plan_id, None)
         if live is None:
             self.counters.late_reports += 1
             return False
-        self._release(live, now, moved=True)
+        self._release(live, now)
         self.counters.finished += 1
         return True
 
@@ -187,7 +187,7 @@ class Planner:
         if live is None:
             self.counters.late_reports += 1
             return False
-        self._release(live, now, moved=False)
+        self._release(live, now)
         self.counters.given_up += 1
         return True
 
@@ -228,7 +228,7 @@ class Planner:
             answer = self._decide(plan_id, live, missing, now)
         except Unavailable:
             del self._live[plan_id]
-            self._release(live, now, moved=False)
+            self._release(live, now)
             self.counters.given_up += 1
             raise
         self.counters.replans += 1
@@ -250,7 +250,7 @@ class Planner:
                 heapq.heappush(self._deadlines, (live.deadline, plan_id))
                 continue
             del self._live[plan_id]
-            self._release(live, now, moved=False)
+            self._release(live, now)
             over.append(plan_id)
         self.counters.expired += len(over)
         return over
@@ -266,10 +266,11 @@ class Planner:
             raise InvalidArgument("no such part", part=part, parts=len(live.charges))
         return live.charges[part]
 
-    def _release(self, live: _Live, now: float, *, moved: bool) -> None:
+    def _release(self, live: _Live, now: float) -> None:
+        """Gives back what a plan still owes: nobody has read it, and it says nothing of a link."""
         for charge in live.charges:
             if charge is not None:
-                self.queues.credit(charge, charge.blocks, now, moved=moved)
+                self.queues.credit(charge, charge.blocks, now, moved=False)
 
     def _decide(self, plan_id: int, live: _Live, missing: Sequence[Span], now: float) -> LoadPlan:
         """Asks the policy about the missing blocks, charges the answer, remembers why."""

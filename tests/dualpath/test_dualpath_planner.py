@@ -451,3 +451,20 @@ def test_queues_alone_never_fall_below_zero() -> None:
     assert state is not None
     assert (state.pending_bytes, state.pending_tokens, state.sending_bytes, state.receiving_bytes) == (0, 0, 0, 0)
     assert queues.state("m", 0.0) is None
+
+
+def test_loads_that_are_given_up_say_nothing_of_a_link() -> None:
+    """A client that cancels its loads after a moment would make a link look as fast as it asks."""
+    planner = Planner(policy_named("split"))
+    for node in ("p", "d"):
+        planner.node_here(node, 12e6, 100e6)
+    now = 0.0
+    for number in range(20):
+        plan = planner.plan(ReadRequest(f"r{number}", 240, 131_072, 16, "p", "d"), now)
+        now += 0.1
+        assert planner.finish(plan.plan_id, now)
+    for node in ("p", "d"):
+        state = planner.queues.state(node, now)
+        assert state is not None
+        assert state.pending_bytes == 0
+        assert state.snic <= 12e6
