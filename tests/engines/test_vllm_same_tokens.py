@@ -131,6 +131,26 @@ def test_nothing_is_loaded_where_vllm_computes_prompts_only_as_a_whole(store: St
     assert counts.get("stores", 0) == counts.get("loads", 0) == 0
 
 
+@pytest.mark.parametrize("kind", ["MEAN", "CLS"])
+def test_nothing_is_loaded_where_all_tokens_of_a_prompt_are_pooled(kind: str, store: StoreAddress, opened: Open) -> None:
+    """vLLM fails, for good, where such a prompt was not computed as a whole."""
+    from vllm.config import PoolerConfig
+
+    how = {"runner": "pooling", "convert": "embed", "pooler_config": PoolerConfig(seq_pooling_type=kind)}
+    engine = opened(store, options={"salt": kind}, enable_prefix_caching=None, **how)
+    prompts = [{"prompt_token_ids": text(60, 3 * engine.block_tokens)}, {"prompt_token_ids": text(61, 40)}]
+
+    def embedded() -> list[list[float]]:
+        return [one.outputs.embedding for one in engine.llm.embed(prompts, use_tqdm=False)]
+
+    first = embedded()
+    assert engine.flush()
+    assert embedded() == first
+    counts = engine.counters()
+    assert counts["whole_prompts_only"] == 1
+    assert counts.get("stores", 0) == counts.get("loads", 0) == 0
+
+
 @pytest.mark.parametrize("mode", ["async", "layerwise"])
 def test_llama_alone_and_with_the_store(mode: str, store: StoreAddress, opened: Open) -> None:
     """Many at once, in chunks, with a pool so small that requests are preempted: the same as an engine with room and no store."""

@@ -147,7 +147,7 @@ class VllmEngine:
         def plan_store(state: Any, full: int, block_ids: Any) -> Any:
             job = plan(state, full, block_ids)
             if job is not None:
-                self._stored[state.request.request_id] = state.keys.keys[:full]
+                self._stored[state.request.request_id] = state.keys.upto(state.request.all_token_ids, full)
             return job
 
         def store_failed(pins: Any) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient import CacheSpec, KeyChain, Lookup
+from kvclient import BlockKey, CacheSpec, KeyChain, Lookup
 from kvclient.engines.vllm.keys import RequestKeys
 from kvclient.engines.vllm.lookups import Found
 from kvclient.engines.vllm.options import ConnectorOptions
@@ -363,3 +366,33 @@ def test_whatever_happens_every_block_is_stored_after_its_parent_and_every_pin_i
     made.answered(StepAnswer({save.job_id: 1 for save in flying}))
     assert pool.pinned == set()
     assert not made.has_pins
+
+
+def test_what_is_computed_before_the_lookup_is_answered_is_stored_after_it() -> None:
+    """vLLM does not wait for lookups of requests that read no prefix, such as those that want logprobs of their prompt."""
+    shelf, pool = Shelf(hits=2, at_once=False), Pool(16)
+    made = side(shelf, pool)
+    one = request(6 * BLOCK)
+    made.arrived(one)
+    ids = [list(range(6))]
+    assert plan(made, one, 4 * BLOCK, ids).saves == []
+    shelf.answer()
+    (job,) = plan(made, one, 2 * BLOCK, ids).saves
+    assert job.keys == KeyChain(SPEC).keys(np.array(one.all_token_ids))[2:], "what the lookup found is not stored again"
+
+
+def test_keys_that_two_threads_want_at_once_are_made_once() -> None:
+    both = threading.Barrier(2)
+
+    class Slow(KeyChain):
+        def keys(self, *given: Any, **named: Any) -> list[BlockKey]:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # the other thread is here too, unless it is kept out
+            return super().keys(*given, **named)
+
+    tokens = random.Random(1).choices(range(1000), k=12 * BLOCK)
+    keys = RequestKeys(Slow(SPEC), {})
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(keys.upto, tokens, 8) for _ in range(2))
+        assert first.result() == second.result()
+    assert keys.upto(tokens, 12) == KeyChain(SPEC).keys(np.array(tokens))

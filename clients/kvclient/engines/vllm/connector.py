@@ -71,7 +71,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """What a worker tells the scheduler at start: the namespaces of its pages, a group each.
 
-    ``whole_prompts_only``: the attention backend that cannot go on behind a prefix, if it is one.
+    ``whole_prompts_only``: what cannot go on behind a prefix, if anything.
     """
 
     specs: list[CacheSpec]
@@ -160,9 +160,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Lookups go to the namespaces of the current epoch; there are none where vLLM computes prompts only as a whole."""
         if self._whole_prompts_only:
             self._side.tally.add("whole_prompts_only")
-            _log.warning(
-                "attention backend %s computes prompts only as a whole: nothing is loaded or stored", self._whole_prompts_only
-            )
+            _log.warning("%s computes prompts only as a whole: nothing is loaded or stored", self._whole_prompts_only)
             return
         name = self._epochs.name
         shards = [[replace(spec, weights_epoch=name) for spec in group] for group in self._shards]

@@ -226,9 +226,18 @@ def _kernel(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: ANN
 
 
 def whole_prompts_only(vllm_config: Any, groups: Sequence[GroupView]) -> str:  # noqa: ANN401
-    """The attention backend that cannot go on behind a prefix; empty: all can. In the worker, as ``group_facts``."""
+    """What makes a prompt one that is computed as a whole or not at all; empty: nothing. In the worker, as ``group_facts``.
+
+    Attention backends that cannot go on behind a prefix; and what vLLM itself keeps no prefixes for: pooling over all tokens of a
+    prompt (MEAN, CLS, STEP), which fails in the engine where some were not computed.
+    """
+    model = vllm_config.model_config
+    if not model.is_prefix_caching_supported:
+        pooler = model.pooler_config
+        pooling = [] if pooler is None else [pooler.seq_pooling_type, pooler.tok_pooling_type]
+        return f"a model of kind {model.attn_type}, pooling {'/'.join(str(kind) for kind in pooling if kind) or 'none'},"
     names = (_backend(vllm_config, group) for group in groups)
-    return next((name for name in names if name in _WHOLE_PROMPTS_ONLY), "")
+    return next((f"attention backend {name}" for name in names if name in _WHOLE_PROMPTS_ONLY), "")
 
 
 def has_replica_of_lower_rank(kv_cache_config: Any) -> bool:  # noqa: ANN401

@@ -6,6 +6,7 @@ other groups and shards follow from it by a mask, so that nothing is hashed twic
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -66,7 +67,10 @@ def request_extras(request: EngineRequest, adapter: AdapterWeights | None, block
 
 
 class RequestKeys:
-    """The keys of one request's full blocks, extended as tokens come. Not thread-safe.
+    """The keys of one request's full blocks, extended as tokens come. Thread-safe.
+
+    An engine that does not wait for a lookup (vLLM does not, where a request reads no prefix) plans stores of a request while the
+    lookup is still making its keys.
 
     Args:
         chain: makes the keys.
@@ -77,17 +81,19 @@ class RequestKeys:
         self._chain = chain
         self._extras = extras
         self._block_tokens = chain.spec.block_tokens
-        self.keys: list[BlockKey] = []
+        self._lock = threading.Lock()
+        self._keys: list[BlockKey] = []
 
     def upto(self, tokens: Sequence[int], blocks: int) -> list[BlockKey]:
         """The first keys of the chain, ``blocks`` of them, or as many as there are full blocks of ``tokens``."""
-        have = len(self.keys)
-        blocks = min(blocks, len(tokens) // self._block_tokens)
-        if blocks > have:
-            new = np.asarray(tokens[have * self._block_tokens : blocks * self._block_tokens], np.int64)
-            parent = self.keys[-1] if have else None
-            self.keys += self._chain.keys(new, extras=self._extras, parent=parent, first_block=have)
-        return self.keys[:blocks]
+        with self._lock:
+            have = len(self._keys)
+            blocks = min(blocks, len(tokens) // self._block_tokens)
+            if blocks > have:
+                new = np.asarray(tokens[have * self._block_tokens : blocks * self._block_tokens], np.int64)
+                parent = self._keys[-1] if have else None
+                self._keys += self._chain.keys(new, extras=self._extras, parent=parent, first_block=have)
+            return self._keys[:blocks]
 
     def tail(self, tokens: Sequence[int], parent: BlockKey | None) -> BlockKey:
         """The key of a partial last block; see ``KeyChain.tail``."""

@@ -72,7 +72,7 @@ class Finder:
         self._others = ThreadPoolExecutor(others, thread_name_prefix="kvstore-lookup") if others else None
 
     def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[Found]:
-        """Looks up the first blocks of a request. The keys belong to the lookup until the future is done; it never fails.
+        """Looks up the first blocks of a request. Whoever wants its keys meanwhile may wait until they are made. It never fails.
 
         Args:
             keys: the request's.

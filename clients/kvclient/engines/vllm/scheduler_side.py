@@ -277,7 +277,7 @@ class SchedulerSide:
         if self._pool is not None and self._options.hook.store:
             for request_id, tokens in scheduled.items():
                 state = self._requests.get(request_id)
-                if state is None or state.store_ended:
+                if state is None or state.store_ended or not self._settled(state):
                     continue
                 request = state.request
                 computed = request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
@@ -285,6 +285,16 @@ class SchedulerSide:
                 if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
                     plan.saves.append(job)
         return plan
+
+    def _settled(self, state: RequestState) -> bool:
+        """Whether it is known what the store holds of a request: until then, later steps store what this one computes.
+
+        vLLM computes a request that reads no prefix (one that wants logprobs of its prompt) without waiting for the lookup.
+        """
+        if state.lookup is not None and state.lookup.done():
+            state.stored_blocks = max(state.stored_blocks, state.lookup.result().hit_blocks)
+            state.lookup = None
+        return state.lookup is None
 
     def _plan_store(self, state: RequestState, full: int, block_ids: Sequence[Sequence[int]]) -> SaveJob | None:
         """Pins the blocks ``[stored_blocks, full)`` of a request, and plans their store."""

@@ -48,7 +48,7 @@ COUNTERS = {
     "prompt_bytes": "Bytes of prompts that were copied into the engine.",
     "transfers_abandoned": "Prompts that are not handed over whole: their decode hosts are told, and wait no longer.",
     "transfers_refused": "Requests whose kv_transfer_params make no sense: served as if there were none.",
-    "whole_prompts_only": "Starts with an attention backend that cannot go on behind a prefix: nothing is loaded or stored.",
+    "whole_prompts_only": "Starts with a model or backend that cannot go on behind a prefix: nothing is loaded or stored.",
     "resets": "Resets of the cache: from then on the store is used under another weights epoch.",
     "bugs": "Failures that should be impossible; each is logged.",
 }
