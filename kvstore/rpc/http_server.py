@@ -1,0 +1,114 @@
+"""An ASGI application as this store serves it: bound first, told when it is ready, ended in order. Needs uvicorn (an extra)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+from kvstore.core.errors import InvalidArgument, Unavailable
+from kvstore.core.tls import TlsConfig
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG: Final = 2_048
+_KEEP_ALIVE_S: Final = 75
+
+
+async def serve(
+    app: Any,  # noqa: ANN401  # an ASGI application
+    door: socket.socket,
+    *,
+    tls: TlsConfig | None,
+    stop_grace_s: float,
+    ready_file: Path | None,
+) -> None:
+    """Serves until SIGTERM or SIGINT; returns after requests under way have ended, or their grace has.
+
+    Args:
+        app: what to serve.
+        door: as ``bind`` made it.
+        tls: this server's certificate; None: plain HTTP.
+        stop_grace_s: how long requests under way may take at the end.
+        ready_file: written as JSON ``{"address", "pid"}`` once it answers.
+
+    Raises:
+        InvalidArgument: TLS without a certificate, or files that cannot be read.
+    """
+    address = "{}:{}".format(*door.getsockname()[:2])
+    await _Server(_config(app, tls, stop_grace_s), ready_file, address).serve(sockets=[door])
+
+
+def bind(listen: str, whose: str) -> socket.socket:
+    """The listening socket.
+
+    Raises:
+        Unavailable: it cannot be bound.
+    """
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    # the protocol is named, or asyncio does not know it for TCP and leaves Nagle's delays on: 40 ms a piece
+    door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((host, int(port)))
+        door.listen(_BACKLOG)
+    except OSError as error:
+        door.close()
+        raise Unavailable(f"the {whose}'s address cannot be bound", listen=listen, why=error) from error
+    return door
+
+
+class _Server(uvicorn.Server):
+    """Tells whoever waits that requests are answered: on the log, and in a file if one is named."""
+
+    def __init__(self, config: uvicorn.Config, ready_file: Path | None, address: str) -> None:
+        super().__init__(config)
+        self._ready_file = ready_file
+        self._address = address
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end it in order, and are not raised again afterwards, as uvicorn's own way would."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.started:
+            return
+        logger.info("ready on %s", self._address)
+        if self._ready_file is not None:
+            scratch = self._ready_file.with_name(f".{self._ready_file.name}.{os.getpid()}")
+            scratch.write_text(json.dumps({"address": self._address, "pid": os.getpid()}))
+            scratch.replace(self._ready_file)
+
+
+def _config(app: Any, tls: TlsConfig | None, stop_grace_s: float) -> uvicorn.Config:  # noqa: ANN401
+    if tls is not None and (tls.cert is None or tls.key is None):
+        raise InvalidArgument("to serve TLS, a server takes a certificate and its key")
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, int(stop_grace_s)),
+        ssl_certfile=None if tls is None else tls.cert,
+        ssl_keyfile=None if tls is None else tls.key,
+        ssl_ca_certs=None if tls is None or tls.ca is None else str(tls.ca),
+        ssl_cert_reqs=ssl.CERT_REQUIRED if tls is not None and tls.require_client_cert else ssl.CERT_NONE,
+    )
