@@ -192,6 +192,27 @@ class LoadPlan:
     reasons: Reasons
 
 
+@dataclass(frozen=True, slots=True)
+class PlanUnderWay:
+    """A plan whose load has not ended, for operators.
+
+    Attributes:
+        plan_id: names the plan in reports.
+        request: what is read.
+        policy: name of the policy that decided.
+        attempt: generation of the last answer.
+        deadline: the plan is given up by then, unless it is heard of.
+        parts: those of all attempts, each with its blocks that have not been reported read; None: it failed and is over.
+    """
+
+    plan_id: int
+    request: ReadRequest
+    policy: str
+    attempt: int
+    deadline: float
+    parts: tuple[tuple[Part, int | None], ...]
+
+
 class PathPolicy(Protocol):
     """Cuts a request over nodes: a function of the request and the queues (``round_robin`` alone remembers whose turn it is)."""
 

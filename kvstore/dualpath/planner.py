@@ -13,7 +13,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvstore.core.errors import Internal, InvalidArgument, NotFound, Unavailable
-from kvstore.dualpath.contract import LoadPlan, NodeState, Part, PathPolicy, ReadRequest, ReadSide, Reasons, Share, Span
+from kvstore.dualpath.contract import (
+    LoadPlan,
+    NodeState,
+    Part,
+    PathPolicy,
+    PlanUnderWay,
+    ReadRequest,
+    ReadSide,
+    Reasons,
+    Share,
+    Span,
+)
 from kvstore.dualpath.predict import finish_seconds
 from kvstore.dualpath.queues import Charge, ReadQueues
 
@@ -94,6 +105,23 @@ class Planner:
     def decisions(self) -> list[LoadPlan]:
         """The last plans, oldest first."""
         return list(self._decisions)
+
+    def live(self) -> list[PlanUnderWay]:
+        """The plans under way, by id."""
+        return [
+            PlanUnderWay(
+                plan_id,
+                live.request,
+                live.policy.name,
+                live.attempt,
+                live.deadline,
+                tuple(
+                    (part, None if charge is None else charge.blocks)
+                    for part, charge in zip(live.parts, live.charges, strict=True)
+                ),
+            )
+            for plan_id, live in sorted(self._live.items())
+        ]
 
     # ---- nodes ----
 

@@ -62,6 +62,21 @@ class PrefixHit:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """What the index says of one key, for people.
+
+    Args:
+        namespace: whose it is; None: of a number that no namespace has, which only damage explains.
+        depth: its place in its chain.
+        replicas: life and run_start of each; lives that are closed are among them until they are swept.
+    """
+
+    namespace: NamespaceId | None
+    depth: int
+    replicas: tuple[tuple[Life, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class IndexStats:
     """Sizes. ``blocks`` counts keys, dead ones included until they are swept."""
 
@@ -112,6 +127,10 @@ class PrefixIndex(ABC):
 
         Keys of another namespace are misses. Logarithmic in the number of keys, plus the number of runs.
         """
+
+    @abstractmethod
+    def describe(self, keys: Sequence[BlockKey]) -> list[Entry | None]:
+        """What the index says of each key; None: nothing. For people: it may take milliseconds a thousand keys."""
 
     # ---- anti-entropy ----
     @abstractmethod

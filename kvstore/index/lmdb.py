@@ -33,7 +33,7 @@ import lmdb
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import IndexStats, Life, LifeInfo, PrefixHit, PrefixIndex
+from kvstore.index.contract import Entry, IndexStats, Life, LifeInfo, PrefixHit, PrefixIndex
 from kvstore.index.ends import ChainEnds
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
@@ -245,6 +245,38 @@ class LmdbIndex(PrefixIndex):
         hit = self._read(work)
         self._ends.found(head, count, tuple([run.start + run.count for run in hit.runs]))
         return hit
+
+    def describe(self, keys: Sequence[BlockKey]) -> list[Entry | None]:
+        def read_names(txn: Txn) -> dict[int, NamespaceId]:
+            with txn.cursor(db=self._namespaces) as cursor:
+                return {_U32.unpack_from(value)[0]: NamespaceId(key) for key, value in cursor}
+
+        names = self._read(read_names)
+        found: list[Entry | None] = []
+
+        def work(txn: Txn) -> None:
+            for key in keys[len(found) : len(found) + _SCAN_PART]:
+                value = txn.get(key, None, self._blocks)
+                if value is None:
+                    found.append(None)
+                    continue
+                ordinal, depth, *flat = decode(value)
+                replicas = tuple((Life(life), start) for life, start in zip(flat[::2], flat[1::2], strict=True))
+                found.append(Entry(names.get(ordinal), depth, replicas))
+
+        while len(found) < len(keys):
+            self._read(work)
+        return found
+
+    def give_up(self) -> None:
+        """Has the index made anew by whoever opens it next, as if it were damaged, and tells the owner so."""
+        logger.warning(
+            "the index in %s is given up, as somebody asked for it: it is dropped when it is opened again", self._files.path
+        )
+        self._count("index_rebuilds_asked_total", 1)
+        self._damaged = True
+        self._files.mark_given_up()
+        self._on_damage()
 
     # ---- anti-entropy ----
     def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:

@@ -266,12 +266,16 @@ class IndexFiles:
     def mark_damaged(self) -> None:
         """LMDB found damage: the next process that opens the index alone drops it."""
         self._count("index_damaged_total", 1)
+        self.mark_given_up()
+
+    def mark_given_up(self) -> None:
+        """The next process that opens the index alone drops it."""
         if self.read_only:
             return
         try:
             self._write_state({"format": FORMAT, "clean": False, "damaged": True, "machine_boot": _machine_boot()})
         except OSError as error:  # the disk may be what is ill; whoever meets the damage next tries again
-            logger.warning("the damage cannot be noted in %s: %s", self.path, error)
+            logger.warning("that the index is given up cannot be noted in %s: %s", self.path, error)
 
     def _read_state(self) -> dict[str, object] | None:
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.core.errors import InvalidArgument
+from kvstore.core.in_force import InForce
 from kvstore.core.tls import TlsConfig
 from kvstore.rpc.address import check_address, check_metrics_address, is_unix, stays_on_host
 
@@ -36,6 +37,7 @@ class MetadataConfig:
         metrics_listen: address of ``/metrics``, plain HTTP; worker N of several serves N ports further; None: not served.
         ready_file: written atomically as JSON ``{"address", "pid", "metrics_address"}`` once calls are answered.
         allow_insecure_remote: listen without TLS where other hosts can reach it.
+        in_force: the configuration that all this was made of, for those who ask; shown, not used.
 
     Raises:
         InvalidArgument: a value that cannot work, or an open door that nobody asked for.
@@ -58,6 +60,7 @@ class MetadataConfig:
     metrics_listen: str | None = None
     ready_file: Path | None = None
     allow_insecure_remote: bool = False
+    in_force: tuple[InForce, ...] = ()
 
     def __post_init__(self) -> None:
         check_address(self.listen)

@@ -6,6 +6,9 @@ encoded once per view, not once per lookup, and encoded messages of one type may
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvstore.core.types import NamespaceId, NodeId
 from kvstore.index.contract import PrefixIndex
@@ -16,6 +19,19 @@ from kvstore.rpc.codec import check_id, count_keys
 _COUNTED = ("metadata_lookups_total", "metadata_lookup_keys_total", "metadata_lookup_hit_blocks_total")
 
 
+MOST_COUNTED: Final = 16_384
+"""Namespaces whose lookups are counted each for itself: a bound on what strange ids can take."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """How lookups in one namespace fared, since the start."""
+
+    lookups: int = 0
+    blocks: int = 0
+    hits: int = 0
+
+
 class Lookups:
     """Answers lookups of one server process."""
 
@@ -23,6 +39,23 @@ class Lookups:
         self._index = index
         self._nodes = nodes
         self._counters = counters
+        self._asked: dict[bytes, Asked] = {}
+
+    def asked(self, namespace: NamespaceId) -> Asked:
+        """How lookups in a namespace fared."""
+        return self._asked.get(namespace) or Asked()
+
+    def _count(self, namespace: NamespaceId, blocks: int, hits: int) -> None:
+        self._counters.add_all(_COUNTED, (1, blocks, hits))
+        asked = self._asked.get(namespace)
+        if asked is None:
+            if len(self._asked) >= MOST_COUNTED:
+                self._counters.add("metadata_lookups_not_told_apart_total")
+                return
+            asked = self._asked[namespace] = Asked()
+        asked.lookups += 1
+        asked.blocks += blocks
+        asked.hits += hits
 
     def answer(self, request: LookupRequest) -> bytes:
         """How much of a chain can be served, and by whom: an encoded ``LookupResponse``.
@@ -40,7 +73,7 @@ class Lookups:
         if hit.revision != nodes.revision:  # somebody registered or left since the nodes were read
             nodes.view()
             hit = self._index.lookup(namespace, keys, nodes.visible)
-        self._counters.add_all(_COUNTED, (1, count, hit.blocks))
+        self._count(namespace, count, hit.blocks)
         if hit.blocks == 0:
             return b""
         encoded_nodes = nodes.last_view.encoded_nodes

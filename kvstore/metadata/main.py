@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.core.errors import Unavailable
+from kvstore.core.types import NamespaceId
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe import tracing
@@ -37,7 +38,7 @@ _STOP_TIMEOUT_S: Final = 10.0
 _MAX_RESTARTS: Final = 5
 _RESTART_WINDOW_S: Final = 60.0
 _DAMAGED_EXIT: Final = 75
-"""Exit code of a worker that found the index damaged."""
+"""Exit code of a worker whose index was given up: damaged, or to be made anew."""
 _SWITCH_INTERVAL_S: Final = 0.0005
 """How long the index thread may hold the interpreter while a lookup waits; Python's own 5 ms would be seen in every p99."""
 
@@ -106,8 +107,9 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
     if parent is not None:
         loop.add_reader(parent, leave.set)
     counters = Counters()
+    namespaces: Sequence[tuple[NamespaceId, bytes]] = ()
     while True:
-        server = MetadataServer(config, worker=worker, counters=counters)
+        server = MetadataServer(config, worker=worker, counters=counters, namespaces=namespaces)
         try:
             address = await server.start()
         except Unavailable:
@@ -116,17 +118,18 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
                 raise
             # the damage lay where opening does not look: the index is marked now. A new server drops it, or fails for good
             logger.critical("the index is damaged: it is dropped and made anew", exc_info=True)
-            server = MetadataServer(config, worker=worker, counters=counters)
+            server = MetadataServer(config, worker=worker, counters=counters, namespaces=namespaces)
             address = await server.start()
         # what lives now lives for ever: the collector need not look at it again in the middle of a lookup
         gc.collect()
         gc.freeze()
         announcer.ready(address, server.metrics_address)
         await _first_of(leave, server.damaged)
+        namespaces = server.kept_namespaces
         await server.stop(_GRACE_S)
         if leave.is_set():
             break
-        logger.critical("the index is damaged: it is dropped and made anew")
+        logger.critical("the index was given up: it is dropped and made anew")
         if parent is not None:
             raise _IndexDamaged
         counters.add("metadata_index_restarts_total")
@@ -201,7 +204,7 @@ class _Supervisor:
                 self._workers[worker].join()
                 self._allow_restart()
                 if self._workers[worker].exitcode == _DAMAGED_EXIT:
-                    logger.critical("worker %d found the index damaged: all start again, with a new one", worker)
+                    logger.critical("worker %d gave the index up: all start again, with a new one", worker)
                     self._stop_all()  # the index is dropped by whoever opens it alone
                     for each in range(config.workers):
                         self._start(config, each)

@@ -45,7 +45,7 @@ PLAN_COUNT_BITS: Final = 32
 MAX_REPORTS: Final = 4096
 MAX_RANGES: Final = 65_536
 
-_SIDES: Final = {
+SIDES: Final = {
     ReadSide.PREFILL: pb.READ_SIDE_PREFILL,
     ReadSide.DECODE: pb.READ_SIDE_DECODE,
     ReadSide.RELAY: pb.READ_SIDE_RELAY,
@@ -79,6 +79,17 @@ class Planning:
         if name not in self._policies:
             self._policies[name] = policy_named(name)
         return self._policies[name]
+
+    @property
+    def default_policy(self) -> str:
+        """Name of the policy that decides where a request names none."""
+        return self._default
+
+    @default_policy.setter
+    def default_policy(self, name: str) -> None:
+        """Plans under way go on as they were decided."""
+        self._policy(name)
+        self._default = name
 
     # ---- requests ----
     def plan(self, request: pb.PlanLoadRequest) -> pb.LoadPlan:
@@ -224,7 +235,7 @@ class Planning:
                 index=part.index,
                 start=part.start,
                 count=part.count,
-                side=_SIDES[part.side],
+                side=SIDES[part.side],
                 node_id=part.node,
                 control_address=info.control_address,
                 data_address=info.data_address,

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections.abc import Sequence
 
+from kvproto.v1.admin_pb2_grpc import add_MetadataAdminServicer_to_server
 from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata.admin import SERVICE_NAME as METADATA_ADMIN
+from kvstore.metadata.admin import AdminParts, MetadataAdminServicer
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.gauges import MetadataGauges
+from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.scheduling import Scheduling
@@ -33,17 +39,27 @@ class MetadataServer:
         worker: number of this process among those that share the port; worker 0 sweeps.
         clock: the host's monotonic clock; tests bring their own.
         counters: events, shown by ``GetStats``.
+        namespaces: specs that the index before had: engines tell them only when they connect.
     """
 
     def __init__(
-        self, config: MetadataConfig, *, worker: int = 0, clock: Clock | None = None, counters: Counters | None = None
+        self,
+        config: MetadataConfig,
+        *,
+        worker: int = 0,
+        clock: Clock | None = None,
+        counters: Counters | None = None,
+        namespaces: Sequence[tuple[NamespaceId, bytes]] = (),
     ) -> None:
         self._config = config
         self._worker = worker
         self._clock = clock if clock is not None else MonotonicClock()
         self.counters = counters if counters is not None else Counters()
         self.damaged = asyncio.Event()
-        """Set when the index turns out to be damaged: stop this server, and start another, which makes the index anew."""
+        """Set when the index turns out to be damaged or is given up: stop this server, and start another, which makes it anew."""
+        self._namespaces = namespaces
+        self.kept_namespaces: Sequence[tuple[NamespaceId, bytes]] = ()
+        """What the next server is to be given, where the index was given up."""
         self._index: LmdbIndex | None = None
         self._writes: IndexThread | None = None
         self._reads: IndexThread | None = None
@@ -72,16 +88,34 @@ class MetadataServer:
             )
             writes = self._writes = IndexThread("metadata-writes")
             reads = self._reads = IndexThread("metadata-reads")
+            for namespace, spec in self._namespaces:
+                index.put_namespace(namespace, spec)
             ttl_s = config.node_ttl_ms / 1000
             nodes = NodeTable(index, self._clock, ttl_s, self.counters)
             nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
             planning = Planning(nodes, config.path_policy, self.counters, self._clock)
             scheduling = self._scheduling(planning) if config.workers == 1 else None
-            parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms, planning, scheduling)
+            lookups = Lookups(index, nodes, self.counters)
+            parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms, planning, scheduling, lookups)
+            admin = AdminParts(
+                index,
+                nodes,
+                reads,
+                lookups,
+                planning,
+                self._clock,
+                config.workers,
+                config.path_policy,
+                config.in_force,
+                self._rebuild,
+            )
             self._bound = await build_aio_server(
-                [functools.partial(add_to_server, MetadataService(parts))],
+                [
+                    functools.partial(add_to_server, MetadataService(parts)),
+                    functools.partial(add_MetadataAdminServicer_to_server, MetadataAdminServicer(admin)),
+                ],
                 addresses=[config.listen],
-                services=[SERVICE_NAME],
+                services=[SERVICE_NAME, METADATA_ADMIN],
                 counters=self.counters,
                 tls=config.tls,
                 reuse_port=config.workers > 1,
@@ -109,6 +143,12 @@ class MetadataServer:
         (address,) = self._bound.addresses
         logger.info("metadata server listens on %s, index epoch %s", address, index.epoch.hex())
         return address
+
+    def _rebuild(self) -> None:
+        """Gives the index up: ``damaged`` is set, once the caller has been answered. Specs are kept for the next one."""
+        assert self._index is not None
+        self.kept_namespaces = self._index.namespaces()
+        self._index.give_up()
 
     def _scheduling(self, planning: Planning) -> Scheduling:
         config = self._config

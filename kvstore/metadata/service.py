@@ -50,6 +50,7 @@ class Parts:
         heartbeat_interval_ms: what nodes are told.
         planning: load plans.
         scheduling: of requests; None where several workers would each know a part of the engines.
+        lookups: the hot path.
     """
 
     index: PrefixIndex
@@ -60,6 +61,7 @@ class Parts:
     heartbeat_interval_ms: int
     planning: Planning
     scheduling: Scheduling | None
+    lookups: Lookups
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -67,7 +69,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._lookups = Lookups(parts.index, parts.nodes, parts.counters)
+        self._lookups = parts.lookups
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: object) -> pb.RegisterNodeResponse:
         check_id(request.operation_id, "operation_id")

@@ -118,6 +118,8 @@ class Home:
     volume: DurableVolume
     policy: EvictionPolicy
     outdated: Outdated = field(default_factory=Outdated)
+    quarantined: int = 0
+    """Replicas that proved bad: their slots are out of use until the next start."""
 
 
 @dataclass(slots=True)

@@ -18,10 +18,12 @@ from typing import cast
 import aiofiles
 import aiofiles.os
 
-from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
+from kvstore.node.admin import SERVICE_NAME as NODE_ADMIN
+from kvstore.node.admin import AdminParts, NodeAdminServicer
 from kvstore.node.block import Home
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.config import NodeConfig
@@ -326,11 +328,15 @@ class NodeDaemon:
             threads=config.load_threads * 2,
             accounts=LoadAccounts(NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock),
         )
+        self._admin = self._make_admin()
         self._socket.unlink(missing_ok=True)
         self._server = await build_aio_server(
-            [partial(node_pb2_grpc.add_NodeServicer_to_server, self._servicer)],
+            [
+                partial(node_pb2_grpc.add_NodeServicer_to_server, self._servicer),
+                partial(admin_pb2_grpc.add_NodeAdminServicer_to_server, self._admin),
+            ],
             addresses=[config.listen, f"unix:{self._socket}"],
-            services=["kvstore.v1.Node"],
+            services=["kvstore.v1.Node", NODE_ADMIN],
             counters=self.counters,
             tls=config.tls,
         )
@@ -361,6 +367,22 @@ class NodeDaemon:
             await self._write_ready(config.ready_file)
         log.info("node %s serves: control %s, data %s", config.node_id, self.info.control_address, self.info.data_address)
         return self.info
+
+    def _make_admin(self) -> NodeAdminServicer:
+        parts = AdminParts(
+            table=self.table,
+            domains=self._domains,
+            sessions=self.sessions,
+            replica_log=self._log,
+            buffers=self._buffers,
+            recent=self._recent,
+            traffic=self._traffic,
+            publisher=lambda: self._publisher,
+            io_engines=self._io_engines,
+            clock=self._clock,
+            in_force=self.config.in_force,
+        )
+        return NodeAdminServicer(parts)
 
     async def _write_ready(self, path: Path) -> None:
         ready = {
@@ -407,6 +429,7 @@ class NodeDaemon:
         if self._storage_data is not None:
             self._storage_data.stop()
         self._servicer.close()
+        self._admin.close()
         self._stager.close()
         self._loader.close()
         self._mounts.close()

@@ -72,6 +72,7 @@ class Publisher:
         self._channel = connect(address, tls=tls)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._anti_entropy = AntiEntropy(self._stub, node.node_id, table, replica_log, counters)
+        self._comparing = threading.Lock()
         self._volumes = [VolumeId(volume.volume_id) for volume in node.volumes]
         self._stopping = threading.Event()
         self._again = threading.Event()
@@ -101,6 +102,21 @@ class Publisher:
     def wait_registered(self, timeout_s: float) -> bool:
         """Waits for the first registration."""
         return self._registered.wait(timeout_s)
+
+    def compare_now(self) -> int:
+        """A round of anti-entropy, at once. Returns how many ranges of key space differed and were mended.
+
+        Raises:
+            Unavailable: the metadata server does not know this node now.
+            KVStoreError: it does not answer.
+        """
+        if not self._registered.is_set() or not self.heard:
+            raise Unavailable("the metadata server does not answer this node now", node_id=self._node.node_id)
+        return self._compare()
+
+    def _compare(self) -> int:
+        with self._comparing:
+            return self._anti_entropy.compare(self._boot_id)
 
     def stop(self, timeout_s: float) -> None:
         """Ends the threads."""
@@ -297,7 +313,7 @@ class Publisher:
             if not self._registered.is_set():
                 continue
             try:
-                self._anti_entropy.compare(self._boot_id)
+                self._compare()
             except KVStoreError as error:
                 self._counters.add("anti_entropy_failed_total")
                 log.warning("anti-entropy interrupted: %s", error)

@@ -14,10 +14,11 @@ from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
-from kvstore.core.errors import InvalidArgument, KVStoreError, Unsupported
+from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
+from kvstore.node.evicting import evict_all_nvme
 from kvstore.node.lanes import Lanes
 from kvstore.node.load_account import LoadAccount, LoadAccounts
 from kvstore.node.loader import Loader, Part, Source, offsets_of
@@ -28,7 +29,7 @@ from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Session, Sessions
 from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
-from kvstore.node.wanted import Wanted
+from kvstore.node.wanted import Wanted, apart
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, keys_from_packed, run_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
@@ -105,11 +106,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
         """Work that may wait, in the pool: for as long as its call lives."""
-        wanted = Wanted()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, wanted.context().run, work)
-        finally:
-            wanted.end()
+        return await apart(self._pool, work)
 
     def _deadline_s(self, context: Context) -> float:
         left_s = context.time_remaining()
@@ -380,21 +377,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if request.tier == common_pb2.TIER_DRAM:
             return node_pb2.EvictResponse(evicted_blocks=await self._apart(self._table.evict_dram))
         if request.tier == common_pb2.TIER_NVME:
-            return node_pb2.EvictResponse(evicted_blocks=await self._apart(self._evict_nvme))
+            return node_pb2.EvictResponse(evicted_blocks=await self._apart(lambda: evict_all_nvme(self._table)))
         raise Unsupported("DRAM and NVMe can be evicted", tier=request.tier)
-
-    def _evict_nvme(self) -> int:
-        evicted = 0
-        for home in self._table.homes:
-            victims = self._table.nvme_victims(home)
-            try:
-                home.volume.commit([], [block.key for block in victims])
-            except (OSError, KVStoreError):
-                self._table.stay_on_nvme(victims)
-                raise
-            self._table.evicted_nvme(home, victims)
-            evicted += len(victims)
-        return evicted
 
     async def GetNodeStats(  # noqa: N802
         self,

@@ -416,6 +416,7 @@ class BlockTable:
             if block.nvme is None or block.nvme_home is None:
                 return
             home = block.nvme_home
+            home.quarantined += 1
             home.policy.remove(block.key)
             self._log.removed(home.volume.volume_id, block.key)
             block.nvme = block.nvme_home = None

@@ -8,9 +8,10 @@ What works in no such context is always wanted.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
@@ -73,6 +74,15 @@ class Wanted:
             with self._lock:
                 if wake in self._wakes:
                     self._wakes.remove(wake)
+
+
+async def apart(pool: Executor, work: Callable[[], Result]) -> Result:
+    """Work that may wait, in a pool: wanted for as long as the coroutine that calls this lives."""
+    wanted = Wanted()
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, wanted.context().run, work)
+    finally:
+        wanted.end()
 
 
 def over() -> bool:

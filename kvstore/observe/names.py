@@ -46,6 +46,8 @@ _METHODS = (
     "PlanLoad", "ReportLoads", "ReplanLoad", "ReportEngines", "AssignRequest", "CancelRequest", "GetStats",
     "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "AwaitPrompt", "AbandonPrompt", "Release",
     "Flush", "Evict", "GetNodeStats",
+    "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
+    "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",
 )  # fmt: skip
 """Methods that are timed. ``Publish`` is one call for a node's whole life."""
 _MOST_VOLUMES = 64
@@ -386,6 +388,9 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "metadata_lookups_total": ("counter", "lookups answered"),
     "metadata_lookup_keys_total": ("counter", "keys asked for"),
     "metadata_lookup_hit_blocks_total": ("counter", "blocks found"),
+    "metadata_lookups_not_told_apart_total": (
+        "counter", "lookups that are not counted for their namespace, as there are too many namespaces",
+    ),
     "metadata_blocks_published_total": ("counter", "replicas added to the index"),
     "metadata_blocks_unpublished_total": ("counter", "replicas removed from it"),
     "metadata_publish_batches_total": ("counter", "batches that nodes published"),
@@ -401,7 +406,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "metadata_ranges_compared_total": ("counter", "ranges of key space compared with nodes"),
     "metadata_ranges_differing_total": ("counter", "ranges of them that differed"),
     "metadata_replicas_repaired_total": ("counter", "replicas added or removed by anti-entropy"),
-    "metadata_index_restarts_total": ("counter", "times that a damaged index was made anew under way"),
+    "metadata_index_restarts_total": ("counter", "times that the index was made anew under way: damaged, or asked for"),
     "metadata_upkeep_failures_total": ("counter", "rounds of upkeep that failed"),
     "metadata_sweeps_total": ("counter", "remains of dead lives swept"),
     "metadata_plans_total": ("counter", "loads planned"),
@@ -425,6 +430,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "metadata_requests_forgotten_total": ("counter", "requests forgotten, as engines never said that they are done"),
     "metadata_scheduler_void_reports_total": ("counter", "reports on requests that are not known"),
     "index_damaged_total": ("counter", "times that the index proved damaged"),
+    "index_rebuilds_asked_total": ("counter", "times that somebody asked for the index to be made anew"),
     "index_dropped_total": ("counter", "indexes dropped and made anew"),
     "index_errors_total": ("counter", "failures of the index"),
     "index_grown_total": ("counter", "times that the index grew its map"),

@@ -320,6 +320,37 @@ class IndexSuite:
             pass
         assert index.stats().blocks == 0
 
+    # ---- looking ----
+    def test_a_key_is_described(self, index: PrefixIndex) -> None:
+        """Place, and who holds it from where on; those who are closed are shown until they are swept."""
+        first, second = self.lives_for_describe(index)
+        index.publish(first, [CHAIN.run(0, 4)], [])
+        index.publish(second, [CHAIN.run(2, 4)], [])
+        keys = list(CHAIN.keys[:5])
+        found = index.describe(keys)
+        assert found[4] is None
+        assert [entry and (entry.namespace, entry.depth, dict(entry.replicas)) for entry in found[:4]] == [
+            (NAMESPACE, 0, {first: 0}),
+            (NAMESPACE, 1, {first: 0}),
+            (NAMESPACE, 2, {first: 0, second: 2}),
+            (NAMESPACE, 3, {first: 0, second: 2}),
+        ]
+        index.close_life(first)
+        (entry,) = index.describe(keys[:1])
+        assert entry is not None
+        assert first not in [life.life for life in index.lives()]
+        assert dict(entry.replicas) == {first: 0}
+        while not index.sweep(1_000):
+            pass
+        assert index.describe(keys[:1]) == [None]
+        assert index.describe([]) == []
+
+    @staticmethod
+    def lives_for_describe(index: PrefixIndex) -> tuple[Life, Life]:
+        """Two lives of two volumes."""
+        one = index.open_life(VolumeId("a/dram"), NodeId("a"), Tier.DRAM, BootId(b"a" * 16))
+        return one, index.open_life(VolumeId("b/dram"), NodeId("b"), Tier.DRAM, BootId(b"b" * 16))
+
     # ---- namespaces, notes, revision ----
     def test_namespaces_in_order_of_arrival(self, index: PrefixIndex) -> None:
         names = [NamespaceId(bytes([number]) * 16) for number in (7, 3, 9)]

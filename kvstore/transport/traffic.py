@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvstore.core.errors import InvalidArgument, KVStoreError, Unsupported
+from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.transport.link_counters import LinkCounters, LinkTotals, speed_of
 from kvstore.transport.marking import CS1, MAX_DSCP, UNMARKED, mark
@@ -72,7 +72,8 @@ class KvTraffic:
         self._settings = settings
         self._counters = counters
         self._uncapped = frozenset(uncapped)
-        cap = float(settings.cap_bytes_per_s) or None
+        self._cap = settings.cap_bytes_per_s
+        cap = float(self._cap) or None
         self._sends, self._receives = Pacer(cap, counters), Pacer(cap, counters)
         self._paces = cap is not None or settings.yields
         self._lock = threading.Lock()
@@ -102,6 +103,34 @@ class KvTraffic:
         """Bytes a second that may be sent and received now; None: no limit."""
         return self._sends.rate, self._receives.rate
 
+    @property
+    def cap_bytes_per_s(self) -> int | None:
+        """The cap in force; 0: none; None: none, and none can be set, as connections are not held back at all."""
+        return self._cap if self._paces else None
+
+    def change_cap(self, bytes_per_s: int, expected: int | None = None) -> int:
+        """Sets another cap, for connections that are there too; 0: none. Returns the one before.
+
+        Raises:
+            InvalidArgument: below 0.
+            Conflict: another one than expected is in force, or connections are not held back at all.
+        """
+        if bytes_per_s < 0:
+            raise InvalidArgument("rates are 0 or more", cap=bytes_per_s)
+        if not self._paces:
+            raise Conflict("this process was started without a cap, so its connections cannot be held back: set node.compute_cap")
+        with self._lock:
+            before = self._cap
+            if expected is not None and expected != before:
+                raise Conflict("another cap is in force", cap=before, expected=expected)
+            self._cap = bytes_per_s
+            limit = float(bytes_per_s) or None
+            if self._watch is not None:
+                self._watch.cap = limit
+            else:
+                self._sends.rate = self._receives.rate = limit
+        return before
+
     def close(self) -> None:
         """Ends the watch. Idempotent."""
         with self._lock:
@@ -118,6 +147,7 @@ class KvTraffic:
             self._watching = True
             try:
                 self._watch = _LinkWatch(address, self._settings, self._sends, self._receives, self._counters)
+                self._watch.cap = float(self._cap) or None
             except KVStoreError as error:
                 self._counters.add("transport_yield_unsupported_total")
                 log.warning("KV traffic does not yield to other traffic on the link of %s: %s", address, error)
@@ -133,7 +163,8 @@ class _LinkWatch:
             self._link.close()
             raise Unsupported("the rate of the link is not known: configure it", interface=self._link.interface)
         rule = YieldRule(rate)
-        self._cap = settings.cap_bytes_per_s or float("inf")
+        self.cap = float(settings.cap_bytes_per_s) or None
+        """The most, whatever the link has room for; None: no cap."""
         self._sends, self._receives = sends, receives
         self._sent, self._received = KvShare(rule), KvShare(rule)
         self._counters = counters
@@ -166,7 +197,8 @@ class _LinkWatch:
     def _apply(self, now_s: float, nic: LinkTotals, kv: LinkTotals) -> None:
         sends = LinkSample(now_s, nic.sent, kv.sent, self._sends.moved_bytes)
         receives = LinkSample(now_s, nic.received, kv.received, self._receives.moved_bytes)
-        self._sends.rate = min(self._cap, self._sent.observe(sends))
-        self._receives.rate = min(self._cap, self._received.observe(receives))
+        cap = self.cap or float("inf")
+        self._sends.rate = min(cap, self._sent.observe(sends))
+        self._receives.rate = min(cap, self._received.observe(receives))
         if self._sent.foreign or self._received.foreign:
             self._counters.add("transport_yield_ticks_total")

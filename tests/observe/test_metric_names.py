@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.v1 import metadata_pb2, node_pb2
+from kvproto.v1 import admin_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import ErrorKind
 from kvstore.core.types import Outcome, StoreOutcome, Tier
 from kvstore.observe import names
@@ -107,7 +107,7 @@ def test_labels_know_all_values_of_what_they_stand_for() -> None:
     assert set(stores) == {one.name.lower() for one in StoreOutcome}
     methods = {
         method.name
-        for module in (metadata_pb2, node_pb2)
+        for module in (admin_pb2, metadata_pb2, node_pb2)
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.buffers import DenseBlocks
-from kvstore.core.errors import DeadlineExceeded, InvalidArgument, Unsupported
+from kvstore.core.errors import Conflict, DeadlineExceeded, InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider, block_key
@@ -139,6 +139,24 @@ def test_no_room_under_the_cap_before_the_deadline_is_a_late_block_and_no_error(
         outcomes = read(peer, keys, deadline_s=0.3)
         assert outcomes.count(Outcome.HIT) < len(keys)
         assert set(outcomes) <= {Outcome.HIT, Outcome.TIMEOUT, Outcome.UNAVAILABLE}
+
+
+def test_a_cap_is_changed_under_way_by_whoever_knows_the_one_there_is() -> None:
+    traffic = KvTraffic(TrafficClass(8, 1000), Counters())
+    assert traffic.cap_bytes_per_s == 1000
+    with pytest.raises(Conflict):
+        traffic.change_cap(2000, expected=999)
+    assert traffic.change_cap(2000, expected=1000) == 1000
+    assert (traffic.cap_bytes_per_s, traffic.rates) == (2000, (2000.0, 2000.0))
+    assert traffic.change_cap(0) == 2000
+    assert (traffic.cap_bytes_per_s, traffic.rates) == (0, (None, None))
+    assert traffic.change_cap(3000, expected=0) == 0
+    with pytest.raises(InvalidArgument):
+        traffic.change_cap(-1)
+    without = KvTraffic(TrafficClass(), Counters())
+    assert without.cap_bytes_per_s is None
+    with pytest.raises(Conflict, match=r"node\.compute_cap"):
+        without.change_cap(1000)
 
 
 def test_without_cap_a_wire_is_left_as_it_is_and_other_networks_are_not_capped() -> None:

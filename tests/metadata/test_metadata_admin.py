@@ -1,0 +1,183 @@
+"""What operators see of the metadata server and change at it, over a real socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, server_process, until
+
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import metadata_pb2
+from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
+from kvproto.v1.common_pb2 import CacheSpec
+from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable
+from kvstore.metadata import lookup
+from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
+
+KEYS = chain("k", 8)
+SPEC = CacheSpec(
+    model="m", dtype="bf16", block_tokens=16, layers=2, layer_block_bytes=64, layout="opaque", shard_count=1,
+    hash_algorithm="xxh3-128",
+)  # fmt: skip
+
+
+async def ask(running: Running, name: str, request: Any) -> Any:
+    return await call_aio(getattr(MetadataAdminStub(running.channel), name), request, TIMEOUT_S)
+
+
+async def states(running: Running, keys: list[bytes], namespace: bytes = NAMESPACE) -> tuple[int, list[tuple[int, int, int]]]:
+    found = await ask(running, "DescribeBlocks", pb.DescribeBlocksRequest(namespace_id=namespace, keys=b"".join(keys)))
+    return found.hit_blocks, [(run.start, run.count, run.state) for run in found.runs]
+
+
+async def test_blocks_say_who_holds_them_and_why_not(running: Running) -> None:
+    first, second = running.peer("a"), running.peer("b")
+    for peer in (first, second):
+        await peer.register()
+    await first.publish(first.nvme, run_of(KEYS, 0, 3))
+    await second.publish(second.dram, run_of(KEYS, 2, 6))
+    held, unknown = pb.BLOCK_STATE_HELD, pb.BLOCK_STATE_UNKNOWN
+    assert await states(running, KEYS) == (6, [(0, 2, held), (2, 1, held), (3, 3, held), (6, 2, unknown)])
+    found = await ask(running, "DescribeBlocks", pb.DescribeBlocksRequest(namespace_id=NAMESPACE, keys=KEYS[0]))
+    (replica,) = found.runs[0].replicas
+    assert (replica.volume_id, replica.node_id, replica.visible, replica.run_start) == (first.nvme, "a", True, 0)
+
+    # `a` falls silent: the chain has a hole at its head, and what `b` has lies behind it
+    async def a_is_hidden() -> bool:
+        running.clock.advance(0.05)
+        await second.beat()
+        return (await states(running, KEYS))[0] == 0
+
+    await until(a_is_hidden)
+    silent = pb.BLOCK_STATE_SILENT
+    assert await states(running, KEYS) == (0, [(0, 2, silent), (2, 1, held), (3, 3, held), (6, 2, unknown)])
+
+    # at a wrong depth, in a wrong namespace, by itself
+    misplaced = pb.BLOCK_STATE_MISPLACED
+    assert await states(running, [KEYS[4]]) == (0, [(0, 1, misplaced)])
+    assert (await states(running, KEYS[:2], b"another-ns-of-16"))[1] == [(0, 2, misplaced)]
+    found = await ask(running, "DescribeBlocks", pb.DescribeBlocksRequest(keys=KEYS[4]))
+    assert (found.runs[0].state, found.runs[0].namespace_id, found.runs[0].depth) == (held, NAMESPACE, 4)
+    assert (await states(running, []))[1] == []
+    with pytest.raises(InvalidArgument):
+        await ask(running, "DescribeBlocks", pb.DescribeBlocksRequest(namespace_id=b"short", keys=KEYS[0]))
+    with pytest.raises(InvalidArgument):
+        await ask(running, "DescribeBlocks", pb.DescribeBlocksRequest(keys=b"x" * 17))
+
+
+async def test_what_a_boot_that_is_over_held_is_gone(running: Running) -> None:
+    peer = running.peer("a")
+    await peer.register()
+    await peer.publish(peer.dram, run_of(KEYS, 0, 2))
+    peer.reboot()
+    await peer.register()
+    hit, found = await states(running, KEYS[:2])
+    assert hit == 0
+    assert found in ([(0, 2, pb.BLOCK_STATE_GONE)], [(0, 2, pb.BLOCK_STATE_UNKNOWN)])  # swept, if the sweep came first
+
+
+async def test_namespaces_a_page_at_a_time_with_how_they_fared(running: Running) -> None:
+    peer = running.peer("a")
+    await peer.register()
+    ids = []
+    for number in range(3):
+        spec = CacheSpec()
+        spec.CopyFrom(SPEC)
+        spec.model = f"m{number}"
+        request = metadata_pb2.RegisterNamespaceRequest(operation_id=bytes(16), spec=spec)
+        ids.append((await call_aio(peer.stub.RegisterNamespace, request, TIMEOUT_S)).namespace_id)
+    await peer.publish(peer.dram, run_of(KEYS, 0, 4, ids[1]))
+    for _ in range(2):
+        assert await peer.hit(KEYS, ids[1]) == 4
+    first = await ask(running, "DescribeNamespaces", pb.DescribeNamespacesRequest(limit=2))
+    assert [one.namespace_id for one in first.namespaces] == ids[:2]
+    assert first.more
+    one = first.namespaces[1]
+    assert (one.spec.model, one.lookups, one.asked_blocks, one.hit_blocks) == ("m1", 2, 16, 8)
+    rest = await ask(running, "DescribeNamespaces", pb.DescribeNamespacesRequest(limit=2, after=ids[1]))
+    assert ([one.namespace_id for one in rest.namespaces], rest.more) == (ids[2:], False)
+    alone = await ask(running, "DescribeNamespaces", pb.DescribeNamespacesRequest(namespace_id=ids[2]))
+    assert [one.spec.model for one in alone.namespaces] == ["m2"]
+    with pytest.raises(NotFound):
+        await ask(running, "DescribeNamespaces", pb.DescribeNamespacesRequest(after=bytes(16)))
+
+
+async def test_strange_namespaces_take_no_memory(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "MOST_COUNTED", 1)
+    peer = running.peer("a")
+    for namespace in (b"a" * 16, b"b" * 16, b"a" * 16):
+        assert await peer.hit(KEYS, namespace) == 0
+    assert (await peer.counters())["metadata_lookups_not_told_apart_total"] == 1
+
+
+async def test_plans_decisions_and_the_policy(running: Running) -> None:
+    peer = running.peer("p")
+    await peer.register()
+    request = metadata_pb2.PlanLoadRequest(
+        operation_id=b"o" * 16, prefill_node="p", blocks=100, block_bytes=1 << 20, block_tokens=64, budget_ms=5_000
+    )
+    plan = await call_aio(peer.stub.PlanLoad, request, TIMEOUT_S)
+    seen = await ask(running, "DescribePlanning", pb.DescribePlanningRequest(live=10, decisions=10))
+    (live,), (decision,) = seen.live, seen.decisions
+    assert (live.plan_id, live.policy, live.prefill_node, live.blocks) == (plan.plan_id, "split", "p", 100)
+    assert [(part.node_id, part.left, part.failed) for part in live.parts] == [("p", 100, False)]
+    assert 0 < live.expires_in_ms <= 5_000
+    assert (decision.plan_id, decision.policy, [part.count for part in decision.parts]) == (plan.plan_id, "split", [100])
+    assert [(queue.node_id, queue.pending_bytes) for queue in decision.considered] == [("p", 0)], "as it was before"
+    assert [(queue.node_id, queue.pending_bytes) for queue in seen.queues] == [("p", 100 << 20)]
+    behind = await ask(running, "DescribePlanning", pb.DescribePlanningRequest(live=10, after_plan=plan.plan_id))
+    assert not behind.live
+
+    with pytest.raises(InvalidArgument, match="no such path policy"):
+        await ask(running, "SetPathPolicy", pb.SetPathPolicyRequest(policy="oracle"))
+    with pytest.raises(Conflict):
+        await ask(running, "SetPathPolicy", pb.SetPathPolicyRequest(policy="prefill_only", expected="round_robin"))
+    done = await ask(running, "SetPathPolicy", pb.SetPathPolicyRequest(policy="prefill_only", expected="split"))
+    assert (done.policy, done.before) == ("prefill_only", "split")
+    request.operation_id = b"q" * 16
+    assert (await call_aio(peer.stub.PlanLoad, request, TIMEOUT_S)).policy == "prefill_only"
+    seen = await ask(running, "DescribePlanning", pb.DescribePlanningRequest(decisions=1))
+    assert (seen.path_policy, seen.configured_policy) == ("prefill_only", "split")
+    assert [one.policy for one in seen.decisions] == ["prefill_only"], "the newest"
+
+
+async def test_an_index_is_made_anew_once_and_keeps_its_namespaces(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server:
+        async with connect_aio(server.address) as channel:
+            stub = MetadataAdminStub(channel)
+            peer = Peer(channel)
+            await peer.register()
+            spec = metadata_pb2.RegisterNamespaceRequest(operation_id=bytes(16), spec=SPEC)
+            namespace = (await call_aio(peer.stub.RegisterNamespace, spec, TIMEOUT_S)).namespace_id
+            await peer.publish(peer.dram, run_of(KEYS, 0, 2, namespace))
+            epoch = (await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S)).index_epoch
+            with pytest.raises(Conflict):
+                await call_aio(stub.RebuildIndex, pb.RebuildIndexRequest(expected_epoch=bytes(16)), TIMEOUT_S)
+            done = await call_aio(stub.RebuildIndex, pb.RebuildIndexRequest(expected_epoch=epoch), TIMEOUT_S)
+            assert done.dropped_epoch == epoch
+
+            async def anew() -> bool:
+                try:
+                    patient = RetryPolicy(attempts=50)
+                    found = await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S, patient)
+                except Unavailable:
+                    return False
+                return bool(found.index_epoch != epoch)
+
+            await until(anew)
+            found = await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S)
+            assert (found.blocks, found.namespaces) == (0, 1)
+            assert all((await peer.register()).values()), "it asks for every inventory"
+            listed = await call_aio(stub.DescribeNamespaces, pb.DescribeNamespacesRequest(), TIMEOUT_S)
+            assert [(one.namespace_id, one.spec) for one in listed.namespaces] == [(namespace, SPEC)]
+
+
+async def test_several_workers_keep_the_policy_that_they_were_started_with(tmp_path: Path) -> None:
+    with server_process(tmp_path, workers=2) as server:
+        async with connect_aio(server.address) as channel:
+            stub = MetadataAdminStub(channel)
+            assert (await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S)).workers == 2
+            with pytest.raises(Conflict, match="plans by itself"):
+                await call_aio(stub.SetPathPolicy, pb.SetPathPolicyRequest(policy="split"), TIMEOUT_S)

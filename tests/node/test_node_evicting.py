@@ -1,0 +1,115 @@
+"""Evicting on demand: down to a fill, a namespace, everything of it; never what is in use, never a hole in a chain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_node_table import Harness, key_of, make_harness
+
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import Unavailable
+from kvstore.core.types import BlockKey
+from kvstore.node.evicting import evict_down_to, evict_namespace, invalidate
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path / "slab")
+    made.table._clock = MonotonicClock()
+    yield made
+    made.table.check()
+    made.close()
+
+
+def stored(node: Harness, chain: int, count: int, domain: int = 0, *, durable: bool = True) -> list[BlockKey]:
+    node.store(chain, 0, count, domain)
+    while durable and node.write_behind():
+        pass
+    return [key_of(chain * 2 + domain, depth) for depth in range(count)]
+
+
+def tiers(node: Harness, keys: list[BlockKey]) -> list[str]:
+    """Of each block: d(ram), n(vme), both, or - where it is nowhere."""
+    found = {block.key: block for block in node.table.snapshot()}
+    return [
+        "-" if key not in found else "d" * (found[key].dram is not None) + "n" * (found[key].nvme is not None) for key in keys
+    ]
+
+
+def test_down_to_a_fill_the_coldest_leave_and_prefixes_stay(node: Harness) -> None:
+    old, new = stored(node, 1, 8), stored(node, 2, 8)
+    home, used = node.table.homes[0], node.slab.usage().used_bytes
+    done = evict_down_to(node.table, home, used // 4)
+    assert (done.blocks, done.kept) == (12, 0)
+    assert node.slab.usage().used_bytes == used // 4
+    assert tiers(node, old) == ["d"] * 8, "the coldest chain has left the volume"
+    assert tiers(node, new) == ["dn"] * 4 + ["d"] * 4, "children leave before their parents"
+    assert evict_down_to(node.table, home, used).blocks == 0
+
+
+def test_the_arena_keeps_what_is_not_durable(node: Harness) -> None:
+    durable, waiting = stored(node, 1, 8), stored(node, 2, 8, durable=False)
+    done = evict_down_to(node.table, None, 0)
+    assert (done.blocks, done.kept) == (8, 8)
+    assert tiers(node, durable) == ["n"] * 8
+    assert tiers(node, waiting) == ["d"] * 8
+
+
+def test_a_namespace_leaves_and_the_other_stays(node: Harness) -> None:
+    mine, other = stored(node, 1, 6), stored(node, 1, 6, domain=1)
+    done = evict_namespace(node.table, node.domains[0], None, dram=True, nvme=True)
+    assert (done.blocks, done.kept) == (12, 0)
+    assert tiers(node, mine) == ["-"] * 6
+    assert tiers(node, other) == ["dn"] * 6
+    assert node.store(1, 0, 6), "it may be stored again"
+
+
+def test_what_is_in_use_stays_with_all_before_it(node: Harness) -> None:
+    keys = stored(node, 1, 6)
+    (pinned,) = node.table.pin_resident(node.domains[0], [keys[3]])
+    assert pinned is not None
+    done = evict_namespace(node.table, node.domains[0], None, dram=True, nvme=False)
+    assert (done.blocks, done.kept) == (2, 4)
+    assert tiers(node, keys) == ["dn"] * 4 + ["n"] * 2
+    node.table.unpin([pinned])
+
+
+def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use(node: Harness) -> None:
+    other = stored(node, 1, 4, domain=1)
+    keys = stored(node, 1, 4) + stored(node, 3, 4, durable=False)
+    (pinned,) = node.table.pin_resident(node.domains[0], [keys[0]])
+    assert pinned is not None
+    table, now_s = node.table, MonotonicClock().now_s
+    assert invalidate(table, node.domains[0], now_s()).kept == 5, "one pinned, four on their way to the volume"
+    assert tiers(node, keys) == ["dn"] + ["-"] * 3 + ["d"] * 4
+
+    def let_go() -> None:
+        node.write_behind()
+        table.unpin([pinned])
+
+    late = threading.Timer(0.05, let_go)
+    late.start()
+    done = invalidate(table, node.domains[0], now_s() + 30)
+    late.join()
+    assert (done.blocks, done.kept) == (5, 0)
+    assert tiers(node, keys) == ["-"] * 8
+    assert tiers(node, other) == ["dn"] * 4
+    assert node.slab.usage().blocks == 4, "slots of what left are free"
+
+
+def test_a_catalog_that_cannot_change_keeps_its_blocks(node: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = stored(node, 1, 4)
+
+    def refuse(*_: object) -> None:
+        raise Unavailable("the disk is full")
+
+    monkeypatch.setattr(node.slab, "commit", refuse)
+    with pytest.raises(Unavailable):
+        invalidate(node.table, node.domains[0], 0.0)
+    with pytest.raises(Unavailable):
+        evict_down_to(node.table, node.table.homes[0], 0)
+    assert tiers(node, keys) == ["dn"] * 4
+    assert not any(block.leaving for block in node.table.snapshot())
