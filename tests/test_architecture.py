@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": LEAVES | {"tiers", "transport"},
     "metadata": LEAVES | {"dualpath", "index", "rpc", "kvproto"},
     "node": LEAVES | {"tiers", "transport", "rpc", "kvproto"},
+    "admin": LEAVES | {"rpc", "kvproto"},
     "router": LEAVES | {"rpc", "kvproto", "kvclient"},
     "kvclient": LEAVES | {"transport", "rpc", "kvproto"},
     "testing": LEAVES | {"dualpath", "index", "tiers", "transport", "rpc", "kvproto", "metadata", "node", "kvclient"},

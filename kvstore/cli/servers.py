@@ -7,9 +7,11 @@ from functools import partial
 import click
 
 from kvstore.cli.help import Command
-from kvstore.cli.options import setting_option, with_config
+from kvstore.cli.logs import set_up_logs
+from kvstore.cli.options import setting_option, with_provenance
 from kvstore.cli.settings import metadata_config, node_config, set_up_process, set_up_traces
 from kvstore.core.config import Config
+from kvstore.core.config_sources import Provenance
 
 
 @click.command(cls=Command)
@@ -17,8 +19,8 @@ from kvstore.core.config import Config
 @setting_option("--index", key="metadata.index_path", metavar="DIR", help="Folder of the index.")
 @setting_option("--workers", key="metadata.workers", metavar="N", help="Server processes that share port and index.")
 @setting_option("--ready-file", key="metadata.ready_file", metavar="FILE", help="Written as JSON once it answers.")
-@with_config
-def metadata(config: Config) -> None:
+@with_provenance
+def metadata(config: Config, provenance: Provenance) -> None:
     """Runs a metadata server until SIGTERM or Ctrl-C.
 
     It knows which nodes live and which blocks they hold; it never touches the blocks. Its index may be deleted while it is
@@ -32,7 +34,7 @@ def metadata(config: Config) -> None:
 
     set_up = partial(set_up_process, config, "kvstore-metadata")
     set_up()
-    run(metadata_config(config), set_up)
+    run(metadata_config(config, provenance), set_up)
 
 
 @click.command(cls=Command)
@@ -45,8 +47,8 @@ def metadata(config: Config) -> None:
 @setting_option("--listen", key="node.listen", metavar="HOST:PORT", help="Address of the gRPC service.")
 @setting_option("--data-listen", key="node.data_listen", metavar="HOST:PORT", help="Address of the data plane.")
 @setting_option("--ready-file", key="node.ready_file", metavar="FILE", help="Written as JSON once it answers.")
-@with_config
-def node(config: Config) -> None:
+@with_provenance
+def node(config: Config, provenance: Provenance) -> None:
     """Runs the node daemon of this host until SIGTERM or Ctrl-C.
 
     It owns the host's DRAM arena, which engines on the host map, and its NVMe volumes, and serves other hosts.
@@ -57,6 +59,7 @@ def node(config: Config) -> None:
     """
     from kvstore.node.main import run  # a daemon imports only what it runs
 
-    settings = node_config(config)
+    set_up_logs(config.log)
+    settings = node_config(config, provenance)
     set_up_traces(config, "kvstore-node", node=settings.node_id)
     run(settings)

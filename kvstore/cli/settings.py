@@ -10,9 +10,12 @@ import tempfile
 from pathlib import Path
 
 from kvclient.options import ClientOptions
+from kvstore.admin.config import AdminConfig
 from kvstore.cli.logs import set_up_logs
 from kvstore.core.config import Config, NodeSection, TlsSection
+from kvstore.core.config_sources import Provenance, leaves
 from kvstore.core.errors import InvalidArgument
+from kvstore.core.in_force import InForce
 from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
@@ -22,6 +25,7 @@ from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
 _MAX_FOLDER_NAME = 32
+_PASSWORD = re.compile(r"(://)[^/@\s]*@")
 
 
 def data_dir(config: Config) -> Path:
@@ -56,7 +60,24 @@ def tls(section: TlsSection) -> TlsConfig | None:
     )
 
 
-def metadata_config(config: Config) -> MetadataConfig:
+def in_force(config: Config, provenance: Provenance | None, *sections: str) -> tuple[InForce, ...]:
+    """What a process shows of its configuration; passwords in addresses are masked.
+
+    Args:
+        config: all of it.
+        provenance: where values came from; None: nobody knows, and nothing is shown.
+        sections: beginnings of the keys that concern the process.
+    """
+    if provenance is None:
+        return ()
+    return tuple(
+        InForce(leaf.key, _PASSWORD.sub(r"\1********@", leaf.text), leaf.origin.source, leaf.origin.detail, leaf.description)
+        for leaf in leaves(config, provenance)
+        if leaf.key.startswith(sections)
+    )
+
+
+def metadata_config(config: Config, provenance: Provenance | None = None) -> MetadataConfig:
     """Settings of the metadata server."""
     section = config.metadata
     return MetadataConfig(
@@ -77,10 +98,11 @@ def metadata_config(config: Config) -> MetadataConfig:
         metrics_listen=_listen_or_none(section.metrics_listen),
         ready_file=section.ready_file,
         allow_insecure_remote=section.allow_insecure_remote,
+        in_force=in_force(config, provenance, "data_dir", "metadata.", "log.", "observe."),
     )
 
 
-def node_config(config: Config) -> NodeConfig:
+def node_config(config: Config, provenance: Provenance | None = None) -> NodeConfig:
     """Settings of this host's node daemon."""
     section = config.node
     node_id = section.node_id or socket.gethostname()
@@ -123,6 +145,7 @@ def node_config(config: Config) -> NodeConfig:
         metrics_listen=_listen_or_none(section.metrics_listen),
         slow_load_s=config.observe.slow_load / 1000,
         ready_file=section.ready_file,
+        in_force=in_force(config, provenance, "data_dir", "node.", "log.", "observe."),
     )
 
 
@@ -200,6 +223,26 @@ def router_config(config: Config) -> RouterConfig:
         serve_tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
         ready_file=section.ready_file,
+    )
+
+
+def admin_config(config: Config, provenance: Provenance | None = None) -> AdminConfig:
+    """Settings of the admin server. Its channels are a client's."""
+    section = config.admin
+    return AdminConfig(
+        listen=section.listen,
+        metadata=section.metadata,
+        tokens_file=section.tokens_file,
+        timeout_s=section.timeout / 1000,
+        change_timeout_s=section.change_timeout / 1000,
+        max_body_bytes=section.max_body,
+        max_inflight=section.max_inflight,
+        stop_grace_s=section.stop_grace / 1000,
+        tls=tls(config.client.tls),
+        serve_tls=tls(section.tls),
+        allow_insecure_remote=section.allow_insecure_remote,
+        ready_file=section.ready_file,
+        in_force=in_force(config, provenance, "admin.", "client.tls.", "log."),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import socket
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,8 +16,11 @@ from kvstore.cli import parameters
 from kvstore.cli.help import Command
 from kvstore.cli.options import handed_on, with_quiet_config
 from kvstore.cli.settings import data_dir as configured_data_dir
-from kvstore.core.config import Config
-from kvstore.core.errors import Internal
+from kvstore.core.config import Config, TlsSection
+from kvstore.core.errors import Internal, KVStoreError
+
+if TYPE_CHECKING:
+    from kvstore.testing.cluster import LocalCluster
 
 _WATCH_S = 0.5
 _OWN = "this is decided by kvstore up; run kvstore metadata and kvstore node to choose it"
@@ -23,6 +28,7 @@ _DECIDED = {
     "node.nvme": "give --nvme SIZE and --data-dir FOLDER",
     **dict.fromkeys(("node.roles", "node.run_dir", "node.metadata", "node.ready_file"), _OWN),
     **dict.fromkeys(("metadata.index_path", "metadata.ready_file"), _OWN),
+    **dict.fromkeys(("admin.metadata", "admin.ready_file"), _OWN),
 }
 
 _EXAMPLE = """\
@@ -39,6 +45,7 @@ From Python:
 Look at it:  kvstore status --metadata {metadata}
              curl {metadata_metrics}/metrics    curl {node_metrics}/metrics
              curl {node_metrics}/loads          the slowest loads of the last minute, and why
+Change it:   {admin}
 """
 
 
@@ -52,7 +59,7 @@ Look at it:  kvstore status --metadata {metadata}
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Default: ~/.local/share/kvstore.")
 @with_quiet_config
 def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) -> None:
-    """Runs a metadata server and a node with DRAM and a volume on disk, until Ctrl-C.
+    """Runs a metadata server and a node with DRAM and a volume on disk, until Ctrl-C, and an admin server beside them.
 
     What was stored outlives a restart: the volume is found again in the same folder. Settings hold for both daemons.
 
@@ -94,6 +101,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
                 data=folder,
                 metadata_metrics=daemons[0].metrics_address or "(not served)",
                 node_metrics=daemons[1].metrics_address or "(not served)",
+                admin=_start_admin(cluster, config),
             )
         )
         while not stop.wait(_WATCH_S):
@@ -102,3 +110,18 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
                 if code is not None and not stop.is_set():
                     raise Internal(f"{daemon.name} ended with code {code}: {daemon.why()}")
         click.echo("stopping …")
+
+
+def _start_admin(cluster: LocalCluster, config: Config) -> str:
+    """Starts the admin server where it can be, and says where it is. A store without one is a store all the same."""
+    if config.admin.listen == "none":
+        return "(no admin server: admin.listen is none)"
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"(no admin server, {missing[0]} is missing: pip install 'kvstore-dualpath[admin]')"
+    try:
+        address = cluster.start_admin(("listen", config.admin.listen)).address
+    except KVStoreError as error:
+        return f"(no admin server: {str(error).splitlines()[0]})"
+    scheme = "http" if config.admin.tls == TlsSection() else "https"
+    return f"curl {scheme}://{address}/v1/cluster"

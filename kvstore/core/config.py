@@ -260,6 +260,27 @@ class RouterSection(Section):
     ready_file: Path | None = Field(default=None, description="written as JSON once it answers")
 
 
+class AdminSection(Section):
+    """The admin server: what the store does and how to change it, over HTTP. Its channels are a client's (client.tls)."""
+
+    listen: str = Field(
+        default="127.0.0.1:7470", description="address of its HTTP service; port 0: any free one; none: kvstore up starts none"
+    )
+    metadata: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    tokens_file: Path | None = Field(
+        default=None,
+        description="who may do what: lines of ROLE NAME TOKEN, roles read and operator. Unset: all on this host, everything",
+    )
+    timeout: DurationMs = Field(default=3_000, gt=0, description="of a question to the metadata server or a node")
+    change_timeout: DurationMs = Field(default=60_000, gt=0, description="of a change, such as an eviction")
+    max_body: Size = Field(default=4 << 20, ge=1_024, description="of a request")
+    max_inflight: int = Field(default=64, ge=1, le=10_000, description="requests at once; one more is refused")
+    stop_grace: DurationMs = Field(default=5_000, description="how long requests may take when it ends")
+    tls: TlsSection = TlsSection()
+    allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS; never without tokens")
+    ready_file: Path | None = Field(default=None, description="written as JSON once it answers")
+
+
 class LogSection(Section):
     """Logs, on standard error."""
 
@@ -291,5 +312,6 @@ class Config(Section):
     node: NodeSection = NodeSection()
     client: ClientSection = ClientSection()
     router: RouterSection = RouterSection()
+    admin: AdminSection = AdminSection()
     log: LogSection = LogSection()
     observe: ObserveSection = ObserveSection()

@@ -36,7 +36,7 @@ Tokens: TypeAlias = "npt.NDArray[np.integer[Any]] | array[int] | bytes | bytearr
 """Token ids: an integer array, bytes of uint32 little-endian, or any iterable of integers (slower: it is copied)."""
 
 _TOKEN_BYTES = 4
-_TOKEN_MAX = 2**32 - 1
+MAX_TOKEN = 2**32 - 1
 _TAIL_MARK = b"\0\0tail"
 """No extra begins with a kind of no bytes."""
 
@@ -179,6 +179,6 @@ def token_bytes(tokens: Tokens) -> bytes:
 def _array_bytes(tokens: npt.NDArray[Any]) -> bytes:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InvalidArgument("tokens take a one-dimensional array of integers", shape=tokens.shape, dtype=tokens.dtype)
-    if tokens.dtype != np.uint32 and tokens.size and (tokens.min() < 0 or tokens.max() > _TOKEN_MAX):
+    if tokens.dtype != np.uint32 and tokens.size and (tokens.min() < 0 or tokens.max() > MAX_TOKEN):
         raise InvalidArgument("a token is negative or above 4294967295", least=tokens.min(), most=tokens.max())
     return tokens.astype("<u4", copy=False).tobytes()

@@ -440,6 +440,14 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "index_read_only_total": ("counter", "times that the index began to refuse changes, e.g. on a full disk"),
     "index_unclean_close_total": ("counter", "indexes that could not be closed in order"),
     "index_writable_again_total": ("counter", "times that it took changes again"),
+    # ---- admin server
+    "admin_requests_total": ("counter", "requests to the admin REST"),
+    "admin_changes_total": ("counter", "changes asked for by it: each is a line of the audit log"),
+    "admin_request_errors_total": (
+        "counter", "requests answered with an error", {"labels": {"kind": _ERRORS}, "events": "admin_errors_{kind}_total"},
+    ),
+    "admin_upstream_errors_total": ("counter", "calls to the metadata server or a node that failed"),
+    "admin_nodes_unreached_total": ("counter", "nodes left out of an answer, as they did not answer"),
     # ---- router
     "router_requests_total": ("counter", "requests"),
     "router_requests_inflight": ("gauge", "requests under way"),
@@ -486,6 +494,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 SHOWN_AT_ZERO: Final = {
+    "admin": ("admin_",),
     "client": ("client_", "transport_peer_"),
     "hbm": ("hbm_",),
     "metadata": ("metadata_", "index_", "rpc_"),

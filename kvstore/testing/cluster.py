@@ -227,8 +227,13 @@ class LocalCluster:
         settings += [f"node.{name}={value}" for name, value in spec.settings]
         return self._start(node_id, "node", settings, spec.place)
 
+    def start_admin(self, *settings: tuple[str, str]) -> Daemon:
+        """Starts an admin server, on any free port unless ``settings`` (further ``--set admin.<name>=<value>``) say otherwise."""
+        arguments = [f"admin.metadata={self.metadata_address}", f"admin.listen={LOOPBACK}:0"]
+        return self._start("admin", "admin", [*arguments, *(f"admin.{name}={value}" for name, value in settings)], Place())
+
     def stop(self, name: str) -> None:
-        """Stops one daemon (``"metadata"`` or a node id) in order."""
+        """Stops one daemon (``"metadata"``, ``"admin"`` or a node id) in order."""
         self._daemons[name].process.terminate()
         self._reap(name)
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,21 @@ from kvstore.cli.logs import JsonFormatter, StderrHandler, first_lines, set_up_l
 from kvstore.core.config import LogSection
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 
-COMMANDS = ["up", "metadata", "node", "demo", "replay", "simulate", "status", "health", "doctor", "volume", "bench", "config"]
+COMMANDS = [
+    "up",
+    "metadata",
+    "node",
+    "admin",
+    "demo",
+    "replay",
+    "simulate",
+    "status",
+    "health",
+    "doctor",
+    "volume",
+    "bench",
+    "config",
+]
 LEAVES = [
     ["up"],
     ["metadata"],
@@ -196,13 +211,19 @@ def test_json_logs_carry_errors() -> None:
 
 def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvstore.cli", "up", "--data-dir", str(tmp_path), "--dram", "64MiB", "--nvme", "64MiB"]
-    settings = ["--set", "metadata.listen=127.0.0.1:0", "--set", "node.node_id=here"]
+    settings = ["--set", "metadata.listen=127.0.0.1:0", "--set", "node.node_id=here", "--set", "admin.listen=127.0.0.1:0"]
     process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
         assert "metadata 127.0.0.1:" in first, process.stderr.read() if process.stderr else ""
         address = first.split("metadata ", 1)[1].split()[0]
+        shown = first
+        while "/v1/cluster" not in shown:
+            shown = process.stdout.readline()
+            assert shown, "the banner names the admin server"
+        with urllib.request.urlopen(shown.split("curl ", 1)[1].strip(), timeout=60) as answer:
+            assert json.loads(answer.read())["nodes_alive"] == 1
         status = run("status", "--metadata", address, "--json")
         assert status.returncode == 0, status.stderr
         found = json.loads(status.stdout)

@@ -1,0 +1,182 @@
+"""The application: routes, errors, the OpenAPI document, health, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import kvstore
+from kvstore.admin import models
+from kvstore.admin.changes import Changes
+from kvstore.admin.config import AdminConfig
+from kvstore.admin.gate import PUBLIC, Gate
+from kvstore.admin.problems import MEDIA_TYPE, Problem, Refused, problem
+from kvstore.admin.reads import Reads
+from kvstore.admin.tokens import Tokens
+from kvstore.admin.upstream import Upstream
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, NotFound, Unsupported
+from kvstore.observe.counters import Counters
+from kvstore.observe.exposition import Sample, StoreCollector, registry_of
+
+OPENAPI: Final = "/v1/openapi.json"
+_ABOUT: Final = """\
+What the store does and how to change it. Errors are `application/problem+json`; `kind` is stable. Lists come a page at a time:
+`next_cursor` is the `cursor` of the next page. What is edited has an ETag: give it as `If-Match`. Changes are lines of the audit
+log, and take the role `operator`; questions take `read`.
+"""
+_EVERYWHERE: Final = {
+    "400": "the request cannot be served as it is",
+    "429": "as many requests are under way as this server takes",
+    "500": "a bug",
+    "503": "the metadata server, or the node, does not answer",
+    "504": "no answer in time",
+}
+_WITH_TOKENS: Final = {"401": "no token, or nobody's", "403": "the role does not reach, or a web page from elsewhere asks"}
+_WITH_BODY: Final = {"413": "the request is too long"}
+_NOT_FOUND: Final = 404
+
+
+def make_app(upstream: Upstream, config: AdminConfig, tokens: Tokens | None, counters: Counters) -> ASGIApp:
+    """One admin server's application, behind its gate."""
+    app = FastAPI(
+        title="kvstore admin",
+        version=kvstore.__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.include_router(Reads(upstream, config).routes())
+    app.include_router(Changes(upstream, counters).routes())
+    gate = Gate(app, config, tokens, counters)
+    doors = _Doors(app, upstream, counters, gate)
+    app.add_api_route("/healthz", doors.healthz, methods=["GET"], tags=["health"], summary="The server answers")
+    app.add_api_route(
+        "/readyz", doors.readyz, methods=["GET"], tags=["health"], summary="The metadata server answers this server"
+    )
+    app.add_api_route(OPENAPI, doors.openapi, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/metrics", doors.metrics, methods=["GET"], include_in_schema=False)
+    app.add_exception_handler(Exception, doors.refused)  # told here; the gate logs it
+    app.add_exception_handler(KVStoreError, doors.refused)
+    app.add_exception_handler(Refused, doors.refused)
+    app.add_exception_handler(RequestValidationError, doors.refused)
+    app.add_exception_handler(HTTPException, doors.no_door)
+    return gate
+
+
+class _Doors:
+    """What is beside the routes of ``/v1``."""
+
+    def __init__(self, app: FastAPI, upstream: Upstream, counters: Counters, gate: Gate) -> None:
+        self._app = app
+        self._upstream = upstream
+        self._gate = gate
+        self._registry = registry_of(StoreCollector([counters], [_gauges], process="admin"))
+        self._document: dict[str, Any] | None = None
+
+    async def healthz(self) -> models.Health:
+        """For liveness probes: nothing else is asked."""
+        return models.Health(status="ok")
+
+    async def readyz(self) -> models.Health:
+        """For readiness probes: 503 while the metadata server does not answer."""
+        await self._upstream.server()
+        return models.Health(status="ok")
+
+    async def metrics(self) -> Response:
+        """Counters in Prometheus' text format."""
+        return PlainTextResponse(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        if self._document is None:
+            self._document = document(self._app)
+        return self._document
+
+    async def refused(self, _request: Request, error: Exception) -> Response:
+        """One of our errors, or a request that does not have the shape."""
+        status = None
+        match error:
+            case Refused():
+                told, status = error.error, error.status
+            case RequestValidationError():
+                told = _of_validation(error)
+            case KVStoreError():
+                told = error
+            case _:
+                told = Internal("internal error; the server's log has the details")
+        self._gate.count(told)
+        return problem(told, status)
+
+    async def no_door(self, request: Request, error: Exception) -> Response:
+        """Another path, or another method: what the framework found, said as all else is."""
+        assert isinstance(error, HTTPException)
+        asked = {"method": request.method, "path": request.url.path}
+        if error.status_code == _NOT_FOUND:
+            told: KVStoreError = NotFound("no such path", **asked)
+        elif error.status_code == 400:  # a body that is no JSON
+            told = InvalidArgument(str(error.detail))
+        else:
+            told = Unsupported(str(error.detail), **asked)
+        self._gate.count(told)
+        answer = problem(told, error.status_code)
+        for name, value in (error.headers or {}).items():
+            answer.headers[name] = value
+        return answer
+
+
+def _gauges() -> Iterator[Sample]:
+    yield Sample("build_info", 1, {"version": kvstore.__version__})
+
+
+def _of_validation(error: RequestValidationError) -> InvalidArgument:
+    """The first thing that is wrong, without what was given: it may be long, or secret."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return InvalidArgument(f"{where}: {first['msg']}", field=where)
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document of the application: what FastAPI finds, with our errors and who may ask."""
+    made = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
+    schemas = made["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    shape = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(shape.pop("$defs", {}))
+    schemas["Problem"] = shape
+    made["components"]["securitySchemes"] = {
+        "token": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "a token of the server's file; on loopback without one, none",
+        }
+    }
+    for path, operations in made["paths"].items():
+        for operation in operations.values():
+            _finish(path, operation)
+    return made
+
+
+def _finish(path: str, operation: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)  # what FastAPI would say; ours are 400
+    told = dict(_EVERYWHERE)
+    if path not in PUBLIC:
+        told |= _WITH_TOKENS
+        operation["security"] = [{"token": []}, {}]
+    if "requestBody" in operation:
+        told |= _WITH_BODY
+    for status, description in told.items():
+        responses.setdefault(status, {"description": description})
+    for status, response in responses.items():
+        if status >= "400":
+            response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}

@@ -1,0 +1,57 @@
+"""One line of the log for every change: who, what, with what outcome. Failed and refused ones too."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from starlette.requests import Request
+
+from kvstore.admin.problems import Refused
+from kvstore.admin.tokens import Caller
+from kvstore.core.errors import KVStoreError
+from kvstore.observe.counters import Counters
+
+logger: Final = logging.getLogger("kvstore.audit")
+logger.setLevel(logging.INFO)  # whatever level the other logs begin at
+
+Details = dict[str, object]
+
+
+@contextmanager
+def audited(request: Request, counters: Counters, action: str, target: str, **asked: object) -> Iterator[Details]:
+    """Logs a change when it has ended, well or not; what it brought is put into the dictionary."""
+    caller: Caller = request.state.caller
+    began_s = time.monotonic()
+    result: Details = {}
+    outcome = "cancelled"
+    try:
+        yield result
+        outcome = "done"
+    except KVStoreError as error:
+        outcome = error.kind.value
+        raise
+    except Refused as refused:
+        outcome = refused.error.kind.value
+        raise
+    except Exception:
+        outcome = "internal"
+        raise
+    finally:
+        counters.add("admin_changes_total")
+        line = {
+            "who": caller.name,
+            "role": caller.role.value,
+            "from": request.client.host if request.client else "",
+            "action": action,
+            "target": target,
+            **({"asked": asked} if asked else {}),
+            "outcome": outcome,
+            **({"result": result} if result else {}),
+            "seconds": round(time.monotonic() - began_s, 3),
+        }
+        logger.info("%s", json.dumps(line))  # one line, ASCII, whatever names hold

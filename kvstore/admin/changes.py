@@ -1,0 +1,345 @@
+"""Changes. Each is a line of the audit log, takes the role operator, and says what it brought; doing one twice does no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1.common_pb2 import CacheSpec
+from kvproto.v1.metadata_pb2 import NodeStatus, RegisterNamespaceRequest
+from kvstore.admin import models, shapes
+from kvstore.admin.audit import audited
+from kvstore.admin.etags import IfMatch, check_match, tag_of
+from kvstore.admin.problems import changed_meanwhile
+from kvstore.admin.reads import MISSING, NODE, TAGGED, NamespaceId, NodeId, Responses, VolumeName
+from kvstore.admin.upstream import Ask, Upstream, operation_id
+from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.observe.counters import Counters
+from kvstore.rpc.codec import spec_from_proto
+
+IN_USE_S: Final = 15.0
+"""How long a node waits for blocks in use, of a namespace that is invalidated: longer than leases last."""
+_STATE: Final[Responses] = {
+    412: {"description": "If-Match names another state than there is"},
+    428: {"description": "If-Match is missing"},
+}
+
+
+class Changes:
+    """Handlers of changes."""
+
+    def __init__(self, upstream: Upstream, counters: Counters) -> None:
+        self._upstream = upstream
+        self._counters = counters
+
+    def routes(self) -> APIRouter:
+        """Where they answer."""
+        router = APIRouter(prefix="/v1")
+        add = router.add_api_route
+        add(
+            "/volumes/{node_id}/{name}/evict",
+            self.evict_volume,
+            methods=["POST"],
+            tags=["volumes"],
+            summary="Evict a volume's coldest blocks down to a fill",
+            responses=NODE,
+        )
+        add(
+            "/namespaces/{namespace_id}/evict",
+            self.evict_namespace,
+            methods=["POST"],
+            tags=["namespaces"],
+            summary="Evict a namespace's blocks",
+            responses=MISSING,
+        )
+        add(
+            "/namespaces/{namespace_id}/invalidate",
+            self.invalidate_namespace,
+            methods=["POST"],
+            tags=["namespaces"],
+            summary="Drop every block of a namespace, durable or not",
+            responses=MISSING,
+        )
+        add(
+            "/namespaces/{namespace_id}/weights-epoch",
+            self.bump_weights,
+            methods=["POST"],
+            tags=["namespaces"],
+            summary="Go on to the next weights: another namespace",
+            responses={**MISSING, 409: {"description": "it has this weights epoch already"}},
+        )
+        add(
+            "/path-policy",
+            self.path_policy,
+            methods=["GET"],
+            tags=["planning"],
+            summary="The path policy in force",
+            responses=TAGGED,
+        )
+        add(
+            "/path-policy",
+            self.set_path_policy,
+            methods=["PUT"],
+            tags=["planning"],
+            summary="Change the path policy, until the metadata server is started again",
+            responses={**TAGGED, **_STATE, 409: {"description": "several metadata workers plan, each for itself"}},
+        )
+        add(
+            "/nodes/{node_id}/traffic-cap",
+            self.traffic_cap,
+            methods=["GET"],
+            tags=["nodes"],
+            summary="A node's cap on KV traffic",
+            responses={**TAGGED, **NODE, 409: {"description": "the node was started without a cap, and cannot be given one"}},
+        )
+        add(
+            "/nodes/{node_id}/traffic-cap",
+            self.set_traffic_cap,
+            methods=["PUT"],
+            tags=["nodes"],
+            summary="Change a node's cap on KV traffic, until it is started again",
+            responses={
+                **TAGGED,
+                **NODE,
+                **_STATE,
+                409: {"description": "the node was started without a cap, and cannot be given one"},
+            },
+        )
+        add(
+            "/nodes/{node_id}/anti-entropy",
+            self.anti_entropy,
+            methods=["POST"],
+            tags=["nodes"],
+            summary="Compare a node's volumes with the index now, and mend what differs",
+            responses={**NODE, 409: {"description": "the node has no metadata server"}},
+        )
+        add(
+            "/index/rebuild",
+            self.rebuild_index,
+            methods=["POST"],
+            tags=["cluster"],
+            summary="Drop the index and make it anew from the nodes",
+            responses=_STATE,
+            status_code=202,
+        )
+        return router
+
+    # ---- eviction ----
+    async def evict_volume(
+        self, request: Request, node_id: NodeId, name: VolumeName, wanted: models.EvictVolume
+    ) -> models.Evicted:
+        """What is in use stays, and in DRAM what is not durable yet."""
+        volume_id = f"{node_id}/{name}"
+        with audited(request, self._counters, "volume.evict", volume_id, to_percent=wanted.to_percent) as result:
+            status = await self._upstream.node(node_id)
+            volume = next((one for one in status.node.volumes if one.volume_id == volume_id), None)
+            if volume is None:
+                raise NotFound("the node has no such volume", volume_id=volume_id[:64])
+            down_to = volume.capacity_bytes * wanted.to_percent // 100
+
+            async def ask(node: Ask) -> pb.EvictBlocksResponse:
+                asked = pb.EvictBlocksRequest(operation_id=operation_id(), volume_id=volume_id, down_to_bytes=down_to)
+                return await node(node.stub.EvictBlocks, asked)
+
+            done = await self._upstream.change_node(status, ask)
+            result.update(evicted_blocks=done.evicted_blocks, kept_blocks=done.kept_blocks)
+        return models.Evicted(evicted_blocks=done.evicted_blocks, kept_blocks=done.kept_blocks, used_bytes=done.used_bytes)
+
+    async def evict_namespace(
+        self, request: Request, namespace_id: NamespaceId, wanted: models.EvictNamespace
+    ) -> models.NamespaceEvicted:
+        """Makes room: its blocks leave the tiers named, at every node.
+
+        What is in use, or in DRAM and not durable yet, stays; engines may store what left again at once. Blocks in engines' own
+        pools of device memory are not touched.
+        """
+        with audited(request, self._counters, "namespace.evict", namespace_id, tiers=wanted.tiers) as result:
+            wanted_id = bytes.fromhex(namespace_id)
+            await self._upstream.namespace(wanted_id)
+            both = len(set(wanted.tiers)) == 2
+
+            def volumes(status: NodeStatus) -> list[str]:
+                """Which volumes, if any; an empty name: all of the node's."""
+                found = [volume.volume_id for volume in status.node.volumes if shapes.tier_name(volume.tier) in wanted.tiers]
+                return [""] if both and found else found
+
+            statuses = [status for status in (await self._upstream.nodes()).values() if volumes(status)]
+
+            async def evict(node: Ask) -> tuple[int, int]:
+                left = stay = 0
+                for volume_id in volumes(node.status):
+                    asked = pb.EvictBlocksRequest(operation_id=operation_id(), namespace_id=wanted_id, volume_id=volume_id)
+                    done = await node(node.stub.EvictBlocks, asked)
+                    left, stay = left + done.evicted_blocks, stay + done.kept_blocks
+                return left, stay
+
+            answer = await self._everywhere(namespace_id, statuses, evict)
+            result.update(_summary(answer))
+        return answer
+
+    async def invalidate_namespace(self, request: Request, namespace_id: NamespaceId) -> models.NamespaceEvicted:
+        """For blocks that are wrong: all that is there when a node is asked goes, from all tiers, durable or not.
+
+        Stop the engines that made them first, or they store them again. Nodes that do not answer keep what they have: where the
+        answer is not complete, do it again once they are back; until then what they hold is served. Engines' own pools of device
+        memory end with their engines.
+        """
+        with audited(request, self._counters, "namespace.invalidate", namespace_id) as result:
+            await self._upstream.namespace(bytes.fromhex(namespace_id))
+            answer = await self._invalidate(namespace_id)
+            result.update(_summary(answer))
+        return answer
+
+    async def bump_weights(self, request: Request, namespace_id: NamespaceId, wanted: models.BumpWeights) -> models.Bumped:
+        """Registers the namespace of the same spec with other weights, and drops what was stored with the old ones.
+
+        A namespace is its spec: engines change over when they are started with the new weights epoch, and until then go on in the
+        old one.
+        """
+        with audited(
+            request, self._counters, "namespace.weights_epoch", namespace_id,
+            weights_epoch=wanted.weights_epoch, invalidate=wanted.invalidate,
+        ) as result:  # fmt: skip
+            old = await self._upstream.namespace(bytes.fromhex(namespace_id))
+            if old.spec.weights_epoch == wanted.weights_epoch:
+                raise Conflict("the namespace has this weights epoch already", weights_epoch=wanted.weights_epoch)
+            spec = CacheSpec()
+            spec.CopyFrom(old.spec)
+            try:
+                spec.weights_epoch = wanted.weights_epoch
+            except (ValueError, UnicodeError) as error:
+                raise InvalidArgument("weights_epoch is not valid Unicode", field="weights_epoch") from error
+            spec_from_proto(spec)  # refused here rather than there
+            made = (await self._upstream.register_namespace(RegisterNamespaceRequest(spec=spec))).hex()
+            result.update(namespace_id=made)
+            dropped = await self._invalidate(namespace_id) if wanted.invalidate else None
+            if dropped is not None:
+                result.update(_summary(dropped))
+        return models.Bumped(namespace_id=made, spec=shapes.spec(spec), invalidated=dropped)
+
+    async def _invalidate(self, namespace_id: str) -> models.NamespaceEvicted:
+        wanted = bytes.fromhex(namespace_id)
+
+        async def drop(node: Ask) -> tuple[int, int]:
+            asked = pb.InvalidateNamespaceRequest(operation_id=operation_id(), namespace_id=wanted, wait_ms=int(IN_USE_S * 1000))
+            done = await node(node.stub.InvalidateNamespace, asked)
+            return done.dropped_blocks, done.kept_blocks
+
+        return await self._everywhere(namespace_id, list((await self._upstream.nodes()).values()), drop)
+
+    async def _everywhere(
+        self,
+        namespace_id: str,
+        statuses: list[NodeStatus],
+        change: Callable[[Ask], Awaitable[tuple[int, int]]],
+    ) -> models.NamespaceEvicted:
+        """A change at many nodes: (blocks that left, blocks that stay) of each."""
+        asked = await self._upstream.change_nodes(statuses, change)
+        return shapes.namespace_evicted(namespace_id, asked.answers, asked.failed)
+
+    # ---- settings at run time ----
+    async def path_policy(self, response: Response) -> models.PathPolicy:
+        """What decides where a request names no policy. Of several metadata workers, one answers."""
+        found = await self._upstream.planning()
+        response.headers["etag"] = tag_of(found.path_policy)
+        return models.PathPolicy(policy=found.path_policy, configured=found.configured_policy)
+
+    async def set_path_policy(
+        self, request: Request, response: Response, wanted: models.SetPathPolicy, if_match: IfMatch = None
+    ) -> models.PathPolicy:
+        """For loads planned from now on; plans under way go on. Set metadata.path_policy too where it is to last."""
+        with audited(request, self._counters, "path_policy.set", "metadata", policy=wanted.policy) as result:
+            found = await self._upstream.planning()
+            expected = check_match(if_match, found.path_policy)
+            try:
+                done = await self._upstream.set_path_policy(wanted.policy, expected)
+            except Conflict as changed:
+                raise _meanwhile(changed, "policy") from changed
+            result.update(before=done.before)
+        response.headers["etag"] = tag_of(done.policy)
+        return models.PathPolicy(policy=done.policy, configured=found.configured_policy)
+
+    async def traffic_cap(self, response: Response, node_id: NodeId) -> models.TrafficCap:
+        """The most bytes a second of KV over the compute network, each direction."""
+        cap = await self._cap(await self._upstream.node(node_id))
+        response.headers["etag"] = tag_of(str(cap))
+        return models.TrafficCap(node_id=node_id, bytes_per_s=cap)
+
+    async def set_traffic_cap(
+        self, request: Request, response: Response, node_id: NodeId, wanted: models.SetTrafficCap, if_match: IfMatch = None
+    ) -> models.TrafficCap:
+        """At once, for connections that are there too. Set node.compute_cap too where it is to last."""
+        with audited(request, self._counters, "traffic_cap.set", node_id, bytes_per_s=wanted.bytes_per_s) as result:
+            status = await self._upstream.node(node_id)
+            current = await self._cap(status)
+            expected = None if check_match(if_match, str(current)) is None else current
+
+            async def ask(node: Ask) -> pb.SetTrafficCapResponse:
+                asked = pb.SetTrafficCapRequest(bytes_per_s=wanted.bytes_per_s, expected=expected)
+                return await node(node.stub.SetTrafficCap, asked)
+
+            try:
+                done = await self._upstream.change_node(status, ask)
+            except Conflict as changed:
+                raise _meanwhile(changed, "cap") from changed
+            result.update(before=done.before)
+        response.headers["etag"] = tag_of(str(done.bytes_per_s))
+        return models.TrafficCap(node_id=node_id, bytes_per_s=done.bytes_per_s)
+
+    async def _cap(self, status: NodeStatus) -> int:
+        async def ask(node: Ask) -> pb.DescribeNodeResponse:
+            return await node(node.stub.DescribeNode, pb.DescribeNodeRequest())
+
+        found = await self._upstream.ask_node(status, ask)
+        if not found.HasField("cap_bytes_per_s"):
+            raise Conflict(
+                "this node was started without a cap, so its connections cannot be held back: set node.compute_cap",
+                node_id=status.node.node_id,
+            )
+        return found.cap_bytes_per_s
+
+    # ---- the index ----
+    async def anti_entropy(self, request: Request, node_id: NodeId) -> models.Compared:
+        """Ranges that change while they are compared are left for the next time."""
+        with audited(request, self._counters, "node.anti_entropy", node_id) as result:
+
+            async def ask(node: Ask) -> pb.CompareIndexResponse:
+                return await node(node.stub.CompareIndex, pb.CompareIndexRequest())
+
+            done = await self._upstream.change_node(await self._upstream.node(node_id), ask)
+            result.update(repaired_ranges=done.repaired_ranges)
+        return models.Compared(node_id=node_id, repaired_ranges=done.repaired_ranges)
+
+    async def rebuild_index(self, request: Request, if_match: IfMatch = None) -> models.Rebuilding:
+        """Only of the epoch that If-Match names (the ETag of `GET /v1/index`), so that a call sent twice drops one index.
+
+        The metadata server is away for a moment; until all inventories are there, lookups find less than is held. No block is
+        lost.
+        """
+        with audited(request, self._counters, "index.rebuild", "metadata") as result:
+            epoch = (await self._upstream.server()).index_epoch
+            check_match(if_match, epoch.hex())
+            result.update(dropped_epoch=epoch.hex())
+            try:
+                done = await self._upstream.rebuild_index(epoch)
+            except Conflict as changed:
+                raise _meanwhile(changed, "epoch") from changed
+        return models.Rebuilding(dropped_epoch=done.dropped_epoch.hex())
+
+
+def _meanwhile(changed: Conflict, field: str) -> Exception:
+    """A conflict with what was expected is a state that changed between look and change; any other one is itself."""
+    return changed_meanwhile(tag_of(changed.fields.get(field, ""))) if "expected" in changed.fields else changed
+
+
+def _summary(answer: models.NamespaceEvicted) -> dict[str, object]:
+    """For the audit log."""
+    return {
+        "complete": answer.complete,
+        "evicted_blocks": answer.evicted_blocks,
+        "kept_blocks": answer.kept_blocks,
+        "unreached": [one.node_id for one in answer.unreached][:16],
+    }

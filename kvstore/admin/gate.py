@@ -1,0 +1,212 @@
+"""What every request passes before anything reads it: bounds, who asks, and what to say where all else fails.
+
+Default deny: a path that is not public takes a token (or, without a file of tokens, a caller on this host), and whatever is not a
+question takes the role ``operator``. So a route that is added cannot forget it.
+
+Without tokens this host's browsers are a danger too: a page from anywhere may send requests to loopback, under a name of its own
+that it makes point there. So the name asked for must be loopback's, and a request with an origin must come from this server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvstore.admin.config import AdminConfig
+from kvstore.admin.problems import TOO_LONG, problem
+from kvstore.admin.tokens import LOCAL, Caller, Role, Tokens
+from kvstore.core.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    KVStoreError,
+    PermissionDenied,
+    Unauthenticated,
+)
+from kvstore.observe.context import request_id
+from kvstore.observe.counters import Counters
+from kvstore.rpc.address import stays_on_host
+
+logger = logging.getLogger(__name__)
+
+PUBLIC: Final = frozenset({"/healthz", "/readyz", "/v1/openapi.json"})
+QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
+"""POSTs that change nothing: what is asked about does not fit an address."""
+BODY_S: Final = 10.0
+"""How long a client may take to send its request."""
+_SPARE_S: Final = 5.0
+_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+class _TooLong(Exception):
+    """A body above the bound."""
+
+
+class Gate:
+    """An ASGI application around another.
+
+    Args:
+        app: what is behind it.
+        config: bounds.
+        tokens: who may do what; None: this host, everything.
+        counters: of the process.
+    """
+
+    def __init__(self, app: ASGIApp, config: AdminConfig, tokens: Tokens | None, counters: Counters) -> None:
+        self._app = app
+        self._config = config
+        self._tokens = tokens
+        self._counters = counters
+        self._inflight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no sockets here, and no lifespan
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        name = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
+        before = request_id.set(name)
+        self._counters.add("admin_requests_total")
+        self._inflight += 1
+        answer = _Answer(send, name)
+        try:
+            await self._pass(scope, receive, answer, headers)
+        finally:
+            self._inflight -= 1
+            request_id.reset(before)
+
+    async def _pass(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
+        status = None
+        try:
+            await self._serve(scope, receive, answer, headers)
+        except _TooLong:
+            error: KVStoreError = InvalidArgument("the request is too long", most_bytes=self._config.max_body_bytes)
+            status = TOO_LONG
+        except TimeoutError as late:
+            error = late if isinstance(late, KVStoreError) else DeadlineExceeded("the request took too long")
+        except KVStoreError as refused:
+            error = refused
+        except _Left:
+            return
+        except Exception:  # the process edge: nothing may leave as a bare exception
+            logger.exception("unexpected error in a handler")
+            error = Internal("internal error; the server's log has the details")
+        else:
+            return
+        if not answer.begun:
+            self.count(error)
+            await problem(error, status)(scope, receive, answer)
+
+    async def _serve(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
+        if self._inflight > self._config.max_inflight:
+            raise CapacityExceeded("as many requests are under way as this server takes", most=self._config.max_inflight)
+        scope.setdefault("state", {})["caller"] = self._admit(scope, headers)
+        async with asyncio.timeout(BODY_S):
+            body = await self._body(receive, headers)
+        async with asyncio.timeout(self._config.timeout_s + self._config.change_timeout_s + _SPARE_S):
+            await self._app(scope, _replayed(body, receive), answer)
+
+    def count(self, error: KVStoreError) -> None:
+        """An error is being told."""
+        self._counters.add(f"admin_errors_{error.kind.value}_total")
+
+    def _admit(self, scope: Scope, headers: Mapping[str, str]) -> Caller | None:
+        """Who asks; None: nobody in particular, for what is public.
+
+        Raises:
+            Unauthenticated: a token is missing or nobody's.
+            PermissionDenied: the role does not reach, or the request is of a web page from elsewhere.
+        """
+        path: str = scope["path"]
+        if path in PUBLIC:
+            return None
+        changes = scope["method"] not in {"GET", "HEAD"} and path not in QUESTIONS
+        if self._tokens is None:
+            _check_local(headers)
+            return LOCAL
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        caller = self._tokens.caller(token.strip()) if scheme.lower() == "bearer" else None
+        if caller is None:
+            raise Unauthenticated("give a token of the server's file: Authorization: Bearer TOKEN")
+        if changes and caller.role is not Role.OPERATOR:
+            raise PermissionDenied("this takes the role operator", role=caller.role.value)
+        return caller
+
+    async def _body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
+        most = self._config.max_body_bytes
+        told = headers.get("content-length", "0")
+        if not told.isdecimal() or int(told[:20]) > most:
+            raise _TooLong
+        raw = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Left
+            raw += message.get("body", b"")
+            if len(raw) > most:
+                raise _TooLong
+            if not message.get("more_body", False):
+                return bytes(raw)
+
+
+class _Left(Exception):
+    """The client has gone: there is nobody to answer."""
+
+
+class _Answer:
+    """Adds to every answer what all have, and notes that it has begun."""
+
+    def __init__(self, send: Send, name: str) -> None:
+        self._send = send
+        self._name = name
+        self.begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begun = True
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._name
+            headers["x-content-type-options"] = "nosniff"
+            headers.setdefault("cache-control", "no-store")
+        await self._send(message)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body that was read, then whatever comes."""
+    first = True
+
+    async def again() -> Message:
+        nonlocal first
+        if first:
+            first = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return again
+
+
+def _check_local(headers: Mapping[str, str]) -> None:
+    """Refuses what a web page of another server may have sent.
+
+    Raises:
+        PermissionDenied: the request was meant for another host's name, or comes from another server's page.
+    """
+    host = headers.get("host", "")
+    try:
+        local = stays_on_host(host if host.rpartition(":")[2].isdecimal() else f"{host}:80")
+    except InvalidArgument:
+        local = False
+    if not local:
+        raise PermissionDenied("without tokens this server answers to names of loopback only", host=host[:64])
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise PermissionDenied("without tokens this server answers to no other server's pages", origin=origin[:64])

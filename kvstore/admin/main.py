@@ -1,0 +1,41 @@
+"""Process entry of the admin server."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvstore.admin.app import make_app
+from kvstore.admin.config import AdminConfig
+from kvstore.admin.tokens import Tokens
+from kvstore.admin.upstream import Upstream
+from kvstore.observe.counters import Counters
+from kvstore.rpc import http_server
+from kvstore.rpc.descriptors import raise_limit
+
+
+def run(config: AdminConfig) -> None:
+    """Serves until SIGTERM or SIGINT; returns after requests under way have ended, or their grace has.
+
+    Raises:
+        Unavailable: the address cannot be bound.
+        InvalidArgument: tokens or TLS files that cannot be read.
+    """
+    raise_limit()
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: AdminConfig) -> None:
+    tokens = None if config.tokens_file is None else await asyncio.to_thread(Tokens.read, config.tokens_file)
+    door = http_server.bind(config.listen, "admin server")
+    counters = Counters()
+    upstream = Upstream(config, counters)
+    try:
+        await http_server.serve(
+            make_app(upstream, config, tokens, counters),
+            door,
+            tls=config.serve_tls,
+            stop_grace_s=config.stop_grace_s,
+            ready_file=config.ready_file,
+        )
+    finally:
+        await upstream.close()

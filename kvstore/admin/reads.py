@@ -1,0 +1,308 @@
+"""Questions: what the store is and does. They change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Path, Query, Response
+
+import kvstore
+from kvproto.v1 import admin_pb2 as pb
+from kvstore.admin import models, shapes
+from kvstore.admin.config import AdminConfig
+from kvstore.admin.etags import tag_of
+from kvstore.admin.models import HEX_ID
+from kvstore.admin.paging import USUAL, Cursor, Limit, Page, after, cursor_for, page_of
+from kvstore.admin.upstream import Ask, Upstream
+from kvstore.core.errors import InvalidArgument, NotFound
+from kvstore.core.keys import KeyChain
+from kvstore.core.limits import MAX_KEYS_PER_CALL
+from kvstore.core.types import KEY_BYTES
+from kvstore.rpc.codec import spec_from_proto
+
+NodeId = Annotated[str, Path(min_length=1, max_length=512, description="the node", examples=["host-1"])]
+VolumeName = Annotated[
+    str, Path(min_length=1, max_length=512, description="the volume's id, without its node's", examples=["nvme0"])
+]
+NamespaceId = Annotated[str, Path(pattern=HEX_ID, description="the namespace", examples=["8c2f0d6e1b7a4c93a5d1e0f97b346c21"])]
+Key = Annotated[str, Path(pattern=HEX_ID, description="the block's key", examples=["03b1f2c4d5968778695a4b3c2d1e0f10"])]
+Responses = dict[int | str, dict[str, Any]]
+MISSING: Final[Responses] = {404: {"description": "it is not there"}}
+NODE: Final[Responses] = {**MISSING, 501: {"description": "it is no node daemon"}}
+TAGGED: Final[Responses] = {
+    200: {
+        "description": "as it is now",
+        "headers": {"ETag": {"description": "for If-Match", "required": True, "schema": {"type": "string"}}},
+    }
+}
+MOST_PROBLEMS: Final = 100
+MOST_LOADS: Final = 50
+MOST_DECISIONS: Final = 256
+
+
+class Reads:
+    """Handlers of questions."""
+
+    def __init__(self, upstream: Upstream, config: AdminConfig) -> None:
+        self._upstream = upstream
+        self._config = config
+
+    def routes(self) -> APIRouter:
+        """Where they answer."""
+        router = APIRouter(prefix="/v1")
+        add = router.add_api_route
+        add("/cluster", self.cluster, methods=["GET"], tags=["cluster"], summary="The store at a glance")
+        add("/index", self.index, methods=["GET"], tags=["cluster"], summary="The prefix index", responses=TAGGED)
+        add("/config", self.config, methods=["GET"], tags=["cluster"], summary="Configuration in force")
+        add("/nodes", self.nodes, methods=["GET"], tags=["nodes"], summary="Nodes")
+        add("/nodes/{node_id}", self.node, methods=["GET"], tags=["nodes"], summary="A node", responses=MISSING)
+        add(
+            "/nodes/{node_id}/config",
+            self.node_config,
+            methods=["GET"],
+            tags=["nodes"],
+            summary="A node's configuration in force",
+            responses=NODE,
+        )
+        add("/volumes", self.volumes, methods=["GET"], tags=["volumes"], summary="Volumes")
+        add("/volumes/{node_id}/{name}", self.volume, methods=["GET"], tags=["volumes"], summary="A volume", responses=MISSING)
+        add(
+            "/namespaces",
+            self.namespaces,
+            methods=["GET"],
+            tags=["namespaces"],
+            summary="Namespaces, in order of registration",
+            responses={404: {"description": "the cursor's namespace is not known any more"}},
+        )
+        add(
+            "/namespaces/{namespace_id}",
+            self.namespace,
+            methods=["GET"],
+            tags=["namespaces"],
+            summary="A namespace",
+            responses=MISSING,
+        )
+        add(
+            "/namespaces/{namespace_id}/usage",
+            self.usage,
+            methods=["GET"],
+            tags=["namespaces"],
+            summary="Where a namespace's blocks lie",
+            responses=MISSING,
+        )
+        add("/blocks/{key}", self.block, methods=["GET"], tags=["blocks"], summary="A block: who holds it")
+        add(
+            "/blocks/lookup",
+            self.look_up,
+            methods=["POST"],
+            tags=["blocks"],
+            summary="A chain: which blocks hit, where they lie, and why the others miss",
+            responses=MISSING,
+        )
+        add("/plans", self.plans, methods=["GET"], tags=["planning"], summary="Planned loads under way")
+        add("/decisions", self.decisions, methods=["GET"], tags=["planning"], summary="The last load decisions, newest first")
+        add("/queues", self.queues, methods=["GET"], tags=["planning"], summary="Read queues of the nodes")
+        add("/loads/slow", self.slow_loads, methods=["GET"], tags=["planning"], summary="The slowest loads of the last minute")
+        return router
+
+    # ---- cluster ----
+    async def cluster(self) -> models.Cluster:
+        """Health, versions, counts. Health counts what the nodes' heartbeats say."""
+        server, statuses = await self._upstream.server(), await self._upstream.nodes()
+        problems = shapes.problems(list(statuses.values()), MOST_PROBLEMS)
+        return models.Cluster(
+            health="degraded" if problems else "ok",
+            problems=problems,
+            admin_version=kvstore.__version__,
+            metadata_version=server.version,
+            metadata_address=self._config.metadata,
+            metadata_workers=server.workers,
+            metadata_uptime_s=server.uptime_ms / 1000,
+            index_epoch=server.index_epoch.hex(),
+            index_blocks=server.blocks,
+            index_bytes=server.index_bytes,
+            namespaces=server.namespaces,
+            nodes_alive=server.nodes_alive,
+            nodes_silent=server.nodes_silent,
+            live_plans=server.live_plans,
+            path_policy=server.path_policy,
+        )
+
+    async def index(self, response: Response) -> models.Index:
+        """Its epoch and size. The ETag is for `POST /v1/index/rebuild`."""
+        server = await self._upstream.server()
+        epoch = server.index_epoch.hex()
+        response.headers["etag"] = tag_of(epoch)
+        return models.Index(epoch=epoch, blocks=server.blocks, bytes=server.index_bytes)
+
+    async def config(self) -> models.Configuration:
+        """Every value of the metadata server's and of this server's configuration, and where it came from."""
+        server = await self._upstream.server()
+        mine = [
+            pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
+            for one in self._config.in_force
+        ]
+        return models.Configuration(processes=[shapes.settings("metadata", server.settings), shapes.settings("admin", mine)])
+
+    # ---- nodes and volumes ----
+    async def nodes(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Node]:
+        """All that the metadata server knows, in order of their ids, with their links as the planner sees them."""
+        after("nodes", cursor)  # before anybody is asked
+        statuses, planning = await self._upstream.nodes(), await self._upstream.planning()
+        queues = {queue.node_id: queue for queue in planning.queues}
+        shown, following = page_of("nodes", list(statuses.values()), lambda status: status.node.node_id, cursor, limit)
+        nodes = [shapes.node(status, queues.get(status.node.node_id)) for status in shown]
+        return Page[models.Node](items=nodes, next_cursor=following)
+
+    async def node(self, node_id: NodeId) -> models.NodeDetail:
+        """A node as the metadata server knows it, and what it says of itself."""
+        status = await self._upstream.node(node_id)
+        planning = await self._upstream.planning()
+        queue = next((queue for queue in planning.queues if queue.node_id == node_id), None)
+        asked = await self._upstream.ask_nodes([status], _describe)
+        found = asked.answers.get(node_id)
+        return models.NodeDetail(
+            **shapes.node_fields(status, queue),
+            process=None if found is None else shapes.node_process(found),
+            unreached=None if found is not None else asked.failed[node_id].message,
+        )
+
+    async def node_config(self, node_id: NodeId) -> models.Settings:
+        """Every value of a node's configuration, and where it came from."""
+        found = await self._upstream.ask_node(await self._upstream.node(node_id), _describe)
+        return shapes.settings(f"node {node_id}", found.settings)
+
+    async def volumes(
+        self,
+        limit: Limit = USUAL,
+        cursor: Cursor = None,
+        node: Annotated[str | None, Query(max_length=512, description="only this node's", examples=["host-1"])] = None,
+    ) -> Page[models.Volume]:
+        """All volumes, in order of their ids; as their nodes say now or, where one does not answer, as it said last."""
+        after("volumes", cursor)
+        statuses = await self._upstream.nodes()
+        known = [
+            (status, volume)
+            for status in statuses.values()
+            if node is None or status.node.node_id == node
+            for volume in status.node.volumes
+        ]
+        shown, following = page_of("volumes", known, lambda pair: pair[1].volume_id, cursor, limit)
+        owners = {status.node.node_id: status for status, _ in shown}
+        asked = await self._upstream.ask_nodes(owners.values(), _describe)
+        items = [shapes.volume(status, volume, asked.answers.get(status.node.node_id)) for status, volume in shown]
+        return Page[models.Volume](items=items, next_cursor=following)
+
+    async def volume(self, node_id: NodeId, name: VolumeName) -> models.Volume:
+        """A volume as its node says now or, where it does not answer, as it said last."""
+        status = await self._upstream.node(node_id)
+        info = next((volume for volume in status.node.volumes if volume.volume_id == f"{node_id}/{name}"), None)
+        if info is None:
+            raise NotFound("the node has no such volume", volume_id=f"{node_id}/{name}"[:64])
+        asked = await self._upstream.ask_nodes([status], _describe)
+        return shapes.volume(status, info, asked.answers.get(node_id))
+
+    # ---- namespaces ----
+    async def namespaces(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Namespace]:
+        """All that were registered, with their specs and how lookups fared."""
+        behind = after("namespaces", cursor)
+        found = await self._upstream.namespaces(_id(behind) if behind is not None else b"", limit)
+        following = cursor_for("namespaces", found.namespaces[-1].namespace_id.hex()) if found.more else None
+        return Page[models.Namespace](items=[shapes.namespace(one) for one in found.namespaces], next_cursor=following)
+
+    async def namespace(self, namespace_id: NamespaceId) -> models.Namespace:
+        """Its spec, and how lookups in it fared."""
+        return shapes.namespace(await self._upstream.namespace(_id(namespace_id)))
+
+    async def usage(self, namespace_id: NamespaceId) -> models.Usage:
+        """By tier and volume, counted by every node now: each looks at all of its blocks, so not for every second."""
+        wanted = (await self._upstream.namespace(_id(namespace_id))).namespace_id
+
+        async def ask(node: Ask) -> pb.DescribeUsageResponse:
+            return await node(node.stub.DescribeUsage, pb.DescribeUsageRequest(namespace_id=wanted))
+
+        asked = await self._upstream.ask_nodes((await self._upstream.nodes()).values(), ask)
+        return shapes.usage(namespace_id, asked.answers, asked.failed)
+
+    # ---- blocks ----
+    async def block(self, key: Key) -> models.Block:
+        """What the index says of a block. Whoever holds it is asked only when it is read: the index is a hint."""
+        found = await self._upstream.blocks(b"", bytes.fromhex(key))
+        return shapes.block(key, found.runs[0])
+
+    async def look_up(self, chain: models.LookUp) -> models.LookedUp:
+        """What a lookup of this chain would answer now, run by run, and why the rest misses. It counts as no lookup."""
+        wanted = _id(chain.namespace_id)
+        keys = await self._keys(wanted, chain)
+        found = await self._upstream.blocks(wanted, keys)
+        runs = [shapes.block_run(run, found.hit_blocks) for run in found.runs]
+        missed = next((run.why for run in runs if not run.hit), None)
+        return models.LookedUp(blocks=len(keys) // KEY_BYTES, hit_blocks=found.hit_blocks, first_miss=missed, runs=runs)
+
+    async def _keys(self, namespace_id: bytes, chain: models.LookUp) -> bytes:
+        """Packed keys of a chain."""
+        if (chain.keys is None) == (chain.tokens is None):
+            raise InvalidArgument("give keys, or the tokens that they are made of", field="keys")
+        if chain.keys is not None:
+            return b"".join([bytes.fromhex(key) for key in chain.keys])
+        spec = spec_from_proto((await self._upstream.namespace(namespace_id)).spec)
+        assert chain.tokens is not None
+        if len(chain.tokens) // spec.block_tokens > MAX_KEYS_PER_CALL:
+            raise InvalidArgument("too many tokens", limit=MAX_KEYS_PER_CALL * spec.block_tokens)
+        return b"".join(KeyChain(spec).keys(chain.tokens))
+
+    # ---- planning and loads ----
+    async def plans(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.LivePlan]:
+        """By plan id. Of several metadata workers, one answers: each plans for itself."""
+        behind = after("plans", cursor)
+        if behind is not None and not (behind.isascii() and behind.isdecimal() and len(behind) < 20):
+            raise InvalidArgument("this is no cursor of this list: begin without one", field="cursor")
+        found = await self._upstream.planning(live=limit, after_plan=int(behind or 0))
+        following = cursor_for("plans", str(found.live[-1].plan_id)) if found.more else None
+        return Page[models.LivePlan](items=[shapes.live_plan(plan) for plan in found.live], next_cursor=following)
+
+    async def decisions(
+        self,
+        limit: Annotated[int, Query(ge=1, le=MOST_DECISIONS, description="so many of the last ones")] = 50,
+    ) -> models.Decisions:
+        """Which policy decided what, on which figures. Of several metadata workers, one answers."""
+        found = await self._upstream.planning(decisions=limit)
+        return models.Decisions(items=[shapes.decision(one) for one in found.decisions])
+
+    async def queues(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.ReadQueue]:
+        """Of every node that the planner knows, in order of their ids."""
+        after("queues", cursor)
+        found: Sequence[pb.ReadQueue] = (await self._upstream.planning()).queues
+        shown, following = page_of("queues", found, lambda queue: queue.node_id, cursor, limit)
+        return Page[models.ReadQueue](items=[shapes.read_queue(queue) for queue in shown], next_cursor=following)
+
+    async def slow_loads(
+        self, limit: Annotated[int, Query(ge=1, le=MOST_LOADS, description="so many of the slowest")] = 20
+    ) -> models.SlowLoads:
+        """What each waited for, as the nodes that served them say."""
+
+        async def ask(node: Ask) -> pb.ListSlowLoadsResponse:
+            return await node(node.stub.ListSlowLoads, pb.ListSlowLoadsRequest(limit=limit))
+
+        asked = await self._upstream.ask_nodes((await self._upstream.nodes()).values(), ask)
+        return models.SlowLoads(items=shapes.slow_loads(asked.answers, limit), unreached=shapes.unreached(asked.failed))
+
+
+async def _describe(node: Ask) -> pb.DescribeNodeResponse:
+    return await node(node.stub.DescribeNode, pb.DescribeNodeRequest())
+
+
+def _id(shown: str) -> bytes:
+    """An id as it travels.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    try:
+        found = bytes.fromhex(shown)
+    except ValueError:
+        found = b""
+    if len(found) != KEY_BYTES:
+        raise InvalidArgument("an id takes 32 hexadecimal digits", got=shown[:64])
+    return found

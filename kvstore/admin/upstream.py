@@ -1,0 +1,201 @@
+"""The metadata server and the nodes it names, over gRPC: every call with a deadline, so many at once at most."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+import grpc.aio
+
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import metadata_pb2
+from kvproto.v1.admin_pb2_grpc import MetadataAdminStub, NodeAdminStub
+from kvproto.v1.metadata_pb2_grpc import MetadataStub
+from kvstore.admin.config import AdminConfig
+from kvstore.core.errors import KVStoreError, NotFound, Unavailable
+from kvstore.observe.counters import Counters
+from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
+
+T = TypeVar("T")
+
+NODES_AT_ONCE: Final = 32
+_QUESTION: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
+"""A server that was restarted is found at the second attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[T]):
+    """What came of asking several nodes."""
+
+    answers: dict[str, T]
+    failed: dict[str, KVStoreError]
+
+
+class Upstream:
+    """Everything that the admin server asks of others. On one event loop; ``close`` once.
+
+    Args:
+        config: where the metadata server is, and how long answers may take.
+        counters: of the process.
+    """
+
+    def __init__(self, config: AdminConfig, counters: Counters) -> None:
+        self._config = config
+        self._counters = counters
+        self._channel = connect_aio(config.metadata, tls=config.tls)
+        self._metadata = MetadataStub(self._channel)
+        self._admin = MetadataAdminStub(self._channel)
+        self._slots = asyncio.Semaphore(NODES_AT_ONCE)
+
+    async def close(self) -> None:
+        """Ends the channel."""
+        await self._channel.close(None)
+
+    # ---- the metadata server ----
+    async def nodes(self) -> dict[str, metadata_pb2.NodeStatus]:
+        """All nodes known, by id."""
+        answer = await self._ask(self._metadata.ListNodes, metadata_pb2.ListNodesRequest())
+        return {status.node.node_id: status for status in answer.nodes}
+
+    async def node(self, node_id: str) -> metadata_pb2.NodeStatus:
+        """One of them.
+
+        Raises:
+            NotFound: there is none of that id.
+        """
+        status = (await self.nodes()).get(node_id)
+        if status is None:
+            raise NotFound("no such node", node_id=node_id[:64])
+        return status
+
+    async def server(self) -> pb.DescribeServerResponse:
+        """The metadata server itself."""
+        return await self._ask(self._admin.DescribeServer, pb.DescribeServerRequest())
+
+    async def namespaces(self, after: bytes, limit: int) -> pb.DescribeNamespacesResponse:
+        """A page of namespaces, in order of registration."""
+        return await self._ask(self._admin.DescribeNamespaces, pb.DescribeNamespacesRequest(after=after, limit=limit))
+
+    async def namespace(self, namespace_id: bytes) -> pb.NamespaceDescription:
+        """One of them.
+
+        Raises:
+            NotFound: nobody registered it.
+        """
+        request = pb.DescribeNamespacesRequest(namespace_id=namespace_id)
+        answer: pb.DescribeNamespacesResponse = await self._ask(self._admin.DescribeNamespaces, request)
+        if not answer.namespaces:
+            raise NotFound("no such namespace", namespace_id=namespace_id.hex())
+        return answer.namespaces[0]
+
+    async def register_namespace(self, request: metadata_pb2.RegisterNamespaceRequest) -> bytes:
+        """Makes a namespace known; its id."""
+        request.operation_id = operation_id()
+        answer: metadata_pb2.RegisterNamespaceResponse = await self._ask(self._metadata.RegisterNamespace, request)
+        return answer.namespace_id
+
+    async def blocks(self, namespace_id: bytes, keys: bytes) -> pb.DescribeBlocksResponse:
+        """What the index says of packed keys."""
+        return await self._ask(self._admin.DescribeBlocks, pb.DescribeBlocksRequest(namespace_id=namespace_id, keys=keys))
+
+    async def planning(self, *, decisions: int = 0, live: int = 0, after_plan: int = 0) -> pb.DescribePlanningResponse:
+        """Load plans."""
+        request = pb.DescribePlanningRequest(decisions=decisions, live=live, after_plan=after_plan)
+        return await self._ask(self._admin.DescribePlanning, request)
+
+    async def set_path_policy(self, policy: str, expected: str | None) -> pb.SetPathPolicyResponse:
+        """Changes the path policy."""
+        return await self._change(self._admin.SetPathPolicy, pb.SetPathPolicyRequest(policy=policy, expected=expected))
+
+    async def rebuild_index(self, epoch: bytes) -> pb.RebuildIndexResponse:
+        """Has the index made anew, if it still has this epoch."""
+        return await self._change(self._admin.RebuildIndex, pb.RebuildIndexRequest(expected_epoch=epoch))
+
+    # ---- nodes ----
+    async def ask_node(
+        self, status: metadata_pb2.NodeStatus, ask: Callable[[Ask], Awaitable[T]], timeout_s: float | None = None
+    ) -> T:
+        """Asks one node.
+
+        Args:
+            status: who.
+            ask: what, given a way to call its NodeAdmin.
+            timeout_s: how long it may take; None: as a question.
+
+        Raises:
+            Unavailable: it is silent, or does not answer.
+            Unsupported: it is none that can be asked: an engine's pool of device memory.
+            KVStoreError: as it answers.
+        """
+        if not status.alive:
+            raise Unavailable("the node is silent", node_id=status.node.node_id)
+        async with self._slots, connect_aio(status.node.control_address, tls=self._config.tls, own_connection=True) as channel:
+            return await ask(Ask(status, channel, self._config.timeout_s if timeout_s is None else timeout_s, self._counters))
+
+    async def change_node(self, status: metadata_pb2.NodeStatus, ask: Callable[[Ask], Awaitable[T]]) -> T:
+        """As ``ask_node``, for what takes longer than a question."""
+        return await self.ask_node(status, ask, self._config.change_timeout_s)
+
+    async def ask_nodes(
+        self,
+        statuses: Iterable[metadata_pb2.NodeStatus],
+        ask: Callable[[Ask], Awaitable[T]],
+        timeout_s: float | None = None,
+    ) -> Asked[T]:
+        """Asks several; one that fails does not fail the others."""
+        found: Asked[T] = Asked({}, {})
+
+        async def one(status: metadata_pb2.NodeStatus) -> None:
+            node_id = status.node.node_id
+            try:
+                found.answers[node_id] = await self.ask_node(status, ask, timeout_s)
+            except KVStoreError as error:
+                self._counters.add("admin_nodes_unreached_total")
+                found.failed[node_id] = error
+
+        await asyncio.gather(*(one(status) for status in statuses))
+        return found
+
+    async def change_nodes(self, statuses: Iterable[metadata_pb2.NodeStatus], ask: Callable[[Ask], Awaitable[T]]) -> Asked[T]:
+        """As ``ask_nodes``, for what takes longer than a question."""
+        return await self.ask_nodes(statuses, ask, self._config.change_timeout_s)
+
+    # ---- inside ----
+    async def _ask(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+        return await self._call(method, request, self._config.timeout_s, _QUESTION)
+
+    async def _change(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+        return await self._call(method, request, self._config.change_timeout_s, RetryPolicy(attempts=1))
+
+    async def _call(self, method: Callable[..., Awaitable[T]], request: object, timeout_s: float, retry: RetryPolicy) -> T:
+        return await _counted(self._counters, call_aio(method, request, timeout_s, retry))
+
+
+class Ask:
+    """One node's NodeAdmin, while a question lasts."""
+
+    def __init__(self, status: metadata_pb2.NodeStatus, channel: grpc.aio.Channel, timeout_s: float, counters: Counters) -> None:
+        self.status = status
+        self.stub = NodeAdminStub(channel)
+        self._timeout_s = timeout_s
+        self._counters = counters
+
+    async def __call__(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+        """Calls a method of the stub."""
+        return await _counted(self._counters, call_aio(method, request, self._timeout_s, _QUESTION))
+
+
+async def _counted(counters: Counters, answer: Awaitable[T]) -> T:
+    try:
+        return await answer
+    except KVStoreError:
+        counters.add("admin_upstream_errors_total")
+        raise
+
+
+def operation_id() -> bytes:
+    """A new one."""
+    return secrets.token_bytes(16)

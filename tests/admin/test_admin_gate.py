@@ -1,0 +1,229 @@
+"""Who may ask, how much at once, and what is said where nothing can be: the gate, without a store behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstore.admin.app import make_app
+from kvstore.admin.config import AdminConfig
+from kvstore.admin.etags import check_match
+from kvstore.admin.gate import Gate
+from kvstore.admin.paging import after, cursor_for, page_of
+from kvstore.admin.problems import Refused
+from kvstore.admin.tokens import Role, Tokens
+from kvstore.admin.upstream import Upstream
+from kvstore.core.errors import InvalidArgument
+from kvstore.core.tls import TlsConfig
+from kvstore.observe.counters import Counters
+
+ALICE, BOB = "operators-token-1", "readers-token-2-x"
+NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_s=0.5)
+"""With a metadata server that is not there."""
+
+
+@asynccontextmanager
+async def served(config: AdminConfig = NOBODY, tokens: Tokens | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
+    counters = Counters()
+    upstream = Upstream(config, counters)
+    transport = httpx.ASGITransport(make_app(upstream, config, tokens, counters))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7470") as client:
+        yield client, counters
+    await upstream.close()
+
+
+def tokens_file(folder: Path, text: str) -> Path:
+    file = folder / "tokens"
+    file.write_text(text)
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    return Tokens.read(tokens_file(tmp_path, f"# who\noperator alice {ALICE}\n\n  read bob   {BOB}\n"))
+
+
+def problem(answer: httpx.Response, status: int, kind: str) -> Any:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    body = answer.json()
+    assert body["kind"] == kind
+    assert body["status"] == status
+    assert body["request_id"] == answer.headers["x-request-id"]
+    return body
+
+
+def test_tokens_stand_for_people(tokens: Tokens) -> None:
+    alice, bob = tokens.caller(ALICE), tokens.caller(BOB)
+    assert alice is not None
+    assert bob is not None
+    assert (alice.name, alice.role, bob.name, bob.role) == ("alice", Role.OPERATOR, "bob", Role.READ)
+    for nobodys in ("", ALICE[:-1], ALICE + "x", ALICE.upper(), "\udc80"):
+        assert tokens.caller(nobodys) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "# nobody\n", "operator alice\n", "admin alice 0123456789abcdef\n", "read bob short\n", "read b/b 0123456789abcdef\n",
+     f"read a {ALICE}\noperator b {ALICE}\n", "read bob 0123456789abcdéf0\n"],
+)  # fmt: skip
+def test_files_of_tokens_that_are_none(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        Tokens.read(tokens_file(tmp_path, text))
+    assert "0123456789" not in str(refused.value)
+    assert ALICE not in str(refused.value)
+
+
+def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tokens_file(tmp_path, f"read bob {BOB}\n")
+    Tokens.read(file)
+    assert not caplog.records
+    file.chmod(0o644)
+    Tokens.read(file)
+    assert "chmod 600" in caplog.text
+    assert BOB not in caplog.text
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        Tokens.read(tmp_path / "none")
+
+
+def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
+    for listen in ("0.0.0.0:7470", "[::]:7470", "store.example:7470"):
+        with pytest.raises(InvalidArgument, match="without tokens"):
+            AdminConfig(listen=listen, allow_insecure_remote=True)
+        with pytest.raises(InvalidArgument, match="without TLS"):
+            AdminConfig(listen=listen, tokens_file=tmp_path)
+        AdminConfig(listen=listen, tokens_file=tmp_path, allow_insecure_remote=True)
+        AdminConfig(listen=listen, tokens_file=tmp_path, serve_tls=TlsConfig(cert=tmp_path, key=tmp_path))
+    for wrong in ({"listen": "unix:/x"}, {"timeout_s": 0}, {"max_body_bytes": 1}, {"max_inflight": 0}):
+        with pytest.raises(InvalidArgument):
+            AdminConfig(**wrong)  # type: ignore[arg-type]
+
+
+async def test_roles(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    change = {"url": "/v1/path-policy", "json": {"policy": "split"}}
+    async with served(tokens=tokens) as (client, counters):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {ALICE}"}, {"authorization": ALICE}):
+            answer = await client.get("/v1/nodes", headers=headers)
+            problem(answer, 401, "unauthenticated")
+            assert "bearer" in answer.headers["www-authenticate"].lower()
+        bob, alice = {"authorization": f"Bearer {BOB}"}, {"authorization": f"bearer  {ALICE}"}
+        problem(await client.put(**change, headers=bob), 403, "permission_denied")
+        problem(await client.delete("/v1/anything", headers=bob), 403, "permission_denied")
+        # let in, and only then nobody answers
+        problem(await client.get("/v1/nodes", headers=bob), 503, "unavailable")
+        problem(
+            await client.post("/v1/blocks/lookup", json={"namespace_id": "0" * 32, "keys": []}, headers=bob), 503, "unavailable"
+        )
+        problem(await client.put(**change, headers=alice), 503, "unavailable")
+        # public, whoever asks
+        assert (await client.get("/healthz")).json() == {"status": "ok"}
+        problem(await client.get("/readyz"), 503, "unavailable")
+        assert (await client.get("/v1/openapi.json")).status_code == 200
+        problem(await client.get("/metrics"), 401, "unauthenticated")
+        assert "kvstore_admin_requests_total" in (await client.get("/metrics", headers=bob)).text
+        assert counters.snapshot()["admin_errors_unauthenticated_total"] == 5
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvstore.audit"]
+    assert '"who": "alice"' in line
+    assert '"outcome": "unavailable"' in line
+    assert not any(token in record.getMessage() for record in caplog.records for token in (ALICE, BOB))
+
+
+async def test_without_tokens_pages_from_elsewhere_are_refused() -> None:
+    async with served() as (client, _):
+        problem(await client.get("/v1/nodes", headers={"host": "evil.example"}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"host": "127.0.0.1.evil.example:7470"}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"host": ""}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"origin": "http://evil.example"}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"origin": "null"}), 403, "permission_denied")
+        for host in ("127.0.0.1:7470", "localhost:7470", "[::1]:7470", "localhost"):
+            problem(await client.get("/v1/nodes", headers={"host": host, "origin": f"http://{host}"}), 503, "unavailable")
+
+
+async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(replace(NOBODY, max_body_bytes=1_024, max_inflight=1)) as (client, _):
+        lookup = {"url": "/v1/blocks/lookup", "headers": {"content-type": "application/json"}}
+        problem(await client.post(**lookup, content=b" " * 1_025), 413, "invalid_argument")
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b" " * 512
+
+        problem(await client.post(**lookup, content=pieces()), 413, "invalid_argument")
+        problem(await client.post(**lookup, content=b"[" * 1_000), 400, "invalid_argument")
+        problem(await client.post(**lookup, content=b'{"namespace_id": NaN}'), 400, "invalid_argument")
+        monkeypatch.setattr("kvstore.admin.gate.BODY_S", 0.05)
+        held = asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b"{"
+            held.set()
+            await asyncio.Event().wait()
+
+        late = asyncio.create_task(client.post(**lookup, content=slow()))
+        await held.wait()
+        refused = problem(await client.get("/healthz"), 429, "capacity_exceeded")
+        assert refused["retryable"]
+        problem(await late, 504, "deadline_exceeded")
+        assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (client, _):
+        problem(await client.get("/v1/nothing"), 404, "not_found")
+        refused = await client.delete("/v1/nodes")
+        problem(refused, 405, "unsupported")
+        assert refused.headers["allow"] == "GET"
+        problem(await client.get("/v1/nodes?limit=0"), 400, "invalid_argument")
+        problem(await client.get("/v1/nodes?limit=501"), 400, "invalid_argument")
+        problem(await client.get("/v1/nodes?cursor=%00"), 400, "invalid_argument")
+        problem(await client.get("/v1/blocks/xyz"), 400, "invalid_argument")
+        answer = await client.get("/v1/nodes", headers={"x-request-id": "mine-1"})
+        assert answer.headers["x-request-id"] == "mine-1"
+        answer = await client.get("/v1/nodes", headers={"x-request-id": "evil\tname"})
+        assert answer.headers["x-request-id"] != "evil\tname"
+
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a secret of ours")
+
+    async with served() as (client, counters):
+        monkeypatch.setattr(Upstream, "nodes", broken)
+        problem(await client.get("/v1/nodes"), 500, "internal")
+        assert counters.snapshot()["admin_errors_internal_total"] == 1
+    gate = Gate(broken, NOBODY, None, Counters())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://127.0.0.1") as client:
+        body = problem(await client.get("/v1/nodes"), 500, "internal")
+    assert "secret" not in str(body)
+    assert "a secret of ours" in caplog.text, "the log has it"
+
+
+def test_cursors() -> None:
+    entries = [f"n{number}" for number in range(5)]
+    shown, cursor = page_of("nodes", entries, str, None, 2)
+    assert shown == ["n0", "n1"]
+    shown, cursor = page_of("nodes", [*entries, "n0a"], str, cursor, 2)
+    assert shown == ["n2", "n3"], "what came in before it moves nothing"
+    assert page_of("nodes", entries, str, cursor, 2) == (["n4"], None)
+    assert after("nodes", cursor_for("nodes", "a\udc80é")) == "a\udc80é"
+    for wrong in ("", "!", "bm90IGpzb24", cursor_for("volumes", "n1"), cursor_for("nodes", "x")[:-3], "W10", "é"):
+        with pytest.raises(InvalidArgument, match="cursor"):
+            after("nodes", wrong)
+
+
+def test_a_change_names_the_state_that_it_changes() -> None:
+    assert check_match('"split"', "split") == "split"
+    assert check_match('"a", "split"', "split") == "split"
+    assert check_match(" * ", "split") is None
+    for header, status in ((None, 428), ("", 428), ('"other"', 412), ('W/"split"', 412), ("split", 412)):
+        with pytest.raises(Refused) as refused:
+            check_match(header, "split")
+        assert refused.value.status == status

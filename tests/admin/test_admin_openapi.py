@@ -1,0 +1,165 @@
+"""The OpenAPI document against a real store: no 5xx, no undocumented answer; and every field of it with an example."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Iterator
+from http.client import HTTPSConnection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import schemathesis
+from admin_client import AdminHttp
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from kvclient import CacheSpec, KVClient
+from kvstore.core.errors import Internal
+from kvstore.testing.certificates import make_certificates
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+EXAMPLES = 5
+"""A generated request takes some ten milliseconds, and there are some thirty operations."""
+SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096)
+NODE = "host-1"
+"""As the document's examples call it."""
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminHttp]:
+    node = NodeSpec(NODE, dram_bytes=16 << 20, nvme_bytes=32 << 20, settings=(("compute_cap", "10GB"),))
+    with LocalCluster([node], tmp_path_factory.mktemp("store")) as cluster:
+        address = cluster.start_admin().address
+        with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node(NODE).local_socket) as client:
+            keys = list(client.keys(np.arange(64, dtype=np.uint32)))
+            assert client.store(keys, np.zeros((4, SPEC.block_bytes), np.uint8), wait_visible=True).held_blocks == 4
+            yield AdminHttp(address)
+
+
+def test_no_request_brings_a_5xx_or_an_undocumented_answer(http: AdminHttp) -> None:
+    schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
+    tried = 0
+    for result in schema.get_all_operations():
+        operation = result.ok()
+
+        @seed(20_26)
+        @settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def hold(case: Any) -> None:
+            nonlocal tried
+            tried += 1
+            case.call_and_validate(checks=CHECKS)
+
+        hold()
+    assert tried > 75
+
+
+@pytest.mark.parametrize("path", ["/v1/cluster", "/v1/nodes", "/v1/volumes", "/v1/namespaces", "/v1/decisions", "/v1/loads/slow"])
+def test_answers_are_what_the_document_says(http: AdminHttp, path: str) -> None:
+    """With the names that there are, which generated requests do not find."""
+    schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
+    answer = schema[path]["GET"].Case().call_and_validate(checks=CHECKS)
+    assert answer.status_code == 200
+
+
+def test_known_names_too(http: AdminHttp) -> None:
+    schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
+    namespace = {"namespace_id": SPEC.namespace.hex()}
+    node, volume = {"node_id": NODE}, {"node_id": NODE, "name": "nvme0"}
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        ("GET", "/v1/nodes/{node_id}", {"path_parameters": node}),
+        ("GET", "/v1/nodes/{node_id}/config", {"path_parameters": node}),
+        ("GET", "/v1/nodes/{node_id}/traffic-cap", {"path_parameters": node}),
+        (
+            "PUT",
+            "/v1/nodes/{node_id}/traffic-cap",
+            {"path_parameters": node, "body": {"bytes_per_s": 9}, "headers": {"If-Match": "*"}},
+        ),
+        ("POST", "/v1/nodes/{node_id}/anti-entropy", {"path_parameters": node}),
+        ("GET", "/v1/volumes/{node_id}/{name}", {"path_parameters": volume}),
+        ("POST", "/v1/volumes/{node_id}/{name}/evict", {"path_parameters": volume, "body": {"to_percent": 50}}),
+        ("GET", "/v1/namespaces/{namespace_id}", {"path_parameters": namespace}),
+        ("GET", "/v1/namespaces/{namespace_id}/usage", {"path_parameters": namespace}),
+        ("POST", "/v1/blocks/lookup", {"body": {**namespace, "tokens": list(range(200))}}),
+        ("GET", "/v1/path-policy", {}),
+        ("PUT", "/v1/path-policy", {"body": {"policy": "split"}, "headers": {"If-Match": "*"}}),
+        ("POST", "/v1/namespaces/{namespace_id}/evict", {"path_parameters": namespace, "body": {"tiers": ["dram"]}}),
+        ("POST", "/v1/namespaces/{namespace_id}/weights-epoch", {"path_parameters": namespace, "body": {"weights_epoch": "2"}}),
+        ("POST", "/v1/namespaces/{namespace_id}/invalidate", {"path_parameters": namespace}),
+        ("GET", "/v1/index", {}),
+        ("POST", "/v1/index/rebuild", {"headers": {"If-Match": '"other"'}}),
+    ]
+    for method, path, given_ in asked:
+        answer = schema[path][method].Case(**given_).call_and_validate(checks=CHECKS)
+        assert answer.status_code == (412 if path.endswith("rebuild") else 200), (path, answer.content)
+
+
+def test_every_field_has_an_example_that_fits(http: AdminHttp) -> None:
+    document = http.get("/v1/openapi.json")
+    schemas = document["components"]["schemas"]
+    without = [
+        f"{name}.{field}"
+        for name, schema in schemas.items()
+        for field, shape in schema.get("properties", {}).items()
+        if not has_example(shape)
+    ]
+    assert without == []
+    undescribed = [
+        f"{method} {path}"
+        for path, found in document["paths"].items()
+        for method, operation in found.items()
+        if not (operation.get("summary") and operation.get("description"))
+    ]
+    assert undescribed == []
+
+
+def has_example(shape: dict[str, Any]) -> bool:
+    """Its own, or those of the schema that it refers to."""
+    return any(mark in json.dumps(shape) for mark in ('"examples": [', '"$ref"'))
+
+
+def test_over_tls_with_tokens_from_beyond_this_host(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    tokens = tmp_path / "tokens"
+    tokens.write_text("read bob readers-token-2-x\n")
+    cluster = LocalCluster([], tmp_path / "store")  # of which nothing else is started
+    settings = {"listen": "0.0.0.0:0", "tokens_file": str(tokens), "tls.cert": str(made.cert), "tls.key": str(made.key)}
+    try:
+        admin = cluster.start_admin(*settings.items())
+        port = int(admin.address.rpartition(":")[2])
+        trusting = ssl.create_default_context(cafile=str(made.ca))
+        connection = HTTPSConnection("127.0.0.1", port, timeout=30, context=trusting)
+        for headers, status in (({}, 401), ({"authorization": "Bearer readers-token-2-x"}, 200)):
+            connection.request("GET", "/metrics", headers=headers)
+            answer = connection.getresponse()
+            assert answer.status == status
+            answer.read()
+        connection.close()
+        assert "readers-token" not in admin.log_path.read_text()
+        cluster.stop("admin")
+        with pytest.raises(Internal, match="without tokens"):
+            cluster.start_admin(("listen", "0.0.0.0:0"), ("allow_insecure_remote", "true"))
+    finally:
+        cluster.close()

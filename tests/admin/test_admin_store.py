@@ -1,0 +1,320 @@
+"""The admin REST over a real store: what it shows is what is there, and what it changes is changed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from admin_client import AdminHttp
+
+from kvclient import CacheSpec, KVClient
+from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.rpc.client import call, connect
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+WAIT_S = 30.0
+SPEC = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096, salt=b"pepper")
+OTHER = CacheSpec(model="other", block_tokens=16, layers=4, layer_block_bytes=4096)
+BLOCKS = 12
+TOKENS = np.arange(BLOCKS * SPEC.block_tokens, dtype=np.uint32)
+
+
+@dataclass
+class Store:
+    """Two nodes: ``a`` with a volume and a cap, ``b`` with DRAM alone."""
+
+    cluster: LocalCluster
+    http: AdminHttp
+    engine: KVClient
+    neighbour: KVClient
+    """An engine on ``b``, in the other namespace."""
+
+    @property
+    def keys(self) -> list[bytes]:
+        return list(self.engine.keys(TOKENS))
+
+    def fill(self, client: KVClient, tokens: Any = TOKENS) -> list[bytes]:
+        keys = list(client.keys(tokens))
+        data = np.random.default_rng(1).integers(0, 256, (len(keys), SPEC.block_bytes), np.uint8)
+        assert client.store(keys, data, wait_visible=True, durable=client is self.engine).held_blocks == len(keys)
+        return keys
+
+    def namespace(self, spec: CacheSpec = SPEC) -> str:
+        return spec.namespace.hex()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    settings = (("compute_cap", "10GB"), ("storage_bandwidth", "1GB"))
+    specs = [
+        NodeSpec("a", dram_bytes=32 << 20, nvme_bytes=32 << 20, settings=settings),
+        NodeSpec("b", roles=("decode",), dram_bytes=32 << 20),
+    ]
+    with LocalCluster(specs, tmp_path_factory.mktemp("store")) as cluster:
+        address = cluster.start_admin().address
+        with (
+            KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket) as engine,
+            KVClient.connect(cluster.metadata_address, OTHER, node=cluster.node("b").local_socket) as neighbour,
+        ):
+            made = Store(cluster, AdminHttp(address), engine, neighbour)
+            made.fill(engine)
+            made.fill(neighbour)
+            yield made
+
+
+def test_the_cluster_at_a_glance(store: Store) -> None:
+    found = store.http.get("/v1/cluster")
+    assert (found["health"], found["problems"]) == ("ok", [])
+    assert (found["nodes_alive"], found["nodes_silent"], found["namespaces"]) == (2, 0, 2)
+    assert found["metadata_version"] == found["admin_version"]
+    assert found["index_blocks"] >= BLOCKS
+    index = store.http.ask("GET", "/v1/index")
+    assert index.etag == f'"{index.json["epoch"]}"' == f'"{found["index_epoch"]}"'
+
+
+def test_nodes_with_their_links(store: Store) -> None:
+    a, b = store.http.all("/v1/nodes", 1)
+    assert (a["node_id"], a["alive"], a["volumes"]) == ("a", True, ["a/dram", "a/nvme0"])
+    storage = a["nics"][0]
+    assert (storage["network"], storage["configured_bytes_per_s"], storage["planned_bytes_per_s"]) == ("storage", 10**9, 10**9)
+    assert b["roles"] == ["decode"]
+    detail = store.http.get("/v1/nodes/a")
+    assert detail["unreached"] is None
+    assert detail["process"]["sessions"] == 1
+    assert detail["process"]["traffic_cap_bytes_per_s"] == 10**10
+    assert {one["name"] for one in detail["process"]["staging"]} == {"prefill_buffer", "decode_buffer"}
+    assert store.http.get("/v1/nodes/b")["process"]["traffic_cap_bytes_per_s"] is None
+    store.http.get("/v1/nodes/nobody", 404)
+    page = store.http.get("/v1/nodes?limit=1")
+    store.http.get(f"/v1/volumes?cursor={page['next_cursor']}", 400)
+
+
+def test_volumes(store: Store) -> None:
+    volumes = {one["volume_id"]: one for one in store.http.all("/v1/volumes", 2)}
+    assert sorted(volumes) == ["a/dram", "a/nvme0", "b/dram"]
+    nvme = volumes["a/nvme0"]
+    assert (nvme["tier"], nvme["read_only"], nvme["quarantined_blocks"], nvme["node_alive"]) == ("nvme", None, 0, True)
+    assert nvme["blocks"] == BLOCKS
+    assert nvme["used_bytes"] >= BLOCKS * SPEC.block_bytes
+    assert store.http.get("/v1/volumes/a/nvme0")["blocks"] == BLOCKS
+    assert [one["volume_id"] for one in store.http.get("/v1/volumes?node=b")["items"]] == ["b/dram"]
+    store.http.get("/v1/volumes/a/nvme7", 404)
+
+
+def test_namespaces_usage_and_hits(store: Store) -> None:
+    before = store.http.get(f"/v1/namespaces/{store.namespace()}")
+    assert store.engine.lookup(store.keys).hit_blocks == BLOCKS
+    found = {one["namespace_id"]: one for one in store.http.all("/v1/namespaces", 1)}
+    assert set(found) == {store.namespace(), store.namespace(OTHER)}
+    mine = found[store.namespace()]
+    assert (mine["spec"]["model"], mine["spec"]["salted"]) == ("seen", True)
+    assert "pepper" not in json.dumps(found)
+    assert b"pepper".hex() not in json.dumps(found)
+    assert mine["lookups"] == before["lookups"] + 1
+    assert mine["hit_blocks"] - before["hit_blocks"] == BLOCKS
+    usage = store.http.get(f"/v1/namespaces/{store.namespace()}/usage")
+    assert usage["unreached"] == []
+    assert [(one["volume_id"], one["blocks"], one["bytes"]) for one in usage["volumes"]] == [
+        ("a/dram", BLOCKS, BLOCKS * SPEC.block_bytes),
+        ("a/nvme0", BLOCKS, BLOCKS * SPEC.block_bytes),
+    ]
+    assert [one["tier"] for one in usage["tiers"]] == ["dram", "nvme"]
+    store.http.get(f"/v1/namespaces/{'0' * 32}", 404)
+
+
+def test_which_blocks_hit_and_why_the_rest_misses(store: Store) -> None:
+    longer = [*TOKENS.tolist(), *range(1000, 1000 + 2 * SPEC.block_tokens), 5]
+    found = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(), "tokens": longer})
+    assert (found["blocks"], found["hit_blocks"]) == (BLOCKS + 2, BLOCKS)
+    assert found["first_miss"] == "never stored, or evicted everywhere"
+    hit, missed = found["runs"]
+    assert (hit["hit"], hit["count"], hit["state"], missed["hit"], missed["count"]) == (True, BLOCKS, "held", False, 2)
+    assert {(one["volume_id"], one["tier"]) for one in hit["replicas"]} == {("a/dram", "dram"), ("a/nvme0", "nvme")}
+    keys = [key.hex() for key in store.keys]
+    same = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(), "keys": keys})
+    assert same["hit_blocks"] == BLOCKS, "keys are those of the tokens"
+    torn = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(), "keys": ["f" * 32, *keys[1:]]})
+    assert torn["hit_blocks"] == 0
+    assert "hole before it, at depth 0" in torn["runs"][1]["why"]
+    foreign = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(OTHER), "keys": keys[:1]})
+    assert foreign["runs"][0]["state"] == "misplaced"
+    one = store.http.get(f"/v1/blocks/{keys[3]}")
+    assert (one["state"], one["namespace_id"], one["depth"]) == ("held", store.namespace(), 3)
+    assert store.http.get(f"/v1/blocks/{'f' * 32}")["state"] == "unknown"
+    for wrong in ({}, {"keys": keys[:1], "tokens": [1]}, {"tokens": [-1]}, {"keys": ["x"]}, {"keys": keys[:1], "more": 1}):
+        store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(), **wrong}, 400)
+    store.http.post("/v1/blocks/lookup", {"namespace_id": "0" * 32, "tokens": [1]}, 404)
+
+
+def test_decisions_queues_and_slow_loads(store: Store) -> None:
+    out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+    assert store.engine.load(store.engine.lookup(store.keys), out).hit_blocks == BLOCKS
+    wanted = metadata_pb2.PlanLoadRequest(
+        operation_id=bytes(16),
+        prefill_node="a",
+        decode_node="b",
+        blocks=64,
+        block_bytes=1 << 20,
+        block_tokens=16,
+        budget_ms=60_000,
+    )
+    with connect(store.cluster.metadata_address) as channel:
+        plan = call(metadata_pb2_grpc.MetadataStub(channel).PlanLoad, wanted, WAIT_S)
+    live = store.http.get("/v1/plans")["items"]
+    assert [(one["plan_id"], one["blocks"]) for one in live] == [(str(plan.plan_id), 64)]
+    assert sum(part["left"] for part in live[0]["parts"]) == 64
+    assert store.http.get("/v1/cluster")["live_plans"] == 1
+    decision = store.http.get("/v1/decisions?limit=1")["items"][0]
+    assert (decision["policy"], decision["prefill_node"], decision["decode_node"]) == ("split", "a", "b")
+    assert sum(part["count"] for part in decision["parts"]) == decision["blocks"]
+    assert {one["node_id"] for one in decision["considered"]} == {"a", "b"}
+    queues = {one["node_id"]: one for one in store.http.all("/v1/queues", 1)}
+    assert sum(one["pending_bytes"] for one in queues.values()) == 64 << 20
+    assert store.http.get("/v1/nodes/a")["nics"][0]["pending_bytes"] == queues["a"]["pending_bytes"]
+    assert set(queues) == {"a", "b"}
+    slow = store.http.get("/v1/loads/slow")
+    assert slow["unreached"] == []
+    assert "waited" in slow["items"][0]["reason"]
+    assert slow["items"] == sorted(slow["items"], key=lambda one: -one["seconds"])
+
+
+def test_configuration_in_force_says_where_it_came_from(store: Store) -> None:
+    metadata, admin = store.http.get("/v1/config")["processes"]
+    assert (metadata["process"], admin["process"]) == ("metadata", "admin")
+    shown = {one["key"]: one for one in metadata["settings"]}
+    assert (shown["metadata.path_policy"]["value"], shown["metadata.path_policy"]["source"]) == ("split", "default")
+    assert shown["metadata.index_path"]["source"] == "flag"
+    assert not any(key.startswith("node.") for key in shown)
+    node = {one["key"]: one["value"] for one in store.http.get("/v1/nodes/a/config")["settings"]}
+    assert node["node.dram"] == "32MiB"
+
+
+def test_a_volume_is_evicted_down_to_a_fill(store: Store) -> None:
+    store.fill(store.engine)
+    volume = store.http.get("/v1/volumes/a/dram")
+    done = store.http.post("/v1/volumes/a/dram/evict", {"to_percent": 0})
+    assert done["evicted_blocks"] == volume["blocks"]
+    assert (done["kept_blocks"], done["used_bytes"]) == (0, 0)
+    assert store.http.get("/v1/volumes/a/nvme0")["blocks"] == BLOCKS, "durable as before"
+    store.http.post("/v1/volumes/a/dram/evict", {"to_percent": 101}, 400)
+    store.http.post("/v1/volumes/a/nvme7/evict", {"to_percent": 1}, 404)
+    assert store.http.post("/v1/volumes/a/nvme0/evict", {"to_percent": 100})["evicted_blocks"] == 0
+
+
+def test_a_namespace_is_evicted_and_stored_again(store: Store) -> None:
+    store.http.post(f"/v1/namespaces/{store.namespace()}/invalidate")
+    store.fill(store.engine)
+    only = store.http.post(f"/v1/namespaces/{store.namespace()}/evict", {"tiers": ["nvme"]})
+    assert (only["complete"], only["evicted_blocks"]) == (True, BLOCKS)
+    assert store.http.get("/v1/volumes/a/nvme0")["blocks"] == 0
+    done = store.http.post(f"/v1/namespaces/{store.namespace()}/invalidate")
+    assert (done["complete"], done["evicted_blocks"], done["kept_blocks"], done["unreached"]) == (True, BLOCKS, 0, [])
+    until(lambda: store.engine.lookup(store.keys).hit_blocks == 0, "nothing is found")
+    assert store.neighbour.lookup(store.neighbour.keys(TOKENS)).hit_blocks == BLOCKS, "the other namespace has everything"
+    store.fill(store.engine)
+    assert store.engine.lookup(store.keys).hit_blocks == BLOCKS
+    store.http.post(f"/v1/namespaces/{'0' * 32}/invalidate", status=404)
+
+
+def test_the_next_weights_are_another_namespace(store: Store) -> None:
+    store.fill(store.engine)
+    path = f"/v1/namespaces/{store.namespace()}/weights-epoch"
+    made = store.http.post(path, {"weights_epoch": "next"})
+    after = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096, salt=b"pepper", weights_epoch="next")
+    assert made["namespace_id"] == after.namespace.hex(), "what an engine with these weights computes"
+    assert made["invalidated"]["complete"]
+    assert store.http.get(f"/v1/namespaces/{made['namespace_id']}")["spec"]["weights_epoch"] == "next"
+    until(lambda: store.engine.lookup(store.keys).hit_blocks == 0, "the old weights' blocks are gone")
+    again = store.http.post(f"/v1/namespaces/{made['namespace_id']}/weights-epoch", {"weights_epoch": "next"}, 409)
+    assert again["kind"] == "conflict"
+    store.http.post(path, {"weights_epoch": "a\nb"}, 400)
+    store.fill(store.engine)
+
+
+def test_the_path_policy_is_changed_by_whoever_saw_it_last(store: Store) -> None:
+    seen = store.http.ask("GET", "/v1/path-policy")
+    assert seen.json == {"policy": "split", "configured": "split"}
+    store.http.put("/v1/path-policy", {"policy": "prefill_only"}, 428)
+    changed = store.http.ask("PUT", "/v1/path-policy", {"policy": "prefill_only"}, if_match=seen.etag)
+    assert (changed.status, changed.etag) == (200, '"prefill_only"')
+    stale = store.http.put("/v1/path-policy", {"policy": "round_robin"}, 412, if_match=seen.etag)
+    assert stale["fields"]["current"] == '"prefill_only"'
+    assert store.http.get("/v1/cluster")["path_policy"] == "prefill_only"
+    store.http.put("/v1/path-policy", {"policy": "oracle"}, 400, if_match="*")
+    assert store.http.put("/v1/path-policy", {"policy": "split"}, if_match="*") == {"policy": "split", "configured": "split"}
+
+
+def test_the_cap_is_changed_where_there_is_one(store: Store) -> None:
+    seen = store.http.ask("GET", "/v1/nodes/a/traffic-cap")
+    assert (seen.json["bytes_per_s"], seen.etag) == (10**10, '"10000000000"')
+    changed = store.http.ask("PUT", "/v1/nodes/a/traffic-cap", {"bytes_per_s": 10**9}, if_match=seen.etag)
+    assert (changed.status, changed.etag) == (200, '"1000000000"')
+    store.http.put("/v1/nodes/a/traffic-cap", {"bytes_per_s": 1}, 412, if_match=seen.etag)
+    assert store.http.put("/v1/nodes/a/traffic-cap", {"bytes_per_s": 0}, if_match=changed.etag)["bytes_per_s"] == 0
+    without = store.http.get("/v1/nodes/b/traffic-cap", 409)
+    assert "node.compute_cap" in without["detail"]
+    store.http.put("/v1/nodes/a/traffic-cap", {"bytes_per_s": -1}, 400, if_match="*")
+
+
+def test_anti_entropy_and_a_new_index_at_once(store: Store) -> None:
+    store.fill(store.engine)
+    assert store.http.post("/v1/nodes/a/anti-entropy") == {"node_id": "a", "repaired_ranges": 0}
+    index = store.http.ask("GET", "/v1/index")
+    store.http.post("/v1/index/rebuild", status=428)
+    store.http.post("/v1/index/rebuild", status=412, if_match=f'"{"0" * 32}"')
+    done = store.http.ask("POST", "/v1/index/rebuild", if_match=index.etag)
+    assert (done.status, done.json) == (202, {"dropped_epoch": index.json["epoch"]})
+
+    def anew() -> bool:
+        answer = store.http.ask("GET", "/v1/index")
+        return answer.status == 200 and answer.etag != index.etag
+
+    until(anew, "the index has another epoch")
+    store.http.post("/v1/index/rebuild", status=412, if_match=index.etag)
+    until(lambda: store.engine.lookup(store.keys).hit_blocks == BLOCKS, "the nodes told it everything")
+    assert len(store.http.get("/v1/namespaces")["items"]) >= 2, "specs are kept"
+
+
+def test_every_change_is_a_line_of_the_audit_log(store: Store) -> None:
+    store.http.post("/v1/volumes/b/dram/evict", {"to_percent": 99}, x_request_id="audited-1")
+    store.http.post("/v1/volumes/b/none/evict", {"to_percent": 99}, 404)
+    log = store.cluster.node("admin").log_path.read_text()
+    lines = [line for line in log.splitlines() if "kvstore.audit" in line and '"volume.evict", "target": "b/' in line]
+    assert len(lines) == 2
+    assert "request_id=audited-1" in lines[0]
+    done = json.loads(lines[0][lines[0].index("{") : lines[0].rindex("}") + 1])
+    assert (done["who"], done["role"], done["from"], done["outcome"]) == ("local", "operator", "127.0.0.1", "done")
+    assert done["result"] == {"evicted_blocks": 0, "kept_blocks": 0}
+    assert '"outcome": "not_found"' in lines[1]
+
+
+def test_a_node_that_is_silent_is_said_and_waited_for_by_nobody(store: Store) -> None:
+    """The last one: it kills a node."""
+    store.cluster.kill("b")
+    until(lambda: store.http.get("/v1/cluster")["nodes_silent"] == 1, "b is silent")
+    found = store.http.get("/v1/cluster")
+    assert found["health"] == "degraded"
+    assert "node b is silent" in found["problems"][0]
+    detail = store.http.get("/v1/nodes/b")
+    assert (detail["process"], detail["unreached"]) == (None, "the node is silent")
+    assert store.http.get("/v1/volumes/b/dram")["quarantined_blocks"] is None
+    store.http.get("/v1/nodes/b/config", 503)
+    keys = [key.hex() for key in store.neighbour.keys(TOKENS)]
+    missed = store.http.post("/v1/blocks/lookup", {"namespace_id": store.namespace(OTHER), "keys": keys})
+    assert (missed["hit_blocks"], missed["runs"][0]["state"]) == (0, "silent")
+    assert missed["first_miss"] == "only on nodes that are not heard of: b"
+    done = store.http.post(f"/v1/namespaces/{store.namespace(OTHER)}/invalidate")
+    assert not done["complete"]
+    assert [(one["node_id"], one["kind"]) for one in done["unreached"]] == [("b", "unavailable")]
