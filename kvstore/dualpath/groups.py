@@ -6,7 +6,7 @@ a thousand. Among equals the engine that joined first wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,18 +51,20 @@ class EngineGroup:
         seq: their number.
         free: HBM bytes free for KV.
         read: disk reading queue of the engine's node, in tokens.
-        most_hbm: room of the roomiest engine when that is idle.
+        open: whether it may be given requests; those of nodes that drain may not.
+        most_hbm: room of the roomiest open engine when that is idle; -1: none is open.
     """
 
-    __slots__ = ("_place", "engines", "free", "most_hbm", "name", "read", "role", "seq", "tok")
+    __slots__ = ("_place", "engines", "free", "most_hbm", "name", "open", "read", "role", "seq", "tok")
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
         self.role = role
         self.engines: list[Engine] = []
         self._place: dict[str, int] = {}
-        self.most_hbm = 0
+        self.most_hbm = -1
         self.tok, self.seq, self.free, self.read = (np.zeros(0, np.int64) for _ in range(4))
+        self.open = np.zeros(0, np.bool_)
 
     def __len__(self) -> int:
         return len(self.engines)
@@ -74,13 +76,13 @@ class EngineGroup:
         """Where an engine's numbers stand in the arrays."""
         return self._place[engine]
 
-    def join(self, engine: Engine) -> None:
-        """A new engine, with nothing to do."""
+    def join(self, engine: Engine, shut: Container[str] = ()) -> None:
+        """A new engine, with nothing to do; of the nodes in ``shut`` it gets nothing."""
         self._place[engine.engine] = len(self.engines)
         self.engines.append(engine)
         self.tok, self.seq, self.read = (np.append(column, np.int64(0)) for column in (self.tok, self.seq, self.read))
         self.free = np.append(self.free, np.int64(engine.hbm_bytes))
-        self.most_hbm = max(self.most_hbm, engine.hbm_bytes)
+        self.shut(shut)
 
     def leave(self, engine: str) -> None:
         """The engine is gone."""
@@ -90,7 +92,20 @@ class EngineGroup:
         self.tok, self.seq, self.free, self.read = (
             np.delete(column, place) for column in (self.tok, self.seq, self.free, self.read)
         )
-        self.most_hbm = max((entry.hbm_bytes for entry in self.engines), default=0)
+        self.open = np.delete(self.open, place)
+        self._look()
+
+    def shut(self, nodes: Container[str]) -> bool:
+        """Engines of these nodes are given nothing from now on, all others may be. Whether that changes anything."""
+        now_open = np.array([entry.node not in nodes for entry in self.engines], np.bool_)
+        changed = not np.array_equal(now_open, self.open)
+        self.open = now_open
+        self._look()
+        return changed
+
+    def _look(self) -> None:
+        rooms = (entry.hbm_bytes for entry, is_open in zip(self.engines, self.open.tolist(), strict=True) if is_open)
+        self.most_hbm = max(rooms, default=-1)
 
     @property
     def tokens(self) -> int:
@@ -121,8 +136,9 @@ def assign_prefill(
         The place of the engine for each request in turn; ends where the rule says to end the fetch.
     """
     short = group.read <= alpha
+    wanted = (short & group.open, ~short & group.open)
     # the classes need no masks a request: the least tokens of a class tell whether it is empty below beta
-    classes = [np.where(chosen, group.tok, NEVER) for chosen in (short, ~short)] if len(group) else []
+    classes = [np.where(chosen, group.tok, NEVER) for chosen in wanted] if len(group) else []
     ahead = iter(near)
     for length in lengths:
         at_hand = next(ahead, {})
@@ -153,18 +169,18 @@ def decode_watermark(group: EngineGroup, waiting: Iterable[tuple[int, int]], z: 
     """Z: ``z`` times the mean tokens of an engine after the fetch, if all that fits into the group's HBM were assigned.
 
     Args:
-        group: the group that fetches; has an engine.
+        group: the group that fetches; has an engine. Those that are not open do not count.
         waiting: (tokens, HBM bytes) of the waiting requests, in order.
         z: 1.05 in the paper.
     """
-    room = int(group.free.sum())
+    room = int(group.free[group.open].sum())
     coming = 0
     for tokens, need in waiting:
         if need > room:
             break
         room -= need
         coming += tokens
-    return z * (coming + group.tokens) / len(group)
+    return z * (coming + int(group.tok[group.open].sum())) / max(1, int(np.count_nonzero(group.open)))
 
 
 def assign_decode(group: EngineGroup, waiting: Iterable[tuple[int, int]], watermark: float) -> Iterator[int]:
@@ -184,7 +200,7 @@ def assign_decode(group: EngineGroup, waiting: Iterable[tuple[int, int]], waterm
     if not len(group):
         return
     for tokens, need in waiting:
-        fits = group.free >= need
+        fits = (group.free >= need) & group.open
         low = fits & (group.tok + tokens <= watermark)
         place = _least(group.seq, low)
         if place is None:
@@ -241,14 +257,14 @@ class DecodeGroups:
         """
         group, place = self.groups[name], self._place[name]
         self._load[place] = group.tokens + waiting_tokens
-        self._most[place] = group.most_hbm if len(group) else -1
+        self._most[place] = group.most_hbm
 
     def add(self, name: str, tokens: int) -> None:
         """A group has that many tokens more (or fewer)."""
         self._load[self._place[name]] += tokens
 
     def choose(self, need: int) -> str | None:
-        """The group with the fewest tokens, of those that have an engine with room for ``need`` bytes when it is idle."""
+        """The group with the fewest tokens, of those that have an open engine with room for ``need`` bytes when it is idle."""
         if not self.groups:
             return None
         place = _least(self._load, self._most >= need)

@@ -193,6 +193,7 @@ class Scheduler:
         self._private: dict[str, _Queue] = {}
         self._private_tokens: dict[str, int] = {}
         self._decode_groups = DecodeGroups()
+        self._shut: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         """Requests waiting or under way."""
@@ -231,9 +232,22 @@ class Scheduler:
                 self._private_tokens[engine.group] = 0
         elif group.role is not engine.role:
             raise Conflict("group has the other role", group=engine.group, role=group.role)
-        group.join(engine)
+        group.join(engine, self._shut)
         self._desks[engine.engine] = _Desk(engine, {})
         self._refresh(group)
+
+    def shut(self, nodes: frozenset[str]) -> None:
+        """Engines of these nodes are given nothing more; what they have they keep. Those of all others may be given requests.
+
+        What waits for a decode group that can no longer hold it goes back to the head of the global queue.
+        """
+        if nodes == self._shut:
+            return
+        self._shut = nodes
+        for group in self._groups.values():
+            if group.shut(nodes) and group.role is Role.DECODE:
+                self._reroute(group)
+                self._refresh(group)
 
     def engine_gone(self, engine: str) -> tuple[GivenBack, ...]:
         """An engine died or left: its unfinished requests go to the head of the queues they came from, in their order.
@@ -455,8 +469,7 @@ class Scheduler:
     def _reroute(self, group: EngineGroup) -> None:
         """Requests that the group can no longer hold even when idle go back to the global queue's head."""
         queue = self._private[group.name]
-        room = group.most_hbm if len(group) else -1
-        for job in [job for job in reversed(queue.values()) if job.ask.hbm_bytes > room]:
+        for job in [job for job in reversed(queue.values()) if job.ask.hbm_bytes > group.most_hbm]:
             del queue[job.ask.request_id]
             self._private_tokens[group.name] -= job.ask.tokens
             job.group = None

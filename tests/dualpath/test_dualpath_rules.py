@@ -145,6 +145,40 @@ def test_decode_assignment_is_phase_2(engines: list[Numbers], waiting: list[tupl
     assert numbers_of(group) == engines
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    engine_numbers,
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=25),
+    st.sets(st.integers(0, 9)),
+    small,
+    small,
+)
+def test_engines_of_nodes_that_are_shut_count_as_absent(
+    engines: list[Numbers], waiting: list[tuple[int, int]], shut: set[int], alpha: int, beta: int
+) -> None:
+    stays = [place for place in range(len(engines)) if place not in shut]
+    for role in Role:
+        group = EngineGroup("g", role)
+        for place, numbers in enumerate(engines):
+            group.join(Engine(f"e{place}", role, "g", f"n{place}", numbers.free))
+            group.tok[place], group.seq[place], group.free[place], group.read[place] = (
+                numbers.tok, numbers.seq, numbers.free, numbers.read,
+            )  # fmt: skip
+        assert group.shut({f"n{place}" for place in shut}) == (len(stays) < len(engines))
+        assert group.most_hbm == max((engines[place].free for place in stays), default=-1)
+        left = [Numbers(engines[place].tok, engines[place].seq, engines[place].free, engines[place].read) for place in stays]
+        if role is Role.PREFILL:
+            ours = list(assign_prefill(group, (length for length, _ in waiting), alpha, beta))
+            literal = literal_prefill(left, [length for length, _ in waiting], alpha, beta)
+        elif not left:
+            ours, literal = list(assign_decode(group, waiting, decode_watermark(group, waiting, 1.05) if engines else 0.0)), []
+        else:
+            ours = list(assign_decode(group, waiting, decode_watermark(group, waiting, 1.05)))
+            literal = literal_decode(left, waiting, 1.05)
+        assert ours == [stays[place] for place in literal]
+        assert [number for place, number in enumerate(numbers_of(group)) if place in stays] == left
+
+
 def test_nobody_is_assigned_to_an_empty_group() -> None:
     assert list(assign_prefill(EngineGroup("g", Role.PREFILL), [1], 1, 1)) == []
     assert list(assign_decode(EngineGroup("g", Role.DECODE), [(1, 1)], 1.0)) == []
