@@ -132,6 +132,10 @@ class PrefixIndex(ABC):
     def describe(self, keys: Sequence[BlockKey]) -> list[Entry | None]:
         """What the index says of each key; None: nothing. For people: it may take milliseconds a thousand keys."""
 
+    @abstractmethod
+    def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
+        """Open lives that hold each of some keys of a namespace, wherever in their chains; visible or not."""
+
     # ---- anti-entropy ----
     @abstractmethod
     def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:

@@ -278,6 +278,20 @@ class LmdbIndex(PrefixIndex):
         self._files.mark_given_up()
         self._on_damage()
 
+    def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
+        _check_keys(keys)
+        found: list[tuple[Life, ...]] = []
+
+        def work(txn: Txn, part: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
+            lives, ordinal = self._lives_now(txn).by_number, self._ordinal(txn, namespace)
+            records = [decode(value) if (value := txn.get(key, None, self._blocks)) else () for key in part]
+            return [tuple(replicas_of(one, lives)) if one and one[0] == ordinal else () for one in records]
+
+        for at in range(0, len(keys), _SCAN_PART):  # in parts: the gate is held for each
+            part = keys[at : at + _SCAN_PART]
+            found += self._read(lambda txn, part=part: work(txn, part))  # type: ignore[misc]
+        return found
+
     # ---- anti-entropy ----
     def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:
         if not 0 <= key_range < limits.DIGEST_RANGES:

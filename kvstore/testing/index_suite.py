@@ -185,6 +185,18 @@ class IndexSuite:
         assert hit == PrefixHit(100, tuple(ReplicaRun(at, 1, lives[at % 2]) for at in range(100)))
 
     # ---- publishing ----
+    def test_holders_are_told_key_by_key(self, index: PrefixIndex) -> None:
+        first, second = begin(index, "a"), begin(index, "b")
+        index.publish(first, [CHAIN.run(0, 3)], [])
+        index.publish(second, [CHAIN.run(2, 5)], [])
+        keys = [CHAIN.keys[at] for at in (4, 2, 0, 9)]
+        assert [set(lives) for lives in index.holders(NAMESPACE, keys)] == [{second}, {first, second}, {first}, set()]
+        assert index.holders(NamespaceId(b"o" * 16), keys) == [()] * 4, "keys belong to a namespace"
+        index.close_life(first)
+        assert index.holders(NAMESPACE, keys) == [(second,), (second,), (), ()]
+        with pytest.raises(InvalidArgument):
+            index.holders(NAMESPACE, [BlockKey(b"short")])
+
     def test_removed_goes_first_then_stored_in_order(self, index: PrefixIndex) -> None:
         life = begin(index)
         index.publish(life, [CHAIN.run(0, 10)], list(CHAIN.keys[:10]))
