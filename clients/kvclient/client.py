@@ -562,7 +562,7 @@ class KVClient:
         if self._directory is None:
             raise Unavailable("no local node and no metadata server: nowhere to store")
         options = self._core.options
-        nodes = by_roles(self._directory.nodes(min(timeout_s, options.lookup_deadline_s)), options.store_roles)
+        nodes = by_roles(self._directory.takers(min(timeout_s, options.lookup_deadline_s)), options.store_roles)
         for node in nodes:
             if node.volumes and all(volume.tier == common_pb2.TIER_HBM for volume in node.volumes):
                 continue  # an engine's pool, which takes nothing from outside

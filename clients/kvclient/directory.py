@@ -116,6 +116,15 @@ class Directory:
         answer = self._call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
         return [status.node for status in answer.nodes if status.alive]
 
+    def takers(self, timeout_s: float) -> list[common_pb2.NodeInfo]:
+        """Living nodes that take stores, by node id: those that drain do not.
+
+        Raises:
+            KVStoreError: the server does not answer.
+        """
+        answer = self._call(self._stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
+        return [status.node for status in answer.nodes if status.alive and status.state <= common_pb2.NODE_STATE_ACTIVE]
+
     def node(self, node_id: str, timeout_s: float) -> NodeRef:
         """Where a living node is reached; asked anew every few seconds.
 

@@ -153,6 +153,7 @@ class StoreHandle:
         if self._operation.over:
             raise self._operation.error()
         self._keep_near(grant)  # now: the slots are the node's as soon as it is told
+        result.draining = grant.draining
         result.outcomes = grant.outcomes.copy()
         result.outcomes[grant.positions] = StoreOutcome.LOST  # until the answer is here
         grant.complete(pack_u64(self._checksums.reshape(-1)), self._operation.left_s(), wait_visible=wait_visible)

@@ -191,6 +191,8 @@ class StoreResult:
         durable: whether everything this call stored is known to be on NVMe (where that was asked for; else see ``error``).
         seconds: how long it took.
         error: the first failure of ours on the way, if any.
+        draining: whether what is ``SKIPPED`` is so because the node of this host drains or ends; no failure, and it will not
+            take anything soon.
     """
 
     outcomes: Outcomes
@@ -198,6 +200,7 @@ class StoreResult:
     durable: bool = False
     seconds: float = 0.0
     error: KVStoreError | None = None
+    draining: bool = False
 
     @property
     def held_blocks(self) -> int:

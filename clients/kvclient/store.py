@@ -79,6 +79,12 @@ class Grant:
             self.abort()
             raise
         skip_rest(self.outcomes)
+        self.draining = answer.draining
+        """What is SKIPPED is so because the node drains or ends."""
+        if answer.draining and (skipped := int(np.count_nonzero(self.outcomes == StoreOutcome.SKIPPED))):
+            core.incidents.report(
+                "client_store_skipped_draining_blocks_total", "the node of this host drains or ends: not stored", amount=skipped
+            )
         self.positions = np.flatnonzero(self.outcomes == StoreOutcome.STORED)
         """Blocks of the run to be written, rising."""
         self.offsets = offsets[: len(self.positions)]  # what was granted behind a gap is given back unwritten
@@ -239,6 +245,7 @@ class Store:
         finally:
             grant.abort()  # no effect once completed
         outcomes[start:stop] = grant.outcomes
+        self._result.draining |= grant.draining
         self._result.bytes_stored += (
             int(np.count_nonzero(grant.outcomes[grant.positions] == StoreOutcome.STORED)) * self._block_bytes
         )

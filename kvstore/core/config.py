@@ -75,6 +75,7 @@ class MetadataSection(Section):
         le=64,
         description="server processes that share port and index; requests are scheduled only where it is one",
     )
+    stop_grace: DurationMs = Field(default=5_000, description="how long calls under way may take when it ends")
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
     metrics_listen: str = Field(
@@ -196,6 +197,14 @@ class NodeSection(Section):
     keep_loaded: bool = Field(default=True, description="keep loaded and stored blocks in DRAM as a cache; no: only stage them")
     peer_streams: int = Field(default=4, ge=1, le=64, description="connections of a fetch from a peer")
     anti_entropy_interval: DurationMs = Field(default=30_000, description="how often it compares notes with the index")
+    stop_grace: DurationMs = Field(
+        default=10_000, description="how long its end in order may take: stores finished, blocks written behind, reads answered"
+    )
+    move_bandwidth: Size = Field(
+        default=256 << 20,
+        description="the most bytes a second that others copy from it while it drains (kvstore drain --move); 0: no bound",
+    )
+    move_window: Size = Field(default=32 << 20, gt=0, description="bytes that others copy from it at once while it drains")
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
     metrics_listen: str = Field(

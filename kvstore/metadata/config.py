@@ -33,6 +33,7 @@ class MetadataConfig:
         request_ttl_ms: requests are forgotten so long after they came, if engines never said that they are done.
         max_requests: requests that wait or are under way; one more is refused.
         workers: server processes that share the port and the index.
+        stop_grace_ms: how long calls under way may take when it ends.
         tls: this server's identity; None: plain text.
         metrics_listen: address of ``/metrics``, plain HTTP; worker N of several serves N ports further; None: not served.
         ready_file: written atomically as JSON ``{"address", "pid", "metrics_address"}`` once calls are answered.
@@ -56,6 +57,7 @@ class MetadataConfig:
     request_ttl_ms: int = 21_600_000
     max_requests: int = 100_000
     workers: int = 1
+    stop_grace_ms: int = 5_000
     tls: TlsConfig | None = None
     metrics_listen: str | None = None
     ready_file: Path | None = None

@@ -56,6 +56,8 @@ class MetadataGauges:
         alive = sum(status.alive for status in statuses)
         yield Sample("metadata_nodes", alive, {"state": "alive"})
         yield Sample("metadata_nodes", len(statuses) - alive, {"state": "silent"})
+        draining = sum(status.HasField("order") for status in statuses)
+        yield Sample("metadata_nodes_draining", draining)
         for status in statuses:
             age_s = status.heartbeat_age_ms / 1000
             yield Sample("metadata_node_heartbeat_age_seconds", age_s, {"node": status.node.node_id})

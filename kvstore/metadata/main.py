@@ -20,6 +20,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 from kvstore.core.errors import Unavailable
@@ -29,12 +30,13 @@ from kvstore.metadata.server import MetadataServer
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.rpc.descriptors import raise_limit
+from kvstore.rpc.leaving import SIGNALS, Leaving, Wishes, exit_now
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S: Final = 2.0
 _START_TIMEOUT_S: Final = 30.0
-_STOP_TIMEOUT_S: Final = 10.0
+_STOP_MARGIN_S: Final = 5.0
+"""A worker is killed so long after its deadline."""
 _MAX_RESTARTS: Final = 5
 _RESTART_WINDOW_S: Final = 60.0
 _DAMAGED_EXIT: Final = 75
@@ -44,7 +46,7 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 
 
 def run(config: MetadataConfig, set_up: Callable[[], None] | None = None) -> None:
-    """Serves until SIGTERM or SIGINT; returns after a graceful stop.
+    """Serves until SIGTERM or SIGINT; returns after a graceful stop, within ``stop_grace_ms``; ends at once when told so again.
 
     Args:
         config: what to serve.
@@ -102,10 +104,11 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave.set)
+    grace_s = config.stop_grace_ms / 1000
+    leaving = Leaving(grace_s, leave.set)
+    leaving.listen()
     if parent is not None:
-        loop.add_reader(parent, leave.set)
+        loop.add_reader(parent, leaving.begin)
     counters = Counters()
     namespaces: Sequence[tuple[NamespaceId, bytes]] = ()
     while True:
@@ -126,7 +129,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
         announcer.ready(address, server.metrics_address)
         await _first_of(leave, server.damaged)
         namespaces = server.kept_namespaces
-        await server.stop(_GRACE_S)
+        await server.stop(grace_s)
         if leave.is_set():
             break
         logger.critical("the index was given up: it is dropped and made anew")
@@ -175,13 +178,14 @@ class _Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._workers: dict[int, SpawnProcess] = {}
         self._restarts: deque[float] = deque()
+        self._wishes = Wishes()
 
     def run(self) -> None:
         wake, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)  # the byte in the socket pair is the message
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)  # the byte in the socket pair is the message
         with wake, waker, _reserve_port(self._config.listen) as reserved:
             host = self._config.listen.rpartition(":")[0]
             config = replace(self._config, listen=f"{host}:{reserved.getsockname()[1]}")
@@ -193,6 +197,12 @@ class _Supervisor:
             finally:
                 signal.set_wakeup_fd(-1)
                 self._stop_all()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._wishes.at_once(number):
+            for process in self._workers.values():
+                process.kill()
+            exit_now(128 + number)
 
     def _watch(self, config: MetadataConfig, wake: socket.socket) -> None:
         while True:
@@ -237,7 +247,7 @@ class _Supervisor:
     def _stop_all(self) -> None:
         for process in self._workers.values():
             process.terminate()
-        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        deadline_s = time.monotonic() + self._config.stop_grace_ms / 1000 + _STOP_MARGIN_S
         for process in self._workers.values():
             process.join(max(0.0, deadline_s - time.monotonic()))
             if process.is_alive():

@@ -17,13 +17,20 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from kvproto.v1.common_pb2 import NodeInfo
+from kvproto.v1.common_pb2 import (
+    NODE_STATE_ACTIVE,
+    NODE_STATE_DRAINING,
+    DrainOrder,
+    DrainProgress,
+    NodeInfo,
+    NodeState,
+)
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, LookupResponse, NodeStatus
 from kvstore.core.clock import Clock
 from kvstore.core.errors import NotFound
 from kvstore.core.types import BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.notes import BEAT_PREFIX, NODE_PREFIX, Beat, beat_note
+from kvstore.metadata.notes import BEAT_PREFIX, DRAIN_PREFIX, LEFT_PREFIX, NODE_PREFIX, Beat, beat_note
 from kvstore.observe.counters import Counters
 
 logger = logging.getLogger(__name__)
@@ -50,6 +57,10 @@ class View:
     owners: Mapping[VolumeId, frozenset[NodeId]] = field(default_factory=dict)
     mounted: Mapping[Life, tuple[Place, ...]] = field(default_factory=dict)
     """Durable lives that other nodes can read without the owner: where those nodes name the volume, behind their own."""
+    orders: Mapping[NodeId, DrainOrder] = field(default_factory=dict)
+    """Of nodes that are to drain."""
+    left: frozenset[NodeId] = frozenset()
+    """Nodes whose registered boot ended in order."""
 
 
 class NodeTable:
@@ -104,6 +115,29 @@ class NodeTable:
         """Whether heartbeats of a node arrive."""
         return node_id in self._alive
 
+    def drains(self, node_id: str) -> bool:
+        """Whether a node is to drain: it gets nothing new."""
+        return node_id in self._view.orders
+
+    def order(self, node_id: NodeId) -> DrainOrder | None:
+        """What a node is to do, where it is to drain."""
+        return self.view().orders.get(node_id)
+
+    def state(self, node_id: NodeId) -> NodeState:
+        """Whether a node takes part; how far its draining is it says itself."""
+        if node_id not in self._view.orders:
+            return NODE_STATE_ACTIVE
+        progress = self._progress(node_id)
+        return NODE_STATE_DRAINING if progress is None or progress.state <= NODE_STATE_ACTIVE else progress.state
+
+    def _progress(self, node_id: NodeId) -> DrainProgress | None:
+        """What the registered boot of a node said last of the order in force."""
+        order, record = self._view.orders.get(node_id), self._view.nodes.get(node_id)
+        beat = self._beat_of(node_id, BootId(record.boot_id)) if record is not None else None
+        if order is None or beat is None or beat.report.drain.operation_id != order.operation_id:
+            return None
+        return beat.report.drain
+
     def heard_within(self, node_id: NodeId, boot_id: BootId, seconds: float) -> bool:
         """Whether a heartbeat of this very boot came so lately."""
         beat = self._beat_of(node_id, boot_id)
@@ -135,16 +169,29 @@ class NodeTable:
 
     def statuses(self) -> list[NodeStatus]:
         """All nodes, by id."""
-        now_s = self._clock.now_s()
-        answer = []
-        for node_id, record in sorted(self.view().nodes.items()):
-            beat = self._beat_of(node_id, BootId(record.boot_id))
-            age_s = now_s - (beat.at_s if beat is not None else self._started_s)
-            usages = beat.report.usages if beat is not None else ()
-            answer.append(
-                NodeStatus(node=record, alive=node_id in self._alive, heartbeat_age_ms=max(0, round(age_s * 1000)), usages=usages)
-            )
-        return answer
+        return [self.status(node_id) for node_id in sorted(self.view().nodes)]
+
+    def status(self, node_id: NodeId) -> NodeStatus:
+        """One node.
+
+        Raises:
+            NotFound: it is not known.
+        """
+        record = self.view().nodes.get(node_id)
+        if record is None:
+            raise NotFound("no such node", node_id=node_id)
+        beat = self._beat_of(node_id, BootId(record.boot_id))
+        age_s = self._clock.now_s() - (beat.at_s if beat is not None else self._started_s)
+        return NodeStatus(
+            node=record,
+            alive=node_id in self._alive,
+            heartbeat_age_ms=max(0, round(age_s * 1000)),
+            usages=beat.report.usages if beat is not None else (),
+            state=self.state(node_id),
+            stopped=node_id in self._view.left,
+            order=self._view.orders.get(node_id),
+            drain=self._progress(node_id),
+        )
 
     def long_silent(self, forget_s: float) -> list[tuple[NodeId, BootId]]:
         """Boots that have not called for so long, none of whose volumes a living node serves in its place."""
@@ -208,11 +255,15 @@ class NodeTable:
         alive = set()
         for node_id, record in self._view.nodes.items():
             beat = self._beat_of(node_id, BootId(record.boot_id))
-            if max(self._started_s, beat.at_s if beat is not None else self._started_s) >= oldest_s:
+            heard_s = max(self._started_s, beat.at_s if beat is not None else self._started_s)
+            if heard_s >= oldest_s and node_id not in self._view.left:
                 alive.add(node_id)
         for node_id in self._alive - alive:
-            self._counters.add("metadata_nodes_expired_total")
-            logger.warning("node %s is silent: hidden from lookups", node_id)
+            if node_id in self._view.left:
+                logger.info("node %s has ended: hidden from lookups", node_id)
+            elif node_id in self._view.nodes:
+                self._counters.add("metadata_nodes_expired_total")
+                logger.warning("node %s is silent: hidden from lookups", node_id)
         for node_id in alive - self._alive:
             self._counters.add("metadata_nodes_appeared_total")
             logger.info("node %s is alive", node_id)
@@ -230,14 +281,20 @@ def _read_view(index: PrefixIndex) -> View:
     """Reads registrations and lives. The revision is read first: a change in between only means reading once more."""
     revision = index.revision
     nodes: dict[NodeId, NodeInfo] = {}
+    orders: dict[NodeId, DrainOrder] = {}
+    boots_left: dict[NodeId, bytes] = {}
     for name, value in index.notes().items():
-        if name.startswith(NODE_PREFIX):
-            try:
+        try:
+            if name.startswith(NODE_PREFIX):
                 info = NodeInfo.FromString(value)
-            except DecodeError:
-                logger.exception("registration %s cannot be read: the node will be asked to register again", name)
-                continue
-            nodes[NodeId(info.node_id)] = info
+                nodes[NodeId(info.node_id)] = info
+            elif name.startswith(DRAIN_PREFIX):
+                orders[NodeId(name.removeprefix(DRAIN_PREFIX))] = DrainOrder.FromString(value)
+            elif name.startswith(LEFT_PREFIX):
+                boots_left[NodeId(name.removeprefix(LEFT_PREFIX))] = value
+        except DecodeError:
+            logger.exception("the record %s cannot be read: a node will be asked to register again, an order is void", name)
+    left = frozenset(node_id for node_id, boot in boots_left.items() if node_id in nodes and nodes[node_id].boot_id == boot)
     positions = {
         (node_id, VolumeId(volume.volume_id)): position
         for node_id, record in nodes.items()
@@ -261,4 +318,4 @@ def _read_view(index: PrefixIndex) -> View:
                 mounted[life.life] = tuple(mounts[life.volume_id])
     encoded = {node_id: LookupResponse(nodes=[info]).SerializeToString() for node_id, info in nodes.items()}
     by_volume = {volume_id: frozenset(ids) for volume_id, ids in owners.items()}
-    return View(revision, nodes, encoded, places, lives, by_volume, mounted)
+    return View(revision, nodes, encoded, places, lives, by_volume, mounted, orders, left)

@@ -4,6 +4,9 @@
 name                    value                                                      announced
 ======================  =========================================================  ==========
 ``node/<node id>``      NodeInfo of the last registration                          yes
+``drain/<node id>``     DrainOrder, while the node is to drain                     yes
+``left/<node id>``      the boot that ended in order                               yes
+``removed/<node id>``   the living boot that was removed, and when                 no
 ``synced/<volume id>``  the life whose inventory is known in full                  yes
 ``beat/<node id>``      boot, host-wide monotonic time, usages of the last beat    no
 ``sequence/<node id>``  how far the boot has published (``metadata.sequence``)     no
@@ -25,10 +28,14 @@ from kvstore.index.contract import Life
 NODE_PREFIX: Final = "node/"
 SYNCED_PREFIX: Final = "synced/"
 BEAT_PREFIX: Final = "beat/"
+DRAIN_PREFIX: Final = "drain/"
+LEFT_PREFIX: Final = "left/"
+REMOVED_PREFIX: Final = "removed/"
 SEQUENCE_PREFIX: Final = "sequence/"
 
 _LIFE: Final = struct.Struct("<Q")
 _BEAT: Final = struct.Struct("<16sd")
+_REMOVED: Final = struct.Struct("<16sd")
 
 
 def node_note(node_id: NodeId) -> str:
@@ -39,6 +46,34 @@ def node_note(node_id: NodeId) -> str:
 def synced_note(volume_id: VolumeId) -> str:
     """Name of the record that a volume's inventory is known in full."""
     return SYNCED_PREFIX + volume_id
+
+
+def drain_note(node_id: NodeId) -> str:
+    """Name of the order that a node is to drain."""
+    return DRAIN_PREFIX + node_id
+
+
+def left_note(node_id: NodeId) -> str:
+    """Name of the boot of a node that ended in order."""
+    return LEFT_PREFIX + node_id
+
+
+def removed_note(node_id: NodeId) -> str:
+    """Name of the boot of a node that was removed while it lived."""
+    return REMOVED_PREFIX + node_id
+
+
+def encode_removed(boot_id: BootId, at_s: float) -> bytes:
+    """A removed boot as a note."""
+    return _REMOVED.pack(boot_id, at_s)
+
+
+def decode_removed(note: bytes | None) -> tuple[BootId, float] | None:
+    """(boot, host-wide monotonic time) from a note; None where it is none."""
+    if note is None or len(note) != _REMOVED.size:
+        return None
+    boot_id, at_s = _REMOVED.unpack(note)
+    return BootId(boot_id), at_s
 
 
 def beat_note(node_id: NodeId) -> str:

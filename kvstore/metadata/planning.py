@@ -203,10 +203,10 @@ class Planning:
 
     # ---- nodes ----
     def _follow_nodes(self, now_s: float) -> None:  # noqa: ARG002  # the planner's own times come with each plan
-        """Makes joins, restarts and deaths known to the planner."""
+        """Makes joins, restarts and deaths known to the planner; for it, a node that drains is gone."""
         records = self._nodes.view().nodes
         for node_id, record in records.items():
-            alive = self._nodes.is_alive(node_id)
+            alive = self._nodes.is_alive(node_id) and not self._nodes.drains(node_id)
             if not alive and node_id in self._known:
                 del self._known[node_id]
                 self.planner.node_gone(node_id)

@@ -40,6 +40,8 @@ class PublishStream:
         self._nodes = nodes
         self._counters = counters
         self._identity: tuple[NodeId, BootId] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
         # None is the end of the stream; an error comes after the batches before it
         self._queue: asyncio.Queue[Batch | KVStoreError | None] = asyncio.Queue(_QUEUED_BATCHES)
 
@@ -51,7 +53,7 @@ class PublishStream:
             NotFound: the boot or the volume is not registered (any more).
             Conflict: a batch is missing before this one.
         """
-        reader = asyncio.create_task(self._read(requests))
+        reader = self._reader = asyncio.create_task(self._read(requests))
         try:
             ended = False
             while not ended:
@@ -64,8 +66,16 @@ class PublishStream:
                 if refusal is not None:
                     raise refusal
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            tasks = [reader] if self._end is None else [reader, self._end]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end(self) -> None:
+        """Takes nothing more from the node: what was taken is applied and acknowledged, then the stream ends."""
+        if self._reader is not None and self._end is None:
+            self._reader.cancel()
+            self._end = asyncio.create_task(self._queue.put(None))
 
     def _gather(self, first: Batch | KVStoreError | None) -> tuple[list[Batch], bool, KVStoreError | None]:
         """What may be applied now: the first item and what is in the queue behind it, up to a bound."""

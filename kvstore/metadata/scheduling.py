@@ -16,7 +16,7 @@ import itertools
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -91,6 +91,7 @@ class Scheduling:
         request_ttl_s: a request is forgotten so long after it came, whatever engines say (or never say).
         counters: events of this process.
         clock: time.
+        shut_nodes: answers the nodes whose engines are given nothing, as they drain.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Scheduling:
         request_ttl_s: float,
         counters: Counters,
         clock: Clock,
+        shut_nodes: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self._scheduler = Scheduler(limits)
         self._queues = queues
@@ -116,6 +118,7 @@ class Scheduling:
         self._generations = itertools.count(secrets.randbits(62) + 1)
         self._ended: OrderedDict[bytes, tuple[ErrorKind, str]] = OrderedDict()
         self._deadlines: list[tuple[float, int, _Request]] = []
+        self._shut_nodes = shut_nodes
         self._waiting_calls = 0
         self._paired_s = clock.now_s()  # when a request last got its second engine
 
@@ -233,6 +236,7 @@ class Scheduling:
             return pending[node]
 
         figures = figures_of(request, group, pending_tokens)
+        self._scheduler.shut(self._shut_nodes())
         if len(group.mail) < EVENTS_AT_ONCE:
             self._assigned(group, self._scheduler.fetch(group.name, figures))
         else:

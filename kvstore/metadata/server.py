@@ -18,6 +18,7 @@ from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.orders import NodeOrders
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.scheduling import Scheduling
 from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_to_server
@@ -65,6 +66,7 @@ class MetadataServer:
         self._reads: IndexThread | None = None
         self._upkeep: Upkeep | None = None
         self._bound: BoundServer | None = None
+        self._service: MetadataService | None = None
         self._metrics: MetricsServer | None = None
 
     async def start(self) -> str:
@@ -94,9 +96,22 @@ class MetadataServer:
             nodes = NodeTable(index, self._clock, ttl_s, self.counters)
             nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
             planning = Planning(nodes, config.path_policy, self.counters, self._clock)
-            scheduling = self._scheduling(planning) if config.workers == 1 else None
+            scheduling = self._scheduling(planning, nodes) if config.workers == 1 else None
             lookups = Lookups(index, nodes, self.counters)
-            parts = Parts(index, nodes, writes, reads, self.counters, config.heartbeat_interval_ms, planning, scheduling, lookups)
+            orders = NodeOrders(index, nodes, writes, reads, self.counters, self._clock)
+            parts = Parts(
+                index,
+                nodes,
+                writes,
+                reads,
+                self.counters,
+                config.heartbeat_interval_ms,
+                planning,
+                scheduling,
+                lookups=lookups,
+                orders=orders,
+            )
+            service = self._service = MetadataService(parts)
             admin = AdminParts(
                 index,
                 nodes,
@@ -111,7 +126,7 @@ class MetadataServer:
             )
             self._bound = await build_aio_server(
                 [
-                    functools.partial(add_to_server, MetadataService(parts)),
+                    functools.partial(add_to_server, service),
                     functools.partial(add_MetadataAdminServicer_to_server, MetadataAdminServicer(admin)),
                 ],
                 addresses=[config.listen],
@@ -150,7 +165,7 @@ class MetadataServer:
         self.kept_namespaces = self._index.namespaces()
         self._index.give_up()
 
-    def _scheduling(self, planning: Planning) -> Scheduling:
+    def _scheduling(self, planning: Planning, nodes: NodeTable) -> Scheduling:
         config = self._config
         return Scheduling(
             SchedulerLimits(config.alpha_tokens, config.beta_tokens, max_waiting=config.max_requests),
@@ -159,6 +174,7 @@ class MetadataServer:
             request_ttl_s=config.request_ttl_ms / 1000,
             counters=self.counters,
             clock=self._clock,
+            shut_nodes=lambda: frozenset(nodes.view().orders),
         )
 
     @property
@@ -171,6 +187,8 @@ class MetadataServer:
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)  # a scrape under way is answered by this loop
             self._metrics = None
+        if self._service is not None:
+            self._service.end_streams()
         if self._bound is not None:
             await self._bound.stop(grace_s)
         if self._upkeep is not None:

@@ -22,6 +22,7 @@ from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.anti_entropy import differing_ranges
 from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.orders import NodeOrders, check_progress, refuse_removed
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.publishing import PublishStream
 from kvstore.metadata.scheduling import MAX_BUDGET_S, Scheduling
@@ -51,6 +52,7 @@ class Parts:
         planning: load plans.
         scheduling: of requests; None where several workers would each know a part of the engines.
         lookups: the hot path.
+        orders: what operators order of nodes.
     """
 
     index: PrefixIndex
@@ -62,6 +64,7 @@ class Parts:
     planning: Planning
     scheduling: Scheduling | None
     lookups: Lookups
+    orders: NodeOrders
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -70,6 +73,12 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._lookups = parts.lookups
+        self._streams: set[PublishStream] = set()
+
+    def end_streams(self) -> None:
+        """The server ends: nodes' streams, which would last as long as they live, end in order."""
+        for stream in self._streams:
+            stream.end()
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: object) -> pb.RegisterNodeResponse:
         check_id(request.operation_id, "operation_id")
@@ -83,6 +92,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             index_epoch=self._parts.index.epoch,
             heartbeat_interval_ms=self._parts.heartbeat_interval_ms,
             volume_needs=needs,
+            drain=self._parts.nodes.order(NodeId(info.node_id)),
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: object) -> pb.HeartbeatResponse:
@@ -94,15 +104,37 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             check_name(usage.volume_id, "volume_id")
             if len(usage.read_only) > limits.MAX_REASON:
                 raise InvalidArgument("a reason takes a few words", got=len(usage.read_only), limit=limits.MAX_REASON)
+        if request.HasField("drain"):
+            check_progress(request.drain)
         known = self._parts.nodes.beat(request)
         self._parts.counters.add("metadata_heartbeats_total")
-        return pb.HeartbeatResponse(index_epoch=self._parts.index.epoch, register_again=not known)
+        order = self._parts.nodes.order(NodeId(request.node_id))
+        return pb.HeartbeatResponse(index_epoch=self._parts.index.epoch, register_again=not known, drain=order)
+
+    async def UnregisterNode(self, request: pb.UnregisterNodeRequest, context: object) -> pb.UnregisterNodeResponse:
+        return pb.UnregisterNodeResponse(known=await self._parts.orders.unregister(request))
+
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: object) -> pb.DrainNodeResponse:
+        return pb.DrainNodeResponse(status=await self._parts.orders.drain(request))
+
+    async def UndrainNode(self, request: pb.UndrainNodeRequest, context: object) -> pb.UndrainNodeResponse:
+        return pb.UndrainNodeResponse(status=await self._parts.orders.undrain(request))
+
+    async def RemoveNode(self, request: pb.RemoveNodeRequest, context: object) -> pb.RemoveNodeResponse:
+        return pb.RemoveNodeResponse(known=await self._parts.orders.remove(request))
+
+    async def LocateBlocks(self, request: pb.LocateBlocksRequest, context: object) -> pb.LocateBlocksResponse:
+        return await self._parts.orders.locate(request)
 
     async def Publish(self, requests: AsyncIterator[pb.PublishRequest], context: object) -> AsyncIterator[pb.PublishResponse]:
         parts = self._parts
         stream = PublishStream(parts.index, parts.writes, parts.nodes, parts.counters)
-        async for sequence in stream.run(requests):
-            yield pb.PublishResponse(sequence=sequence)
+        self._streams.add(stream)
+        try:
+            async for sequence in stream.run(requests):
+                yield pb.PublishResponse(sequence=sequence)
+        finally:
+            self._streams.discard(stream)
 
     async def CompareDigests(self, request: pb.CompareDigestsRequest, context: object) -> pb.CompareDigestsResponse:
         count = len(request.digests)
@@ -202,6 +234,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         nodes = self._parts.nodes
         view = nodes.view()
         node_id = NodeId(info.node_id)
+        refuse_removed(self._parts.index, info)
         if node_id not in view.nodes and len(view.nodes) >= limits.MAX_NODES:
             raise CapacityExceeded("too many nodes", limit=limits.MAX_NODES)
         known = view.nodes.get(node_id)

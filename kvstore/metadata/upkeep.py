@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from kvstore.core.errors import KVStoreError
@@ -67,10 +68,12 @@ class Upkeep:
             self._tasks.append(asyncio.create_task(self._sweep(), name="metadata-sweep"))
 
     async def stop(self) -> None:
-        """Ends both."""
+        """Ends both; what only this process knows of nodes is kept for the next."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        with suppress(KVStoreError):  # the index takes nothing: nodes will say it again
+            await self._thread.run(self._share, self._nodes.unshared_beats())
 
     async def _watch_nodes(self) -> None:
         while True:

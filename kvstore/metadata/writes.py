@@ -15,7 +15,16 @@ from kvstore.core.digests import key_range
 from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.notes import beat_note, encode_life, node_note, sequence_note, synced_note
+from kvstore.metadata.notes import (
+    beat_note,
+    drain_note,
+    encode_life,
+    left_note,
+    node_note,
+    removed_note,
+    sequence_note,
+    synced_note,
+)
 from kvstore.metadata.sequence import SequenceState, Verdict
 
 
@@ -60,6 +69,9 @@ def register_node(index: PrefixIndex, info: NodeInfo) -> list[VolumeNeed]:
     encoded = info.SerializeToString(deterministic=True)
     if index.note(node_note(node_id)) != encoded:
         index.put_note(node_note(node_id), encoded)
+    if index.note(left_note(node_id)) is not None:
+        index.put_note(left_note(node_id), None)
+    index.put_note(removed_note(node_id), None, announce=False)  # another boot than that: it may come
     tiers = {VolumeId(volume.volume_id): Tier(volume.tier) for volume in info.volumes}
     lives = {volume_id: index.open_life(volume_id, node_id, tier, boot_id) for volume_id, tier in tiers.items()}
     for other in index.lives():
@@ -90,6 +102,8 @@ def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
             index.put_note(synced_note(life.volume_id), None)
     for name in (beat_note(node_id), sequence_note(node_id)):
         index.put_note(name, None, announce=False)
+    for name in (drain_note(node_id), left_note(node_id)):
+        index.put_note(name, None)
     index.put_note(node_note(node_id), None)  # last: a crash before it leaves what is forgotten at the next tick
 
 

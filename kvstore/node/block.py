@@ -56,6 +56,11 @@ class Block:
         return self.domain.namespace
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the Full Block."""
+        return self.domain.shape.block_bytes
+
+    @property
     def durable(self) -> bool:
         """Outlives this process."""
         return self.elsewhere or (self.nvme_home is not None and self.nvme_home.volume.lasting)

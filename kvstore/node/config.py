@@ -105,6 +105,12 @@ class NodeConfig:
     peer_streams: int = 4
     """Connections of a peer fetch."""
     anti_entropy_interval_ms: int = 30_000
+    stop_grace_s: float = 10.0
+    """How long an end in order may take: stores finished, blocks written behind, reads answered."""
+    move_bytes_per_s: int = 256 << 20
+    """The most that others pull from this node while it drains; 0: no bound."""
+    move_window_bytes: int = 32 << 20
+    """Bytes that others pull from it at once."""
     tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     """Listen on other than loopback without TLS."""

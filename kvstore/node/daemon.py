@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,15 +29,19 @@ from kvstore.node.block import Home
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.config import NodeConfig
 from kvstore.node.domain import Domain, Domains
+from kvstore.node.drain import Drainer
+from kvstore.node.gate import Gate
 from kvstore.node.gauges import NodeGauges
 from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Loader
 from kvstore.node.mounts import make_mounts
+from kvstore.node.mover import Mover
 from kvstore.node.one_sided import NixlPorts
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.prompts import Prompts
 from kvstore.node.provider import NodeProvider
 from kvstore.node.publisher import Publisher
+from kvstore.node.pull import Puller
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.service import NodeServicer
 from kvstore.node.sessions import Sessions
@@ -75,7 +80,15 @@ BUFFER_SHARE = 4
 RESUME_INTERVAL_S = 2.0
 """How often a read-only volume is tried again."""
 REGISTER_WAIT_S = 10.0
-STOP_FLUSH_S = 10.0
+STOP_PARTS = 4
+"""Each wait of an end in order takes this fraction (1/n) of the time that is left; write-behind all but one."""
+STOP_CALLS_S = 1.0
+"""How long calls and reads under way may take once everything is durable."""
+STOP_POLL_S = 0.01
+LEAVE_S = 2.0
+"""How long the metadata server may take to be told that the node ends."""
+MOVE_SHARE = 8
+"""What others pull at once is at most this fraction (1/n) of the arena."""
 RPC_TIMEOUT_S = 5.0
 
 
@@ -188,11 +201,27 @@ class NodeDaemon:
             threads=config.load_threads,
         )
         self._prompts = Prompts(NodeId(config.node_id), self.table, self._loader, decode_buffer, counters)
+        self._gate = Gate(self.table, counters)
+        self._drainer = Drainer(
+            self._gate,
+            self.table,
+            self._busy,
+            counters,
+            clock,
+            writes_behind=writes_behind,
+            patience_s=config.prepare_ttl_ms / 1000,
+        )
         self.sessions = Sessions(
-            self.table, counters, clock, lease_s=config.lease_ms / 1000, prepare_ttl_s=config.prepare_ttl_ms / 1000
+            self.table,
+            self._gate,
+            counters,
+            clock,
+            lease_s=config.lease_ms / 1000,
+            prepare_ttl_s=config.prepare_ttl_ms / 1000,
         )
         self._authority = TicketAuthority(secrets.token_bytes(32), self._boot_id, clock)
-        provider = NodeProvider(self._domains, self.table, self._loader, self._stager, clock)
+        provider = NodeProvider(self._domains, self.table, self._gate, self._loader, self._stager, clock)
+        self._puller = Puller(self.table, provider, self._peers, self._gate, counters)
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
@@ -315,6 +344,9 @@ class NodeDaemon:
             self._loader,
             self._stager,
             self._prompts,
+            self._gate,
+            self._puller,
+            self._drainer,
             self._log,
             self._authority,
             self.counters,
@@ -348,6 +380,17 @@ class NodeDaemon:
         self._janitor.start()
         self._watcher.start()
         if config.metadata is not None:
+            self._drainer.mover = Mover(
+                self.info,
+                config.metadata,
+                self.counters,
+                self._clock,
+                tls=config.tls,
+                window_bytes=min(config.move_window_bytes, config.dram_bytes // MOVE_SHARE),
+                bytes_per_s=config.move_bytes_per_s,
+                pause=self._drainer.pause,
+            )
+            self._drainer.start()
             self._publisher = Publisher(
                 config.metadata,
                 self.info,
@@ -356,6 +399,7 @@ class NodeDaemon:
                 self.counters,
                 tls=config.tls,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
+                drainer=self._drainer,
             )
             self._publisher.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
@@ -400,14 +444,46 @@ class NodeDaemon:
         await aiofiles.os.replace(partial_file, path)
 
     async def stop(self) -> None:
-        """Takes no new work, writes behind what waits (bounded), and closes volumes."""
+        """Ends in order, within ``stop_grace_s``: takes nothing new, is named by no lookup any more, finishes what it can.
+
+        Engines and peers are answered until what they began is durable, or its part of the time is over; then doors close. What
+        is not durable by the deadline is lost with the process, and said.
+        """
+        until_s = self._clock.now_s() + self.config.stop_grace_s
+        self._gate.stopping = True
+        await asyncio.to_thread(self._finish, until_s)
         if self._server is not None:
-            await self._server.stop(1.0)
-        flushed = await asyncio.to_thread(self.table.wait_written, self._clock.now_s() + STOP_FLUSH_S)
-        if not flushed:
-            log.warning("stopped before all blocks were written behind")
+            await self._server.stop(min(STOP_CALLS_S, max(0.0, until_s - self._clock.now_s())))
         self._stopping.set()
-        await asyncio.to_thread(self._stop_parts)
+        await asyncio.to_thread(self._stop_parts, until_s)
+
+    def _finish(self, until_s: float) -> None:
+        """What is to be done before the doors close, each with a part of the time that is left."""
+        self._drainer.stop(STOP_CALLS_S)
+        if self._publisher is not None:
+            self._publisher.leave(min(LEAVE_S, self.config.stop_grace_s / STOP_PARTS))
+        stores_s = self._part_of(until_s)
+        while self._gate.stores_under_way() and self._clock.now_s() < stores_s:
+            time.sleep(STOP_POLL_S)  # their engines copy, and will say so
+        flushed = self.table.wait_written(self._part_of(until_s, STOP_PARTS - 1))
+        if lost := self.table.not_durable() if flushed else max(1, self.table.counts()[1]):
+            self.counters.add("node_stopped_not_durable_blocks_total", lost)
+            log.warning("%d blocks are not durable, and lost with this process%s", lost, "" if flushed else ": time is over")
+        servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
+        reads_s = min(self._part_of(until_s), self._clock.now_s() + STOP_CALLS_S)
+        while any(server.busy for server in servers) and self._clock.now_s() < reads_s:
+            time.sleep(STOP_POLL_S)
+        if self._publisher is not None and self.config.nvme:  # nodes that mount the volumes are to find what they hold
+            self._log.wait_published([slab.volume_id for slab in self._slabs], self._part_of(until_s))
+
+    def _part_of(self, until_s: float, parts: int = 1) -> float:
+        """The end of some quarters of the time that is left."""
+        now_s = self._clock.now_s()
+        return now_s + max(0.0, until_s - now_s) * parts / STOP_PARTS
+
+    def _busy(self) -> bool:
+        """Whether something that began before the gate was shut goes on here."""
+        return bool(self._gate.stores_under_way()) or any(buffer.used_bytes for buffer in self._buffers.values())
 
     def _gauges(self) -> NodeGauges:
         networks = {"compute": self._data.address}
@@ -415,14 +491,14 @@ class NodeDaemon:
             networks["storage"] = self._storage_data.address
         publisher = self._publisher
         heard = (lambda: True) if publisher is None else (lambda: publisher.heard)
-        return NodeGauges(self.table, self.sessions, self._log, self._buffers, heard, networks)
+        return NodeGauges(self.table, self.sessions, self._log, self._buffers, heard, networks, self._drainer)
 
-    def _stop_parts(self) -> None:
+    def _stop_parts(self, until_s: float) -> None:
         if self._metrics is not None:
             self._metrics.stop()
         if self._publisher is not None:
             self._publisher.stop(2.0)
-        self._write_behind.stop(STOP_FLUSH_S)
+        self._write_behind.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()
         self._door.stop()
         self._data.stop()

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Final
 
 import kvstore
+from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED
 from kvstore.core.errors import Unsupported
 from kvstore.node.buffers import StagingBuffer
+from kvstore.node.drain import Drainer
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Sessions
 from kvstore.node.table import BlockTable
@@ -32,6 +34,7 @@ class NodeGauges:
         buffers: staging buffers by name.
         registered: whether the metadata server answers.
         networks: address of the data plane on each network.
+        drainer: how far it is, where the node drains.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class NodeGauges:
         buffers: Mapping[str, StagingBuffer],
         registered: Callable[[], bool],
         networks: Mapping[str, str],
+        drainer: Drainer,
     ) -> None:
+        self._drainer = drainer
         self._table = table
         self._sessions = sessions
         self._log = replica_log
@@ -69,6 +74,11 @@ class NodeGauges:
         yield Sample("node_write_behind_waiting_blocks", waiting)
         yield Sample("node_publish_waiting_events", self._log.waiting())
         yield Sample("node_registered", int(self._registered()))
+        drain = self._drainer.progress()
+        yield Sample("node_draining", int(drain is not None))
+        yield Sample("node_drain_blocked", int(drain is not None and drain.state == NODE_STATE_DRAIN_BLOCKED))
+        yield Sample("node_drain_left_blocks", drain.left_blocks if drain is not None else 0)
+        yield Sample("node_drain_not_durable_blocks", drain.not_durable_blocks if drain is not None else 0)
         for name, buffer in self._buffers.items():
             yield Sample("node_staging_used_bytes", buffer.used_bytes, {"buffer": name})
             yield Sample("node_staging_waiting_loads", buffer.waiting, {"buffer": name})

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import NodeDaemon
 from kvstore.observe import tracing
 from kvstore.rpc.descriptors import raise_limit
+from kvstore.rpc.leaving import Leaving
 
 
 def run(config: NodeConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then stops in order."""
+    """Serves until SIGTERM or SIGINT, then stops in order, within ``stop_grace_s``; at once when told so again."""
     raise_limit()
     try:
         asyncio.run(_serve(config))
@@ -22,12 +22,12 @@ def run(config: NodeConfig) -> None:
 
 async def _serve(config: NodeConfig) -> None:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    leaving = Leaving(config.stop_grace_s, stop.set)
+    leaving.listen()
     daemon = NodeDaemon(config)
     await daemon.start()
     try:
         await stop.wait()
     finally:
+        leaving.begin()
         await daemon.stop()

@@ -10,6 +10,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
 from kvstore.node.block import Block, Prepared
 from kvstore.node.domain import Domain, Domains
+from kvstore.node.gate import Gate
 from kvstore.node.loader import Loader, Part
 from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
@@ -22,9 +23,10 @@ WRITE_ROOM_WAIT_S = 2.0
 class NodeProvider(BlockProvider):
     """One node's blocks. Thread-safe."""
 
-    def __init__(self, domains: Domains, table: BlockTable, loader: Loader, stager: Stager, clock: Clock) -> None:
+    def __init__(self, domains: Domains, table: BlockTable, gate: Gate, loader: Loader, stager: Stager, clock: Clock) -> None:
         self._domains = domains
         self._table = table
+        self._gate = gate
         self._loader = loader
         self._stager = stager
         self._clock = clock
@@ -59,8 +61,11 @@ class NodeProvider(BlockProvider):
 
     def write(self, request: WriteRequest) -> WriteGrant:
         domain = self._domains.of_shape(request.run.namespace, request.shape)
-        now_s = self._clock.now_s()
-        prepared = self._table.prepare(domain, request.run, min(request.deadline_s, now_s + WRITE_ROOM_WAIT_S))
+        if self._gate.shut and not self._gate.awaits(request.run.keys):
+            prepared = self._gate.refuse(domain, request.run)
+        else:
+            until_s = min(request.deadline_s, self._clock.now_s() + WRITE_ROOM_WAIT_S)
+            prepared = self._table.prepare(domain, request.run, until_s)
         if request.tail:
             prepared.tail = request.run.keys[-1]
         if request.durable:

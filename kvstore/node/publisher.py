@@ -26,12 +26,12 @@ from kvstore.core.limits import MAX_REASON
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.antientropy import AntiEntropy, held_by
-from kvstore.node.block import Block
-from kvstore.node.replicas import ReplicaLog, Taken, runs_of
+from kvstore.node.drain import Drainer
+from kvstore.node.replicas import ReplicaLog, Taken, in_chains, runs_of
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.rpc.client import call, connect
+from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.errors import from_rpc_error
 from kvstore.tiers.contract import DurableVolume
@@ -62,8 +62,10 @@ class Publisher:
         *,
         tls: TlsConfig | None,
         anti_entropy_interval_s: float,
+        drainer: Drainer | None = None,
     ) -> None:
         self._node = node
+        self._drainer = drainer
         self._boot_id = BootId(node.boot_id)
         self._table = table
         self._log = replica_log
@@ -75,6 +77,8 @@ class Publisher:
         self._comparing = threading.Lock()
         self._volumes = [VolumeId(volume.volume_id) for volume in node.volumes]
         self._stopping = threading.Event()
+        self._leaving = threading.Event()
+        self._registering = threading.Lock()
         self._again = threading.Event()
         self._registered = threading.Event()
         self.heard = False
@@ -118,6 +122,27 @@ class Publisher:
         with self._comparing:
             return self._anti_entropy.compare(self._boot_id)
 
+    def leave(self, timeout_s: float) -> bool:
+        """Tells the metadata server that this node ends: lookups stop naming it. What changes is published until ``stop``.
+
+        Returns:
+            Whether it was told; if not, the node is hidden once it has been silent for long.
+        """
+        self._leaving.set()
+        if not self._registered.is_set():
+            return False
+        if self._registering.acquire(timeout=timeout_s):  # a registration that came in later would bring the node back
+            self._registering.release()
+        operation = secrets.token_bytes(16)
+        request = metadata_pb2.UnregisterNodeRequest(operation_id=operation, node_id=self._node.node_id, boot_id=self._boot_id)
+        try:
+            answer: metadata_pb2.UnregisterNodeResponse = call(self._stub.UnregisterNode, request, timeout_s, RetryPolicy())
+        except KVStoreError as error:
+            self._counters.add("unregister_failed_total")
+            log.warning("cannot tell the metadata server that this node ends: %s", error)
+            return False
+        return answer.known
+
     def stop(self, timeout_s: float) -> None:
         """Ends the threads."""
         self._stopping.set()
@@ -130,7 +155,7 @@ class Publisher:
     # ---------------------------------------------------------------- publishing
     def _publish_for_ever(self) -> None:
         pause_s = RETRY_FIRST_S
-        while not self._stopping.is_set():
+        while not (self._stopping.is_set() or self._leaving.is_set()):
             try:
                 try:
                     needed = self._register()
@@ -162,9 +187,13 @@ class Publisher:
 
     def _register(self) -> list[VolumeId]:
         request = metadata_pb2.RegisterNodeRequest(operation_id=secrets.token_bytes(16), node=self._node)
-        response = call(self._stub.RegisterNode, request, RPC_TIMEOUT_S)
+        with self._registering:
+            if self._leaving.is_set():
+                raise Unavailable("this node ends")
+            response: metadata_pb2.RegisterNodeResponse = call(self._stub.RegisterNode, request, RPC_TIMEOUT_S)
         self._heartbeat_s = max(0.01, response.heartbeat_interval_ms / 1000)
         needed = [VolumeId(need.volume_id) for need in response.volume_needs if need.inventory_needed]
+        self._take_order(response.index_epoch, response.drain if response.HasField("drain") else None)
         if response.index_epoch != self._epoch:
             self._epoch = response.index_epoch
             self._sequence = 0
@@ -173,6 +202,17 @@ class Publisher:
             self._unacknowledged.clear()
             needed = list(self._volumes)
         return needed
+
+    def _take_order(self, epoch: bytes, order: common_pb2.DrainOrder | None) -> None:
+        """What the server says that this node is to do. One whose index was made anew has forgotten the order: it is told."""
+        if self._drainer is None:
+            return
+        had = self._drainer.order
+        if order is None and had is not None and self._epoch and epoch != self._epoch:
+            request = metadata_pb2.DrainNodeRequest(operation_id=had.operation_id, node_id=self._node.node_id, move=had.move)
+            call(self._stub.DrainNode, request, RPC_TIMEOUT_S)
+            return
+        self._drainer.told(order)
 
     def _stream(self, inventories: Sequence[VolumeId]) -> None:
         """Publishes until the stream breaks, the server wants a registration, or ``stop``."""
@@ -272,7 +312,7 @@ class Publisher:
         """Everything a volume holds. What changes meanwhile is in the log, which is sent after it."""
         held = held_by(self._table, volume)
         held.sort(key=lambda block: block.depth)  # parents before children
-        held = _chains(held)
+        held = in_chains(held)
         log.info("sending the inventory of %s: %d blocks", volume, len(held))
         self._counters.add("inventories_sent_total")
         for at in range(0, len(held), BATCH_EVENTS):
@@ -294,7 +334,7 @@ class Publisher:
     # ---------------------------------------------------------------- heart
     def _beat_for_ever(self) -> None:
         while not self._stopping.wait(self._heartbeat_s):
-            if not self._registered.is_set():
+            if not self._registered.is_set() or self._leaving.is_set():
                 continue
             try:
                 self._beat()
@@ -331,29 +371,13 @@ class Publisher:
                     volume_id=volume.volume_id, used_bytes=usage.used_bytes, blocks=usage.blocks, read_only=read_only
                 )
             )
-        request = metadata_pb2.HeartbeatRequest(node_id=self._node.node_id, boot_id=self._boot_id, usages=usages)
+        drain = self._drainer.progress() if self._drainer is not None else None
+        request = metadata_pb2.HeartbeatRequest(node_id=self._node.node_id, boot_id=self._boot_id, usages=usages, drain=drain)
         response = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
         if response.register_again or (self._epoch and response.index_epoch != self._epoch):
             log.warning("the metadata server has a new index or forgot this node: registering again")
             self._counters.add("registered_again_total")
             self._again.set()
             self._log.wake()
-
-
-def _chains(blocks: Sequence[Block]) -> list[Block]:
-    """Orders blocks (given by depth) chain after chain, each block after its parent, so that they join to long runs."""
-    children: dict[bytes | None, list[Block]] = {}
-    keys = {block.key for block in blocks}
-    roots: list[Block] = []
-    for block in blocks:
-        if block.parent is not None and block.parent in keys:
-            children.setdefault(block.parent, []).append(block)
-        else:
-            roots.append(block)
-    ordered: list[Block] = []
-    stack = roots[::-1]
-    while stack:
-        block = stack.pop()
-        ordered.append(block)
-        stack.extend(reversed(children.get(block.key, ())))
-    return ordered
+        elif self._drainer is not None:
+            self._drainer.told(response.drain if response.HasField("drain") else None)

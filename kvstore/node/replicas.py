@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import xxhash
 
@@ -43,6 +43,9 @@ class Described(Protocol):
         """Whose it is."""
 
 
+Found = TypeVar("Found", bound=Described)
+
+
 def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
     """Joins blocks, in their order, to runs of consecutive blocks of one chain."""
     runs: list[BlockRun] = []
@@ -63,6 +66,25 @@ def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
     if first is not None:
         runs.append(BlockRun(first.namespace, first.parent, first.depth, tuple(keys)))
     return runs
+
+
+def in_chains(blocks: Sequence[Found]) -> list[Found]:
+    """Orders blocks (given by depth) chain after chain, each block after its parent, so that they join to long runs."""
+    children: dict[bytes | None, list[Found]] = {}
+    keys = {block.key for block in blocks}
+    roots: list[Found] = []
+    for block in blocks:
+        if block.parent is not None and block.parent in keys:
+            children.setdefault(block.parent, []).append(block)
+        else:
+            roots.append(block)
+    ordered: list[Found] = []
+    stack = roots[::-1]
+    while stack:
+        block = stack.pop()
+        ordered.append(block)
+        stack.extend(reversed(children.get(block.key, ())))
+    return ordered
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,23 +15,26 @@ from typing import Any, TypeVar, cast
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import InvalidArgument, Unsupported
-from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_TRANSFER_ID_BYTES
+from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
+from kvstore.node.drain import Drainer
 from kvstore.node.evicting import evict_all_nvme
+from kvstore.node.gate import Gate
 from kvstore.node.lanes import Lanes
 from kvstore.node.load_account import LoadAccount, LoadAccounts
 from kvstore.node.loader import Loader, Part, Source, offsets_of
 from kvstore.node.peers import PeerAddress
 from kvstore.node.prompts import Prompts
 from kvstore.node.provider import runs_of_equal
+from kvstore.node.pull import Puller
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Session, Sessions
 from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import Wanted, apart
 from kvstore.observe.counters import Counters
-from kvstore.rpc.codec import check_id, keys_from_packed, run_from_proto, spec_from_proto
+from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
 
 Result = TypeVar("Result")
@@ -42,6 +45,10 @@ MAX_WAIT_S = 300.0
 TICKET_VALID_S = 60.0
 MAX_SOURCES = 4096
 MAX_PROMPTS = 256
+MAX_PULLED = 4_096
+"""Keys that one call pulls."""
+SHUT_PROMPT_S = 0.5
+"""How long a prompt is awaited that nobody will bring any more: until what lies on NVMe here has been read."""
 MAX_STAGED = 256
 """Loads in layer groups under way at once."""
 SIGN_OF_LIFE_S = 0.2
@@ -61,6 +68,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         loader: Loader,
         stager: Stager,
         prompts: Prompts,
+        gate: Gate,
+        puller: Puller,
+        drainer: Drainer,
         replica_log: ReplicaLog,
         authority: TicketAuthority,
         counters: Counters,
@@ -82,6 +92,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._loader = loader
         self._stager = stager
         self._prompts = prompts
+        self._gate = gate
+        self._puller = puller
+        self._drainer = drainer
         self._log = replica_log
         self._authority = authority
         self._counters = counters
@@ -163,7 +176,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             outcomes, offsets = await self._apart(lambda: self._sessions.prepare(session, operation, run, deadline_s))
         else:
             outcomes, offsets = self._sessions.prepare(session, operation, run, deadline_s)
-        return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets)
+        return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets, draining=self._gate.shut)
 
     async def Complete(self, request: node_pb2.CompleteRequest, context: Context) -> node_pb2.CompleteResponse:  # noqa: N802
         session = self._session(request.session_id)
@@ -201,7 +214,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             raise InvalidArgument("chain too long", limit=MAX_DEPTH)
         place = {"parent": parent, "depth": request.depth, "sources": self._sources(request.sources)}
         deadline_s = self._deadline_s(context)
-        if request.layer_group:
+        if self._gate.shut:  # what lies here is served; of the rest the caller asks those who have it
+            named = place.pop("sources")
+            parts = self._left_to_others(self._loader.load(session.domain, keys, deadline_s, **place), named)  # type: ignore[arg-type]
+            lanes = None
+        elif request.layer_group:
             layers = session.domain.shape.layers
             if request.first_layer >= layers:
                 raise InvalidArgument("no such layer", first_layer=request.first_layer, layers=layers)
@@ -218,6 +235,19 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         finally:
             account.close()
 
+    def _left_to_others(self, parts: Iterator[Part], sources: Sequence[Source]) -> Iterator[Part]:
+        """The parts of a load that brings nothing here: what is missing and named elsewhere is UNAVAILABLE here, no miss."""
+        try:
+            for part in parts:
+                for at, outcome in enumerate(part.outcomes):
+                    position = part.first + at
+                    if outcome is Outcome.MISS and any(one.start <= position < one.start + one.count for one in sources):
+                        part.outcomes[at] = Outcome.UNAVAILABLE
+                        self._counters.add("load_left_to_others_blocks_total")
+                yield part
+        finally:
+            parts.close()  # type: ignore[attr-defined]  # a generator, by construction
+
     async def AwaitPrompt(  # noqa: N802
         self, request: node_pb2.AwaitPromptRequest, context: Context
     ) -> AsyncIterator[node_pb2.LoadProgress]:
@@ -229,6 +259,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         deadline_s = self._deadline_s(context)
         if request.wait_ms:
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
+        if self._gate.shut:  # what is here is told at once; nothing more is to come here
+            deadline_s = min(deadline_s, self._clock.now_s() + SHUT_PROMPT_S)
         self._prompt_lanes.enter()
         parts = self._prompts.arrive(session.domain, keys, deadline_s, request.transfer_id)
         async for progress in self._stream(session, parts, self._prompt_lanes, None, want_checksums=request.want_checksums):
@@ -380,6 +412,23 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             return node_pb2.EvictResponse(evicted_blocks=await self._apart(lambda: evict_all_nvme(self._table)))
         raise Unsupported("DRAM and NVMe can be evicted", tier=request.tier)
 
+    async def PullBlocks(self, request: node_pb2.PullBlocksRequest, context: Context) -> node_pb2.PullBlocksResponse:  # noqa: N802
+        check_id(request.operation_id, "operation_id")  # pulling twice is harmless: what is there is told so
+        spec = spec_from_proto(request.spec)
+        runs = runs_from_proto(request.runs, MAX_PULLED)
+        if any(run.namespace != spec.namespace for run in runs):
+            raise InvalidArgument("a run is of another namespace than the spec")
+        address = PeerAddress(
+            NodeId(check_name(request.node_id, "node_id")),
+            check_name(request.control_address, "control_address"),
+            check_name(request.data_address, "data_address"),
+        )
+        if address.node_id == self._info.node_id:
+            raise InvalidArgument("a node has nothing to pull from itself", node_id=address.node_id)
+        domain, deadline_s = self._domains.of_spec(spec), self._deadline_s(context)
+        outcomes, why = await self._apart(lambda: self._puller.pull(domain, runs, address, deadline_s))
+        return node_pb2.PullBlocksResponse(outcomes=bytes(outcomes), why=why[:MAX_REASON])
+
     async def GetNodeStats(  # noqa: N802
         self,
         request: node_pb2.GetNodeStatsRequest,  # noqa: ARG002
@@ -400,7 +449,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         counters = dict(self._counters.snapshot())
         counters["sessions"] = self._sessions.count()
         counters["blocks"], counters["write_behind_waiting_blocks"] = self._table.counts()
-        return node_pb2.GetNodeStatsResponse(node=self._info, counters=counters, tiers=tiers, io_engines=list(self._io_engines()))
+        return node_pb2.GetNodeStatsResponse(
+            node=self._info, counters=counters, tiers=tiers, io_engines=list(self._io_engines()), drain=self._drainer.progress()
+        )
 
 
 def _check_transfer_id(transfer_id: str) -> None:

@@ -20,6 +20,7 @@ from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
 from kvstore.node.block import Block, Prepared
 from kvstore.node.domain import Domain
+from kvstore.node.gate import Gate
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
@@ -75,8 +76,11 @@ class Session:
 class Sessions:
     """All sessions of a node. Thread-safe."""
 
-    def __init__(self, table: BlockTable, counters: Counters, clock: Clock, *, lease_s: float, prepare_ttl_s: float) -> None:
+    def __init__(
+        self, table: BlockTable, gate: Gate, counters: Counters, clock: Clock, *, lease_s: float, prepare_ttl_s: float
+    ) -> None:
         self._table = table
+        self._gate = gate
         self._counters = counters
         self._clock = clock
         self._lease_s = lease_s
@@ -154,7 +158,10 @@ class Sessions:
                 self._forget_finished(session)
             if len(session.stores) >= MAX_STORES_PER_SESSION:
                 raise CapacityExceeded("too many stores under way in this session", limit=MAX_STORES_PER_SESSION)
-        prepared = self._table.prepare(session.domain, run, deadline_s)
+        if self._gate.shut:
+            prepared = self._gate.refuse(session.domain, run)
+        else:
+            prepared = self._table.prepare(session.domain, run, deadline_s)
         offsets = b"".join(slot.offset.to_bytes(8, "little") for slot in prepared.slots.values())
         answer = (bytes(prepared.outcomes), offsets)
         store = _Store(prepared, self._clock.now_s() + self._prepare_ttl_s, answer)

@@ -101,6 +101,12 @@ class TcpServer:
             raise Unavailable("the data-plane server has not been started")
         return format_address(*self._listener.getsockname()[:2])
 
+    @property
+    def busy(self) -> int:
+        """Connections with a request under way."""
+        with self._lock:
+            return sum(connection.idle_since_s is None for connection in self._connections.values())
+
     def start(self) -> None:
         """Listens and accepts.
 

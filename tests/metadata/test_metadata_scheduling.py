@@ -31,11 +31,18 @@ class Shell:
     queues: ReadQueues = field(default_factory=ReadQueues)
     counters: Counters = field(default_factory=Counters)
     most: int = 1_000
+    drained: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         limits = SchedulerLimits(ALPHA, BETA, max_waiting=self.most)
         self.door = Scheduling(
-            limits, self.queues, engine_ttl_s=TTL_S, request_ttl_s=1_000.0, counters=self.counters, clock=self.clock
+            limits,
+            self.queues,
+            engine_ttl_s=TTL_S,
+            request_ttl_s=1_000.0,
+            counters=self.counters,
+            clock=self.clock,
+            shut_nodes=lambda: self.drained,
         )
 
     def ask(self, name: str, tokens: int = 10, **more: int | bytes) -> pb.AssignRequestRequest:
@@ -430,3 +437,30 @@ async def test_a_decode_engine_may_finish_what_a_prefill_engine_died_after() -> 
     prefill.report()
     assert prefill.revoked == ["r"]
     assert shell.door.gauges()["metadata_scheduler_requests"] == 0
+
+
+async def test_engines_of_a_node_that_drains_are_given_nothing_and_keep_what_they_have() -> None:
+    shell = Shell()
+    prefill = Leader(shell, "P", PREFILL, engine("p"), engine("q"))
+    old = Leader(shell, "D", DECODE, engine("d", hbm_tokens=30))
+    for leader in (prefill, old):
+        leader.report()
+    await shell.asked(shell.ask("first", 30))
+    assert [one.engine for one in prefill.report()] == ["p"]
+    assert [one.engine for one in old.report()] == ["d"]
+    await shell.asked(shell.ask("second", 30))
+    assert old.report() == [], "it waits for room there"
+    shell.drained = frozenset({"node-p", "node-d"})
+    await shell.asked(shell.ask("third", 5))
+    assert {one.engine for one in prefill.report() if one.request_id != "first"} == {"q"}
+    new = Leader(shell, "E", DECODE, engine("e", hbm_tokens=1_000))
+    assert {one.request_id for one in new.report()} == {"second", "third"}, "what waited for the group goes elsewhere"
+    assert [one for one in old.report() if one.request_id != "first"] == []
+    generation = old.work["first"].generation
+    prefill.report(prefilled=[generation])
+    old.report(finished=[generation])
+    assert shell.counters.get("metadata_requests_finished_total") == 1, "what it had it ends"
+    shell.drained = frozenset()
+    await shell.asked(shell.ask("last", 5))
+    assert [one.request_id for one in prefill.report()] == ["last"]
+    assert [one.engine for one in old.report()] == ["d"], "it has room again, and least to do"

@@ -12,6 +12,7 @@ from kvstore.core.errors import CapacityExceeded, LeaseLost
 from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
 from kvstore.node.domain import Domain, Domains
+from kvstore.node.gate import Gate
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
 from kvstore.node.table import BlockTable
@@ -29,7 +30,8 @@ class Node:
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=1 << 20)
         log = ReplicaLog([DRAM], self.counters, self.clock, keep=False)
         self.table = BlockTable(self.arena, make_policy("lru"), [], log, self.counters, self.clock, writes_behind=False)
-        self.sessions = Sessions(self.table, self.counters, self.clock, lease_s=5.0, prepare_ttl_s=30.0)
+        self.gate = Gate(self.table, self.counters)
+        self.sessions = Sessions(self.table, self.gate, self.counters, self.clock, lease_s=5.0, prepare_ttl_s=30.0)
         self.domain: Domain = Domains().of_shape(NamespaceId(bytes(16)), SHAPE)
 
     def open(self) -> Session:
@@ -242,3 +244,23 @@ def test_sessions_over_tcp_leave_half_of_the_places_to_this_host(node: Node) -> 
         node.sessions.open(node.domain, "here")
     with pytest.raises(CapacityExceeded):
         node.sessions.open(node.domain, "here")
+
+
+def test_a_shut_gate_gives_no_slots_and_lets_what_was_begun_finish(node: Node) -> None:
+    session = node.open()
+    node.prepare(session, 0, 3)
+    node.gate.draining = True
+    assert node.gate.stores_under_way() == 3
+    assert node.complete(session, 0, 3) == [StoreOutcome.STORED] * 3
+    assert node.gate.stores_under_way() == 0
+    outcomes, offsets = node.prepare(session, 0, 5, operation=2)
+    assert list(outcomes) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.SKIPPED] * 2
+    assert offsets == b""
+    assert node.counters.get("store_skipped_shut_blocks_total") == 2
+    assert node.used == 3
+    node.gate.draining = False
+    assert list(node.prepare(session, 0, 5, operation=3)[0]) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.STORED] * 2
+    vigil = node.table.watch(node.domain, [key_of(9)])
+    assert node.gate.awaits([key_of(8), key_of(9)])
+    node.table.unwatch(vigil)
+    assert not node.gate.awaits([key_of(9)])

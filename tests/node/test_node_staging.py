@@ -12,6 +12,7 @@ import pytest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, NodeId, Outcome, VolumeId
+from kvstore.node import gate as node_gate
 from kvstore.node.block import Block
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.domain import Domain, Domains
@@ -74,7 +75,8 @@ class Node:
             name, self.table, self.peers, self.loader, self.buffer, self.counters, self.clock,
             window_bytes=8 * SHAPE.layer_block_bytes, threads=4,
         )  # fmt: skip
-        self.provider = NodeProvider(self.domains, self.table, self.loader, self.stager, self.clock)
+        gate = node_gate.Gate(self.table, self.counters)
+        self.provider = NodeProvider(self.domains, self.table, gate, self.loader, self.stager, self.clock)
 
     def load(
         self, count: int, sources: Sequence[Source], layer_group: int, first_layer: int = 0, *, wait_s: float = WAIT_S

@@ -33,6 +33,14 @@ class StoreOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STORE_OUTCOME_SKIPPED: _ClassVar[StoreOutcome]
     STORE_OUTCOME_CORRUPT: _ClassVar[StoreOutcome]
     STORE_OUTCOME_LOST: _ClassVar[StoreOutcome]
+
+class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
+    NODE_STATE_ACTIVE: _ClassVar[NodeState]
+    NODE_STATE_DRAINING: _ClassVar[NodeState]
+    NODE_STATE_DRAINED: _ClassVar[NodeState]
+    NODE_STATE_DRAIN_BLOCKED: _ClassVar[NodeState]
 TIER_UNSPECIFIED: Tier
 TIER_HBM: Tier
 TIER_DRAM: Tier
@@ -51,6 +59,11 @@ STORE_OUTCOME_IN_PROGRESS: StoreOutcome
 STORE_OUTCOME_SKIPPED: StoreOutcome
 STORE_OUTCOME_CORRUPT: StoreOutcome
 STORE_OUTCOME_LOST: StoreOutcome
+NODE_STATE_UNSPECIFIED: NodeState
+NODE_STATE_ACTIVE: NodeState
+NODE_STATE_DRAINING: NodeState
+NODE_STATE_DRAINED: NodeState
+NODE_STATE_DRAIN_BLOCKED: NodeState
 
 class CacheSpec(_message.Message):
     __slots__ = ("model", "weights_epoch", "dtype", "block_tokens", "layers", "layer_block_bytes", "layout", "layout_version", "shard_rank", "shard_count", "hash_algorithm", "tenant", "salt")
@@ -129,6 +142,34 @@ class NodeInfo(_message.Message):
     compute_bytes_per_s: int
     mounts: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ..., storage_address: _Optional[str] = ..., storage_bytes_per_s: _Optional[int] = ..., compute_bytes_per_s: _Optional[int] = ..., mounts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DrainOrder(_message.Message):
+    __slots__ = ("operation_id", "move")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    move: bool
+    def __init__(self, operation_id: _Optional[bytes] = ..., move: _Optional[bool] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("operation_id", "state", "waiting_blocks", "not_durable_blocks", "left_blocks", "moved_blocks", "moved_bytes", "why")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NOT_DURABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    state: NodeState
+    waiting_blocks: int
+    not_durable_blocks: int
+    left_blocks: int
+    moved_blocks: int
+    moved_bytes: int
+    why: str
+    def __init__(self, operation_id: _Optional[bytes] = ..., state: _Optional[_Union[NodeState, str]] = ..., waiting_blocks: _Optional[int] = ..., not_durable_blocks: _Optional[int] = ..., left_blocks: _Optional[int] = ..., moved_blocks: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "retryable", "fields")

@@ -37,14 +37,16 @@ class RegisterNodeRequest(_message.Message):
     def __init__(self, operation_id: _Optional[bytes] = ..., node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ...) -> None: ...
 
 class RegisterNodeResponse(_message.Message):
-    __slots__ = ("index_epoch", "heartbeat_interval_ms", "volume_needs")
+    __slots__ = ("index_epoch", "heartbeat_interval_ms", "volume_needs", "drain")
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     VOLUME_NEEDS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     index_epoch: bytes
     heartbeat_interval_ms: int
     volume_needs: _containers.RepeatedCompositeFieldContainer[VolumeNeed]
-    def __init__(self, index_epoch: _Optional[bytes] = ..., heartbeat_interval_ms: _Optional[int] = ..., volume_needs: _Optional[_Iterable[_Union[VolumeNeed, _Mapping]]] = ...) -> None: ...
+    drain: _common_pb2.DrainOrder
+    def __init__(self, index_epoch: _Optional[bytes] = ..., heartbeat_interval_ms: _Optional[int] = ..., volume_needs: _Optional[_Iterable[_Union[VolumeNeed, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ...) -> None: ...
 
 class VolumeNeed(_message.Message):
     __slots__ = ("volume_id", "inventory_needed")
@@ -55,14 +57,16 @@ class VolumeNeed(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., inventory_needed: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node_id", "boot_id", "usages")
+    __slots__ = ("node_id", "boot_id", "usages", "drain")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     USAGES_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     usages: _containers.RepeatedCompositeFieldContainer[VolumeUsage]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ...) -> None: ...
+    drain: _common_pb2.DrainProgress
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ...) -> None: ...
 
 class VolumeUsage(_message.Message):
     __slots__ = ("volume_id", "used_bytes", "blocks", "read_only")
@@ -77,12 +81,114 @@ class VolumeUsage(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., read_only: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("index_epoch", "register_again")
+    __slots__ = ("index_epoch", "register_again", "drain")
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REGISTER_AGAIN_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     index_epoch: bytes
     register_again: bool
-    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ...) -> None: ...
+    drain: _common_pb2.DrainOrder
+    def __init__(self, index_epoch: _Optional[bytes] = ..., register_again: _Optional[bool] = ..., drain: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ...) -> None: ...
+
+class UnregisterNodeRequest(_message.Message):
+    __slots__ = ("operation_id", "node_id", "boot_id")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    node_id: str
+    boot_id: bytes
+    def __init__(self, operation_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class UnregisterNodeResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: _Optional[bool] = ...) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("operation_id", "node_id", "move")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    node_id: str
+    move: bool
+    def __init__(self, operation_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., move: _Optional[bool] = ...) -> None: ...
+
+class DrainNodeResponse(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: NodeStatus
+    def __init__(self, status: _Optional[_Union[NodeStatus, _Mapping]] = ...) -> None: ...
+
+class UndrainNodeRequest(_message.Message):
+    __slots__ = ("operation_id", "node_id")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    node_id: str
+    def __init__(self, operation_id: _Optional[bytes] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class UndrainNodeResponse(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: NodeStatus
+    def __init__(self, status: _Optional[_Union[NodeStatus, _Mapping]] = ...) -> None: ...
+
+class RemoveNodeRequest(_message.Message):
+    __slots__ = ("operation_id", "node_id", "force")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    node_id: str
+    force: bool
+    def __init__(self, operation_id: _Optional[bytes] = ..., node_id: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class RemoveNodeResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: _Optional[bool] = ...) -> None: ...
+
+class LocateBlocksRequest(_message.Message):
+    __slots__ = ("namespace_id", "keys")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    keys: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class LocateBlocksResponse(_message.Message):
+    __slots__ = ("volumes", "replicas")
+    VOLUMES_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    volumes: _containers.RepeatedCompositeFieldContainer[LocatedVolume]
+    replicas: _containers.RepeatedCompositeFieldContainer[LocatedReplica]
+    def __init__(self, volumes: _Optional[_Iterable[_Union[LocatedVolume, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[LocatedReplica, _Mapping]]] = ...) -> None: ...
+
+class LocatedVolume(_message.Message):
+    __slots__ = ("node_id", "volume_id", "tier", "alive", "state")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    volume_id: str
+    tier: _common_pb2.Tier
+    alive: bool
+    state: _common_pb2.NodeState
+    def __init__(self, node_id: _Optional[str] = ..., volume_id: _Optional[str] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., alive: _Optional[bool] = ..., state: _Optional[_Union[_common_pb2.NodeState, str]] = ...) -> None: ...
+
+class LocatedReplica(_message.Message):
+    __slots__ = ("key", "volume")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    volume: int
+    def __init__(self, key: _Optional[int] = ..., volume: _Optional[int] = ...) -> None: ...
 
 class PublishRequest(_message.Message):
     __slots__ = ("node_id", "boot_id", "sequence", "volume_id", "stored", "removed", "sync_end")
@@ -197,16 +303,24 @@ class ListNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node", "alive", "heartbeat_age_ms", "usages")
+    __slots__ = ("node", "alive", "heartbeat_age_ms", "usages", "state", "stopped", "order", "drain")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     USAGES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     alive: bool
     heartbeat_age_ms: int
     usages: _containers.RepeatedCompositeFieldContainer[VolumeUsage]
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., alive: _Optional[bool] = ..., heartbeat_age_ms: _Optional[int] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ...) -> None: ...
+    state: _common_pb2.NodeState
+    stopped: bool
+    order: _common_pb2.DrainOrder
+    drain: _common_pb2.DrainProgress
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., alive: _Optional[bool] = ..., heartbeat_age_ms: _Optional[int] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., state: _Optional[_Union[_common_pb2.NodeState, str]] = ..., stopped: _Optional[bool] = ..., order: _Optional[_Union[_common_pb2.DrainOrder, _Mapping]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace_id", "keys")

@@ -44,6 +44,11 @@ class MetadataStub:
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_metadata__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.UnregisterNode = channel.unary_unary(
+                '/kvstore.v1.Metadata/UnregisterNode',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.UnregisterNodeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.UnregisterNodeResponse.FromString,
+                _registered_method=True)
         self.Publish = channel.stream_stream(
                 '/kvstore.v1.Metadata/Publish',
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.PublishRequest.SerializeToString,
@@ -73,6 +78,26 @@ class MetadataStub:
                 '/kvstore.v1.Metadata/ListNodes',
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_metadata__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/kvstore.v1.Metadata/DrainNode',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
+        self.UndrainNode = channel.unary_unary(
+                '/kvstore.v1.Metadata/UndrainNode',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.UndrainNodeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.UndrainNodeResponse.FromString,
+                _registered_method=True)
+        self.RemoveNode = channel.unary_unary(
+                '/kvstore.v1.Metadata/RemoveNode',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.RemoveNodeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.RemoveNodeResponse.FromString,
+                _registered_method=True)
+        self.LocateBlocks = channel.unary_unary(
+                '/kvstore.v1.Metadata/LocateBlocks',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.LocateBlocksRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.LocateBlocksResponse.FromString,
                 _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/kvstore.v1.Metadata/Lookup',
@@ -135,6 +160,14 @@ class MetadataServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UnregisterNode(self, request, context):
+        """A node ends in order: lookups stop naming it at once, instead of when it has been silent for long. What it has on NVMe is
+        remembered for its next boot, and served meanwhile by nodes that mount it. Idempotent; of another boot it is ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Publish(self, request_iterator, context):
         """Applies blocks stored and removed, in order. One stream a node; each batch is acknowledged by its sequence number
         once it is in the index, and a batch sent again after a lost acknowledgement changes nothing.
@@ -173,6 +206,37 @@ class MetadataServicer:
 
     def ListNodes(self, request, context):
         """All nodes known, living or not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """Orders a node to drain: no plan, assignment, store or staging goes to it any more, reads go on, and what it holds becomes
+        durable (with `move`: on other nodes). Holds until UndrainNode or RemoveNode; ListNodes shows how far it is. Idempotent; with
+        another `move` the order changes. A node that is silent now drains once it is back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainNode(self, request, context):
+        """Lifts the order: the node takes part again. What was copied to others stays there. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveNode(self, request, context):
+        """Forgets a node with its replicas and its order, at once. Refused (Conflict) for a living one that is not drained, unless
+        forced. A boot that was removed while it lived stays away; the node's next boot may come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LocateBlocks(self, request, context):
+        """Which volumes hold each of some keys, whether their nodes live or not. For operators and nodes that drain, not for loads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -250,6 +314,11 @@ def add_MetadataServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.HeartbeatRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_metadata__pb2.HeartbeatResponse.SerializeToString,
             ),
+            'UnregisterNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnregisterNode,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.UnregisterNodeRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.UnregisterNodeResponse.SerializeToString,
+            ),
             'Publish': grpc.stream_stream_rpc_method_handler(
                     servicer.Publish,
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.PublishRequest.FromString,
@@ -279,6 +348,26 @@ def add_MetadataServicer_to_server(servicer, server):
                     servicer.ListNodes,
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.ListNodesRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_metadata__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.DrainNodeRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'UndrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainNode,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.UndrainNodeRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.UndrainNodeResponse.SerializeToString,
+            ),
+            'RemoveNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveNode,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.RemoveNodeRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.RemoveNodeResponse.SerializeToString,
+            ),
+            'LocateBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateBlocks,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.LocateBlocksRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.LocateBlocksResponse.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
@@ -375,6 +464,33 @@ class Metadata:
             '/kvstore.v1.Metadata/Heartbeat',
             kvstore_dot_v1_dot_metadata__pb2.HeartbeatRequest.SerializeToString,
             kvstore_dot_v1_dot_metadata__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnregisterNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/UnregisterNode',
+            kvstore_dot_v1_dot_metadata__pb2.UnregisterNodeRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.UnregisterNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -537,6 +653,114 @@ class Metadata:
             '/kvstore.v1.Metadata/ListNodes',
             kvstore_dot_v1_dot_metadata__pb2.ListNodesRequest.SerializeToString,
             kvstore_dot_v1_dot_metadata__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/DrainNode',
+            kvstore_dot_v1_dot_metadata__pb2.DrainNodeRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/UndrainNode',
+            kvstore_dot_v1_dot_metadata__pb2.UndrainNodeRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.UndrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/RemoveNode',
+            kvstore_dot_v1_dot_metadata__pb2.RemoveNodeRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.RemoveNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Metadata/LocateBlocks',
+            kvstore_dot_v1_dot_metadata__pb2.LocateBlocksRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.LocateBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

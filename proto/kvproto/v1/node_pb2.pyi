@@ -68,12 +68,14 @@ class PrepareRequest(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., blocks: _Optional[_Union[_common_pb2.BlockRun, _Mapping]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class PrepareResponse(_message.Message):
-    __slots__ = ("outcomes", "offsets")
+    __slots__ = ("outcomes", "offsets", "draining")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     outcomes: bytes
     offsets: bytes
-    def __init__(self, outcomes: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
+    draining: bool
+    def __init__(self, outcomes: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class CompleteRequest(_message.Message):
     __slots__ = ("session_id", "operation_id", "keys", "checksums", "wait_visible_ms")
@@ -255,12 +257,36 @@ class EvictResponse(_message.Message):
     evicted_blocks: int
     def __init__(self, evicted_blocks: _Optional[int] = ...) -> None: ...
 
+class PullBlocksRequest(_message.Message):
+    __slots__ = ("operation_id", "spec", "runs", "node_id", "control_address", "data_address")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    spec: _common_pb2.CacheSpec
+    runs: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]
+    node_id: str
+    control_address: str
+    data_address: str
+    def __init__(self, operation_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ..., node_id: _Optional[str] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ...) -> None: ...
+
+class PullBlocksResponse(_message.Message):
+    __slots__ = ("outcomes", "why")
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    outcomes: bytes
+    why: str
+    def __init__(self, outcomes: _Optional[bytes] = ..., why: _Optional[str] = ...) -> None: ...
+
 class GetNodeStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetNodeStatsResponse(_message.Message):
-    __slots__ = ("node", "counters", "tiers", "io_engines")
+    __slots__ = ("node", "counters", "tiers", "io_engines", "drain")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -272,11 +298,13 @@ class GetNodeStatsResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     IO_ENGINES_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     node: _common_pb2.NodeInfo
     counters: _containers.ScalarMap[str, int]
     tiers: _containers.RepeatedCompositeFieldContainer[TierUsage]
     io_engines: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ..., io_engines: _Optional[_Iterable[str]] = ...) -> None: ...
+    drain: _common_pb2.DrainProgress
+    def __init__(self, node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ..., io_engines: _Optional[_Iterable[str]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ...) -> None: ...
 
 class TierUsage(_message.Message):
     __slots__ = ("volume_id", "tier", "capacity_bytes", "used_bytes", "blocks")

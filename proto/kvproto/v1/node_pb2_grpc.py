@@ -95,6 +95,11 @@ class NodeStub:
                 request_serializer=kvstore_dot_v1_dot_node__pb2.EvictRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.PullBlocks = channel.unary_unary(
+                '/kvstore.v1.Node/PullBlocks',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.PullBlocksRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.PullBlocksResponse.FromString,
+                _registered_method=True)
         self.GetNodeStats = channel.unary_unary(
                 '/kvstore.v1.Node/GetNodeStats',
                 request_serializer=kvstore_dot_v1_dot_node__pb2.GetNodeStatsRequest.SerializeToString,
@@ -194,6 +199,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullBlocks(self, request, context):
+        """Copies blocks of another node, which drains, to this node's volumes: reads them over the data plane, verifies them, and answers
+        once they are durable. Takes free room only: nothing is evicted for it. Called again, what is there already is told so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetNodeStats(self, request, context):
         """Counters and sizes, for people and tests.
         """
@@ -263,6 +276,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.EvictRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.EvictResponse.SerializeToString,
+            ),
+            'PullBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullBlocks,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.PullBlocksRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.PullBlocksResponse.SerializeToString,
             ),
             'GetNodeStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNodeStats,
@@ -594,6 +612,33 @@ class Node:
             '/kvstore.v1.Node/Evict',
             kvstore_dot_v1_dot_node__pb2.EvictRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Node/PullBlocks',
+            kvstore_dot_v1_dot_node__pb2.PullBlocksRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.PullBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,
