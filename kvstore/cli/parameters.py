@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvstore.core.config_values import parse_size
+from kvstore.core.config_values import parse_duration_ms, parse_size
 from kvstore.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -34,6 +34,19 @@ def some_size(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     if found == 0:
         raise click.BadParameter("takes more than 0 bytes", ctx, param)
     return found
+
+
+def some_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """``500ms``, ``90s``, ``10m``: seconds, not 0."""
+    if value is None:
+        return None
+    try:
+        found = parse_duration_ms(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+    if found == 0:
+        raise click.BadParameter("takes more than 0", ctx, param)
+    return found / 1000
 
 
 def volume_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:

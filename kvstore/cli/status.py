@@ -47,6 +47,7 @@ def fetch_status(config: Config) -> dict[str, Any]:
         KVStoreError: it does not answer.
     """
     from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+    from kvproto.v1.common_pb2 import NodeState
     from kvstore.core.types import Tier
     from kvstore.rpc.client import call, connect
 
@@ -74,6 +75,9 @@ def fetch_status(config: Config) -> dict[str, Any]:
             {
                 "id": known.node.node_id,
                 "alive": known.alive,
+                "state": NodeState.Name(known.state).removeprefix("NODE_STATE_").lower(),
+                "stopped": known.stopped,
+                "drain": _drain(known),
                 "heartbeat_age_ms": known.heartbeat_age_ms,
                 "roles": list(known.node.roles),
                 "control_address": known.node.control_address,
@@ -94,6 +98,14 @@ def fetch_status(config: Config) -> dict[str, Any]:
     }
 
 
+def _drain(known: Any) -> dict[str, Any] | None:  # noqa: ANN401  # a NodeStatus
+    """How far a node is that is to drain; None: it is not."""
+    if not known.HasField("order"):
+        return None
+    numbers = ("waiting_blocks", "not_durable_blocks", "left_blocks", "moved_blocks", "moved_bytes")
+    return {"move": known.order.move, **{name: getattr(known.drain, name) for name in numbers}, "why": known.drain.why or None}
+
+
 def _usage(usages: Any, volume_id: str) -> dict[str, Any]:  # noqa: ANN401  # a repeated field
     for usage in usages:
         if usage.volume_id == volume_id:
@@ -111,6 +123,10 @@ def _print(found: dict[str, Any]) -> None:
         click.echo(f"namespace {namespace['id']}\n  {namespace['model']}: {namespace['block_tokens']} tokens and {size} a block")
     for node in found["nodes"]:
         state = "alive" if node["alive"] else f"silent for {node['heartbeat_age_ms'] / 1000:.1f} s"
+        if node["stopped"]:
+            state = "stopped"
+        if node["drain"] is not None:
+            state += f", {node['state'].replace('_', ' ')}"
         click.echo(f"node {node['id']}: {state}, at {node['control_address']}, {', '.join(node['roles'])}")
         width = max((len(volume["id"]) for volume in node["volumes"]), default=0)
         for volume in node["volumes"]:
@@ -118,6 +134,8 @@ def _print(found: dict[str, Any]) -> None:
             click.echo(f"  {volume['id']:<{width}}  {volume['tier']:<4}  {fill}  {volume['blocks']:>11,} blocks")
             if volume["read_only"]:
                 click.echo(f"    takes no blocks, serves what it holds: {volume['read_only']}")
+        if node["drain"] is not None and node["drain"]["why"]:
+            click.echo(f"  waits for: {node['drain']['why']}; {node['drain']['not_durable_blocks']:,} blocks would be lost now")
         for mount in node["mounts"]:
             click.echo(f"  reads {mount} directly")
     if not found["nodes"]:

@@ -1,0 +1,314 @@
+"""Taking nodes out of a running store, with real processes under load: no wrong byte, no error, nothing durable lost."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+import pytest
+
+from conftest import Engine, Store, until
+from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.core.types import BlockKey, Outcome, StoreOutcome
+from kvstore.replay.engine import RequestRunner, Tally
+from kvstore.testing.cluster import Daemon, NodeSpec
+
+ROOM = 64 << 20
+DRAM = 32 << 20
+CHAINS, LONGEST, TURN = 6, 24, 4
+THINK_S = 0.03
+"""Between the requests of an engine: the daemons share two cores with it."""
+
+MakeStore = Callable[..., Store]
+
+
+def nodes(*names: str, **more: object) -> list[NodeSpec]:
+    return [NodeSpec(name, dram_bytes=DRAM, nvme_bytes=ROOM, **more) for name in names]  # type: ignore[arg-type]
+
+
+def command(store: Store, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """A command of ours, its output piped."""
+    words = [sys.executable, "-m", "kvstore.cli", *arguments, "--metadata", store.cluster.metadata_address]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout_s)
+
+
+def status(store: Store, node: str) -> metadata_pb2.NodeStatus | None:
+    with grpc.insecure_channel(store.cluster.metadata_address) as channel:
+        found = metadata_pb2_grpc.MetadataStub(channel).ListNodes(metadata_pb2.ListNodesRequest(), timeout=5).nodes
+    return next((one for one in found if one.node.node_id == node), None)
+
+
+def state(store: Store, node: str) -> str:
+    found = status(store, node)
+    return "gone" if found is None else common_pb2.NodeState.Name(found.state).removeprefix("NODE_STATE_")
+
+
+class Load:
+    """An engine that replays growing prompts for as long as it is let: look up, load, check every byte, store the rest."""
+
+    def __init__(self, engine: Engine, chains: Sequence[Sequence[BlockKey]], seed: int) -> None:
+        self.tally = Tally()
+        self.turns = 0
+        self._engine, self._chains, self._random = engine, chains, random.Random(seed)
+        self._stop = threading.Event()
+        self._failed: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            runner = RequestRunner(self._engine.client, self.tally, LONGEST)
+            while not self._stop.is_set():
+                chain = self._random.choice(self._chains)
+                runner.serve(chain[: TURN * self._random.randint(1, LONGEST // TURN)])
+                self.turns += 1
+                self._stop.wait(THINK_S)
+        except BaseException as error:  # noqa: BLE001  # raised by the test, in its own thread
+            self._failed.append(error)
+
+    def goes_on(self, turns: int = 5) -> None:
+        """Waits for so many more requests."""
+        wanted = self.turns + turns
+        until(lambda: self.turns >= wanted or bool(self._failed), "requests are served")
+
+    def end(self) -> Tally:
+        self._stop.set()
+        self._thread.join(60)
+        assert self._failed == []
+        assert not self._thread.is_alive()
+        assert (self.tally.wrong_bytes, self.tally.wrong_blocks) == (0, 0)
+        return self.tally
+
+
+@contextmanager
+def load(engines: Sequence[Engine]) -> Iterator[list[Load]]:
+    """All engines at work at the same prompts."""
+    chains = [engines[0].keys(f"load {number}", LONGEST) for number in range(CHAINS)]
+    running = [Load(engine, chains, seed) for seed, engine in enumerate(engines)]
+    try:
+        yield running
+    finally:
+        for one in running:
+            one._stop.set()
+
+
+def store_durably(engine: Engine, name: str, blocks: int = 40) -> list[BlockKey]:
+    """A chain that the store has said to be durable."""
+    result = engine.store(name, blocks, durable=True)
+    assert result.durable, result.error
+    return engine.keys(name, blocks)
+
+
+def all_there(engine: Engine, chains: Sequence[Sequence[BlockKey]]) -> bool:
+    """Whether every block of some chains is found and comes, with its own bytes."""
+    for keys in chains:
+        if engine.client.lookup(list(keys)).hit_blocks < len(keys):
+            return False
+        if engine.load_keys(list(keys)).hit_blocks < len(keys):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("move", [True, False])
+def test_draining_under_load_brings_no_error_and_loses_nothing(make_store: MakeStore, move: bool) -> None:
+    names = "abc" if move else "ab"
+    store = make_store(*nodes(*names))
+    engines = {name: store.engine(name) for name in names}
+    durable = [store_durably(engines["a"], f"durable {number}") for number in range(3)]
+    with load(list(engines.values())) as running:
+        for one in running:
+            one.goes_on()
+        done = command(store, "drain", "a", "--wait", *(["--move"] if move else []))
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        assert "\x1b" not in done.stdout, "plain where it is piped"
+        assert done.stdout.splitlines()[-1].startswith("a: drained"), done.stdout
+        for one in running:
+            one.goes_on()
+        assert all_there(engines["b"], durable), "reads go on"
+        refused = engines["a"].store("new on a", 4)
+        assert refused.draining
+        assert refused.error is None
+        assert set(refused.outcomes) == {StoreOutcome.SKIPPED}
+        assert engines["b"].store("new on b", 4).count(StoreOutcome.STORED) == 4
+        for one in running:
+            assert not one.end().errors, "no error to anybody"
+    found = status(store, "a")
+    assert found is not None
+    assert (found.drain.not_durable_blocks, found.drain.left_blocks) == (0, 0)
+    assert (found.drain.moved_blocks > 0) == move
+    loaded = engines["a"].load_keys(durable[0])
+    assert loaded.hit_blocks == len(durable[0])
+    store.cluster.stop("a")
+    assert "a" not in {run.node_id for run in engines["b"].client.lookup(durable[0]).runs}, "it is not named any more"
+    for name in names[1:]:
+        store.evict(name)  # what was only brought there
+    if move:
+        assert all_there(engines["b"], durable), "at once, from those that took them over"
+        removed = command(store, "remove", "a")
+        assert (removed.returncode, removed.stdout) == (0, "a: removed\n"), removed.stderr
+        assert state(store, "a") == "gone"
+        assert all_there(engines["c"], durable)
+    else:
+        until(lambda: engines["b"].client.lookup(durable[0]).hit_blocks == 0, "it took its blocks along")
+        store.cluster.start_node("a")
+        assert state(store, "a") in ("DRAINING", "DRAINED"), "the order holds until it is lifted"
+        until(lambda: all_there(engines["b"], durable), "what lay there is found again")
+        assert command(store, "undrain", "a").stdout == "a: active\n"
+
+
+def test_a_client_whose_node_drains_reads_from_others_itself(make_store: MakeStore) -> None:
+    store = make_store(*nodes("a", "b"))
+    here, there = store.engine("a"), store.engine("b")
+    keys = store_durably(there, "elsewhere")
+    assert command(store, "drain", "a", "--wait").returncode == 0
+    loaded = here.load_keys(keys)
+    assert loaded.hit_blocks == len(keys)
+    assert set(loaded.bytes_by_path) == {"prefill"}
+    assert loaded.error is None
+    layerwise = here.room(len(keys))
+    started = here.client.start_load(here.client.lookup(keys), layerwise)
+    assert started.result().hit_blocks == len(keys)
+    assert list(here.payloads.wrong_blocks(keys, layerwise)) == []
+    counters = store.node_stats("a").counters
+    assert counters["load_left_to_others_blocks_total"] >= len(keys)
+    assert counters.get("peer_fetched_blocks_total", 0) == 0, "nothing is brought to a node that drains"
+    # stores without a local node go past it
+    assert store.engine(None).store("x", 8).count(StoreOutcome.STORED) == 8
+    assert store.node_stats("b").counters["transport_writes_total"] >= 1
+    assert "transport_writes_total" not in store.node_stats("a").counters
+    # the order outlives the index: the node tells it again
+    store.cluster.stop("metadata")
+    shutil.rmtree(store.cluster.index_path)
+    store.cluster.start_metadata()
+    until(lambda: state(store, "a") == "DRAINED", "the order is known again")
+
+
+def test_what_can_not_be_made_durable_is_said(make_store: MakeStore) -> None:
+    store = make_store(NodeSpec("memory", dram_bytes=DRAM), *nodes("disk"))
+    engine, other = store.engine("memory"), store.engine("disk")
+    assert engine.store("x", 10, wait_visible=True).count(StoreOutcome.STORED) == 10
+    blocked = command(store, "drain", "memory", "--wait")
+    assert blocked.returncode == 3
+    assert "10 not durable" in blocked.stdout
+    assert "in DRAM only" in blocked.stdout
+    refused = command(store, "remove", "memory")
+    assert refused.returncode == 1
+    assert "drain it first" in refused.stderr
+    assert command(store, "drain", "memory", "--move", "--wait").returncode == 0, "others may take it"
+    keys = engine.keys("x", 10)
+    store.cluster.kill("memory")
+    until(lambda: not _alive(store, "memory"), "it is silent")
+    assert all_there(other, [keys])
+
+
+def test_commands_say_what_is_wrong(make_store: MakeStore) -> None:
+    store = make_store(*nodes("a"))
+    for arguments in (("drain", "nobody"), ("undrain", "nobody"), ("remove", "nobody")):
+        done = command(store, *arguments)
+        assert done.returncode == 1
+        assert "no such node" in done.stderr
+    assert command(store, "drain", "a", "--timeout", "soon").returncode == 2
+    store_durably(store.engine("a"), "x", 5)
+    alone = command(store, "drain", "a", "--move", "--wait")
+    assert alone.returncode == 3
+    assert "5 to move, no other active node has free room on a volume" in alone.stdout.splitlines()[-1]
+    assert command(store, "drain", "a", "--wait").returncode == 0, "they are durable where they are"
+    assert command(store, "undrain", "a").stdout == "a: active\n"
+    store.cluster.stop("a")
+    silent = command(store, "drain", "a", "--wait")
+    assert silent.returncode == 1
+    assert "once it is back" in silent.stderr
+    store.cluster.stop("metadata")
+    done = command(store, "drain", "a", "--set", "client.deadline=500ms")
+    assert done.returncode == 1
+    assert "no metadata server answers" in done.stderr
+
+
+def test_a_rolling_restart_under_load_keeps_every_durable_block(make_store: MakeStore) -> None:
+    store = make_store(*nodes("a", "b", "c"))
+    engines = {name: store.engine(name) for name in "abc"}
+    durable: list[list[BlockKey]] = []
+    with load(list(engines.values())) as running:
+        for number, name in enumerate("abc"):
+            durable.append(store_durably(engines[name], f"before {name}"))
+            # not asked to be durable, and just stored: the end in order sees to it
+            assert engines[name].store(f"just {name}", 40).count(StoreOutcome.STORED) == 40
+            durable.append(engines[name].keys(f"just {name}", 40))
+            assert stop_in_order(store.cluster.node(name)) == 0
+            found = status(store, name)
+            assert found is not None
+            assert (found.stopped, found.alive) == (True, False), "hidden at once, by its own word"
+            store.cluster.stop(name)
+            store.cluster.start_node(name)
+            running[number].goes_on()
+        assert stop_in_order(store.cluster.node("metadata")) == 0
+        store.cluster.stop("metadata")
+        store.cluster.start_metadata()
+        for one in running:
+            one.goes_on()
+            one.end()
+    until(lambda: all_there(engines["a"], durable), "every durable block is there")
+    until(lambda: all_there(engines["b"], durable), "for everybody")
+
+
+def stop_in_order(daemon: Daemon) -> int:
+    """SIGTERM; the exit code."""
+    daemon.process.terminate()
+    return daemon.process.wait(20)
+
+
+def test_the_second_signal_ends_a_node_at_once(make_store: MakeStore) -> None:
+    store = make_store(*nodes("a", settings=(("stop_grace", "60s"), ("prepare_ttl", "60s"))))
+    engine = store.engine("a")
+    process = store.cluster.node("a").process
+    held = engine.client.begin_store(engine.keys("held", 4))  # slots that are granted and not written
+    assert len(held.blocks_wanted) == 4
+    process.terminate()
+    until(lambda: (found := status(store, "a")) is not None and found.stopped, "it has begun to end")
+    assert process.poll() is None, "it waits for a store that was begun"
+
+    def again() -> bool:
+        process.send_signal(signal.SIGTERM)  # within a second of the first it is the same wish
+        time.sleep(0.2)
+        return process.poll() is not None
+
+    until(again, "it ends at once")
+    assert process.returncode == 128 + signal.SIGTERM
+    held.abort()
+
+
+def _alive(store: Store, node: str) -> bool:
+    found = status(store, node)
+    return found is not None and found.alive
+
+
+def test_blocks_that_are_bad_on_disk_are_no_hits_elsewhere(make_store: MakeStore) -> None:
+    """A bit flips on the draining node's disk: that block is not taken over, and what comes behind it still is no wrong byte."""
+    store = make_store(*nodes("a", "b"))
+    engine, other = store.engine("a"), store.engine("b")
+    keys = store_durably(engine, "x", 8)
+    store.evict("a")
+    payload = np.zeros((1, engine.spec.block_bytes), np.uint8)
+    engine.payloads.fill(keys[3:4], payload)
+    slab = max(store.cluster.volume_path("a").iterdir(), key=lambda path: path.stat().st_size)
+    data = slab.read_bytes()
+    at = data.find(payload.tobytes()[:512])
+    assert at > 0
+    with slab.open("r+b") as file:
+        file.seek(at + 100)
+        file.write(bytes([data[at + 100] ^ 1]))
+    done = command(store, "drain", "a", "--move", "--wait")
+    assert done.returncode in (0, 3), done.stderr
+    store.cluster.stop("a")
+    loaded = other.load_keys(keys)
+    assert loaded.hit_blocks == 3
+    assert Outcome.CORRUPT not in set(loaded.outcomes)
