@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, Protocol
 
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 
@@ -59,6 +59,39 @@ class PrefixHit:
     blocks: int
     runs: tuple[ReplicaRun, ...]
     revision: int = field(default=0, compare=False)
+
+
+class IndexedBlock(NamedTuple):
+    """What the index knows of one key: its place, and which open lives hold it."""
+
+    key: BlockKey
+    namespace: NamespaceId
+    depth: int
+    lives: tuple[Life, ...]
+
+
+class Removed(NamedTuple):
+    """A life does not hold some blocks any more: it removed them, or they gave way to others."""
+
+    life: Life
+    namespace: NamespaceId
+    keys: Sequence[BlockKey]
+
+
+class IndexListener(Protocol):
+    """Is told what this process changed, right after it was committed, in the thread that did so; returns soon, raises nothing.
+
+    Where one thread makes all changes, it is told in their order.
+    """
+
+    def opened(self, info: LifeInfo) -> None:
+        """A life is open; perhaps it was before."""
+
+    def closed(self, life: Life) -> None:
+        """A life is closed, with all that it held; perhaps it was before."""
+
+    def published(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
+        """A batch took effect: first what lives no longer hold, then what the one holds, without what was ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +168,19 @@ class PrefixIndex(ABC):
     @abstractmethod
     def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
         """Open lives that hold each of some keys of a namespace, wherever in their chains; visible or not."""
+
+    # ---- the whole ----
+    @abstractmethod
+    def listen(self, listener: IndexListener) -> None:
+        """Tells a listener what this process changes from here on. One at most; other processes' changes are not told."""
+
+    @abstractmethod
+    def blocks_from(self, first: BlockKey | None, most: int) -> tuple[list[IndexedBlock], BlockKey | None]:
+        """Looks at up to ``most`` records, in the order of keys, from a key on (None: from the first).
+
+        Returns:
+            Those that open lives hold, as of one snapshot, and the key to go on from (None: that was all).
+        """
 
     # ---- anti-entropy ----
     @abstractmethod

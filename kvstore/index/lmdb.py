@@ -33,7 +33,17 @@ import lmdb
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Entry, IndexStats, Life, LifeInfo, PrefixHit, PrefixIndex
+from kvstore.index.contract import (
+    Entry,
+    IndexedBlock,
+    IndexListener,
+    IndexStats,
+    Life,
+    LifeInfo,
+    PrefixHit,
+    PrefixIndex,
+    Removed,
+)
 from kvstore.index.ends import ChainEnds
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
@@ -99,6 +109,8 @@ class LmdbIndex(PrefixIndex):
         self._known = _Lives(b"", {}, {})
         self._judged: tuple[bytes, Container[Life], frozenset[Life]] = (b"", frozenset(), frozenset())
         self._ends = ChainEnds()
+        self._listener: IndexListener | None = None
+        self._names: dict[int, NamespaceId] = {}
         with self._env.begin(db=meta) as txn:
             self._epoch = txn.get(b"epoch") or b""
         _opened.add(self)
@@ -157,7 +169,10 @@ class LmdbIndex(PrefixIndex):
             self._announce(txn)
             return Life(life)
 
-        return self._write(work)
+        opened = self._write(work)
+        if self._listener is not None:
+            self._listener.opened(LifeInfo(opened, volume_id, node_id, tier, boot_id))
+        return opened
 
     def close_life(self, life: Life) -> None:
         def work(txn: Txn) -> None:
@@ -170,6 +185,8 @@ class LmdbIndex(PrefixIndex):
             self._announce(txn)
 
         self._write(work)
+        if self._listener is not None:
+            self._listener.closed(life)
 
     def lives(self) -> list[LifeInfo]:
         return list(self._read(self._lives_now).by_number.values())
@@ -197,6 +214,9 @@ class LmdbIndex(PrefixIndex):
 
         edit = self._write(work)
         self._ends.published(stored)
+        if self._listener is not None and (edit.stored or edit.removed):
+            gone = [Removed(whose, self._name_of(ordinal), keys) for (whose, ordinal), keys in edit.removed.items()]
+            self._listener.published(life, edit.stored, gone)
         if edit.conflicts:
             limited.warning(
                 "life %d published %d keys that are held at another place of a chain; they were ignored", life, edit.conflicts
@@ -291,6 +311,26 @@ class LmdbIndex(PrefixIndex):
             part = keys[at : at + _SCAN_PART]
             found += self._read(lambda txn, part=part: work(txn, part))  # type: ignore[misc]
         return found
+
+    # ---- the whole ----
+    def listen(self, listener: IndexListener) -> None:
+        self._listener = listener
+
+    def blocks_from(self, first: BlockKey | None, most: int) -> tuple[list[IndexedBlock], BlockKey | None]:
+        if most < 1:
+            raise InvalidArgument("a look at the index takes one record at least", most=most)
+
+        def work(txn: Txn) -> tuple[list[tuple[bytes, tuple[int, ...], tuple[Life, ...]]], bytes | None]:
+            lives = self._lives_now(txn).by_number
+            part, following = self._scan(txn, first or b"", most)
+            records = [(key, decode(value)) for key, value in part]
+            return [(key, record, tuple(replicas_of(record, lives))) for key, record in records], following
+
+        found, following = self._read(work)
+        blocks = [
+            IndexedBlock(BlockKey(key), self._name_of(record[0]), record[1], held_by) for key, record, held_by in found if held_by
+        ]
+        return blocks, None if following is None else BlockKey(following)
 
     # ---- anti-entropy ----
     def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:
@@ -516,6 +556,19 @@ class LmdbIndex(PrefixIndex):
             txn.put(namespace, value, db=self._namespaces)
         ordinal: int = _U32.unpack_from(value)[0]
         return ordinal
+
+    def _name_of(self, ordinal: int) -> NamespaceId:
+        """The namespace that a committed record names by number. Numbers never change."""
+        name = self._names.get(ordinal)
+        if name is None:
+
+            def work(txn: Txn) -> dict[int, NamespaceId]:
+                with txn.cursor(db=self._namespaces) as cursor:
+                    return {_U32.unpack_from(value)[0]: NamespaceId(key) for key, value in cursor}
+
+            self._names = self._read(work)
+            name = self._names[ordinal]
+        return name
 
     def _next(self, txn: Txn, counter: bytes) -> int:
         number: int = _U32.unpack(txn.get(counter, b"\x00\x00\x00\x00", self._meta))[0] + 1

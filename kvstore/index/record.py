@@ -84,6 +84,10 @@ class BatchEdit:
         """Blocks not published: the key is held for another namespace."""
         self.replaced = 0
         """Blocks published in place of a record that named another place: their parents are here, right before them."""
+        self.stored: list[BlockRun] = []
+        """What of the runs took effect."""
+        self.removed: dict[tuple[Life, int], list[BlockKey]] = {}
+        """What lives held and do not hold any more, by life and ordinal of the namespace: of others, what gave way."""
 
     @staticmethod
     def reads(stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> list[BlockKey]:
@@ -108,6 +112,7 @@ class BatchEdit:
             replicas.pop(self._life, None)
             self._now[key] = encode(record[0], record[1], replicas) if replicas else None
             self._touched.add(key)
+            self.removed.setdefault((self._life, record[0]), []).append(key)
 
     def store(self, run: BlockRun) -> None:
         """The life holds this run."""
@@ -118,11 +123,24 @@ class BatchEdit:
             depths = range(run.depth, run.depth + len(run.keys))
             self._now.update(zip(run.keys, [_pack_single(ordinal, depth, life, start) for depth in depths], strict=True))
             self._touched.update(run.keys)
+            self.stored.append(run)
             return
         linked = run.parent not in run.keys and self._stands(run.parent, ordinal, run.depth - 1)
+        begun = run.depth
         for depth, key in enumerate(run.keys, start=run.depth):
             if not self._store_one(key, ordinal, depth, start, linked=linked):
-                start = depth + 1  # the chain has a gap here
+                self._took(run, begun, depth)
+                begun = start = depth + 1  # the chain has a gap here
+        self._took(run, begun, run.depth + len(run.keys))
+
+    def _took(self, run: BlockRun, begun: int, end: int) -> None:
+        """Blocks at depths ``[begun, end)`` of a run took effect."""
+        first, last = begun - run.depth, end - run.depth
+        if last - first == len(run.keys):
+            self.stored.append(run)
+        elif last > first:
+            parent = run.keys[first - 1] if first else run.parent
+            self.stored.append(BlockRun(run.namespace, parent, begun, run.keys[first:last]))
 
     def _stands(self, key: BlockKey | None, ordinal: int, depth: int) -> bool:
         """Whether a life that counts has a key at a place."""
@@ -155,6 +173,8 @@ class BatchEdit:
                     self.conflicts += 1
                     return False
                 self.replaced += bool(replicas)
+                for life in replicas.keys() - {self._life}:
+                    self.removed.setdefault((life, record[0]), []).append(key)
                 replicas = {}
         replicas[self._life] = start
         self._now[key] = encode(ordinal, depth, replicas)

@@ -144,6 +144,20 @@ class IndexMachine(RuleBasedStateMachine):
             assert len(found) == len(set(found))
             assert set(found) == expected
 
+    @rule(most=st.integers(1, 40))
+    def read_the_whole(self, most: int) -> None:
+        expected = {(key, *place, life) for life, mine in self.model.held.items() for key, place in mine.items()}
+        found: list[tuple[BlockKey, NamespaceId, int, Life]] = []
+        position: BlockKey | None = None
+        while True:
+            blocks, position = self.index.blocks_from(position, most)
+            found += [(block.key, block.namespace, block.depth, life) for block in blocks for life in block.lives]
+            if position is None:
+                break
+        assert len(found) == len(expected)
+        assert set(found) == expected
+        assert [key for key, *_ in found] == sorted(key for key, *_ in found)
+
     @rule(chain=chains, end=positions, hidden=choices)
     def look_at_a_part(self, chain: Chain, end: int, hidden: int) -> None:
         """A shorter request, with one life out of sight."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,12 +22,31 @@ import pytest
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import Life, LifeInfo, PrefixHit, PrefixIndex, ReplicaRun
+from kvstore.index.contract import IndexedBlock, Life, LifeInfo, PrefixHit, PrefixIndex, Removed, ReplicaRun
 from kvstore.testing.index_model import Chain, IndexModel
 from kvstore.testing.index_process import IndexProcess
 
 NAMESPACE = NamespaceId(b"n" * 16)
 CHAIN = Chain.of(NAMESPACE, range(100))
+
+
+class Told:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def opened(self, info: LifeInfo) -> None:
+        """Kept."""
+        self.heard.append(info)
+
+    def closed(self, life: Life) -> None:
+        """Kept."""
+        self.heard.append(life)
+
+    def published(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
+        """Kept."""
+        self.heard.append((life, list(stored), [(one.life, one.namespace, list(one.keys)) for one in removed]))
 
 
 class IndexSuite:
@@ -289,6 +308,57 @@ class IndexSuite:
         keys = tuple(BlockKey(packed[at : at + 16]) for at in range(0, len(packed), 16))
         index.publish(life, [BlockRun(NAMESPACE, None, 0, keys)], [])
         assert index.lookup(NAMESPACE, packed, {life}) == PrefixHit(size, (ReplicaRun(0, size, life),))
+
+    # ---- who listens, and the whole ----
+    def test_a_listener_is_told_what_took_effect(self, index: PrefixIndex) -> None:
+        told = Told()
+        index.listen(told)
+        life, other = begin(index), begin(index, "w")
+        infos = {info.life: info for info in index.lives()}
+        assert told.heard == [infos[life], infos[other]]
+        told.heard.clear()
+        stray = CHAIN.keys[70]
+        index.publish(life, [CHAIN.run(0, 60), BlockRun(NAMESPACE, None, 0, (stray,))], [CHAIN.keys[99]])
+        assert told.heard == [(life, [CHAIN.run(0, 60), BlockRun(NAMESPACE, None, 0, (stray,))], [])]
+        told.heard.clear()
+        index.publish(other, [BlockRun(NAMESPACE, CHAIN.keys[68], 69, CHAIN.keys[69:72])], [])  # its parent is not here
+        assert told.heard == [
+            (
+                other,
+                [
+                    BlockRun(NAMESPACE, CHAIN.keys[68], 69, CHAIN.keys[69:70]),
+                    BlockRun(NAMESPACE, stray, 71, CHAIN.keys[71:72]),
+                ],
+                [],
+            )
+        ]
+        told.heard.clear()
+        index.publish(other, [CHAIN.run(50, 71)], CHAIN.keys[69:70])  # the stray one gives way, so that its holder has it no more
+        assert told.heard == [(other, [CHAIN.run(50, 71)], [(other, NAMESPACE, [CHAIN.keys[69]]), (life, NAMESPACE, [stray])])]
+        told.heard.clear()
+        index.publish(other, [], [CHAIN.keys[0]])  # it does not hold it
+        assert told.heard == []
+        index.close_life(life)
+        assert told.heard == [life]
+
+    def test_the_whole_in_parts(self, index: PrefixIndex) -> None:
+        assert index.blocks_from(None, 10) == ([], None)
+        life, other = begin(index), begin(index, "w")
+        index.publish(life, [CHAIN.run(0, 5)], [])
+        index.publish(other, [CHAIN.run(0, 3)], [])
+        by_key = sorted(range(5), key=lambda at: CHAIN.keys[at])
+        expected = [IndexedBlock(CHAIN.keys[at], NAMESPACE, at, (life, other) if at < 3 else (life,)) for at in by_key]
+        first, following = index.blocks_from(None, 2)
+        assert first == expected[:2]
+        assert following == expected[2].key
+        rest, following = index.blocks_from(following, 10)
+        assert rest == expected[2:]
+        assert following is None
+        index.close_life(life)
+        left, _ = index.blocks_from(None, 10)
+        assert [(block.key, block.lives) for block in left] == [(CHAIN.keys[at], (other,)) for at in by_key if at < 3]
+        with pytest.raises(InvalidArgument):
+            index.blocks_from(None, 0)
 
     # ---- anti-entropy ----
     def test_inventory_by_range(self, index: PrefixIndex) -> None:
