@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "node": LEAVES | {"tiers", "transport", "rpc", "kvproto"},
     "admin": LEAVES | {"rpc", "kvproto"},
     "router": LEAVES | {"rpc", "kvproto", "kvclient"},
+    "events": LEAVES | {"rpc", "kvclient"},
     "kvclient": LEAVES | {"transport", "rpc", "kvproto"},
     "testing": LEAVES | {"dualpath", "index", "tiers", "transport", "rpc", "kvproto", "metadata", "node", "kvclient"},
 }

@@ -76,6 +76,10 @@ class MetadataSection(Section):
         description="server processes that share port and index; requests are scheduled only where it is one",
     )
     stop_grace: DurationMs = Field(default=5_000, description="how long calls under way may take when it ends")
+    events_memory: Size = Field(
+        default=32 << 20, ge=1 << 20, description="the most that past block events may take: how far a subscriber may fall behind"
+    )
+    max_subscribers: int = Field(default=64, ge=1, le=1_024, description="to block events, at once; one more is refused")
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
     metrics_listen: str = Field(
@@ -290,6 +294,44 @@ class AdminSection(Section):
     ready_file: Path | None = Field(default=None, description="written as JSON once it answers")
 
 
+class EventsSection(Section):
+    """A publisher of block events in vLLM's KV-event format."""
+
+    metadata: str = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
+    zmq: str | None = Field(
+        default=None, description="endpoint of its PUB socket: tcp://HOST:PORT or ipc://PATH; port *: any free"
+    )
+    connect: bool = Field(default=False, description="connect to a SUB socket that others have bound, instead of binding")
+    replay: str | None = Field(
+        default=None, description="endpoint of its ROUTER socket, for who missed something; unset: nobody is helped"
+    )
+    topic: str = Field(default="", description="first frame of each message")
+    hashes: Literal["int64", "bytes"] = Field(
+        default="int64", description="what stands for a block: its key's last 8 bytes as a number, or all 16 bytes"
+    )
+    namespaces: Annotated[tuple[str, ...], BeforeValidator(parse_list)] = Field(
+        default=(), description="blocks of these alone: 32 hexadecimal digits each; unset: of all"
+    )
+    nodes: Annotated[tuple[str, ...], BeforeValidator(parse_list)] = Field(
+        default=(), description="volumes of these nodes alone; unset: of all"
+    )
+    tiers: Annotated[tuple[Literal["hbm", "dram", "nvme"], ...], BeforeValidator(parse_list)] = Field(
+        default=(), description="volumes of these tiers alone: hbm, dram, nvme; unset: of all"
+    )
+    rank: int = Field(default=0, ge=0, description="data_parallel_rank in each batch")
+    replay_batches: int = Field(default=10_000, ge=1, description="the most past batches that are kept for replay")
+    replay_memory: Size = Field(default=64 << 20, ge=1 << 20, description="the most memory that they may take")
+    high_water: int = Field(default=1_000, ge=1, description="messages that wait for a slow subscriber; later ones it misses")
+    heartbeat: DurationMs = Field(
+        default=5_000, gt=0, description="an empty batch after so long without any: who missed the last one notices"
+    )
+    allow_insecure_remote: bool = Field(default=False, description="bind beyond this host: ZeroMQ is plain and checks nobody")
+    metrics_listen: str = Field(
+        default="127.0.0.1:7485", description="address of /metrics, plain HTTP; port 0: any free one; none: not served"
+    )
+    ready_file: Path | None = Field(default=None, description="written as JSON once everything that is stored is published")
+
+
 class LogSection(Section):
     """Logs, on standard error."""
 
@@ -322,5 +364,6 @@ class Config(Section):
     client: ClientSection = ClientSection()
     router: RouterSection = RouterSection()
     admin: AdminSection = AdminSection()
+    events: EventsSection = EventsSection()
     log: LogSection = LogSection()
     observe: ObserveSection = ObserveSection()

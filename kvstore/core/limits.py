@@ -28,6 +28,8 @@ MAX_TRANSFER_ID_BYTES = 64
 """The name of one hand-over of a prompt."""
 MAX_DATA_CONNECTIONS = 256
 MAX_SESSIONS = 256
+MAX_WATCH_FILTER = 1_024
+"""Namespaces, and nodes, that a subscriber to block events may name."""
 MAX_VOLUMES_PER_NODE = 64
 MAX_NODES = 10_000
 MAX_NAMESPACES = 100_000

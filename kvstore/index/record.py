@@ -101,6 +101,7 @@ class BatchEdit:
 
     def remove(self, keys: Iterable[BlockKey]) -> None:
         """The life no longer holds these."""
+        ordinal, gone = -1, list[BlockKey]()
         for key in keys:
             value = self._now.get(key)
             if value is None:
@@ -112,7 +113,10 @@ class BatchEdit:
             replicas.pop(self._life, None)
             self._now[key] = encode(record[0], record[1], replicas) if replicas else None
             self._touched.add(key)
-            self.removed.setdefault((self._life, record[0]), []).append(key)
+            if record[0] != ordinal:
+                ordinal = record[0]
+                gone = self.removed.setdefault((self._life, ordinal), [])
+            gone.append(key)
 
     def store(self, run: BlockRun) -> None:
         """The life holds this run."""

@@ -11,6 +11,8 @@ from kvstore.core.tls import TlsConfig
 from kvstore.rpc.address import check_address, check_metrics_address, is_unix, stays_on_host
 
 _MAX_WORKERS = 64
+MIN_EVENTS_BYTES = 1 << 20
+"""About a longest batch of a long chain; who watches begins anew where a single change does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class MetadataConfig:
         max_requests: requests that wait or are under way; one more is refused.
         workers: server processes that share the port and the index.
         stop_grace_ms: how long calls under way may take when it ends.
+        events_bytes: the most memory that past block events may take; it bounds how far a subscriber may fall behind.
+        max_subscribers: to block events, at once; one more is refused.
         tls: this server's identity; None: plain text.
         metrics_listen: address of ``/metrics``, plain HTTP; worker N of several serves N ports further; None: not served.
         ready_file: written atomically as JSON ``{"address", "pid", "metrics_address"}`` once calls are answered.
@@ -58,6 +62,8 @@ class MetadataConfig:
     max_requests: int = 100_000
     workers: int = 1
     stop_grace_ms: int = 5_000
+    events_bytes: int = 32 << 20
+    max_subscribers: int = 64
     tls: TlsConfig | None = None
     metrics_listen: str | None = None
     ready_file: Path | None = None
@@ -86,6 +92,13 @@ class MetadataConfig:
                 max_requests=self.max_requests,
                 engine_ttl_ms=self.engine_ttl_ms,
                 request_ttl_ms=self.request_ttl_ms,
+            )
+        if self.events_bytes < MIN_EVENTS_BYTES or self.max_subscribers < 1:
+            raise InvalidArgument(
+                "past events take some room, and somebody to tell them to",
+                events_bytes=self.events_bytes,
+                least=MIN_EVENTS_BYTES,
+                max_subscribers=self.max_subscribers,
             )
         if not 1 <= self.workers <= _MAX_WORKERS:
             raise InvalidArgument("workers is out of range", workers=self.workers, least=1, most=_MAX_WORKERS)

@@ -8,6 +8,7 @@ from typing import Final
 
 import kvstore
 from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.feed import BlockFeed
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.scheduling import Scheduling
@@ -25,6 +26,7 @@ class MetadataGauges:
         nodes: who is registered and alive.
         planning: load plans.
         scheduling: of requests; None: not done by this process.
+        feed: block events; None: not told by this process.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class MetadataGauges:
         nodes: NodeTable,
         planning: Planning,
         scheduling: Scheduling | None,
+        feed: BlockFeed | None,
     ) -> None:
         self._loop = loop
         self._index = index
         self._nodes = nodes
         self._planning = planning
         self._scheduling = scheduling
+        self._feed = feed
 
     def __call__(self) -> list[Sample]:
         async def read() -> list[Sample]:  # a coroutine, so that the loop runs it
@@ -62,6 +66,9 @@ class MetadataGauges:
             age_s = status.heartbeat_age_ms / 1000
             yield Sample("metadata_node_heartbeat_age_seconds", age_s, {"node": status.node.node_id})
         yield Sample("metadata_live_plans", len(self._planning.planner))
+        if self._feed is not None:
+            yield Sample("metadata_watch_subscribers", self._feed.subscribers)
+            yield Sample("metadata_feed_bytes", self._feed.held_bytes)
         if self._scheduling is not None:
             found = self._scheduling.gauges()
             yield Sample("metadata_scheduler_engines", found["metadata_scheduler_engines"])

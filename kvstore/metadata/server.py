@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvproto.v1.admin_pb2_grpc import add_MetadataAdminServicer_to_server
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
+from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.admin import SERVICE_NAME as METADATA_ADMIN
 from kvstore.metadata.admin import AdminParts, MetadataAdminServicer
 from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.feed import BlockFeed
 from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
@@ -23,6 +25,7 @@ from kvstore.metadata.planning import Planning
 from kvstore.metadata.scheduling import Scheduling
 from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_to_server
 from kvstore.metadata.upkeep import Upkeep
+from kvstore.metadata.watching import tell_served
 from kvstore.metadata.writer import IndexThread
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -68,6 +71,7 @@ class MetadataServer:
         self._bound: BoundServer | None = None
         self._service: MetadataService | None = None
         self._metrics: MetricsServer | None = None
+        self._feed: BlockFeed | None = None
 
     async def start(self) -> str:
         """Opens the index, binds, and serves.
@@ -97,6 +101,7 @@ class MetadataServer:
             nodes.view()  # before a port is taken: damage shows here, and the next server needs the port
             planning = Planning(nodes, config.path_policy, self.counters, self._clock)
             scheduling = self._scheduling(planning, nodes) if config.workers == 1 else None
+            feed = self._feed = self._block_feed(loop, index) if config.workers == 1 else None
             lookups = Lookups(index, nodes, self.counters)
             orders = NodeOrders(index, nodes, writes, reads, self.counters, self._clock)
             parts = Parts(
@@ -110,6 +115,7 @@ class MetadataServer:
                 scheduling,
                 lookups=lookups,
                 orders=orders,
+                feed=feed,
             )
             service = self._service = MetadataService(parts)
             admin = AdminParts(
@@ -135,6 +141,9 @@ class MetadataServer:
                 tls=config.tls,
                 reuse_port=config.workers > 1,
             )
+            also: list[Callable[[], None]] = [] if scheduling is None else [scheduling.expire]
+            if feed is not None:
+                also += [feed.expire, functools.partial(tell_served, feed, nodes)]
             self._upkeep = Upkeep(
                 index,
                 nodes,
@@ -143,12 +152,12 @@ class MetadataServer:
                 ttl_s=ttl_s,
                 forget_s=config.node_forget_ms / 1000,
                 sweeps=self._worker == 0,
-                also=[planning.expire, *([scheduling.expire] if scheduling is not None else [])],
+                also=[planning.expire, *also],
             )
             self._upkeep.start()
             await self._bound.start()
             if config.metrics_listen is not None:
-                gauges = MetadataGauges(loop, index, nodes, planning, scheduling)
+                gauges = MetadataGauges(loop, index, nodes, planning, scheduling, feed)
                 labels = {"worker": str(self._worker)} if config.workers > 1 else None
                 collector = StoreCollector([self.counters], [gauges], process="metadata", labels=labels)
                 self._metrics = serve(_moved(config.metrics_listen, self._worker), collector, {}, self.counters)
@@ -164,6 +173,11 @@ class MetadataServer:
         assert self._index is not None
         self.kept_namespaces = self._index.namespaces()
         self._index.give_up()
+
+    def _block_feed(self, loop: asyncio.AbstractEventLoop, index: PrefixIndex) -> BlockFeed:
+        feed = BlockFeed(loop, self._config.events_bytes, self._config.max_subscribers, self._clock)
+        index.listen(feed)
+        return feed
 
     def _scheduling(self, planning: Planning, nodes: NodeTable) -> Scheduling:
         config = self._config
@@ -189,6 +203,8 @@ class MetadataServer:
             self._metrics = None
         if self._service is not None:
             self._service.end_streams()
+        if self._feed is not None:
+            self._feed.close()  # streams without end would wait for the grace to be over
         if self._bound is not None:
             await self._bound.stop(grace_s)
         if self._upkeep is not None:
@@ -198,7 +214,7 @@ class MetadataServer:
                 await thread.close()
         if self._index is not None:
             self._index.close()
-        self._bound = self._upkeep = self._writes = self._reads = self._index = None
+        self._bound = self._upkeep = self._writes = self._reads = self._index = self._feed = None
 
 
 def _moved(address: str, worker: int) -> str:

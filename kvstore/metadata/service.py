@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,12 +21,14 @@ from kvstore.core.node_id import check_node_id
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.anti_entropy import differing_ranges
+from kvstore.metadata.feed import BlockFeed
 from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.orders import NodeOrders, check_progress, refuse_removed
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.publishing import PublishStream
 from kvstore.metadata.scheduling import MAX_BUDGET_S, Scheduling
+from kvstore.metadata.watching import BlockWatch, tell_served
 from kvstore.metadata.writer import IndexThread
 from kvstore.metadata.writes import register_node, repair_range
 from kvstore.observe.counters import Counters
@@ -53,6 +56,7 @@ class Parts:
         scheduling: of requests; None where several workers would each know a part of the engines.
         lookups: the hot path.
         orders: what operators order of nodes.
+        feed: block events; None where several workers would each know a part of the changes.
     """
 
     index: PrefixIndex
@@ -65,6 +69,7 @@ class Parts:
     scheduling: Scheduling | None
     lookups: Lookups
     orders: NodeOrders
+    feed: BlockFeed | None
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
@@ -87,6 +92,8 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._check_room_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
         self._parts.nodes.beat(pb.HeartbeatRequest(node_id=info.node_id, boot_id=info.boot_id))
+        if self._parts.feed is not None:
+            tell_served(self._parts.feed, self._parts.nodes)
         self._parts.counters.add("metadata_registrations_total")
         return pb.RegisterNodeResponse(
             index_epoch=self._parts.index.epoch,
@@ -208,6 +215,15 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
 
     async def CancelRequest(self, request: pb.CancelRequestRequest, context: object) -> pb.CancelRequestResponse:
         return pb.CancelRequestResponse(known=self._scheduling.cancel(request))
+
+    async def WatchBlocks(self, request: pb.WatchBlocksRequest, context: object) -> AsyncIterator[pb.WatchBlocksResponse]:
+        parts = self._parts
+        if parts.feed is None:
+            raise Unsupported("block events are told by one process that sees all changes: set metadata.workers to 1")
+        watch = BlockWatch(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
+        async with aclosing(watch.run()) as messages:
+            async for message in messages:
+                yield message
 
     async def GetStats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
         stats = self._parts.index.stats()

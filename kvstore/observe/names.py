@@ -50,7 +50,7 @@ _METHODS = (
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
     "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",
 )  # fmt: skip
-"""Methods that are timed. ``Publish`` is one call for a node's whole life."""
+"""Methods that are timed. ``Publish`` is one call for a node's whole life, ``WatchBlocks`` for a subscriber's."""
 _MOST_VOLUMES = 64
 _MOST_NODES = 4_096
 _MOST_ENGINES = 4_096
@@ -70,6 +70,9 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
         "counter", "calls that ended with an error", {"labels": {"kind": _ERRORS}, "events": "rpc_errors_{kind}_total"},
     ),
     "rpc_unexpected_errors_total": ("counter", "handlers that failed in a way nobody meant: bugs; the log has the traceback"),
+    # ---- whoever mirrors the index
+    "client_events_resyncs_total": ("counter", "times that a mirror of the index began anew; the first counts"),
+    "client_events_failures_total": ("counter", "times that the stream of block events broke off or could not be had"),
     # ---- client: what was asked for, and what became of it
     "client_asked_tokens_total": ("counter", "tokens asked for: hit + missed, always"),
     "client_asked_blocks_total": ("counter", "blocks asked for: hit + missed, always"),
@@ -403,6 +406,15 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "metadata_scheduler_engines": ("gauge", "engines that report to the scheduler"),
     "metadata_scheduler_requests": ("gauge", "requests waiting or under way"),
     "metadata_scheduler_waiting": ("gauge", "requests waiting for an engine", {"labels": {"role": ("prefill", "decode")}}),
+    "metadata_watch_subscribers": ("gauge", "subscribers to block events"),
+    "metadata_feed_bytes": ("gauge", "past changes that are kept for them"),
+    "metadata_watches_total": ("counter", "streams of block events begun"),
+    "metadata_watch_events_total": ("counter", "block events told to subscribers"),
+    "metadata_watch_snapshot_blocks_total": ("counter", "replicas told to them in snapshots"),
+    "metadata_watch_resyncs_total": (
+        "counter", "times that a subscriber had to begin with a snapshot",
+        {"labels": {"reason": ("asked", "restarted", "gone", "slow")}, "events": "metadata_watch_resyncs_{reason}_total"},
+    ),
     "metadata_lookups_total": ("counter", "lookups answered"),
     "metadata_lookup_keys_total": ("counter", "keys asked for"),
     "metadata_lookup_hit_blocks_total": ("counter", "blocks found"),
@@ -470,6 +482,16 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "admin_upstream_errors_total": ("counter", "calls to the metadata server or a node that failed"),
     "admin_nodes_unreached_total": ("counter", "nodes left out of an answer, as they did not answer"),
+    # ---- publishers of KV events
+    "events_told_blocks": ("gauge", "blocks that subscribers were told of and that still are there"),
+    "events_batches_total": ("counter", "batches published"),
+    "events_stored_blocks_total": ("counter", "blocks published as stored in a medium"),
+    "events_removed_blocks_total": ("counter", "blocks published as removed from a medium"),
+    "events_cleared_total": ("counter", "times that subscribers were told to forget everything"),
+    "events_replays_total": ("counter", "replays asked for"),
+    "events_replay_snapshots_total": ("counter", "replays that had to begin with everything"),
+    "events_replays_failed_total": ("counter", "replays given up, as whoever asked was gone or too slow"),
+    "events_replays_refused_total": ("counter", "requests for replays that were none"),
     # ---- router
     "router_requests_total": ("counter", "requests"),
     "router_requests_inflight": ("gauge", "requests under way"),
@@ -528,6 +550,7 @@ SHOWN_AT_ZERO: Final = {
         "unregister_", "write_behind_",
     ),
     "router": ("router_",),
+    "events": ("events_", "client_events_"),
 }  # fmt: skip
 """Process -> what its events begin with. Its totals are shown from the start: a rate over what has just appeared says nothing."""
 CONSTANT_LABELS: Final = ("worker",)

@@ -20,6 +20,14 @@ class EngineRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_ROLE_UNSPECIFIED: _ClassVar[EngineRole]
     ENGINE_ROLE_PREFILL: _ClassVar[EngineRole]
     ENGINE_ROLE_DECODE: _ClassVar[EngineRole]
+
+class ResyncReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESYNC_REASON_UNSPECIFIED: _ClassVar[ResyncReason]
+    RESYNC_REASON_ASKED: _ClassVar[ResyncReason]
+    RESYNC_REASON_RESTARTED: _ClassVar[ResyncReason]
+    RESYNC_REASON_GONE: _ClassVar[ResyncReason]
+    RESYNC_REASON_SLOW: _ClassVar[ResyncReason]
 READ_SIDE_UNSPECIFIED: ReadSide
 READ_SIDE_PREFILL: ReadSide
 READ_SIDE_DECODE: ReadSide
@@ -27,6 +35,11 @@ READ_SIDE_RELAY: ReadSide
 ENGINE_ROLE_UNSPECIFIED: EngineRole
 ENGINE_ROLE_PREFILL: EngineRole
 ENGINE_ROLE_DECODE: EngineRole
+RESYNC_REASON_UNSPECIFIED: ResyncReason
+RESYNC_REASON_ASKED: ResyncReason
+RESYNC_REASON_RESTARTED: ResyncReason
+RESYNC_REASON_GONE: ResyncReason
+RESYNC_REASON_SLOW: ResyncReason
 
 class RegisterNodeRequest(_message.Message):
     __slots__ = ("operation_id", "node")
@@ -609,6 +622,136 @@ class CancelRequestResponse(_message.Message):
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     known: bool
     def __init__(self, known: _Optional[bool] = ...) -> None: ...
+
+class WatchBlocksRequest(_message.Message):
+    __slots__ = ("feed_id", "sequence", "namespace_ids", "node_ids", "tiers")
+    FEED_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    feed_id: bytes
+    sequence: int
+    namespace_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    tiers: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
+    def __init__(self, feed_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., namespace_ids: _Optional[_Iterable[bytes]] = ..., node_ids: _Optional[_Iterable[str]] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ...) -> None: ...
+
+class WatchBlocksResponse(_message.Message):
+    __slots__ = ("resumed", "resync", "events", "snapshot_end")
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_END_FIELD_NUMBER: _ClassVar[int]
+    resumed: WatchResumed
+    resync: Resync
+    events: BlockEvents
+    snapshot_end: SnapshotEnd
+    def __init__(self, resumed: _Optional[_Union[WatchResumed, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., events: _Optional[_Union[BlockEvents, _Mapping]] = ..., snapshot_end: _Optional[_Union[SnapshotEnd, _Mapping]] = ...) -> None: ...
+
+class WatchResumed(_message.Message):
+    __slots__ = ("feed_id",)
+    FEED_ID_FIELD_NUMBER: _ClassVar[int]
+    feed_id: bytes
+    def __init__(self, feed_id: _Optional[bytes] = ...) -> None: ...
+
+class Resync(_message.Message):
+    __slots__ = ("feed_id", "reason")
+    FEED_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    feed_id: bytes
+    reason: ResyncReason
+    def __init__(self, feed_id: _Optional[bytes] = ..., reason: _Optional[_Union[ResyncReason, str]] = ...) -> None: ...
+
+class SnapshotEnd(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class BlockEvents(_message.Message):
+    __slots__ = ("sequence", "events")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
+    def __init__(self, sequence: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ...) -> None: ...
+
+class BlockEvent(_message.Message):
+    __slots__ = ("opened", "closed", "served", "stored", "removed", "held")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    opened: VolumeOpened
+    closed: VolumeClosed
+    served: VolumeServed
+    stored: BlocksStored
+    removed: BlocksRemoved
+    held: BlocksHeld
+    def __init__(self, opened: _Optional[_Union[VolumeOpened, _Mapping]] = ..., closed: _Optional[_Union[VolumeClosed, _Mapping]] = ..., served: _Optional[_Union[VolumeServed, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., held: _Optional[_Union[BlocksHeld, _Mapping]] = ...) -> None: ...
+
+class VolumeOpened(_message.Message):
+    __slots__ = ("volume", "volume_id", "node_id", "tier", "boot_id", "served")
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    volume: int
+    volume_id: str
+    node_id: str
+    tier: _common_pb2.Tier
+    boot_id: bytes
+    served: bool
+    def __init__(self, volume: _Optional[int] = ..., volume_id: _Optional[str] = ..., node_id: _Optional[str] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., boot_id: _Optional[bytes] = ..., served: _Optional[bool] = ...) -> None: ...
+
+class VolumeClosed(_message.Message):
+    __slots__ = ("volume",)
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    volume: int
+    def __init__(self, volume: _Optional[int] = ...) -> None: ...
+
+class VolumeServed(_message.Message):
+    __slots__ = ("volume", "served")
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    volume: int
+    served: bool
+    def __init__(self, volume: _Optional[int] = ..., served: _Optional[bool] = ...) -> None: ...
+
+class BlocksStored(_message.Message):
+    __slots__ = ("volume", "runs")
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    volume: int
+    runs: _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]
+    def __init__(self, volume: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.BlockRun, _Mapping]]] = ...) -> None: ...
+
+class BlocksRemoved(_message.Message):
+    __slots__ = ("volume", "namespace_id", "keys")
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    volume: int
+    namespace_id: bytes
+    keys: bytes
+    def __init__(self, volume: _Optional[int] = ..., namespace_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class BlocksHeld(_message.Message):
+    __slots__ = ("volume", "namespace_id", "keys", "depths")
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    volume: int
+    namespace_id: bytes
+    keys: bytes
+    depths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, volume: _Optional[int] = ..., namespace_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., depths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

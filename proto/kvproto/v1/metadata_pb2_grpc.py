@@ -134,6 +134,11 @@ class MetadataStub:
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.CancelRequestRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_metadata__pb2.CancelRequestResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/kvstore.v1.Metadata/WatchBlocks',
+                request_serializer=kvstore_dot_v1_dot_metadata__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_metadata__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/kvstore.v1.Metadata/GetStats',
                 request_serializer=kvstore_dot_v1_dot_metadata__pb2.GetStatsRequest.SerializeToString,
@@ -294,6 +299,16 @@ class MetadataServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """Tells what the index learns, as it learns it, until the caller leaves: blocks stored and removed, volumes that come, go and fall
+        silent. A stream begins where the caller left off, or with a snapshot: a Resync, then BlocksHeld between events, then a
+        SnapshotEnd. Whoever is too slow for what the server remembers is sent another Resync and snapshot in the same stream.
+        UNSUPPORTED where several workers would each know a part of the changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counters and sizes, for people and tests.
         """
@@ -403,6 +418,11 @@ def add_MetadataServicer_to_server(servicer, server):
                     servicer.CancelRequest,
                     request_deserializer=kvstore_dot_v1_dot_metadata__pb2.CancelRequestRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_metadata__pb2.CancelRequestResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=kvstore_dot_v1_dot_metadata__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_metadata__pb2.WatchBlocksResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -950,6 +970,33 @@ class Metadata:
             '/kvstore.v1.Metadata/CancelRequest',
             kvstore_dot_v1_dot_metadata__pb2.CancelRequestRequest.SerializeToString,
             kvstore_dot_v1_dot_metadata__pb2.CancelRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.Metadata/WatchBlocks',
+            kvstore_dot_v1_dot_metadata__pb2.WatchBlocksRequest.SerializeToString,
+            kvstore_dot_v1_dot_metadata__pb2.WatchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

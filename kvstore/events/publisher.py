@@ -1,0 +1,176 @@
+"""The two sockets of vLLM's format: PUB for what happens, ROUTER for who missed some of it.
+
+A replay is asked for as of vLLM's own publisher: an empty frame and the number of the first batch wanted, in 8 bytes. The
+answer is a message a batch, and an empty one with number -1. Where that batch is not kept any more, vLLM's sends what is left,
+and a gap. Here the answer is then everything that is stored, from an ``AllBlocksCleared`` on, in batches that bear the last
+numbers published: so whoever asks from 0, or from where it left off, has the whole truth and goes on with the next number.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import zmq
+
+from kvclient.events import BlockMirror, Change
+from kvstore.core import limits
+from kvstore.core.errors import Unavailable
+from kvstore.events.config import EventsConfig
+from kvstore.events.translate import Translator
+from kvstore.events.wire import END_OF_REPLAY, SEQUENCE_BYTES, AllBlocksCleared, BlockStored, Event, KVEventBatch, encode, number
+from kvstore.observe.counters import Counters
+
+logger = logging.getLogger(__name__)
+
+_POLL_MS: Final = 100
+_SEND_MS: Final = 2_000
+"""How long a replay waits for room in the queue of who asked for it."""
+_REPLAY_S: Final = 15.0
+"""How long one replay may take: meanwhile others wait."""
+_MOST_REQUEST_BYTES: Final = 64
+_MOST_SNAPSHOT_BATCHES: Final = 1_000
+_CLOSE_S: Final = 5.0
+
+
+class Publisher:
+    """Publishes what a mirror's changes mean. ``take`` is called by one thread, ``beat`` by any, replays run in another.
+
+    Raises:
+        Unavailable: an endpoint cannot be bound.
+    """
+
+    def __init__(self, config: EventsConfig, translator: Translator, counters: Counters) -> None:
+        self._config = config
+        self._translator = translator
+        self._counters = counters
+        self._topic = config.topic.encode()
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._next = time.time_ns() // 1_000 if config.first is None else config.first
+        self._published_s = 0.0
+        self._snapshot: tuple[int, list[bytes]] = (-1, [])
+        self._stopped = threading.Event()
+        self.published = threading.Event()
+        """Set once the first snapshot is out."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._thread: threading.Thread | None = None
+        try:
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.set_hwm(config.high_water)
+            self._pub.set(zmq.MAXMSGSIZE, limits.MAX_NAME_BYTES + 1)  # all that comes is subscriptions to topics
+            self.endpoint = self._open(self._pub, config.endpoint, connect=config.connect)
+            """Of the PUB socket, with its real port."""
+            self.replay_endpoint = ""
+            """Of the ROUTER socket, likewise; empty: there is none."""
+            if config.replay is not None:
+                router = self._context.socket(zmq.ROUTER)
+                router.set(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)
+                router.set(zmq.ROUTER_MANDATORY, 1)  # a full queue is waited for, and not dropped into in silence
+                router.set(zmq.SNDTIMEO, _SEND_MS)
+                self.replay_endpoint = self._open(router, config.replay, connect=False)
+                self._thread = threading.Thread(target=self._serve_replays, args=(router,), name="kvstore-replays", daemon=True)
+                self._thread.start()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    @staticmethod
+    def _open(socket: zmq.Socket[bytes], endpoint: str, *, connect: bool) -> str:
+        try:
+            if connect:
+                socket.connect(endpoint)
+                return endpoint
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise Unavailable("the endpoint cannot be had", endpoint=endpoint, why=error) from error
+        return str(socket.get_string(zmq.LAST_ENDPOINT))
+
+    def take(self, mirror: BlockMirror, change: Change) -> None:
+        """Publishes what a change of the mirror means."""
+        with self._lock:
+            for events in self._translator.take(mirror, change):
+                self._publish(events)
+        if mirror.complete:
+            self.published.set()
+
+    def beat(self) -> None:
+        """Publishes an empty batch where nothing was for a while; to be called now and then."""
+        with self._lock:
+            if self.published.is_set() and time.monotonic() - self._published_s >= self._config.heartbeat_s:
+                self._publish([])
+
+    def close(self) -> None:
+        """Lets go of the sockets. Nothing may call ``take`` any more."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        self._context.destroy(linger=0)
+
+    def _publish(self, events: list[Event]) -> None:
+        payload = self._encode(events)
+        self._pub.send_multipart((self._topic, number(self._next), payload))
+        self._kept.append((self._next, payload))
+        self._kept_bytes += len(payload)
+        self._next += 1
+        self._published_s = time.monotonic()
+        while len(self._kept) > self._config.replay_batches or self._kept_bytes > self._config.replay_bytes:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+        stored = removed = 0
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self._counters.add("events_cleared_total")
+            elif isinstance(event, BlockStored):
+                stored += len(event.block_hashes)
+            else:
+                removed += len(event.block_hashes)
+        self._counters.add_all(
+            ("events_batches_total", "events_stored_blocks_total", "events_removed_blocks_total"), (1, stored, removed)
+        )
+
+    def _encode(self, events: list[Event]) -> bytes:
+        return encode(KVEventBatch(time.time(), events, self._config.rank))
+
+    # ---- replays, in their thread ----
+    def _serve_replays(self, router: zmq.Socket[bytes]) -> None:
+        while not self._stopped.is_set():
+            try:
+                if router.poll(_POLL_MS):
+                    self._serve(router)
+            except zmq.ZMQError as error:
+                # the one who asked is gone, or reads too slowly; it may ask again
+                self._counters.add("events_replays_failed_total")
+                logger.warning("a replay was given up: %s", error)
+        router.close(linger=0)
+
+    def _serve(self, router: zmq.Socket[bytes]) -> None:
+        frames = router.recv_multipart()
+        if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
+            self._counters.add("events_replays_refused_total")
+            logger.warning("a request for a replay is not an empty frame and a number of 8 bytes")
+            return
+        deadline_s = time.monotonic() + _REPLAY_S
+        self._counters.add("events_replays_total")
+        for sequence, payload in self._since(int.from_bytes(frames[2], "big")):
+            if self._stopped.is_set() or time.monotonic() > deadline_s:
+                raise zmq.Again(msg="it is read too slowly")
+            router.send_multipart((frames[0], b"", self._topic, number(sequence), payload))
+        router.send_multipart((frames[0], b"", b"", END_OF_REPLAY, b""))
+
+    def _since(self, first: int) -> Sequence[tuple[int, bytes]]:
+        """Numbered batches that bring whoever has all before ``first`` up to now."""
+        with self._lock:
+            oldest = self._kept[0][0] if self._kept else self._next
+            if first >= oldest:
+                return [kept for kept in self._kept if kept[0] >= first]
+            self._counters.add("events_replay_snapshots_total")
+            most = min(self._next - first, _MOST_SNAPSHOT_BATCHES)
+            if self._snapshot[0] != self._next or len(self._snapshot[1]) > most:
+                self._snapshot = self._next, [self._encode(events) for events in self._translator.everything(most)]
+            payloads = self._snapshot[1]
+            return list(enumerate(payloads, start=self._next - len(payloads)))

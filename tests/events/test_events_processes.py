@@ -1,0 +1,195 @@
+"""``kvstore events`` beside a store of real processes: what routers believe is what is stored, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+from events_subscriber import ZmqSubscriber
+
+from kvclient import CacheSpec, KVClient
+from kvproto.v1 import node_pb2, node_pb2_grpc
+from kvproto.v1.common_pb2 import Tier
+from kvstore.core.types import BlockKey
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+BLOCKS = 20
+WAIT_S = 30.0
+SPEC = CacheSpec(model="told", block_tokens=16, layers=4, layer_block_bytes=4096)
+
+
+def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what()}"
+        time.sleep(0.02)
+
+
+class Engine:
+    """Stores and loads chains of a name."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.client = KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket)
+
+    def keys(self, seed: int) -> list[BlockKey]:
+        return list(self.client.keys(np.random.default_rng(seed).integers(0, 50_000, BLOCKS * 16, dtype=np.uint32)))
+
+    def store(self, seed: int) -> list[BlockKey]:
+        keys = self.keys(seed)
+        data = np.full((BLOCKS, SPEC.block_bytes), seed, np.uint8)
+        assert self.client.store(keys, data, durable=True).durable
+        return keys
+
+    def load(self, seed: int) -> None:
+        """Once the store answers again, with all of it."""
+        keys, out = self.keys(seed), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        until(lambda: self.client.load(keys, out).hit_blocks == BLOCKS, lambda: "the blocks are back")
+
+    def evict(self) -> None:
+        with grpc.insecure_channel(self.cluster.node("a").address) as channel:
+            request = node_pb2.EvictRequest(operation_id=bytes(16), tier=Tier.TIER_DRAM)
+            node_pb2_grpc.NodeStub(channel).Evict(request, timeout=10)
+
+
+@contextmanager
+def engine_of(cluster: LocalCluster) -> Iterator[Engine]:
+    engine = Engine(cluster)
+    try:
+        yield engine
+    finally:
+        engine.client.close()
+
+
+class Publisher:
+    """The real command."""
+
+    def __init__(self, folder: Path, metadata: str) -> None:
+        self.folder, self.metadata = folder, metadata
+        self.endpoint = self.replay = "tcp://127.0.0.1:*"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts (again, on the ports of the first time) and waits until everything is published."""
+        ready = self.folder / "ready"
+        ready.unlink(missing_ok=True)
+        settings = {
+            "ready_file": ready,
+            "metrics_listen": "127.0.0.1:0",
+            "topic": "kv@store",
+            "replay_batches": 8,
+            "heartbeat": "200ms",
+        }
+        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", self.metadata, "--zmq", self.endpoint]
+        command += [
+            "--replay",
+            self.replay,
+            *(part for key, value in settings.items() for part in ("--set", f"events.{key}={value}")),
+        ]
+        with (self.folder / "events.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        until(ready.exists, lambda: (self.folder / "events.log").read_text())
+        said = json.loads(ready.read_text())
+        assert said["pid"] == self.process.pid
+        self.endpoint, self.replay = said["zmq"], said["replay"]
+
+    def metrics(self) -> str:
+        lines = (self.folder / "events.log").read_text().splitlines()
+        line = next(line for line in reversed(lines) if "metrics at http" in line)
+        with urllib.request.urlopen(line.split("metrics at ")[1], timeout=10) as answer:
+            return answer.read().decode()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(20)
+
+
+@contextmanager
+def publishing(folder: Path, metadata: str) -> Iterator[Publisher]:
+    publisher = Publisher(folder, metadata)
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        if publisher.process is not None and publisher.process.poll() is None:
+            publisher.kill()
+
+
+def told(keys: Sequence[BlockKey], *media: str) -> set[tuple[object, str | None]]:
+    return {(int.from_bytes(key[8:], "big"), medium) for key in keys for medium in media}
+
+
+def test_routers_believe_what_is_so(tmp_path: Path) -> None:
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path / "store") as cluster, engine_of(cluster) as engine:
+        first = engine.store(1)
+        with publishing(tmp_path, cluster.metadata_address) as publisher:
+            router = ZmqSubscriber(publisher.endpoint, publisher.replay, "kv@store")
+            try:
+                follow(cluster, engine, publisher, router, first)
+            finally:
+                router.close()
+            assert publisher.stop() == 0
+
+
+def follow(cluster: LocalCluster, engine: Engine, publisher: Publisher, router: ZmqSubscriber, first: list[BlockKey]) -> None:
+    router.catch_up()
+    router.until(told(first, "CPU", "STORAGE"))
+    assert router.sizes == {16}
+    second = engine.store(2)
+    router.until(told([*first, *second], "CPU", "STORAGE"))
+    engine.evict()
+    router.until(told([*first, *second], "STORAGE"))
+    # the node dies: nothing can be read; it comes back with what was durable
+    cluster.kill("a")
+    router.until(set())
+    cluster.start_node("a")
+    router.until(told([*first, *second], "STORAGE"))
+    # the publisher dies while things happen
+    publisher.kill()
+    engine.load(1)
+    publisher.start()
+    router.until(told(first, "CPU", "STORAGE") | told(second, "STORAGE"))
+    # the metadata server dies, and loses its index
+    cluster.kill("metadata")
+    shutil.rmtree(cluster.index_path)
+    cluster.start_metadata()
+    engine.load(2)
+    router.until(told([*first, *second], "CPU", "STORAGE"))
+    late = ZmqSubscriber(publisher.endpoint, publisher.replay, "kv@store")
+    late.catch_up()
+    assert late.believed == router.believed
+    late.close()
+    shown = publisher.metrics()
+    assert f"kvstore_events_told_blocks {2 * BLOCKS}.0" in shown
+    assert "kvstore_client_events_resyncs_total 2.0" in shown
+
+
+def test_people_see_a_line_a_change(tmp_path: Path) -> None:
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
+        keys = engine.store(1)
+        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address, "--tier", "dram"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            lines = [json.loads(process.stdout.readline()) for _ in range(BLOCKS + 2)]
+            assert lines[0] == {"snapshot": "begins"}
+            assert lines[-1] == {"snapshot": "complete"}
+            assert {line["key"] for line in lines[1:-1]} == {key.hex() for key in keys}
+            assert {line["namespace"] for line in lines[1:-1]} == {SPEC.namespace.hex()}
+            assert [(one["node"], one["tier"]) for one in lines[1]["held_by"]] == [("a", "dram")]
+            process.terminate()
+            assert process.wait(20) == 0

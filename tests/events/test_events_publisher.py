@@ -1,0 +1,216 @@
+"""The sockets: what happens is published, what was missed is replayed, and whoever asks for what is gone gets everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from events_subscriber import ZmqSubscriber
+
+from kvclient.events import BlockMirror
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.common_pb2 import BlockRun, Tier
+from kvstore.core.errors import InvalidArgument, Unavailable
+from kvstore.events.config import EventsConfig
+from kvstore.events.publisher import Publisher
+from kvstore.events.translate import Translator, last_eight_bytes
+from kvstore.observe.counters import Counters
+from kvstore.testing.index_model import Chain
+
+NAMESPACE = b"n" * 16
+CHAIN = Chain.of(NAMESPACE, range(200))
+
+
+class Source:
+    """A mirror that is told things, and the publisher behind it."""
+
+    def __init__(self, **settings: object) -> None:
+        config = EventsConfig(
+            metadata="127.0.0.1:7400",
+            endpoint="tcp://127.0.0.1:*",
+            replay="tcp://127.0.0.1:*",
+            **{"first": 0, **settings},  # type: ignore[arg-type]
+        )
+        self.mirror = BlockMirror()
+        self.counters = Counters()
+        self.publisher = Publisher(config, Translator(last_eight_bytes, {NAMESPACE: 64}.__getitem__), self.counters)
+        self.tell(pb.WatchBlocksResponse(resync=pb.Resync(feed_id=b"f" * 16, reason=pb.RESYNC_REASON_ASKED)))
+        volume = pb.VolumeOpened(volume=1, volume_id="v", node_id="n", tier=Tier.TIER_DRAM, boot_id=b"b" * 16, served=True)
+        self.tell(pb.WatchBlocksResponse(events=pb.BlockEvents(events=[pb.BlockEvent(opened=volume)])))
+        self.tell(pb.WatchBlocksResponse(snapshot_end=pb.SnapshotEnd(sequence=1)))
+
+    def tell(self, message: pb.WatchBlocksResponse) -> None:
+        self.publisher.take(self.mirror, self.mirror.apply(message))
+
+    def store(self, start: int, end: int) -> None:
+        run = CHAIN.run(start, end)
+        stored = BlockRun(namespace_id=NAMESPACE, parent=run.parent or b"", depth=start, keys=b"".join(run.keys))
+        event = pb.BlockEvent(stored=pb.BlocksStored(volume=1, runs=[stored]))
+        self.tell(pb.WatchBlocksResponse(events=pb.BlockEvents(sequence=1, events=[event])))
+
+    def remove(self, start: int, end: int) -> None:
+        gone = pb.BlocksRemoved(volume=1, namespace_id=NAMESPACE, keys=b"".join(CHAIN.keys[start:end]))
+        self.tell(pb.WatchBlocksResponse(events=pb.BlockEvents(sequence=1, events=[pb.BlockEvent(removed=gone)])))
+
+
+@contextmanager
+def source(**settings: object) -> Iterator[Source]:
+    made = Source(**settings)
+    try:
+        yield made
+    finally:
+        made.publisher.close()
+
+
+@contextmanager
+def subscriber(made: Source, topic: str = "") -> Iterator[ZmqSubscriber]:
+    one = ZmqSubscriber(made.publisher.endpoint, made.publisher.replay_endpoint, topic)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def blocks(*positions: int) -> set[tuple[object, str | None]]:
+    return {(int.from_bytes(CHAIN.keys[at][8:], "big"), "CPU") for at in positions}
+
+
+def test_what_was_missed_is_replayed() -> None:
+    with source(topic="kv@store") as made:
+        for at in range(5):
+            made.store(at, at + 1)
+        with subscriber(made, "kv@store") as late:
+            late.catch_up()
+            assert late.believed == blocks(*range(5))
+            assert late.last == 5  # 0 was that all is cleared
+            late.dealer.send_multipart((b"", (3).to_bytes(8, "big")))
+            assert [number for number, _ in late.replay(3)] == [3, 4, 5]
+        counted = made.counters.snapshot()
+        assert counted["events_stored_blocks_total"] == 5
+        assert counted["events_cleared_total"] == 1
+        assert "events_replay_snapshots_total" not in counted
+
+
+def test_a_publisher_that_was_started_again_leaves_a_gap_that_is_replayed() -> None:
+    with source(first=None, heartbeat_s=0.001) as made, subscriber(made) as one:
+        made.store(0, 3)
+        one.last, one.believed = 41, {("what another publisher told", "CPU")}
+        while one.believed != blocks(0, 1, 2):
+            made.publisher.beat()  # nothing happens
+            one.read()
+        assert one.replays == 1
+
+
+def test_live_and_replay_make_one_truth() -> None:
+    with source() as made, subscriber(made) as one:
+        for at in range(100):
+            made.store(at, at + 1)
+            if at % 3 == 0:
+                made.remove(at, at + 1)
+            one.read(0.0)  # whether the subscription has arrived yet is not known, and does not matter
+        made.store(150, 160)
+        one.catch_up()
+        assert one.believed == blocks(*[at for at in range(100) if at % 3], *range(150, 160))
+
+
+def test_who_asks_for_what_is_gone_gets_everything() -> None:
+    with source(replay_batches=4) as made:
+        for at in range(50):
+            made.store(at, at + 1)
+        made.remove(10, 20)
+        with subscriber(made) as late:
+            for first in (0, 40):
+                late.believed, late.last = {("stale", "CPU")}, first - 1
+                late.catch_up()
+                assert late.believed == blocks(*range(10), *range(20, 50))
+                assert late.last == 51
+            made.store(10, 11)
+            late.catch_up()  # goes on with what happens
+            assert late.believed == blocks(*range(11), *range(20, 50))
+            assert late.replay(10_000) == []
+        assert made.counters.snapshot()["events_replay_snapshots_total"] == 2
+
+
+def test_a_large_snapshot_fits_between_the_numbers() -> None:
+    """Few numbers are free, so that the batches are larger."""
+    with source(replay_bytes=200) as made:
+        made.store(0, 200)
+        made.remove(0, 1)
+        with subscriber(made) as late:
+            late.catch_up()
+            assert late.believed == blocks(*range(1, 200))
+            assert late.last == 2
+
+
+def test_what_is_no_request_is_refused_and_the_next_is_served() -> None:
+    with source() as made, subscriber(made) as one:
+        made.store(0, 3)
+        one.dealer.send_multipart((b"", b"short"))
+        one.dealer.send_multipart((b"no empty frame", b"12345678"))
+        one.dealer.send_multipart((b"",))
+        one.dealer.send_multipart((b"", bytes(8), b"more"))
+        with subscriber(made) as huge:
+            huge.dealer.send_multipart((b"", bytes(1 << 20)))  # its connection is closed
+            one.catch_up()
+        assert one.believed == blocks(0, 1, 2)
+        assert made.counters.snapshot()["events_replays_refused_total"] == 4
+
+
+def test_who_asks_and_leaves_harms_nobody() -> None:
+    with source() as made, subscriber(made) as one:
+        made.store(0, 100)
+        for _ in range(5):
+            with subscriber(made) as fleeting:
+                fleeting.dealer.send_multipart((b"", bytes(8)))
+        one.catch_up()
+        assert one.believed == blocks(*range(100))
+
+
+def test_it_connects_to_a_router_that_binds() -> None:
+    context = zmq.Context()
+    sub = context.socket(zmq.SUB)
+    sub.subscribe("")
+    port = sub.bind_to_random_port("tcp://127.0.0.1")
+    config = EventsConfig(metadata="127.0.0.1:7400", endpoint=f"tcp://127.0.0.1:{port}", connect=True)
+    publisher = Publisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
+    try:
+        for _ in range(2_000):  # until the connection is there
+            publisher._publish([])
+            if sub.poll(10):
+                break
+        topic, number, payload = sub.recv_multipart()
+        assert (topic, len(number), bool(payload)) == (b"", 8, True)
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"endpoint": "tcp://*:5557"},
+        {"endpoint": "tcp://0.0.0.0:5557"},
+        {"endpoint": "tcp://[::]:5557"},
+        {"endpoint": "tcp://router:5557"},
+        {"endpoint": "udp://127.0.0.1:5557"},
+        {"endpoint": "tcp://127.0.0.1"},
+        {"endpoint": "tcp://*:5557", "connect": True},
+        {"endpoint": "ipc:///tmp/x", "replay": "tcp://*:5558"},
+        {"endpoint": "ipc:///tmp/x", "topic": "t" * 600},
+        {"endpoint": "ipc:///tmp/x", "high_water": 0},
+        {"endpoint": "ipc:///tmp/x", "heartbeat_s": 0.0},
+    ],
+    ids=str,
+)
+def test_doors_that_nobody_asked_for_stay_closed(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        EventsConfig(metadata="127.0.0.1:7400", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_taken_endpoint_is_said() -> None:
+    with source() as made:
+        config = EventsConfig(metadata="127.0.0.1:7400", endpoint=made.publisher.endpoint)
+        with pytest.raises(Unavailable):
+            Publisher(config, Translator(last_eight_bytes, {}.__getitem__), Counters())
