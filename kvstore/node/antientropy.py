@@ -1,7 +1,7 @@
 """Anti-entropy: finds where the index has drifted from the table, range by range of key space, and mends it.
 
 Digests can only be compared while the index shows everything that the log told it, and a store may come in the middle of a
-comparison. So a range counts as drifted only if its digest was the same before and after the server looked: a range that is
+comparison. So a range counts as drifted only if nothing changed in it before the server had looked: a range that is
 being written to is left for the next round. Drift is rare (a bug, a damaged index); a round mends a bounded number of
 ranges, and what is left waits for the next.
 """
@@ -72,6 +72,7 @@ class AntiEntropy:
         return repaired
 
     def _drifted(self, boot_id: BootId, volume: VolumeId, first: int) -> list[int]:
+        changes = self._log.changes(volume)
         before = self._log.settled_digests(volume)
         if before is None:
             self._counters.add("anti_entropy_ranges_busy_total", RANGES_AT_ONCE)
@@ -88,15 +89,15 @@ class AntiEntropy:
         differing = call(self._stub.CompareDigests, request, RPC_TIMEOUT_S).differing_ranges
         if not differing:
             return []
-        after, _ = self._log.digests(volume)
-        return [where for where in differing if digests[where] == after[where]]
+        later = self._log.changes(volume)
+        return [where for where in differing if changes[where] == later[where]]
 
     def _repair(self, boot_id: BootId, volume: VolumeId, ranges: Iterable[int]) -> None:
         left = set(ranges)
         for _ in range(REPAIR_TRIES):
             if not left:
                 return
-            before, _ = self._log.digests(volume)
+            changes = self._log.changes(volume)
             held: dict[int, list[Block]] = defaultdict(list)
             for block in held_by(self._table, volume):
                 if (where := key_range(block.key)) in left:
@@ -111,5 +112,5 @@ class AntiEntropy:
                     blocks=[run_to_proto(run) for run in runs_of(held[where])],
                 )
                 call(self._stub.RepairRange, request, RPC_TIMEOUT_S)
-            after, _ = self._log.digests(volume)
-            left = {where for where in left if before[where] != after[where]}  # changed under the repair: once more
+            later = self._log.changes(volume)
+            left = {where for where in left if changes[where] != later[where]}  # changed under the repair: once more

@@ -141,7 +141,7 @@ def _never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
 
 
 class _VolumeLog:
-    __slots__ = ("acknowledged", "appended", "counts", "digests", "gathered", "inventory_needed", "taken")
+    __slots__ = ("acknowledged", "appended", "changes", "counts", "digests", "gathered", "inventory_needed", "taken")
 
     def __init__(self) -> None:
         self.appended = 0
@@ -151,6 +151,7 @@ class _VolumeLog:
         self.inventory_needed = False
         self.digests = [0] * DIGEST_RANGES
         self.counts = [0] * DIGEST_RANGES
+        self.changes = [0] * DIGEST_RANGES
 
 
 class ReplicaLog:
@@ -187,6 +188,7 @@ class ReplicaLog:
             log = self._volumes[volume]
             log.digests[where] ^= digest
             log.counts[where] += step
+            log.changes[where] += 1
             if not self._keep or log.inventory_needed:
                 return
             if log.appended - log.taken >= self._bound:
@@ -287,3 +289,8 @@ class ReplicaLog:
         with self._lock:
             log = self._volumes[volume]
             return list(log.digests), list(log.counts)
+
+    def changes(self, volume: VolumeId) -> list[int]:
+        """How often each range has changed: a block that leaves and comes back leaves the digest as it was, and not this."""
+        with self._lock:
+            return list(self._volumes[volume].changes)

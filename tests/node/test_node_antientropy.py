@@ -1,0 +1,65 @@
+"""Anti-entropy: a difference is a drift only where nothing changed before the server had looked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.core.clock import ManualClock
+from kvstore.core.digests import key_range
+from kvstore.core.types import BlockKey, BootId, VolumeId
+from kvstore.node.antientropy import AntiEntropy
+from kvstore.node.block import Block
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+
+VOLUME = VolumeId("n/dram")
+KEY = BlockKey(b"k" * 16)
+
+
+class Server:
+    """Says that the range of one key differs; meanwhile that block may leave and come back."""
+
+    def __init__(self, log: ReplicaLog, block: Block, *, meanwhile: bool) -> None:
+        self.log, self.block, self.meanwhile = log, block, meanwhile
+        self.repaired: list[int] = []
+
+    def CompareDigests(  # noqa: N802
+        self, request: metadata_pb2.CompareDigestsRequest, timeout: float
+    ) -> metadata_pb2.CompareDigestsResponse:
+        assert timeout > 0
+        if self.meanwhile:
+            self.log.removed(VOLUME, KEY)
+            self.log.stored(VOLUME, self.block)
+            for taken in self.log.take(10):
+                self.log.acknowledge(VOLUME, taken.events)
+        where = key_range(KEY)
+        mine = request.first_range <= where < request.first_range + len(request.digests)
+        return metadata_pb2.CompareDigestsResponse(differing_ranges=[where] if mine else [])
+
+    def RepairRange(  # noqa: N802
+        self, request: metadata_pb2.RepairRangeRequest, timeout: float
+    ) -> metadata_pb2.RepairRangeResponse:
+        assert timeout > 0
+        self.repaired.append(request.range)
+        return metadata_pb2.RepairRangeResponse()
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_block_that_leaves_and_comes_back_meanwhile_is_no_drift(meanwhile: bool) -> None:
+    counters = Counters()
+    log = ReplicaLog([VOLUME], counters, ManualClock())
+    block = cast("Block", SimpleNamespace(key=KEY, parent=None, depth=0, namespace=bytes(16), dram=object()))
+    log.stored(VOLUME, block)
+    for taken in log.take(10):
+        log.acknowledge(VOLUME, taken.events)
+    table = cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id=VOLUME), homes=[], snapshot=lambda: [block]))
+    server = Server(log, block, meanwhile=meanwhile)
+    found = AntiEntropy(cast("metadata_pb2_grpc.MetadataStub", server), "n", table, log, counters)
+    assert found.compare(BootId(b"b" * 16)) == (0 if meanwhile else 1)
+    assert server.repaired == ([] if meanwhile else [key_range(KEY)])
+    assert counters.get("index_ranges_drifted_total") == (0 if meanwhile else 1)
