@@ -215,6 +215,7 @@ def router_config(config: Config) -> RouterConfig:
         connect_timeout_s=section.connect_timeout / 1000,
         first_byte_timeout_s=section.first_byte_timeout / 1000,
         idle_timeout_s=section.idle_timeout / 1000,
+        client_timeout_s=section.client_timeout / 1000,
         retries=section.retries,
         expected_output_tokens=section.expected_output_tokens,
         stop_grace_s=section.stop_grace / 1000,

@@ -258,6 +258,9 @@ class RouterSection(Section):
     connect_timeout: DurationMs = Field(default=2_000, gt=0, description="to an engine")
     first_byte_timeout: DurationMs = Field(default=600_000, gt=0, description="from a request to its answer's first byte")
     idle_timeout: DurationMs = Field(default=120_000, gt=0, description="between pieces of an answer")
+    client_timeout: DurationMs = Field(
+        default=120_000, gt=0, description="how long a client may take nothing of what waits for it; then its request is given up"
+    )
     retries: int = Field(default=2, ge=0, le=8, description="attempts on other engines before the first byte")
     expected_output_tokens: int = Field(
         default=512, ge=1, le=1 << 20, description="room kept for an answer that does not say its length, and the most kept"

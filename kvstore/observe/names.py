@@ -509,6 +509,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "router_checks_failed_total": ("counter", "health checks that failed"),
     "router_clients_gone_total": ("counter", "clients that left before their answer"),
+    "router_clients_stuck_total": ("counter", "clients that took nothing of their answer for too long"),
     "router_errors_total": ("counter", "requests answered with an error"),
     "router_first_byte_seconds_total": (
         "counter", "time to the first byte, summed over answers", {"events": "router_first_byte_ms_total", "scale": 1e-3},

@@ -132,6 +132,7 @@ class RouterConfig:
         connect_timeout_s: to an engine.
         first_byte_timeout_s: from the request to the first byte of its answer.
         idle_timeout_s: between pieces of an answer.
+        client_timeout_s: how long a client may take nothing of what waits for it.
         retries: further attempts on other engines, before the first byte.
         expected_output_tokens: where a request does not say, for room on the decode engine; also the most that is reckoned with.
         stop_grace_s: how long requests under way may take when the router ends.
@@ -160,6 +161,7 @@ class RouterConfig:
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
     idle_timeout_s: float = 120.0
+    client_timeout_s: float = 120.0
     retries: int = 2
     expected_output_tokens: int = 512
     stop_grace_s: float = 10.0
@@ -179,8 +181,8 @@ class RouterConfig:
             check_address(self.metadata)
         elif self.policy == "scheduler":
             raise InvalidArgument("the policy scheduler takes a metadata server; least_loaded and round_robin do without")
-        times = (self.assign_timeout_s, self.connect_timeout_s, self.first_byte_timeout_s, self.idle_timeout_s)
-        if min(times) <= 0 or self.stop_grace_s < 0:
+        engine_times = (self.connect_timeout_s, self.first_byte_timeout_s, self.idle_timeout_s)
+        if min(self.assign_timeout_s, self.client_timeout_s, *engine_times) <= 0 or self.stop_grace_s < 0:
             raise InvalidArgument("timeouts are above 0")
         if self.max_body_bytes < 1_024 or self.max_inflight < 1 or self.expected_output_tokens < 1 or not 0 <= self.retries <= 8:
             raise InvalidArgument(

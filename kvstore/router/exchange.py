@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvstore.core.errors import Internal, KVStoreError, NotFound, Unavailable
 from kvstore.observe.limited_log import LimitedLog
@@ -25,6 +25,7 @@ from kvstore.router.pair import PairCall
 from kvstore.router.parts import Parts, Place, Placement, Wanted
 from kvstore.router.prompts import PromptFacts, PromptReader
 from kvstore.router.upstream import Answer, Failure, FailureKind
+from kvstore.rpc.http_server import ABORT
 
 _log = LimitedLog(logging.getLogger(__name__))
 
@@ -32,11 +33,57 @@ MAX_ANSWER_BYTES: Final = 256 << 20
 """Of an answer that is not streamed, and so is held until it is complete."""
 _SHUNNED_S: Final = 1.0
 """For so long others come before an engine that lost a request: long enough for the next attempt to go elsewhere."""
+_PIECE_BYTES: Final = 16 << 10
+"""What a client is given at once. Each piece has its time, so that a long answer may be taken slowly."""
+_ABORTED_S: Final = 1.0
+"""Until the server has seen that a connection was cut: a turn of the event loop or two."""
 _NOT_PASSED: Final = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length")
 ) | {b"date", b"server"}  # of whoever sends the answer, which is this router: its own server writes them
 _JSON: Final = (b"content-type", b"application/json")
 _Headers = Iterable[tuple[bytes, bytes]]
+
+
+class _StuckError(Exception):
+    """The client takes nothing. Never leaves this module: there is nobody to be told."""
+
+
+class _Client:
+    """Who asked: takes each piece in time, or is stuck.
+
+    Args:
+        send: of ASGI.
+        timeout_s: for each piece.
+    """
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
+        self._send = send
+        self._timeout_s = timeout_s
+        self.started = False
+        """Whether it was given a head."""
+
+    async def start(self, status: int, headers: _Headers) -> None:
+        """Gives it the head of an answer."""
+        self.started = True
+        await self._give({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def piece(self, piece: bytes, *, last: bool = False) -> None:
+        """Gives it some of the body."""
+        for start in range(0, max(1, len(piece)), _PIECE_BYTES):
+            some, more = piece[start : start + _PIECE_BYTES], start + _PIECE_BYTES < len(piece)
+            await self._give({"type": "http.response.body", "body": some, "more_body": more or not last})
+
+    async def whole(self, status: int, headers: _Headers, content: bytes) -> None:
+        """Gives it all of an answer."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(content))])
+        await self.piece(content, last=True)
+
+    async def _give(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            raise _StuckError from None
 
 
 class Exchange:
@@ -67,16 +114,18 @@ class Exchange:
         self._raw = raw
         self._headers = headers
         self._began_s = parts.now_s()
-        self._started = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # the shape of ASGI
-        """Serves it until it is answered or the client is gone; then all that was asked on its behalf is called off."""
-        work = asyncio.ensure_future(self._serve(send))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves it until it is answered, the client is gone or takes nothing; then all that was asked for it is called off."""
+        work = asyncio.ensure_future(self._serve(_Client(send, self._parts.config.client_timeout_s)))
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 self._parts.counters.add("router_clients_gone_total")
+            elif not work.cancelled() and isinstance(work.exception(), _StuckError):
+                await self._cut(scope, gone)
+                return
         finally:
             gone.cancel()
             work.cancel()
@@ -84,25 +133,40 @@ class Exchange:
         if not work.cancelled():
             work.result()
 
-    async def _serve(self, send: Send) -> None:
-        """Answers, whatever happens."""
+    async def _cut(self, scope: Scope, gone: asyncio.Future[None]) -> None:
+        """Ends the connection: closing it would wait until all is taken."""
+        self._parts.counters.add("router_clients_stuck_total")
+        _log.warning("a client took nothing of its answer for %g s: it is cut off", self._parts.config.client_timeout_s)
+        abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT)
+        if abort is not None:  # another server than ours has none, and closes as well as it can
+            abort()
+            await asyncio.wait((gone,), timeout=_ABORTED_S)
+
+    async def _serve(self, client: _Client) -> None:
+        """Answers, whatever happens.
+
+        Raises:
+            _StuckError: the client takes nothing.
+        """
         counters = self._parts.counters
         try:
-            await self._answer(send)
+            await self._answer(client)
         except KVStoreError as error:
-            await self._refuse(send, error)
+            await self._refuse(client, error)
+        except _StuckError:
+            raise
         except Exception:  # the edge of the process: a bug of ours must not end as a hung or cut connection
             logging.getLogger(__name__).exception("a request failed inside the router")
             counters.add("router_internal_errors_total")
-            await self._refuse(send, Internal("the router failed; its log says how"))
+            await self._refuse(client, Internal("the router failed; its log says how"))
 
-    async def _refuse(self, send: Send, error: KVStoreError) -> None:
+    async def _refuse(self, client: _Client, error: KVStoreError) -> None:
         self._parts.counters.add("router_errors_total")
-        if not self._started:
+        if not client.started:
             headers = [_JSON, *([(b"retry-after", b"1")] if error.retryable else [])]
-            await self._send_whole(send, http_status(error), headers, error_body(error))
+            await client.whole(http_status(error), headers, error_body(error))
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, client: _Client) -> None:
         self._check_model()
         facts = await self._prompts.read(self._body, self._headers)
         avoid: set[str] = set()
@@ -116,7 +180,7 @@ class Exchange:
             try:
                 outcome, culprit = await self._ask(place, facts)
                 if isinstance(outcome, Answer):
-                    done = await self._pass_on(send, place, outcome)
+                    done = await self._pass_on(client, place, outcome)
                     return
             finally:
                 (self._placement.done if done else self._placement.dropped)(place)
@@ -129,7 +193,7 @@ class Exchange:
         assert failure is not None  # there is one attempt at least
         if failure.answer is not None:
             status, headers, content = failure.answer
-            await self._send_whole(send, status, _passed(headers), content)
+            await client.whole(status, _passed(headers), content)
             return
         raise failure.error
 
@@ -184,7 +248,7 @@ class Exchange:
             logging.getLogger(__name__).warning("engine %s is out: %s", engine, why)
 
     # ---- the answer
-    async def _pass_on(self, send: Send, place: Place, answer: Answer) -> bool:
+    async def _pass_on(self, client: _Client, place: Place, answer: Answer) -> bool:
         """Passes an answer on; says whether it was complete."""
         parts = self._parts
         parts.pool.succeeded(place.engine)
@@ -193,20 +257,20 @@ class Exchange:
         try:
             if not answer.streams:
                 content = await answer.body(MAX_ANSWER_BYTES)
-                await self._send_whole(send, answer.status, self._headers_of(answer, place), content)
+                await client.whole(answer.status, self._headers_of(answer, place), content)
                 return True
             parts.counters.add("router_first_byte_ms_total", int((parts.now_s() - self._began_s) * 1000))
-            await self._start(send, answer.status, self._headers_of(answer, place))
-            await _send_piece(send, answer.first)
+            await client.start(answer.status, self._headers_of(answer, place))
+            await client.piece(answer.first)
             try:
                 async for piece in answer.rest():
-                    await _send_piece(send, piece)
+                    await client.piece(piece)
             except KVStoreError as error:
                 parts.counters.add("router_answers_broken_total")
                 _log.warning("an answer of %s broke off: %s", place.engine, error)
-                await _send_piece(send, error_event(error), last=True)
+                await client.piece(error_event(error), last=True)
                 return False
-            await _send_piece(send, b"", last=True)
+            await client.piece(b"", last=True)
             return True
         finally:
             await answer.close()
@@ -217,18 +281,6 @@ class Exchange:
         if place.prefill is not None:
             headers.append((b"x-kvstore-prefill", place.prefill.encode()))
         return headers
-
-    async def _start(self, send: Send, status: int, headers: _Headers) -> None:
-        self._started = True
-        await send({"type": "http.response.start", "status": status, "headers": list(headers)})
-
-    async def _send_whole(self, send: Send, status: int, headers: _Headers, content: bytes) -> None:
-        await self._start(send, status, [*headers, (b"content-length", b"%d" % len(content))])
-        await _send_piece(send, content, last=True)
-
-
-async def _send_piece(send: Send, piece: bytes, *, last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": not last})
 
 
 async def _gone(receive: Receive) -> None:

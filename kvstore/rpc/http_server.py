@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstore.core.errors import InvalidArgument, Unavailable
 from kvstore.core.tls import TlsConfig
@@ -23,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2_048
 _KEEP_ALIVE_S: Final = 75
+_UNSENT_BYTES: Final = 64 << 10
+"""Of a connection, what waits in the kernel beyond what the client's window takes: else megabytes would, and whoever sends would
+learn late, and in steps of megabytes, whether the client takes anything."""
+ABORT: Final = "kvstore.abort"
+"""In ``scope["state"]``: a function that ends the request's connection at once, with what the client has not taken."""
 
 
 async def serve(
@@ -61,12 +67,24 @@ def bind(listen: str, whose: str) -> socket.socket:
     door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)  # its connections inherit it
         door.bind((host, int(port)))
         door.listen(_BACKLOG)
     except OSError as error:
         door.close()
         raise Unavailable(f"the {whose}'s address cannot be bound", listen=listen, why=error) from error
     return door
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn's best one is chosen as it is imported
+    """uvicorn's connection, which an application can end (``ABORT``): ASGI itself has no word for that."""
+
+    app_state: dict[str, Any]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begins."""
+        self.app_state = {**self.app_state, ABORT: transport.abort}
+        super().connection_made(transport)
 
 
 class _Server(uvicorn.Server):
@@ -101,6 +119,7 @@ def _config(app: Any, tls: TlsConfig | None, stop_grace_s: float) -> uvicorn.Con
         raise InvalidArgument("to serve TLS, a server takes a certificate and its key")
     return uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.router.config import EngineConfig, HealthLimits, Role, RouterConfig
 from kvstore.router.main import router
+from kvstore.rpc.http_server import Connection, bind
 from kvstore.testing.fake_engine import FakeEngine
 
 QUICK = HealthLimits(interval_s=0.05, timeout_s=2.0, failed_checks=2, failed_requests=3, eject_s=0.1, eject_most_s=0.4)
@@ -85,11 +85,12 @@ async def bed() -> AsyncIterator[Make]:
 @asynccontextmanager
 async def serving(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
     """A router on a socket, and a client of it."""
-    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    door.bind(("127.0.0.1", 0))
-    door.listen(256)
+    door = bind(config.listen, "router")
     async with router(config) as app:
-        server = _Quiet(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5))
+        served = uvicorn.Config(
+            app, http=Connection, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+        )
+        server = _Quiet(served)
         task = asyncio.create_task(server.serve(sockets=[door]))
         url = f"http://127.0.0.1:{door.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:

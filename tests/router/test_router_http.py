@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 
 import httpx
 import pytest
 from router_bed import QUICK, Make, until
 
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.router import exchange
 from kvstore.testing.fake_engine import Behaviour
 
 
@@ -90,6 +94,44 @@ async def test_a_client_that_leaves_ends_the_request_on_the_engine(bed: Make) ->
         return engines["e0"]["sequences"] == 0 and await router.counter("router_clients_gone_total") == 2
 
     await until(settled, "the books are even")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_takes_nothing_is_cut_off(
+    bed: Make, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_log", LimitedLog(logging.getLogger(exchange.__name__)))  # which has held nothing back yet
+    router = await bed("e0", client_timeout_s=0.3)
+    long = Behaviour(pieces=20_001, hold=asyncio.Event(), hold_after=20_000)  # a megabyte, and then it goes on
+    router["e0"].default = long if stream else Behaviour(body={"text": "x" * (8 << 20)})
+    content = json.dumps({"model": "m", "prompt": "a", "stream": stream}).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        client.connect((router.http.base_url.host, router.http.base_url.port))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
+
+        async def given_up() -> bool:
+            engines = (await router.http.get("/router/engines")).json()
+            return engines["e0"]["sequences"] == 0 and await router.counter("router_clients_stuck_total") == 1
+
+        await until(given_up, "the request is given up")
+        if stream:
+            await router["e0"].until_gone(1)
+        assert await router.counter("router_requests_inflight") == 0
+        assert await router.counter("router_clients_gone_total") == 0
+    assert "took nothing of its answer" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    router["e0"].default = Behaviour()
+    assert (await router.complete()).status_code == 200
+
+
+async def test_a_long_answer_is_given_in_pieces_that_each_have_their_time(bed: Make) -> None:
+    router = await bed("e0", client_timeout_s=0.5)
+    router["e0"].default = Behaviour(body={"text": "x" * (2 << 20)})
+    async with router.http.stream("POST", "/v1/completions", json={"model": "m", "prompt": "a"}) as answer:
+        assert int(answer.headers["content-length"]) > 2 << 20
+        taken = b"".join([piece async for piece in answer.aiter_raw()])
+    assert json.loads(taken) == {"text": "x" * (2 << 20)}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -290,6 +290,7 @@ E0, P0, D0 = (
         {"listen": "nowhere"},
         {"retries": 99},
         {"idle_timeout_s": 0},
+        {"client_timeout_s": 0},
         {"name": "a b"},
     ],
 )
