@@ -147,7 +147,7 @@ class Upstream:
         opened = False
         try:
             async with asyncio.timeout(self._first_s):
-                request = self._http.build_request("POST", path, content=body, headers=dict(headers))
+                request = self._http.build_request("POST", path, content=body, headers=_as_they_came(headers))
                 response = await self._http.send(request, stream=True)
                 if response.status_code in _BUSY:
                     return await self._busy(response)
@@ -188,7 +188,10 @@ class Upstream:
     ) -> bytes:
         name = self.engine.name
         try:
-            async with asyncio.timeout(timeout_s), self._http.stream(method, path, content=body, headers=headers) as response:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(method, path, content=body, headers=_as_they_came(headers or {})) as response,
+            ):
                 if response.status_code != httpx.codes.OK:
                     raise Unavailable("the engine answers with an error", engine=name, path=path, status=response.status_code)
                 answer = bytearray()
@@ -215,6 +218,11 @@ class Upstream:
         error = Unavailable("the engine has no room", engine=self.engine.name, status=response.status_code)
         answer = (response.status_code, response.headers.raw, bytes(body))
         return Failure(FailureKind.BUSY, error, answer, min(max(after_s, 0.1), _MAX_RETRY_AFTER_S))
+
+
+def _as_they_came(headers: Mapping[str, str]) -> httpx.Headers:
+    """Their values byte by byte, as ASGI read them: httpx itself takes no more than ASCII."""
+    return httpx.Headers(dict(headers), encoding="latin-1")
 
 
 def _why(error: Exception) -> str:

@@ -29,6 +29,16 @@ async def test_a_completion_passes_through_with_its_headers(bed: Make) -> None:
     assert "cookie" not in seen
 
 
+async def test_bytes_of_headers_pass_as_they_came(bed: Make) -> None:
+    router = await bed("e0")
+    for name in (b"x-request-id", b"accept-encoding", b"authorization"):
+        answer = await router.http.post("/v1/completions", json={"model": "m", "prompt": "a"}, headers=[(name, b"\xff\xfe\xc3")])
+        assert answer.status_code == 200
+        assert (await router.http.get("/v1/models", headers=[(name, b"\xff\xfe\xc3")])).status_code == 200
+        assert router["e0"].seen_headers[-1][name.decode()].encode("latin-1") == b"\xff\xfe\xc3"
+    assert await router.counter("router_internal_errors_total") == 0
+
+
 async def test_chat_completions_too(bed: Make) -> None:
     router = await bed("e0")
     answer = await router.http.post("/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": "a b"}]})
