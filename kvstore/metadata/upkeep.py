@@ -14,8 +14,10 @@ from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.writer import IndexThread
 from kvstore.metadata.writes import forget_node
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 _TICKS_PER_TTL: Final = 8
 _MIN_TICK_S: Final = 0.01
@@ -86,10 +88,10 @@ class Upkeep:
                     due()
                 if self._sweeps:
                     await self._forget()
-            except KVStoreError:
+            except KVStoreError as error:
                 # a full disk, an index that does not answer: lookups go on with what is known, the next tick tries again
                 self._counters.add("metadata_upkeep_failures_total")
-                logger.exception("cannot exchange heartbeats with the index")
+                limited.warning("cannot exchange heartbeats with the index: %s", error)
             await asyncio.sleep(self._tick_s)
 
     async def _forget(self) -> None:
@@ -110,7 +112,7 @@ class Upkeep:
                     done = await self._thread.run(self._index.sweep, _SWEEP_ENTRIES)
                     self._counters.add("metadata_sweeps_total")
                     pause_s = self._tick_s if done else _SWEEP_PAUSE_S
-            except KVStoreError:
+            except KVStoreError as error:
                 self._counters.add("metadata_upkeep_failures_total")
-                logger.exception("cannot sweep the index")
+                limited.warning("cannot sweep the index: %s", error)
             await asyncio.sleep(pause_s)
