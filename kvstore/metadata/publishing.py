@@ -12,6 +12,8 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Final
 
+import grpc.aio
+
 from kvproto.v1.metadata_pb2 import PublishRequest
 from kvstore.core import limits
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
@@ -109,6 +111,9 @@ class PublishStream:
                 await self._queue.put(self._check(request))
         except KVStoreError as error:
             await self._queue.put(error)
+        except grpc.aio.UsageError as error:  # how gRPC says that the server has stopped, or the call is over: nobody waits
+            logger.info("a publish stream ended: %s", error)
+            await self._queue.put(None)
         except Exception as error:  # process edge: the stream would wait for ever for what is not read any more
             logger.exception("a publish stream cannot be read")
             await self._queue.put(Internal("the publish stream cannot be read", cause=type(error).__name__))
