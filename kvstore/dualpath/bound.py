@@ -41,8 +41,10 @@ class Bed:
     dram: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.prefill_nodes < 1 or self.decode_nodes < 1 or not min(self.gpus, self.cnic, self.storage, self.dram) > 0:
+        if self.prefill_nodes < 1 or self.decode_nodes < 1 or not self.dram > 0:
             raise InvalidArgument("a cluster needs nodes of both roles and bandwidths greater than zero")
+        if not all(0 < value < math.inf for value in (self.gpus, self.cnic, self.storage)):
+            raise InvalidArgument("links have a bandwidth greater than zero, and only memory may be without a limit")
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,10 @@ def test_models_are_listed() -> None:
         (["--sweep-pd", "1-1"], 2, "clusters look like"),
         (["--model", "gpt"], 1, "no model 'gpt'"),
         (["--profile", "x"], 2, "no profile"),
+        (["--snic", "inf"], 1, "links have a bandwidth"),
+        (["--cnic", "inf"], 1, "links have a bandwidth"),
+        (["--snic", "1e308"], 1, "links have a bandwidth"),
+        (["--cnic", "nan"], 1, "links have a bandwidth"),
         (["--gpus", "6", "--model", "llama-2-70b"], 1, "multiple of an engine's"),
     ],
 )
