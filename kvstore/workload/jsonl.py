@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -31,8 +33,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (line number from 1, line without its end), blank lines left out.
 
     Raises:
-        InvalidArgument: the file cannot be read, its compressed stream is damaged or cut off, a line is too long, or too many
-            are blank. Names the file and, but for what befalls the file as a whole, the line.
+        InvalidArgument: the file cannot be read or is no regular one, its compressed stream is damaged or cut off, a line is too
+            long, or too many are blank. Names the file and, but for what befalls the file as a whole, the line.
     """
     number = blank = 0
     rest = b""
@@ -69,8 +71,10 @@ def _check_length(path: Path, number: int, line: bytes) -> None:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Raises OSError, ZstdError (damage) or EOFError (cut off)."""
-    with path.open("rb") as file:
+    """Raises OSError, ZstdError (damage) or EOFError (cut off), and InvalidArgument for a pipe or a device."""
+    with open(path, "rb", opener=_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise InvalidArgument("a trace is a regular file, which is read more than once: save what a pipe brings", file=path)
         start = file.read(len(_ZSTD_MAGIC))
         file.seek(0)
         if start == _ZSTD_MAGIC or (start[1:] == _ZSTD_SKIPPABLE and start[0] >> 4 == 5):
@@ -79,6 +83,11 @@ def _chunks(path: Path) -> Iterator[bytes]:
         else:
             while chunk := file.read(_PLAIN_CHUNK):
                 yield chunk
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens; a pipe that nobody writes to as well, which would be waited for without an end."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _decompressed(file: BinaryIO) -> Iterator[bytes]:

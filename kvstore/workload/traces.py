@@ -29,6 +29,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 MAX_REQUESTS = 10_000_000
 MAX_BLOCKS = 1 << 28
 """Of all requests together: more than any recorded trace has, and two gigabytes once they are read."""
+_MAX_TRACE_NAME = MAX_NAME_BYTES // 2
+"""Bytes: a replay's namespace is named after it, with a word before."""
 _MAX_INT = (1 << 63) - 1
 
 _Row = dict[str, Any]
@@ -78,7 +80,8 @@ def open_trace(path: Path | str) -> Trace:
 
 
 def _name_of(path: Path) -> str:
-    return path.name.split(".", 1)[0] or path.name
+    name = path.name.split(".", 1)[0] or path.name
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def _row(path: Path, number: int, line: bytes) -> _Row:
@@ -107,8 +110,8 @@ def _info(meta: object, default_name: str) -> TraceInfo:
     if not 1 <= tokens <= MAX_BLOCK_TOKENS:
         raise InvalidArgument("'block_size' is out of range", block_size=tokens, limit=MAX_BLOCK_TOKENS)
     name = meta.get("name", default_name)
-    if not isinstance(name, str) or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
-        raise InvalidArgument("'name' is no short string")
+    if not isinstance(name, str) or not name.isprintable() or len(name.encode(errors="replace")) > _MAX_TRACE_NAME:
+        raise InvalidArgument("'name' is no short text of characters that can be shown", name=_shown(name))
     return TraceInfo(name, tokens, "rle")
 
 

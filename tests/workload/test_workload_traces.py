@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_KEYS_PER_CALL
+from kvstore.replay.plan import read_workload
 from kvstore.workload import traces as traces_module
 from kvstore.workload.jsonl import MAX_BLANK_LINES, MAX_LINE_BYTES
 from kvstore.workload.traces import open_trace
@@ -137,9 +139,29 @@ def test_a_partial_last_block_may_have_an_id(tmp_path: Path, tokens: int) -> Non
     assert len(list(open_trace(write(tmp_path / "t.jsonl", META, {**TURN, "in": tokens, "h": ids})))) == 1
 
 
-@pytest.mark.parametrize("meta", [None, [], {}, {"block_size": 0}, {"block_size": 1 << 40}, {"block_size": 64, "name": 3}])
+@pytest.mark.parametrize(
+    "meta",
+    [None, [], {}, {"block_size": 0}, {"block_size": 1 << 40}]
+    + [{"block_size": 64, "name": name} for name in (3, "a\nb", "\x1b[2J", "\ud800", "x" * 500)],
+)
 def test_wrong_meta_is_refused(tmp_path: Path, meta: Any) -> None:
     refuse(write(tmp_path / "t.jsonl", {"meta": meta}, TURN), "line=1")
+
+
+def test_whatever_its_name_a_trace_can_be_read_into_a_workload(tmp_path: Path) -> None:
+    for path in (tmp_path / ("x" * 200 + "\n.jsonl"), tmp_path / os.fsdecode(b"\xff.jsonl")):
+        trace = open_trace(write(path, CHAT))
+        assert "?" in trace.info.name
+        assert read_workload(trace.info, trace, 4096, 1, None).unique_blocks == 2
+    trace = open_trace(write(tmp_path / "t.jsonl", {"meta": {"block_size": 64, "name": "é" * 128}}, TURN))
+    assert read_workload(trace.info, trace, 4096, 1, None).unique_blocks == 5
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refuse(tmp_path / "pipe", "regular file")
+    refuse(Path("/dev/null"), "regular file")
+    refuse(tmp_path, "directory")
 
 
 def test_numbers_of_many_digits_are_refused(tmp_path: Path) -> None:
