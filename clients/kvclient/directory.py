@@ -22,7 +22,7 @@ from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFou
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId
-from kvstore.rpc.client import RetryPolicy, UnaryMethod, call, connect
+from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
 from kvstore.transport.breaker import CircuitBreaker
 
@@ -187,7 +187,8 @@ class Directory:
         request = metadata_pb2.ReplanLoadRequest(plan_id=plan.plan_id, index=part.index, why=why[:_MOST_WHY])
         for start, count in arrived:
             request.arrived.add(start=start, count=count)
-        answer = self._call(self._stub.ReplanLoad, request, min(budget_s, _PLAN_TIMEOUT_S))
+        # never twice: the answer that nobody is left ends the plan, and a second call would only hear that it is over
+        answer = self._call(self._stub.ReplanLoad, request, min(budget_s, _PLAN_TIMEOUT_S), NO_RETRY)
         return replan_from_proto(answer, plan, part, arrived)
 
     def report_loads(self, moved: Mapping[int, Sequence[tuple[int, int]]], *, finished: bool) -> None:
@@ -201,13 +202,15 @@ class Directory:
             self._closed = True
         self._channel.close()
 
-    def _call(self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float) -> _Response:
+    def _call(
+        self, method: UnaryMethod[_Request, _Response], request: _Request, timeout_s: float, retry: RetryPolicy = _ONCE_MORE
+    ) -> _Response:
         if timeout_s < _LEAST_CALL_S:  # says nothing about the server, so it is kept from the breaker
             raise DeadlineExceeded("no time left to ask the metadata server", seconds=timeout_s)
         if not self._breaker.allow():
             raise Unavailable("the metadata server does not answer; not asked again for a moment", address=self.address)
         try:
-            answer = call(method, request, timeout_s, _ONCE_MORE)
+            answer = call(method, request, timeout_s, retry)
         except DeadlineExceeded:
             if timeout_s >= _TELLING_S:
                 self._breaker.failed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import secrets
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 from metadata_harness import TIMEOUT_S, Peer, Running, until
 
+from kvclient import ClientOptions, directory
+from kvclient.directory import Directory
+from kvclient.incidents import Incidents
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
-from kvstore.core.clock import ManualClock
+from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable
+from kvstore.core.spec import CacheSpec
 from kvstore.dualpath.contract import LoadPlan
 from kvstore.dualpath.planner import DEADLINE_GRACE_S, PLAN_LIFE_S
 from kvstore.metadata.config import MetadataConfig
@@ -90,6 +95,19 @@ async def test_a_plan_names_each_block_once_over_hosts_with_engines(running: Run
     answer = await plan(p, asked(relays=False))
     assert {part.node_id for part in answer.parts} == {"p", "d"}
     assert (await plan(p, asked(policy="oracle"))).parts == []
+
+
+async def test_a_client_hears_that_nobody_is_left_to_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_PLAN_TIMEOUT_S", TIMEOUT_S)  # a busy machine is no reason
+    await hosts(running)
+    spec, clock = CacheSpec("m", 16, 1, 1 << 20), MonotonicClock()
+    client = Directory(running.address, spec, None, clock, ClientOptions(), Incidents(clock, 1.0))
+    try:
+        made = await asyncio.to_thread(client.plan_load, "p", None, None, 8, spec, TIMEOUT_S, relays=False)
+        with pytest.raises(Unavailable, match="no node can read"):
+            await asyncio.to_thread(client.replan_load, made, made.parts[0], (), "stalled", TIMEOUT_S)
+    finally:
+        client.close()
 
 
 async def test_a_retry_gets_the_same_plan_and_charges_once(running: Running) -> None:
