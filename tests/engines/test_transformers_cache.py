@@ -62,6 +62,15 @@ def test_what_another_process_stored_is_loaded_and_the_answers_stay(
         assert store.stats()["hook_loaded_tokens_total"] == HIT
 
 
+def test_what_was_loaded_can_be_asked_before_anything_was(
+    models: Callable[[str], Any], shared: LocalCluster, connect: Connect
+) -> None:
+    store = connect(shared, models("llama"))
+    assert store.stats()["hook_loaded_tokens_total"] == 0
+    assert answer(store, prompt(2))[1] == 0
+    assert store.stats()["hook_loaded_tokens_total"] == 0
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_keys_a_little_off_would_be_seen(
     family: str, models: Callable[[str], Any], shared: LocalCluster, connect: Connect, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ class PrefixStore:
         self._client = options.connect(spec)
         self._clock = MonotonicClock()
         self.incidents = Incidents(self._clock, options.client_options().log_interval_s)
+        self.incidents.counters.add("hook_loaded_tokens_total", 0)  # who asks at once finds it, and not a KeyError
         self.writer = Writer(self._client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
         self.hooks = ForwardHooks(model)
         self._watch = model.register_forward_pre_hook(Feed(self), with_kwargs=True)
