@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from kvclient.buffers import as_block_buffer
 from kvclient.calls import Call, Caller
+from kvclient.connecting import NodeFinder, attempt, check_types
 from kvclient.core import Core, check_keys, check_place
 from kvclient.directory import Directory, by_roles
 from kvclient.far import ArenaWatcher, FarBlocks
@@ -38,7 +39,7 @@ from kvclient.paths import Paths
 from kvclient.planned_load import PlannedLoad
 from kvclient.remote import PeerPool
 from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
-from kvclient.session import LocalNode, local_address
+from kvclient.session import LocalNode
 from kvclient.stages import Stages
 from kvclient.store import Store
 from kvproto.v1 import common_pb2, node_pb2
@@ -121,7 +122,7 @@ class KVClient:
             KVStoreError: the metadata server or the named node does not answer (unless ``options.require_store`` is False).
         """
         options = options or ClientOptions()
-        _check_types(metadata, spec, node, tls, options, hbm)
+        check_types(metadata, spec, node, tls, options, hbm)
         if device is not None:
             if not isinstance(device, ArenaWatcher):
                 raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
@@ -138,11 +139,11 @@ class KVClient:
         try:
             if directory is not None:
                 share = 1.0 if options.require_store or node is None else _REGISTER_SHARE
-                _attempt(options, incidents, partial(directory.register, options.connect_deadline_s * share))
+                attempt(options, incidents, partial(directory.register, options.connect_deadline_s * share))
             if node is not None:
-                finder = _NodeFinder(node, directory, options)
+                finder = NodeFinder(node, directory, options)
                 local = LocalNode(finder.find, spec, tls, clock, options, incidents, device)
-                if _attempt(options, incidents, partial(local.open, end_s)) is False:
+                if attempt(options, incidents, partial(local.open, end_s)) is False:
                     local.close()
                     local = None
                     _log.info("no node of the store on this host: blocks travel over TCP")
@@ -636,55 +637,6 @@ class KVClient:
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise InvalidArgument("this client was made before a fork: make another one in the child")
-
-
-class _NodeFinder:
-    """Where the local node is: as named, or found through the metadata server; without that, where it was last."""
-
-    def __init__(self, node: str, directory: Directory | None, options: ClientOptions) -> None:
-        self._named = None if node == "auto" else node
-        self._directory = directory
-        self._options = options
-        self._last: str | None = None
-
-    def find(self) -> str | None:
-        """Its address, or None where this host has none."""
-        if self._named is not None or self._directory is None:
-            return self._named
-        try:
-            nodes = self._directory.nodes(self._options.lookup_deadline_s)
-        except KVStoreError:
-            if self._last is None:
-                raise
-            return self._last
-        self._last = local_address(by_roles(nodes, self._options.local_roles)) or self._last
-        return self._last
-
-
-def _attempt(options: ClientOptions, incidents: Incidents, work: partial[None] | object) -> object:
-    """A step of ``connect`` that may fail where ``require_store`` is False; then None."""
-    try:
-        return work()  # type: ignore[operator]
-    except KVStoreError as error:
-        if options.require_store or isinstance(error, InvalidArgument):
-            raise
-        incidents.report("client_connect_failed_total", "connecting without a part of the store", error)
-        return None
-
-
-def _check_types(metadata: object, spec: object, node: object, tls: object, options: object, hbm: object) -> None:
-    """What ``connect`` was given, before anything fails deep inside on it."""
-    wanted: tuple[tuple[str, object, Any], ...] = (
-        ("metadata", metadata, str | None),
-        ("spec", spec, CacheSpec),
-        ("node", node, str | None),
-        ("tls", tls, TlsConfig | None),
-        ("options", options, ClientOptions),
-        ("hbm", hbm, NearPool | None),
-    )
-    for name, value, kind in wanted:
-        if not isinstance(value, kind):
-            raise InvalidArgument("an argument of another type", argument=name, got=type(value).__name__)
 
 
 _FLUSH_GRACE_S = 0.5

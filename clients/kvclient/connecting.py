@@ -1,0 +1,64 @@
+"""The steps of ``KVClient.connect``: what it was given, where the local node is, what may fail."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from kvclient.directory import Directory, by_roles
+from kvclient.incidents import Incidents
+from kvclient.near import NearPool
+from kvclient.options import ClientOptions
+from kvclient.session import local_address
+from kvstore.core.errors import InvalidArgument, KVStoreError
+from kvstore.core.spec import CacheSpec
+from kvstore.core.tls import TlsConfig
+
+
+class NodeFinder:
+    """Where the local node is: as named, or found through the metadata server; without that, where it was last."""
+
+    def __init__(self, node: str, directory: Directory | None, options: ClientOptions) -> None:
+        self._named = None if node == "auto" else node
+        self._directory = directory
+        self._options = options
+        self._last: str | None = None
+
+    def find(self) -> str | None:
+        """Its address, or None where this host has none."""
+        if self._named is not None or self._directory is None:
+            return self._named
+        try:
+            nodes = self._directory.nodes(self._options.lookup_deadline_s)
+        except KVStoreError:
+            if self._last is None:
+                raise
+            return self._last
+        self._last = local_address(by_roles(nodes, self._options.local_roles)) or self._last
+        return self._last
+
+
+def attempt(options: ClientOptions, incidents: Incidents, work: partial[None] | object) -> object:
+    """A step of ``connect`` that may fail where ``require_store`` is False; then None."""
+    try:
+        return work()  # type: ignore[operator]
+    except KVStoreError as error:
+        if options.require_store or isinstance(error, InvalidArgument):
+            raise
+        incidents.report("client_connect_failed_total", "connecting without a part of the store", error)
+        return None
+
+
+def check_types(metadata: object, spec: object, node: object, tls: object, options: object, hbm: object) -> None:
+    """What ``connect`` was given, before anything fails deep inside on it."""
+    wanted: tuple[tuple[str, object, Any], ...] = (
+        ("metadata", metadata, str | None),
+        ("spec", spec, CacheSpec),
+        ("node", node, str | None),
+        ("tls", tls, TlsConfig | None),
+        ("options", options, ClientOptions),
+        ("hbm", hbm, NearPool | None),
+    )
+    for name, value, kind in wanted:
+        if not isinstance(value, kind):
+            raise InvalidArgument("an argument of another type", argument=name, got=type(value).__name__)
