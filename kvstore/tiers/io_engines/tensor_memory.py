@@ -1,16 +1,21 @@
 """Device memory that belongs to a torch tensor: a pool's, or an engine's paged cache. Imports torch, so import it where that is.
 
 Reads are done when ``read_device`` returns, and are ordered with no stream: kernels that used the memory before must have ended.
+Copies are on a stream of the calling thread's own: on the default one they and an engine's kernels would wait for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kvstore.core.errors import InvalidArgument
+
+_own = threading.local()
 
 
 class TensorMemory:
@@ -36,14 +41,24 @@ class TensorMemory:
 
     def fill(self, source: memoryview) -> None:
         """See ``DeviceMemory``."""
-        self._bytes.copy_(torch.frombuffer(source, dtype=torch.uint8))
-        self._finish()
+        with self._apart():
+            self._bytes.copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     def fetch(self, target: memoryview) -> None:
         """See ``DeviceMemory``."""
-        torch.frombuffer(target, dtype=torch.uint8).copy_(self._bytes)
-        self._finish()
+        with self._apart():
+            torch.frombuffer(target, dtype=torch.uint8).copy_(self._bytes)
 
-    def _finish(self) -> None:
-        if self._bytes.is_cuda:  # copies from and to memory that is not pinned have ended anyhow, as far as torch promises
-            torch.cuda.current_stream(self._bytes.device).synchronize()
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Copies within it are done when it ends, and wait for nobody's kernels."""
+        if not self._bytes.is_cuda:
+            yield
+            return
+        streams = _own.__dict__.setdefault("streams", {})
+        device = self._bytes.device
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(streams[device]):
+            yield
+        streams[device].synchronize()
