@@ -115,11 +115,13 @@ def test_a_load_whose_windows_wait_for_room_ends(node: Node) -> None:
 def test_what_other_windows_brought_is_given_back_where_one_fails(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage("s")
     storage.provider.put(SPEC.namespace, range(4))
-    claim = node.table.claim
+    claim, begun = node.table.claim, threading.Event()
 
     def failing(domain: Domain, wanted: Sequence[BlockKey]) -> Claim:
         if wanted[0] == keys(1)[0]:
+            assert begun.wait(20.0)  # a window that has not begun would be cancelled instead
             raise RuntimeError("a bug")
+        begun.set()
         return claim(domain, wanted)
 
     monkeypatch.setattr(node.table, "claim", failing)
