@@ -119,6 +119,7 @@ class KVClient:
 
         Raises:
             InvalidArgument: a malformed address or another type, or neither metadata server nor node; or no block fits the pool.
+            Unsupported: the pool requires GPUDirect Storage, and it is not real for the volumes of the local node.
             KVStoreError: the metadata server or the named node does not answer (unless ``options.require_store`` is False).
         """
         options = options or ClientOptions()
@@ -157,7 +158,10 @@ class KVClient:
         client = cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages, loads), directory)
         if hbm is not None:
             try:
-                client._core = replace(client._core, near=hbm.attach(spec, client._demote))
+                near = hbm.attach(spec, client._demote)
+                client._core = replace(client._core, near=near)
+                session = local.session() if local is not None else None
+                near.prepare_disks(session.volumes if session is not None else ())
             except BaseException:
                 client.close()
                 raise

@@ -3,7 +3,8 @@
 Outcomes begin as MISS and change only when bytes are in the caller's buffer, complete and checked as asked: whatever breaks on
 the way leaves a miss behind. The order of attempts, all within one deadline:
 
-0. The engine's own pool, if it has one, gives what leading blocks it holds.
+0. The engine's own pool, if it has one, gives what leading blocks it holds, and reads what lies on the local node's disks alone
+   straight from there, where that is real (``stored_load``).
 1. The local node brings what it can (its own tiers, then the other nodes that the lookup named) into its arena, leases it to us,
    and we copy. A copy that ended after its lease may have been overwritten under our hands: it does not count, and is tried
    once more.
@@ -27,6 +28,7 @@ from kvclient.local_load import LocalLoad
 from kvclient.operation import Operation
 from kvclient.options import Verify
 from kvclient.results import PATH_HBM, PATH_PREFILL, LoadResult, NodeRef, Run, leading, outcome_table
+from kvclient.stored_load import StoredLoad
 from kvclient.tally import Tally
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import KVStoreError, Unavailable
@@ -100,6 +102,8 @@ class Load:
             with phase("own pool"):
                 self._from_near()
             if self._near_blocks < len(self._keys):
+                with phase("disks into own pool"):
+                    self._from_disks()
                 with phase("local node"):
                     self._from_local()
                 with phase("other nodes"):
@@ -119,6 +123,15 @@ class Load:
         self._near_blocks = fetch_near(self._core, self._keys, self._buffer, self._operation, self._verify, self._tally)
         self._settle(np.arange(self._near_blocks), np.ones(len(self._keys), bool))
 
+    def _from_disks(self) -> None:
+        core, near = self._core, self._core.near
+        session = core.local.session() if core.local is not None and near is not None else None
+        if near is None or session is None or not near.reads_disks(session.volumes):
+            return
+        load = StoredLoad(core, near, session, self._tally, self._buffer, self._operation, self._verify)
+        came = load.run(self._keys, self._packed, self._runs, self._parent, self._depth)
+        self._settle(came, np.zeros(len(self._keys), bool))
+
     def _keep_near(self) -> None:
         place = (self._keys, self._parent, self._depth, self._buffer)
         keep_near(self._core, *place, self._operation, self._verify, self._tally, self._near_blocks)
@@ -126,7 +139,7 @@ class Load:
     # ---- the local node ----
     def _from_local(self) -> None:
         local = self._core.local
-        if local is None:
+        if local is None or (self._tally.outcomes == Outcome.HIT).all():
             return
         session = local.session()
         if session is None:
@@ -135,7 +148,7 @@ class Load:
             return
         self._local_node = session.node_id
         attempt = LocalLoad(self._core, session, self._tally, self._buffer, self._operation, self._verify, self._board)
-        attempt.run(self._packed, self._runs, self._parent, self._depth, self._near_blocks)
+        attempt.run(self._packed, self._runs, self._parent, self._depth)
         self._settle(np.arange(len(self._keys)), ~_AFTER_LOCAL[self._tally.outcomes])
 
     # ---- other nodes ----

@@ -100,15 +100,15 @@ class LocalLoad:
         self._core.incidents.counters.add("client_layerwise_too_large_total")
         return False
 
-    def run(self, packed: bytes, runs: Sequence[Run], parent: BlockKey | None, depth: int, first: int = 0) -> None:
-        """Loads the blocks of the tally from ``first`` on. Never raises for failures of ours."""
-        count = len(self._tally.outcomes)
+    def run(self, packed: bytes, runs: Sequence[Run], parent: BlockKey | None, depth: int) -> None:
+        """Loads the blocks of the tally that are no hits yet. Never raises for failures of ours."""
+        missing = spans(np.flatnonzero(self._tally.outcomes != Outcome.HIT))
         piece = max(1, self._core.options.load_chunk_bytes // self._core.shape.block_bytes)
+        pieces = [(at, min(end, at + piece)) for start, end in missing for at in range(start, end, piece)]
         sources = [run for run in runs if run.node_id != self._session.node_id]
         try:
             with self._session.used():
-                for start in range(first, count, piece):
-                    stop = min(count, start + piece)
+                for start, stop in pieces:
                     self._load(packed, sources, parent, depth, start, stop)
                     expired, self._expired = self._expired, []
                     if expired and self._board is not None and not self._board.restart(_positions(expired)):

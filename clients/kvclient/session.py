@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,13 +19,14 @@ import grpc
 from kvclient.arena import ClientArena
 from kvclient.far import ArenaWatcher
 from kvclient.incidents import Incidents
+from kvclient.near import StoredVolume
 from kvclient.options import ClientOptions, Verify
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseLost, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
-from kvstore.core.types import NodeId, SessionId
+from kvstore.core.types import NodeId, SessionId, VolumeId
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.breaker import CircuitBreaker
@@ -34,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 MAX_PENDING_RETURNS = 4_096
 """Leases and stores waiting to be given back; more are left to the session's end."""
+MAX_STORED_VOLUMES = 255
+"""Of one node; a byte numbers them."""
 _RETURN_TIMEOUT_S = 2.0
 _RETURN_DELAY_S = 0.005
 _LEAST_S = 0.001
@@ -126,13 +129,20 @@ class Session:
     """One open session. Use it inside ``with session.used():``."""
 
     def __init__(
-        self, stub: node_pb2_grpc.NodeStub, opened: node_pb2.OpenSessionResponse, arena: ClientArena, incidents: Incidents
+        self,
+        stub: node_pb2_grpc.NodeStub,
+        opened: node_pb2.OpenSessionResponse,
+        volumes: Sequence[StoredVolume],
+        arena: ClientArena,
+        incidents: Incidents,
     ) -> None:
         self.stub = stub
         self.session_id = SessionId(opened.session_id)
         self.node_id = NodeId(opened.node.node_id)
         self.lease_s = opened.lease_ms / 1000
         self.arena = arena
+        self.volumes = volumes
+        """The node's on NVMe, where it tells of them."""
         self._arena_exposed = opened.arena_exposed
         self.returner = Returner(stub, opened.session_id, incidents)
         self._lock = threading.Lock()
@@ -296,6 +306,7 @@ class LocalNode:
             raise Internal(
                 "the node opened a session that makes no sense", arena_bytes=opened.arena_bytes, lease_ms=opened.lease_ms
             )
+        volumes = _stored_volumes(opened.stored_volumes)
         arena = ClientArena.open(
             opened.arena_socket,
             SessionId(opened.session_id),
@@ -305,7 +316,7 @@ class LocalNode:
             watcher=self._watcher,
         )
         _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
-        return Session(stub, opened, arena, self._incidents)
+        return Session(stub, opened, volumes, arena, self._incidents)
 
     def _left_s(self, end_s: float) -> float:
         return max(_LEAST_S, end_s - self._clock.now_s())
@@ -353,6 +364,18 @@ class LocalNode:
             session.retire()
         if channel is not None:
             channel.close()
+
+
+def _stored_volumes(told: Sequence[node_pb2.StoredVolume]) -> tuple[StoredVolume, ...]:
+    """The volumes of a node on this host, as it told of them.
+
+    Raises:
+        Internal: they cannot be meant so.
+    """
+    volumes = tuple(StoredVolume(VolumeId(one.volume_id), Path(one.path)) for one in told)
+    if len(volumes) > MAX_STORED_VOLUMES or any(not one.path.is_absolute() or "\0" in str(one.path) for one in volumes):
+        raise Internal("the node tells of volumes that make no sense", volumes=len(volumes))
+    return volumes
 
 
 def means_lost(error: KVStoreError) -> bool:

@@ -354,6 +354,10 @@ class NodeDaemon:
             arena_socket=str(self._arena_socket),
             arena_bytes=self._arena.mapped_bytes,
             arena_exposed=self._nixl.exposes,
+            stored_volumes=[
+                node_pb2.StoredVolume(volume_id=slab.volume_id, path=str(nvme.path.absolute()))
+                for slab, nvme in zip(self._slabs, config.nvme, strict=True)
+            ],
             lease_ms=config.lease_ms,
             prefaulted=config.prefault,
             io_engines=self._io_engines,

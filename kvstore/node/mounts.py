@@ -5,7 +5,8 @@ the memory it was given, at any later time. So whatever touches a mounted folder
 until part of the load's time has passed; memory of a read that did not come back in time rests until it has; and
 while anything is out, nobody asks that mount. Whatever the mount does not bring falls back to the other sources of the load.
 
-A block's place comes from the volume's roster, which is read on when a load wants blocks that it does not name yet.
+A block's place comes from the volume's roster, which is read on when a load wants blocks that it does not name yet; or its owner
+has said it, to an engine of its host that reads into its device's memory (``kvclient.hbm``).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ from kvstore.node.config import MountConfig
 from kvstore.node.domain import Domain
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
+from kvstore.tiers.io_engines.contract import DeviceMemory
+from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.mounted import MountedSlab
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ REST_S = 5.0
 """How long a mount that failed is left alone."""
 
 Wanted = Sequence[tuple[BlockKey, Slot, memoryview]]
+WantedOnDevice = Sequence[tuple[BlockKey, Slot, DeviceMemory]]
 Answers = list[tuple[Outcome, bytes]]
 T = TypeVar("T")
 
@@ -50,14 +54,37 @@ class _Opened:
 
 
 class Mount:
-    """One mounted volume. Thread-safe. Opened when first used, and again after failures."""
+    """One mounted volume. Thread-safe. Opened when first used, and again after failures.
 
-    def __init__(self, config: MountConfig, *, io_threads: int, counters: Counters, clock: Clock) -> None:
+    Args:
+        config: which, and where.
+        io_threads: I/O requests under way at once.
+        counters: where failures are counted.
+        clock: where time comes from.
+        gds: kvikio, for reads into device memory; None: they go through host memory.
+        places: False: ``find`` is never asked, as the owner says where blocks lie.
+        rest_s: how long it is left alone after a failure.
+    """
+
+    def __init__(
+        self,
+        config: MountConfig,
+        *,
+        io_threads: int,
+        counters: Counters,
+        clock: Clock,
+        gds: Kvikio | None = None,
+        places: bool = True,
+        rest_s: float = REST_S,
+    ) -> None:
         self.volume_id = VolumeId(config.volume_id)
         self._config = config
         self._io_threads = io_threads
         self._counters = counters
         self._clock = clock
+        self._gds = gds
+        self._places = places
+        self._rest_s = rest_s
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-mount")
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -75,7 +102,7 @@ class Mount:
     def find(self, domain: Domain, keys: Sequence[BlockKey]) -> list[Slot | None]:
         """Where blocks are said to lie, as far as is known. Memory only; nothing while the mount is in trouble."""
         opened = self._opened
-        if opened is None or not self._usable():
+        if opened is None or not self.usable:
             return [None] * len(keys)
         return opened.volume.find(keys, domain.shape)
 
@@ -98,15 +125,28 @@ class Mount:
             lambda volume: volume.read(domain.namespace, domain.shape, wanted), deadline_s, f"{len(wanted)} blocks", when_back
         )
 
+    def read_device(
+        self, domain: Domain, wanted: WantedOnDevice, deadline_s: float, when_back: Callable[[], None]
+    ) -> Answers | None:
+        """As ``read``, into device memory and as ``MountedSlab.read_device``."""
+        return self._bounded(
+            lambda volume: volume.read_device(domain.namespace, domain.shape, wanted),
+            deadline_s,
+            f"{len(wanted)} blocks",
+            when_back,
+        )
+
     def close(self) -> None:
         """Closes the volume once nobody works with it. Does not wait for what hangs."""
         self._give_up(self._opened, "closed")
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    # ---- bounded work ----
-    def _usable(self) -> bool:
+    @property
+    def usable(self) -> bool:
+        """Whether anything would be tried now: nothing hangs, and it does not rest after a failure."""
         return not self._out and self._resting_until <= self._clock.now_s()
 
+    # ---- bounded work ----
     def _bounded(
         self,
         work: Callable[[MountedSlab], T],
@@ -118,7 +158,7 @@ class Mount:
     ) -> T | None:
         """Does something in the mount's threads and waits a part of the time that is left. None: it failed or is still out."""
         now_s = self._clock.now_s()
-        if not self._usable():
+        if not self.usable:
             when_back()
             return None
         try:
@@ -126,16 +166,25 @@ class Mount:
         except RuntimeError:  # the node is stopping
             when_back()
             return None
-        wait([future], timeout=max(0.0, (deadline_s - now_s) * TIME_SHARE))
-        if not future.done():
-            with self._lock:
-                self._out += 1
+        waited = late = False
+        try:
+            with suppress(TimeoutError, CancelledError):
+                future.exception(max(0.0, (deadline_s - now_s) * TIME_SHARE))
+            waited = True
+        finally:  # whatever ends the waiting: who owns the memory learns when it is free
+            if not future.done():
+                late = True
+                with self._lock:
+                    self._out += 1
+                future.add_done_callback(lambda _: self._came_back(when_back))
+            elif not waited:
+                when_back()
+        if late:
             if count:
                 self._counters.add("mount_stalled_total")
                 log.warning("volume %s: %s did not come in time; it is left alone until it has", self.volume_id, what)
-            future.add_done_callback(lambda _: self._came_back(when_back))
             return None
-        result = future.result()
+        result = None if future.cancelled() else future.result()  # cancelled: closed before its turn came
         if result is None:
             when_back()
         return result
@@ -154,9 +203,13 @@ class Mount:
         except Exception as error:  # noqa: BLE001  # whatever lies in a folder that is not ours: it must not end loads
             self._counters.add("mount_errors_total")
             log.warning(
-                "volume %s at %s cannot be read (%s): left alone for %.0f s", self.volume_id, self._config.path, error, REST_S
+                "volume %s at %s cannot be read (%s): left alone for %.0f s",
+                self.volume_id,
+                self._config.path,
+                error,
+                self._rest_s,
             )
-            self._resting_until = self._clock.now_s() + REST_S
+            self._resting_until = self._clock.now_s() + self._rest_s
             self._give_up(opened, str(error))
             return None
 
@@ -170,6 +223,9 @@ class Mount:
                     io_threads=self._io_threads,
                     direct=self._config.direct,
                     counters=self._counters,
+                    gds=self._gds,
+                    gds_required=self._gds is not None,
+                    places=self._places,
                 )
                 self._opened = _Opened(volume)
             opened = self._opened

@@ -24,6 +24,7 @@ from kvstore.node.gate import Gate
 from kvstore.node.lanes import Lanes
 from kvstore.node.load_account import LoadAccount, LoadAccounts
 from kvstore.node.loader import Loader, Part, Source, offsets_of
+from kvstore.node.located import pin_stored, runs_of
 from kvstore.node.peers import PeerAddress
 from kvstore.node.prompts import Prompts
 from kvstore.node.provider import runs_of_equal
@@ -79,6 +80,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         arena_socket: str,
         arena_bytes: int,
         arena_exposed: bool,
+        stored_volumes: Sequence[node_pb2.StoredVolume],
         lease_ms: int,
         prefaulted: bool,
         io_engines: Callable[[], Sequence[str]],
@@ -102,6 +104,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._arena_socket = arena_socket
         self._arena_bytes = arena_bytes
         self._arena_exposed = arena_exposed
+        self._stored_volumes = stored_volumes
         self._lease_ms = lease_ms
         self._prefaulted = prefaulted
         self._io_engines = io_engines
@@ -159,6 +162,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             node=self._info,
             prefaulted=self._prefaulted,
             arena_exposed=self._arena_exposed,
+            stored_volumes=self._stored_volumes if _reads_here(session) else (),
         )
 
     # ---------------------------------------------------------------- store
@@ -247,6 +251,15 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 yield part
         finally:
             parts.close()  # type: ignore[attr-defined]  # a generator, by construction
+
+    async def Locate(self, request: node_pb2.LocateRequest, context: Context) -> node_pb2.LocateResponse:  # noqa: N802, ARG002
+        session = self._session(request.session_id)
+        if not _reads_here(session):
+            raise InvalidArgument("volumes are read by engines of this host, whose session is over the unix socket")
+        found = pin_stored(self._table, session.domain, keys_from_packed(request.keys))
+        lease_id = self._sessions.lease(session, [block for _, block, _, _ in found]) if found else 0
+        self._counters.add("located_blocks_total", len(found))
+        return node_pb2.LocateResponse(runs=runs_of(found), lease_id=lease_id)
 
     async def AwaitPrompt(  # noqa: N802
         self, request: node_pb2.AwaitPromptRequest, context: Context
@@ -452,6 +465,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         return node_pb2.GetNodeStatsResponse(
             node=self._info, counters=counters, tiers=tiers, io_engines=list(self._io_engines()), drain=self._drainer.progress()
         )
+
+
+def _reads_here(session: Session) -> bool:
+    """Whether its engine may be told where on this host's disks blocks lie."""
+    return not session.remote and not session.over_tcp
 
 
 def _check_transfer_id(transfer_id: str) -> None:

@@ -5,8 +5,9 @@ slot by now is read whole, and counts only if its header names the volume, names
 for, and the payload matches the header's checksum of every Layer Block. The owner may evict and rewrite slots at any moment: a
 read that met it sees another block's header, or a mixture whose checksums fail. Both are a miss, here called *stale*.
 
-Nothing is written or locked. Where the file system grants O_DIRECT, reads go past this host's page cache. An engine may mount
-its own node's volume: that is how blocks get from the disk into device memory without a way through the node's arena.
+Nothing is written or locked. Where the file system grants O_DIRECT, reads go past this host's page cache. An engine mounts its
+own node's volume: that is how blocks get from the disk into device memory without a way through the node's arena. It is told by
+the node where they lie, and so reads no more of the roster than whose volume it is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvstore.tiers.header import FIXED_BYTES, check_shape, header_bytes, parse_h
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.roster import RosterReader
-from kvstore.tiers.slab_io import NOTHING, SlabFile, SlotIO
+from kvstore.tiers.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.slab_open import SLAB_FILE
 
 _log = logging.getLogger(__name__)
@@ -69,11 +70,14 @@ class MountedSlab:
         direct: use O_DIRECT where it works.
         counters: where failures are counted.
         gds: kvikio, for reads into device memory; None: they go through host memory.
+        gds_required: where it cannot open the volume, neither can we.
+        places: False: ``find`` knows nothing, as the caller knows better.
 
     Raises:
         Conflict: another volume lies there.
         CorruptBlock: the roster is damaged.
         OSError: there is nothing, or it cannot be read.
+        Unsupported: ``gds`` is required and cannot open it.
     """
 
     def __init__(
@@ -85,18 +89,20 @@ class MountedSlab:
         direct: bool = True,
         counters: Counters | None = None,
         gds: Kvikio | None = None,
+        gds_required: bool = False,
+        places: bool = True,
     ) -> None:
         self.volume_id = volume_id
         self._path = path
         self._counters = counters or Counters()
-        self._roster = RosterReader(path)
+        self._roster = RosterReader(path, entries=places)
         self._turn = threading.Lock()
         self._uid = b""
         self._catch_up()
-        self._file = SlabFile(
-            path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=False, counters=self._counters, gds=gds
-        )
-        _log.info("volume %s mounted at %s: %d blocks, %s", volume_id, path, len(self._roster.slots), self._file.engine)
+        choice = IoChoice(io_threads, direct, gds, gds_required)
+        self._file = choice.open(path / SLAB_FILE, writable=False, counters=self._counters)
+        known = f"{len(self._roster.slots)} blocks, " if places else ""
+        _log.info("volume %s mounted at %s: %s%s", volume_id, path, known, self._file.engine)
 
     @property
     def io_engine(self) -> str:

@@ -158,10 +158,12 @@ class RosterReader:
 
     Args:
         folder: the volume's, as mounted here.
+        entries: False: only its head is read, for who learns in another way where blocks lie.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, entries: bool = True) -> None:
         self._path = folder / ROSTER_FILE
+        self._entries = entries
         self._head = b""
         self._position = 0
         self.superblock: Superblock | None = None
@@ -184,7 +186,7 @@ class RosterReader:
                 superblock = _parse_head(head)
                 self._head, self._position = head, HEAD_BYTES
                 self.superblock, self.slots = superblock, {}
-            while data := os.pread(fd, _READ_BYTES, self._position):
+            while self._entries and (data := os.pread(fd, _READ_BYTES, self._position)):
                 taken = self._take(data)
                 if not taken:
                     return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ from deferred import DeferredDevice, FakePinning
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient import BlockKey, InvalidArgument, KVClient
+from kvclient import BlockKey, InvalidArgument, KVClient, Tier
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache
@@ -24,9 +25,11 @@ from kvclient.hbm import HbmPool, memory
 from kvclient.hbm.blocks import PoolBlocks
 from kvclient.operation import Operation
 from kvclient.results import PATH_HBM, PATH_LOCAL
+from kvproto.v1 import node_pb2
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KeyChain
+from kvstore.rpc.client import call
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 20.0
@@ -456,3 +459,45 @@ def test_a_client_keeps_pages_in_its_pool_and_loads_them_back_without_host_memor
         assert "hbm_by_host_blocks_total" not in pool.stats()
         assert copier.stats()["device_pool_stored_bytes_total"] == 2 * expected.nbytes
         assert copier.stats()["device_pool_loaded_bytes_total"] == 2 * expected.nbytes
+
+
+def test_what_lies_on_the_nodes_disk_comes_into_pages_by_the_pool_alone() -> None:
+    """Neither the node's arena nor host memory of the engine is on the way from the pool to the pages."""
+    cache = make_cache("flash_nhd", layers=4, pages=40, tokens=16, heads=2, dim=32, seed=6)
+    copier = DeviceCopier(cache, device=DeferredDevice(6, FakePinning()), pin_chunk_bytes=1 << 20)
+    rng = random.Random(6)
+    with (
+        LocalCluster([NodeSpec("prefill", dram_bytes=16 << 20, nvme_bytes=32 << 20)]) as cluster,
+        HbmPool("cpu", capacity_bytes=8 << 20, gds="forced", demote=False) as pool,
+        KVClient.connect(
+            cluster.metadata_address,
+            copier.spec("device", 16),
+            node=cluster.node("prefill").local_socket,
+            hbm=pool,
+            device=copier,
+        ) as client,
+    ):
+        keys = client.keys(np.arange(BLOCKS * 16, dtype=np.uint32))
+        pages = rng.sample(range(40), BLOCKS)
+        expected = block_bytes(cache, pages)
+        assert client.store(keys, copier.blocks(pages), durable=True).durable
+        near, session = client._core.near, client._core.local.session()  # type: ignore[union-attr]
+        assert near is not None
+        assert session is not None
+        end = time.monotonic() + WAIT_S
+        while not near.reads_disks(session.volumes) or {run.tier for run in client.lookup(keys).runs} != {Tier.NVME}:
+            assert time.monotonic() < end
+            call(session.stub.Evict, node_pb2.EvictRequest(operation_id=bytes(16), tier=int(Tier.DRAM)), WAIT_S)  # type: ignore[arg-type]
+            time.sleep(0.02)
+        pool.evict(demote=False)
+        for path in (PATH_LOCAL, PATH_HBM):
+            target = rng.sample(range(40), BLOCKS)
+            blocks = copier.blocks(target)
+            with client.start_load(client.lookup(keys), blocks) as handle:
+                assert all(handle.wait_layer(layer) for layer in range(4))
+                assert np.array_equal(block_bytes(cache, target), expected)
+                result = handle.result()
+            assert (result.hit_blocks, result.error, list(result.bytes_by_path)) == (BLOCKS, None, [path])
+            assert blocks._host is None, "bytes went by host memory"
+        assert pool.stats()["hbm_disk_blocks_total"] == BLOCKS
+        assert "hbm_by_host_blocks_total" not in pool.stats()

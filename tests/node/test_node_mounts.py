@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
 from kvstore.node.config import MountConfig, NodeConfig
 from kvstore.node.domain import Domain, Domains
-from kvstore.node.mounts import Mount, Mounts
+from kvstore.node.mounts import Answers, Mount, Mounts
 from kvstore.observe.counters import Counters
 from kvstore.testing.mount_suite import put
 from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload
@@ -116,10 +118,40 @@ def test_closing_does_not_wait_for_what_hangs(
     assert closed.wait(LONG_S)
 
 
-def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(
-    tmp_path: Path, mount: Mount, domain: Domain, counters: Counters, monkeypatch: pytest.MonkeyPatch
+def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
+    tmp_path: Path, owner: NvmeSlab, domain: Domain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.node.mounts.REST_S", 0.0)
+    put(owner, [1], SHAPE)
+    monkeypatch.setattr("kvstore.node.mounts.THREADS", 1)
+    mount = Mount(MountConfig(NAME, tmp_path / "v"), io_threads=2, counters=Counters(), clock=MonotonicClock())
+    mount.catch_up(MonotonicClock().now_s() + LONG_S)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> Answers:
+        begun.set()
+        assert go_on.wait(LONG_S)
+        return [(Outcome.MISS, b"")]
+
+    monkeypatch.setattr(MountedSlab, "read", hang)
+    backs = [threading.Event(), threading.Event()]
+    with ThreadPoolExecutor(2) as readers:
+        first = readers.submit(read, mount, domain, 1, LONG_S, backs[0])
+        assert begun.wait(LONG_S)
+        second = readers.submit(read, mount, domain, 1, LONG_S, backs[1])
+        while not mount._pool._work_queue.qsize():
+            assert not second.done()
+            time.sleep(0.001)
+        mount.close()
+        assert second.result(LONG_S) is None
+        assert backs[1].is_set(), "who owns the memory was not told that it is free"
+        assert not backs[0].is_set()
+        go_on.set()
+        assert first.result(LONG_S) is None  # a miss, as it was said
+
+
+def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(tmp_path: Path, domain: Domain, counters: Counters) -> None:
+    config = MountConfig(NAME, tmp_path / "v")
+    mount = Mount(config, io_threads=2, counters=counters, clock=MonotonicClock(), rest_s=0.0)
     deadline_s = MonotonicClock().now_s() + LONG_S
     mount.catch_up(deadline_s)
     assert counters.snapshot()["mount_errors_total"] == 1
@@ -133,6 +165,7 @@ def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(
         mount.catch_up(deadline_s)
         assert read(mount, domain, number, LONG_S, threading.Event()) == block_payload(number, SHAPE)
         (tmp_path / "v").rename(tmp_path / f"old-{number}")
+    mount.close()
     assert counters.snapshot()["mount_errors_total"] == 2
 
 

@@ -262,3 +262,15 @@ def test_a_command_s_environment_and_errors_come_through() -> None:
     assert ran == Ran(3, "so\n", "bad\n")
     with pytest.raises(FileNotFoundError):
         run_bounded(["/no/such/program"], 1.0)
+
+
+def test_what_was_not_measured_is_not_taken_for_real(tmp_path: Path) -> None:
+    """As where a volume is too small to measure with, for who may not write a file of its own there."""
+
+    def look(_: Path) -> GdsProbe:
+        return GdsProbe(GdsPath.GDS, "the driver says so", measured=False)
+
+    kvikio, found = choose_gds("auto", tmp_path, threads=4, counters=Counters(), look=look)
+    assert (kvikio, found.path) == (None, GdsPath.NONE)
+    with pytest.raises(Unsupported, match=r"HbmPool.*the driver says so.*at least 16 MiB"):
+        choose_gds("required", tmp_path, threads=4, counters=Counters(), setting="HbmPool(gds=...)", look=look)

@@ -17,25 +17,31 @@ import torch
 
 from kvclient.buffers import pick_blocks
 from kvclient.far import FarBlocks, PoolMemory, Stuck
+from kvclient.hbm.disks import DiskRead, NodeDisks
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
 from kvclient.hbm.volume import HbmVolume
+from kvclient.near import StoredPlaces, StoredVolume
 from kvclient.operation import Operation
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.checksum import ChecksumArray, block_checksums
+from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey
 from kvstore.node.block import Block
 from kvstore.node.domain import Domain
 from kvstore.node.table import PIECE_BLOCKS
 from kvstore.tiers.contract import Slot
+from kvstore.tiers.header import slot_bytes
 
 COPY_BYTES = 64 << 20
 """Copied between two looks at the deadline."""
+POOL_SHARE = 2
+"""Read from disks at a time: at most this part of the pool, so that it is there at once before it is copied on."""
 
 Positions = npt.NDArray[np.intp]
-Move = Callable[[npt.NDArray[np.int64], Positions], ChecksumArray | None]
-"""``move(offsets, positions)``: brings the blocks at some positions into slots; their checksums ``[blocks, layers]``, if made."""
+Move = Callable[[Sequence[Slot], Positions], Sequence[bytes]]
+"""``move(slots, positions)``: brings the blocks at some positions into slots. One entry for each of the leading ones that came:
+its packed checksums, empty where none were made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,9 @@ class Pinned:
 class PoolBlocks:
     """One namespace in the pool; ``kvclient.near.NearBlocks``, and beyond it what an engine needs that stays on its device."""
 
-    def __init__(self, parts: PoolParts, domain: Domain, detach: Callable[[PoolBlocks], None]) -> None:
+    def __init__(self, parts: PoolParts, disks: NodeDisks, domain: Domain, detach: Callable[[PoolBlocks], None]) -> None:
         self._parts = parts
+        self._disks = disks
         self._domain = domain
         self._detach = detach
         self._step = max(1, COPY_BYTES // domain.shape.block_bytes)
@@ -94,20 +101,75 @@ class PoolBlocks:
             parts.table.unpin(blocks)
 
     def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, *, verify: bool) -> int:
+        return self._counted(len(keys), self._copy_out(keys, buffer, 0, operation, verify=verify))
+
+    def _copy_out(self, keys: Sequence[BlockKey], buffer: BlockBuffer, first: int, operation: Operation, *, verify: bool) -> int:
+        """As ``fetch``, to a buffer's blocks from ``first`` on."""
         good = 0
         with self._parts.guarded("read from"), self.pinned(keys) as found:
             if len(found) and not operation.over and (far := self._on_device(buffer, len(found), checksums=verify)):
                 with self._parts.kept_if_stuck("read from"):
-                    far.read_pool(self._memory, found.offsets, 0)  # has ended before the pins do
+                    far.read_pool(self._memory, found.offsets, first)  # has ended before the pins do
                 good = len(found)
             while good < len(found) and not operation.over:
                 upto = min(len(found), good + self._step)
-                self.volume.copy_out(found.offsets[good:upto], buffer, good)
-                sound = self._sound(found.blocks[good:upto], buffer, good) if verify else upto - good
+                self.volume.copy_out(found.offsets[good:upto], buffer, first + good)
+                sound = self._sound(found.blocks[good:upto], buffer, first + good) if verify else upto - good
                 good += sound
                 if good < upto:
                     break
-        return self._counted(len(keys), good)
+        return good
+
+    # ---- from the node's disks ----
+    def prepare_disks(self, volumes: Sequence[StoredVolume]) -> None:
+        self._disks.prepare(volumes)
+
+    def reads_disks(self, volumes: Sequence[StoredVolume]) -> bool:
+        return self._parts.open and self._disks.ready(volumes)
+
+    def fetch_stored(
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        depth: int,
+        volumes: Sequence[StoredVolume],
+        places: StoredPlaces,
+        buffer: BlockBuffer,
+        first: int,
+        operation: Operation,
+        *,
+        verify: bool,
+    ) -> int:
+        parts = self._parts
+        parts.counters.add("hbm_located_blocks_total", len(keys))
+        size = slot_bytes(self._domain.shape)
+        step = max(1, self.volume.usage().capacity_bytes // POOL_SHARE // self._domain.shape.block_bytes)
+        good = came = 0
+
+        def move(slots: Sequence[Slot], positions: Positions) -> Sequence[bytes]:
+            nonlocal came
+            wanted = [
+                DiskRead(
+                    keys[good + at],
+                    int(places.volumes[good + at]),
+                    Slot(int(places.offsets[good + at]), size, int(places.generations[good + at])),
+                    slot,
+                )
+                for at, slot in zip(positions.tolist(), slots, strict=True)
+            ]
+            rows = self._disks.read(self._domain, volumes, wanted, parts.clock.now_s() + operation.left_s())
+            came += len(rows)
+            return rows
+
+        while good < len(keys) and not operation.over:
+            some = keys[good : good + step]
+            self.bring(some, keys[good - 1] if good else parent, depth + good, move, operation, piece=len(some))
+            here = self._copy_out(some, buffer, first + good, operation, verify=verify)
+            good += here
+            if here < len(some):
+                break
+        parts.counters.add_all(("hbm_disk_blocks_total", "hbm_disk_failed_blocks_total"), (came, len(keys) - good))
+        return good
 
     def copy_to_tensor(self, keys: Sequence[BlockKey], out: torch.Tensor) -> int:
         """Copies leading blocks of some keys into memory on the pool's device.
@@ -177,15 +239,16 @@ class PoolBlocks:
         if checksums:
             self._add_checksums(keys, buffer)
 
-        def move(offsets: npt.NDArray[np.int64], positions: Positions) -> ChecksumArray | None:
+        def move(slots: Sequence[Slot], positions: Positions) -> Sequence[bytes]:
+            offsets = _offsets(slots)
             if far := self._on_device(buffer, len(positions), checksums=checksums):
                 some = far.pick(positions.tolist())
                 with self._parts.kept_if_stuck("write to"):
                     some.write_pool(self._memory, offsets)
-                return None
+                return [b""] * len(slots)
             sums = np.empty((len(positions), self._domain.shape.layers), np.uint64) if checksums else None
             self.volume.copy_in(offsets, pick_blocks(buffer, positions), sums)
-            return sums
+            return [b""] * len(slots) if sums is None else [_packed(row) for row in sums]
 
         return self.bring(keys, parent, depth, move, operation)
 
@@ -206,16 +269,28 @@ class PoolBlocks:
         """
         rows = tensor_blocks(source, self._domain.shape, len(keys), self.volume.device, writable=False)
 
-        def move(offsets: npt.NDArray[np.int64], positions: Positions) -> None:
-            scatter(rows[int(positions[0]) : int(positions[-1]) + 1], self.volume.memory, offsets)  # a run without holes
+        def move(slots: Sequence[Slot], positions: Positions) -> Sequence[bytes]:
+            source = rows[int(positions[0]) : int(positions[-1]) + 1]  # a run without holes
+            scatter(source, self.volume.memory, _offsets(slots))
             until_done(self.volume.device)
+            return [b""] * len(slots)
 
         return self.bring(keys, parent, depth, move, None)
 
     def bring(
-        self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, move: Move, operation: Operation | None
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        depth: int,
+        move: Move,
+        operation: Operation | None,
+        *,
+        piece: int | None = None,
     ) -> int:
-        """Brings blocks in by whatever moves them; see ``keep``. Pieces are visible as they are there, prefix first."""
+        """Brings blocks in by whatever moves them; see ``keep``. Pieces are visible as they are there, prefix first.
+
+        ``piece``: so many blocks at a time; None: as many as are copied soon.
+        """
         parts = self._parts
         if not parts.open or not keys:
             return 0
@@ -233,12 +308,15 @@ class PoolBlocks:
                     wait_s = parts.room_wait_s if operation is None else min(parts.room_wait_s, operation.left_s())
                     deadline_s = parts.clock.now_s() + wait_s
                     while done < len(wanted) and not (operation is not None and operation.over):
-                        slots = self._room(len(wanted) - done, deadline_s)
+                        slots = self._room(min(len(wanted) - done, piece or min(PIECE_BLOCKS, self._step)), deadline_s)
                         if not slots:
                             parts.counters.add("hbm_no_room_blocks_total", len(wanted) - done)
                             break
-                        held += self._piece(keys, parent, depth, wanted[done : done + len(slots)], slots, move)
-                        done += len(slots)
+                        came = self._piece(keys, parent, depth, wanted[done : done + len(slots)], slots, move)
+                        held += came
+                        done += len(came)
+                        if len(came) < len(slots):
+                            break
         finally:
             for block in held if parts.lost else ():
                 block.expendable = block.passing = True
@@ -255,9 +333,8 @@ class PoolBlocks:
                     block.checksums = _packed(block_checksums(buffer, (at,))[0])
 
     def _room(self, count: int, deadline_s: float) -> list[Slot]:
-        """Slots for some of the blocks that are left, at most a piece; none where there is no room in time."""
+        """Slots for some of so many blocks; none where there is no room in time."""
         table, shape = self._parts.table, self._domain.shape
-        count = min(count, PIECE_BLOCKS, self._step)
         try:
             while count:
                 # large pieces are not waited for: a smaller one may be had at once
@@ -278,23 +355,28 @@ class PoolBlocks:
         slots: Sequence[Slot],
         move: Move,
     ) -> list[Block]:
-        """Fills slots and puts their blocks into the table; they are returned pinned."""
+        """Fills slots and puts the blocks that came into the table; they are returned pinned."""
         table, demote = self._parts.table, self._parts.demote
         try:
-            sums = move(np.array([slot.offset for slot in slots], np.int64), np.array(positions, np.intp))
+            rows = move(slots, np.array(positions, np.intp))
         except Stuck:  # a device may write to these slots for ever: they stay taken
             raise
         except BaseException:
             table.unreserve(slots)
             raise
-        rows = [b""] * len(slots) if sums is None else [_packed(row) for row in sums]
+        if len(rows) < len(slots):
+            table.unreserve(slots[len(rows) :])
         blocks = []
-        for position, slot, row in zip(positions, slots, rows, strict=True):
+        for position, slot, row in zip(positions, slots, rows, strict=False):
             block = Block(self._domain, keys[position], keys[position - 1] if position else parent, depth + position, row)
             table.adopted(block, slot)
             block.expendable = not demote  # pinned until the whole is done: nobody looks at it before
             blocks.append(block)
         return blocks
+
+
+def _offsets(slots: Sequence[Slot]) -> npt.NDArray[np.int64]:
+    return np.array([slot.offset for slot in slots], np.int64)
 
 
 def _packed(row: npt.NDArray[np.uint64]) -> bytes:

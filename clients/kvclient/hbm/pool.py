@@ -12,6 +12,7 @@ from typing import Self
 from kvclient.hbm import memory
 from kvclient.hbm.blocks import PoolBlocks
 from kvclient.hbm.demotion import Demoter
+from kvclient.hbm.disks import DiskMode, NodeDisks
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.presence import Presence
 from kvclient.hbm.volume import HbmVolume
@@ -55,9 +56,12 @@ class HbmPool:
         demote: what leaves is offered to the tiers below before; False: it is dropped, as where those hold everything anyway.
         room_wait_s: a copy into the pool waits at most so long for room (for what is being demoted); then it is left out.
         anti_entropy_interval_s: how often the index is compared with what is here.
+        gds: whether what lies on the local node's disks alone is read straight into the pool; see ``disks.DiskMode``. The engine
+            needs permission to read the volumes' folders.
+        gds_in_flight: blocks read at once from each of its volumes.
 
     Raises:
-        InvalidArgument: an impossible size, name, device or policy; or it would listen beyond this host without TLS.
+        InvalidArgument: an impossible size, name, device, policy or choice; or it would listen beyond this host without TLS.
         Unavailable: there is no CUDA device, or an address cannot be had.
         CapacityExceeded: the device has not so much memory.
         Conflict: a node or pool of this name lives; known after some seconds, for one that has just died is soon forgotten.
@@ -79,6 +83,8 @@ class HbmPool:
         demote: bool = True,
         room_wait_s: float = 0.02,
         anti_entropy_interval_s: float = 60.0,
+        gds: DiskMode = "auto",
+        gds_in_flight: int = 8,
     ) -> None:
         where = memory.find_device(device)
         capacity = memory.pool_bytes(where, capacity_bytes, share)
@@ -106,6 +112,7 @@ class HbmPool:
             cascades_chains=True,
         )
         self._parts = PoolParts(self.node_id, self._volume, self._table, self._counters, self._clock, room_wait_s, demote=demote)
+        self._disks = NodeDisks(self._parts, gds, gds_in_flight)
         self._demoter = Demoter(self._parts, self._ways)
         self._presence: Presence | None = None
         try:
@@ -118,6 +125,7 @@ class HbmPool:
                     allow_insecure_remote=allow_insecure_remote,
                     tls=tls,
                     parts=self._parts,
+                    io_engines=self.io_engines,
                     replica_log=self._log,
                     domains=self._domains,
                     anti_entropy_interval_s=check_seconds("anti_entropy_interval_s", anti_entropy_interval_s),
@@ -150,7 +158,7 @@ class HbmPool:
                 if demote in ways:
                     ways.remove(demote)
 
-        return PoolBlocks(self._parts, domain, detach)
+        return PoolBlocks(self._parts, self._disks, domain, detach)
 
     def blocks(self, spec: CacheSpec) -> PoolBlocks:
         """A namespace, for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
@@ -163,7 +171,7 @@ class HbmPool:
             if self._parts.closed:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
-            return PoolBlocks(self._parts, self._domains.of_spec(spec), lambda _: None)
+            return PoolBlocks(self._parts, self._disks, self._domains.of_spec(spec), lambda _: None)
 
     # ---- memory ----
     def usage(self) -> VolumeUsage:
@@ -216,7 +224,7 @@ class HbmPool:
             self._parts.resizing = True
             try:
                 self.evict(demote=demote, timeout_s=timeout_s / 2)
-                if not self._drain(until_s) or not self._volume.resize(capacity_bytes // memory.PAGE_BYTES * memory.PAGE_BYTES):
+                if not self._drain(until_s) or not self._take(capacity_bytes):
                     self._counters.add("hbm_resize_refused_total")
                     _log.warning("pool %s keeps its size: blocks are in use", self.node_id)
                     return False
@@ -227,6 +235,10 @@ class HbmPool:
                     self._presence.info.volumes[0].capacity_bytes = now_bytes
         _log.info("pool %s: %d MiB now", self.node_id, now_bytes >> 20)
         return True
+
+    def _take(self, capacity_bytes: int) -> bool:
+        with self._disks.memory_changes():
+            return self._volume.resize(capacity_bytes // memory.PAGE_BYTES * memory.PAGE_BYTES)
 
     def _drain(self, until_s: float) -> bool:
         """Empties it as readers let go of blocks. Whether no slot is held any more."""
@@ -250,6 +262,10 @@ class HbmPool:
         sizes = {"hbm_capacity_bytes": usage.capacity_bytes, "hbm_used_bytes": usage.used_bytes, "hbm_blocks": usage.blocks}
         return {**self._counters.snapshot(), **sizes, "hbm_lost": int(self._parts.lost)}
 
+    def io_engines(self) -> list[str]:
+        """What is really in use, for people: where the memory lies, and which disks are read straight into it."""
+        return [f"{self._volume.volume_id}: {self._volume.device}", *self._disks.describe()]
+
     def close(self) -> None:
         """Empties it, so that lookups do not show it any more, and gives the memory back. Nothing is demoted.
 
@@ -264,7 +280,9 @@ class HbmPool:
             self.evict(demote=False)
             if self._presence is not None:
                 self._presence.stop()
-            if self._drain(self._clock.now_s() + _STOP_S):
+            idle = self._drain(self._clock.now_s() + _STOP_S)
+            self._disks.close(idle=idle)
+            if idle:
                 self._volume.close()
             else:
                 self._counters.add("hbm_closed_in_use_total")

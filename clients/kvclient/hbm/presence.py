@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -70,6 +70,7 @@ class Presence:
         allow_insecure_remote: bool,
         tls: TlsConfig | None,
         parts: PoolParts,
+        io_engines: Callable[[], Sequence[str]],
         replica_log: ReplicaLog,
         domains: Domains,
         anti_entropy_interval_s: float,
@@ -97,7 +98,7 @@ class Presence:
             max_connections=MAX_CONNECTIONS,
         )
         self.info = common_pb2.NodeInfo(node_id=node_id, boot_id=boot_id)
-        self._servicer = _PoolServicer(self.info, domains, authority, parts.volume, parts.counters)
+        self._servicer = _PoolServicer(self.info, domains, authority, parts.volume, io_engines, parts.counters)
         self._door: _Door | None = None
         self._publisher: Publisher | None = None
 
@@ -155,12 +156,19 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
     """What a reader asks before it dials the data plane."""
 
     def __init__(
-        self, info: common_pb2.NodeInfo, domains: Domains, authority: TicketAuthority, volume: HbmVolume, counters: Counters
+        self,
+        info: common_pb2.NodeInfo,
+        domains: Domains,
+        authority: TicketAuthority,
+        volume: HbmVolume,
+        io_engines: Callable[[], Sequence[str]],
+        counters: Counters,
     ) -> None:
         self._info = info
         self._domains = domains
         self._authority = authority
         self._volume = volume
+        self._io_engines = io_engines
         self._counters = counters
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> common_pb2.NodeInfo:  # noqa: ANN401, N802, ARG002
@@ -192,7 +200,7 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
             used_bytes=usage.used_bytes,
             blocks=usage.blocks,
         )
-        answer.io_engines.append(f"{self._volume.volume_id}: {self._volume.device}")
+        answer.io_engines.extend(self._io_engines())
         return answer
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -181,7 +181,15 @@ def _judge(facts: Mapping[str, Any], ran: Ran, timeout_s: float) -> tuple[GdsPat
     return GdsPath.COMPAT, f"{available}: kvikio reads through host memory, {rate} measured", _ENABLE_GDS
 
 
-def choose_gds(mode: GdsMode, folder: Path, *, threads: int, counters: Counters) -> tuple[Kvikio | None, GdsProbe]:
+def choose_gds(
+    mode: GdsMode,
+    folder: Path,
+    *,
+    threads: int,
+    counters: Counters,
+    setting: str = "node.gds",
+    look: Callable[[Path], GdsProbe] | None = None,
+) -> tuple[Kvikio | None, GdsProbe]:
     """What a volume is to be opened with. Logs what was found.
 
     Args:
@@ -189,16 +197,21 @@ def choose_gds(mode: GdsMode, folder: Path, *, threads: int, counters: Counters)
         folder: of the volume, which exists.
         threads: requests in flight, over all volumes.
         counters: where a pretended path is counted.
+        setting: what ``mode`` is called where it was set, for people.
+        look: how to find out; ``glance_at_gds`` for who may not write there, and only what was measured counts. None:
+            ``probe_gds``.
 
     Raises:
         Unsupported: GDS is required, and not real here; the message says what to do.
         InvalidArgument: there is no such mode.
     """
     if mode not in ("auto", "required", "off"):
-        raise InvalidArgument("node.gds takes auto, required or off", gds=mode)
+        raise InvalidArgument(f"{setting} takes auto, required or off", gds=mode)
     if mode == "off":
         return None, GdsProbe(GdsPath.NONE, "switched off")
-    found = probe_gds(folder)
+    found = (look or probe_gds)(folder)
+    if found.path is GdsPath.GDS and not found.measured:
+        found = GdsProbe(GdsPath.NONE, found.why, f"wait for a volume of at least {PROBE_BYTES >> 20} MiB", found.facts)
     if found.path is GdsPath.GDS:
         try:
             kvikio = load_kvikio(threads=threads)
@@ -209,8 +222,8 @@ def choose_gds(mode: GdsMode, folder: Path, *, threads: int, counters: Counters)
             return kvikio, found
     if mode == "required":
         raise Unsupported(
-            f"node.gds = required, but GPUDirect Storage is not real here: {found.why}. To mend it: {found.mend}."
-            " Or set node.gds = auto to go on without",
+            f"{setting} = required, but GPUDirect Storage is not real here: {found.why}. To mend it: {found.mend}."
+            f" Or set {setting} = auto to go on without",
             volume=folder, path=found.path.value,
         )  # fmt: skip
     if found.path is GdsPath.COMPAT:

@@ -38,7 +38,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, client_name: _Optional[str] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., remote: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session_id", "arena_socket", "arena_bytes", "lease_ms", "node", "prefaulted", "arena_exposed")
+    __slots__ = ("session_id", "arena_socket", "arena_bytes", "lease_ms", "node", "prefaulted", "arena_exposed", "stored_volumes")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_SOCKET_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class OpenSessionResponse(_message.Message):
     NODE_FIELD_NUMBER: _ClassVar[int]
     PREFAULTED_FIELD_NUMBER: _ClassVar[int]
     ARENA_EXPOSED_FIELD_NUMBER: _ClassVar[int]
+    STORED_VOLUMES_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     arena_socket: str
     arena_bytes: int
@@ -53,7 +54,16 @@ class OpenSessionResponse(_message.Message):
     node: _common_pb2.NodeInfo
     prefaulted: bool
     arena_exposed: bool
-    def __init__(self, session_id: _Optional[bytes] = ..., arena_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., prefaulted: _Optional[bool] = ..., arena_exposed: _Optional[bool] = ...) -> None: ...
+    stored_volumes: _containers.RepeatedCompositeFieldContainer[StoredVolume]
+    def __init__(self, session_id: _Optional[bytes] = ..., arena_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., node: _Optional[_Union[_common_pb2.NodeInfo, _Mapping]] = ..., prefaulted: _Optional[bool] = ..., arena_exposed: _Optional[bool] = ..., stored_volumes: _Optional[_Iterable[_Union[StoredVolume, _Mapping]]] = ...) -> None: ...
+
+class StoredVolume(_message.Message):
+    __slots__ = ("volume_id", "path")
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    path: str
+    def __init__(self, volume_id: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
     __slots__ = ("session_id", "operation_id", "blocks", "wait_ms")
@@ -180,6 +190,36 @@ class LoadedRun(_message.Message):
     first_layer: int
     layer_count: int
     def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., source_node: _Optional[str] = ..., offsets: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., first_layer: _Optional[int] = ..., layer_count: _Optional[int] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("session_id", "keys")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    keys: bytes
+    def __init__(self, session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class LocateResponse(_message.Message):
+    __slots__ = ("runs", "lease_id")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[LocatedRun]
+    lease_id: int
+    def __init__(self, runs: _Optional[_Iterable[_Union[LocatedRun, _Mapping]]] = ..., lease_id: _Optional[int] = ...) -> None: ...
+
+class LocatedRun(_message.Message):
+    __slots__ = ("start", "count", "volumes", "offsets", "generations")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    VOLUMES_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    count: int
+    volumes: bytes
+    offsets: bytes
+    generations: bytes
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., volumes: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
 
 class AwaitPromptRequest(_message.Message):
     __slots__ = ("session_id", "operation_id", "keys", "want_checksums", "wait_ms", "transfer_id")

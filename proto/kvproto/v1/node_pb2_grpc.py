@@ -70,6 +70,11 @@ class NodeStub:
                 request_serializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/kvstore.v1.Node/Locate',
+                request_serializer=kvstore_dot_v1_dot_node__pb2.LocateRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_node__pb2.LocateResponse.FromString,
+                _registered_method=True)
         self.AwaitPrompt = channel.unary_stream(
                 '/kvstore.v1.Node/AwaitPrompt',
                 request_serializer=kvstore_dot_v1_dot_node__pb2.AwaitPromptRequest.SerializeToString,
@@ -157,6 +162,14 @@ class NodeServicer:
     def Load(self, request, context):
         """Brings blocks into the arena and leases them to the session, from this node's own volumes or, for the rest, from the
         sources named. Streams progress, in the order in which blocks become ready; every block is answered exactly once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """Tells where those of some blocks that lie on this node's NVMe volumes and not in its arena are, so that an engine of this
+        host reads them itself, straight into its device's memory. They stay there under a lease. Sessions over the unix socket only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,6 +264,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=kvstore_dot_v1_dot_node__pb2.LoadRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_node__pb2.LoadProgress.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=kvstore_dot_v1_dot_node__pb2.LocateRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_node__pb2.LocateResponse.SerializeToString,
             ),
             'AwaitPrompt': grpc.unary_stream_rpc_method_handler(
                     servicer.AwaitPrompt,
@@ -477,6 +495,33 @@ class Node:
             '/kvstore.v1.Node/Load',
             kvstore_dot_v1_dot_node__pb2.LoadRequest.SerializeToString,
             kvstore_dot_v1_dot_node__pb2.LoadProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Node/Locate',
+            kvstore_dot_v1_dot_node__pb2.LocateRequest.SerializeToString,
+            kvstore_dot_v1_dot_node__pb2.LocateResponse.FromString,
             options,
             channel_credentials,
             insecure,

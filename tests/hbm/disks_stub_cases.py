@@ -1,0 +1,60 @@
+"""A pool that reads disks by kvikio, with a stand-in for the CUDA driver: run by ``test_hbm_disks.py``, in a process of its own.
+
+The driver has a device, whose memory is this process's; kvikio is in compatibility mode, as it is on many hosts with a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hbm_chains import room
+from test_hbm_disks import VOLUME, disk_of, until
+
+from kvclient.hbm.disks import NodeDisks
+from kvclient.near import StoredVolume
+from kvstore.core.clock import MonotonicClock
+from kvstore.observe.counters import Counters
+from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
+from kvstore.tiers.io_engines.tensor_memory import TensorMemory
+
+
+def test_blocks_come_by_kvikio_where_it_is_forced(tmp_path: Path) -> None:
+    with disk_of(tmp_path) as disk:
+        disk.damage(7, 4096 + 5000)
+        assert disk.fetch(out := room(12)) == 7
+        assert np.array_equal(out.array[:7], disk.data.array[:7])
+        assert disk.pool.stats()["gds_device_reads_total"] == 12
+        assert "device_reads_bounced_total" not in disk.pool.stats()
+        assert any("forced: by kvikio" in line for line in disk.pool.io_engines())
+
+
+def test_a_failing_driver_costs_a_way_through_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(_: TensorMemory) -> Any:
+        raise RuntimeError("no device memory")
+
+    with disk_of(tmp_path) as disk:
+        monkeypatch.setattr(TensorMemory, "__cuda_array_interface__", property(refuses))
+        assert disk.fetch(out := room(12)) == 12
+        assert np.array_equal(out.array, disk.data.array)
+        stats = disk.pool.stats()
+        assert stats["device_reads_bounced_total"] == 12
+        assert stats["gds_given_up_total"] == 1
+
+
+def test_where_it_is_only_pretended_disks_are_left_to_the_node(tmp_path: Path) -> None:
+    """As a pool on a CUDA device decides."""
+    (tmp_path / "slab.kv").write_bytes(bytes(PROBE_BYTES))
+    volume = SimpleNamespace(device=torch.device("cuda", 0), volume_id="pool/hbm")
+    parts: Any = SimpleNamespace(volume=volume, counters=Counters(), clock=MonotonicClock(), node_id="pool", closed=False)
+    volumes = [StoredVolume(VOLUME, tmp_path)]
+    disks = NodeDisks(parts, "auto", 4)
+    disks.prepare(volumes)
+    until(lambda: "through host memory" in disks.describe()[0], 60.0)
+    assert not disks.ready(volumes)
+    assert parts.counters.snapshot() == {"gds_pretended_total": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["slab.kv"]  # nothing was written beside it
