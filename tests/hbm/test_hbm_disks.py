@@ -59,6 +59,12 @@ def until(check: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture(autouse=True)
+def soon_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is closed waits for its demoter's next look: that is not what these tests are for."""
+    monkeypatch.setattr("kvclient.hbm.demotion.IDLE_WAIT_S", 0.02)
+
+
 # ---- a volume and a pool alone ----
 class Disk:
     """A node's volume with a chain of blocks, and a pool that reads it."""
