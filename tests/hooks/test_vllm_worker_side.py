@@ -198,10 +198,11 @@ def test_what_does_not_arrive_is_named_and_nothing_of_the_step_is_stored(
     reader = writer
     writer.caches[0][:, 10:15] = float("nan")  # as bytes that are no KV may read
     parts = [GroupLoad(0, [10, 11, 12], 0, {name: one.part(0, 3) for name, one in found.by_group[0].items()}, [13])]
+    chain = keys.upto(TOKENS, 4)
     plan = StepPlan(
         chain=writer.chain,
         loads=[LoadJob("r", parts, layerwise)],
-        saves=[SaveJob(7, "r", 3, keys.keys[2], keys.keys[3:4], [[13]])],
+        saves=[SaveJob(7, "r", 3, chain[2], chain[3:], [[13]])],
     )
     reader.side.begin_loads(plan)
     for name in NAMES:
