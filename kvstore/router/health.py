@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError
@@ -74,14 +75,20 @@ class HealthChecks:
         return [model for model in models if isinstance(model, str) and len(model) <= limits.MAX_NAME_BYTES]
 
     async def _figures(self, name: str, timeout_s: float) -> None:
-        """How it is; without an answer, what it said before no longer counts."""
-        before = self._parts.metrics.pop(name, None)
-        self._parts.foreign.pop(name, None)
+        """How it is; without an answer, what it was doing no longer counts, and what it is (its room, its start) still does.
+
+        Meanwhile the last answer stands: with other room it would be another engine to the scheduler, which takes all from it.
+        """
+        before = self._parts.metrics.get(name)
         try:
             text = await self._parts.upstreams[name].get("/metrics", timeout_s)
         except KVStoreError:
             self._parts.counters.add("router_metrics_unknown_total")
+            self._parts.foreign.pop(name, None)
+            if before is not None:
+                self._parts.metrics[name] = replace(before, running=0, waiting=0, used_tokens=0)
             return
+        self._parts.foreign.pop(name, None)
         metrics = self._parts.metrics[name] = parse_metrics(text)
         beyond = metrics.beyond(self._parts.ledger.load(name))
         if beyond is not None:

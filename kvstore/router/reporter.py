@@ -313,11 +313,11 @@ class Reporter:
         """One of this router's own that has its engines already, or is over.
 
         Another generation comes where the scheduler took an engine, or this router, for dead. What runs, runs on; what has ended
-        since is told to be over once it has both engines again, or it would count for ever.
+        since is told to be over once its decode engine's group may say so, or it would wait for a prefill engine all its time.
         """
         if event.request_id in self._active:
             self._active[event.request_id] = event.generation
-        elif event.prefill is not None and event.decode is not None:
+        elif event.decode is not None:
             self._finished.append(event.generation)
 
     def _forget(self, request_id: str) -> None:

@@ -70,6 +70,8 @@ class FakeEngine:
         self.calls: Counter[str] = Counter()
         self.running = 0
         self.started_s = 1_000.0
+        self.silence: asyncio.Event | None = None
+        """Where given, it says nothing of its figures until this is set."""
         self._capacity_blocks = capacity_blocks
         self._port = 0
         self._server: uvicorn.Server | None = None
@@ -145,6 +147,9 @@ class FakeEngine:
         return JSONResponse({"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]})
 
     async def _metrics(self) -> Response:
+        self.calls["metrics"] += 1
+        if self.silence is not None:
+            await self.silence.wait()
         labels = f'engine="0",model_name="{self.models[0]}"'
         return PlainTextResponse(
             f"# HELP vllm:num_requests_running Number of requests\nvllm:num_requests_running{{{labels}}} {float(self.running)}\n"

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from router_bed import NEVER, QUICK, Bed, Make, until
 
+from kvclient import AsyncSchedulerClient, EngineRequest
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
+from kvstore.router.config import EngineConfig, Role, RouterConfig
+from kvstore.router.engine_metrics import EngineMetrics
+from kvstore.router.main import make_parts
+from kvstore.router.reporter import Reporter
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.testing.cluster import LocalCluster
 from kvstore.testing.fake_engine import Behaviour
@@ -83,6 +88,29 @@ async def test_pairs_are_assigned_by_the_scheduler(bed: Make, store: LocalCluste
     assert {answer.headers["x-kvstore-prefill"] for answer in answers} == {"p0", "p1"}
     assert await router.counter("router_scheduled_total") == 20
     await idle(scheduler)
+
+
+async def test_an_engine_that_is_asked_for_its_figures_keeps_what_it_has(
+    bed: Make, store: LocalCluster, scheduler: Scheduler
+) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",), **scheduled(store))
+    await known(router, scheduler, 2)
+    engine, release = router["d0"], asyncio.Event()
+    engine.default = Behaviour(hold=release)
+    asking = asyncio.create_task(router.complete())
+    await engine.until_requests(1)
+    engine.silence = asyncio.Event()
+    asked, reports = engine.calls["metrics"], await router.counter("router_reports_total")
+
+    async def reported_meanwhile() -> bool:
+        return engine.calls["metrics"] > asked and await router.counter("router_reports_total") > reports + 5
+
+    await until(reported_meanwhile, "the engine is asked, and reported of")
+    engine.silence.set()
+    release.set()
+    assert (await asking).status_code == 200
+    await idle(scheduler)
+    assert await scheduler.counter("metadata_engines_lost_total") == 0
 
 
 async def test_the_prefix_is_preferred_and_the_load_still_shared(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
@@ -188,6 +216,35 @@ async def test_who_waits_for_prefill_engines_waits_no_longer_than_these_live(
     assert all("kv_transfer_params" not in body for body in router["d0"].requests[1:])
     assert await router.counter("router_waits_in_vain_total") >= 3
     await idle(scheduler)
+
+
+async def test_a_request_that_ends_as_its_engines_are_lost_is_not_kept(store: LocalCluster, scheduler: Scheduler) -> None:
+    engines = [EngineConfig("p0", "http://p0", Role.PREFILL, "host-1"), EngineConfig("d0", "http://d0", Role.DECODE, "host-2")]
+    parts = make_parts(RouterConfig(engines, policy="scheduler", metadata=store.metadata_address))
+    for engine in engines:
+        parts.pool.check_succeeded(engine.name, parts.now_s(), [])
+    async with AsyncSchedulerClient(store.metadata_address) as client:
+        reporter = Reporter(parts, client, "mine")
+        leaders = (client.leader("router:prefill", "prefill"), client.leader("router:decode", "decode"))
+        reporter._leaders = leaders
+        request = EngineRequest("mine-1", 100)
+        reporter.begins(request.request_id)
+        assign = asyncio.create_task(client.assign(request, 30.0))
+        while not assign.done():
+            await reporter._report(leaders)
+        reporter.placed(request.request_id, (await assign).generation, "p0")
+        reporter.prefilled(request.request_id)
+        await reporter._report(leaders)
+        for _ in range(10):
+            parts.pool.check_failed("p0", parts.now_s(), "gone")
+        parts.metrics["d0"] = EngineMetrics(capacity_tokens=1_000)  # as another engine of this name
+        report = asyncio.create_task(reporter._report(leaders))
+        await asyncio.sleep(0)  # it is sent
+        reporter.ended(request)
+        await report
+        await reporter._report(leaders)
+        assert await scheduler.counter("metadata_requests_given_back_total") == 1
+        assert await scheduler.counter("metadata_scheduler_requests") == 0
 
 
 async def test_who_waits_as_the_last_engine_goes_is_told_at_once(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
