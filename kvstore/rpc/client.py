@@ -38,6 +38,8 @@ _Res = TypeVar("_Res")
 _KEEPALIVE_TIME_MS: Final = 20_000
 _KEEPALIVE_TIMEOUT_MS: Final = 5_000
 _RECONNECT_BACKOFF_MS: Final = (50, 1_000)
+_CONNECT_TIMEOUT_MS: Final = 3_000
+"""A connection is made within this, its handshakes included: a busy machine or a long way take their time, a dead host none."""
 
 
 class UnaryMethod(Protocol[_Request, _Response]):
@@ -196,7 +198,7 @@ def _options(tls: TlsConfig | None, max_message_bytes: int, *, own_connection: b
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         # a server that was restarted is found again soon: the library's own first wait is a second, its last two minutes
         ("grpc.initial_reconnect_backoff_ms", first_ms),
-        ("grpc.min_reconnect_backoff_ms", first_ms),
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),  # this bounds an attempt, whatever its name says
         ("grpc.max_reconnect_backoff_ms", max_ms),
         ("grpc.use_local_subchannel_pool", int(own_connection)),
         ("grpc.enable_http_proxy", 0),  # the environment's web proxy has no business between our processes

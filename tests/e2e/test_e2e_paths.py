@@ -397,7 +397,8 @@ def test_a_session_that_the_other_host_has_ended_costs_no_path(ready: Ready) -> 
     for thread in threads:
         thread.join(30)
     assert [(result.hit_blocks, result.error) for result in results] == [(BLOCKS, None)] * 3
-    assert all(result.bytes_by_path["decode"] > 0 for result in results)
+    # one at least: what the first brings, the others find at hand
+    assert any(result.bytes_by_path.get("decode", 0) > 0 for result in results)
     assert engine.client.stats().get("client_parts_failed_total", 0) == 0
 
 

@@ -233,6 +233,9 @@ def server_process(folder: Path, workers: int = 1, ttl_ms: int = 2_500, **settin
     server.start()
     try:
         yield server
+    except BaseException:
+        print(server.log())
+        raise
     finally:
         if server.process is not None and server.process.poll() is None:
             workers_left = server.children()

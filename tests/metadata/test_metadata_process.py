@@ -86,6 +86,8 @@ async def test_an_index_damaged_under_a_running_server_is_made_anew(tmp_path: Pa
                     file.write(bytes(4096) if damage == "metas" else random.Random(page).randbytes(4096))
 
             async def made_anew() -> bool:
+                assert server.process is not None
+                assert server.process.poll() is None, "it lives on"
                 with suppress(Unavailable):
                     await peer.hit(KEYS)
                     return (await peer.beat()).index_epoch != epoch

@@ -170,6 +170,28 @@ async def test_nobody_there_is_unavailable_and_a_late_answer_is_a_deadline(stub:
             await call_aio(metadata_pb2_grpc.MetadataStub(channel).Lookup, lookup(""), 5.0)
 
 
+async def test_a_connection_that_takes_its_time_is_waited_for(served: Served) -> None:
+    """As over a long way, with a handshake of TLS, or where the server's machine is busy."""
+    host, _, port = served.address.rpartition(":")
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection(host, int(port))
+        await asyncio.sleep(0.5)
+        await asyncio.gather(pipe(reader, ours), pipe(theirs, writer))
+
+    async def pipe(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65_536):
+            sink.write(data)
+            await sink.drain()
+        sink.close()
+
+    relay = await asyncio.start_server(slow, "127.0.0.1", 0)
+    async with relay, connect_aio(f"127.0.0.1:{relay.sockets[0].getsockname()[1]}") as channel:
+        answer = await call_aio(metadata_pb2_grpc.MetadataStub(channel).Lookup, lookup("hello"), 30.0)
+        assert answer is not None
+        await channel.close()
+
+
 async def test_a_closed_channel_is_unavailable(served: Served) -> None:
     channel = connect_aio(served.address)
     stub = metadata_pb2_grpc.MetadataStub(channel)
