@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
 from kvstore.node.domain import Domain
-from kvstore.tiers.contract import BlockRecord, DurableVolume, EvictionPolicy, Slot
+from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -118,13 +118,20 @@ class Outdated:
 
 @dataclass(slots=True)
 class Home:
-    """A durable volume with its eviction policy."""
+    """A durable volume, and what its node keeps of it."""
 
     volume: DurableVolume
-    policy: EvictionPolicy
     outdated: Outdated = field(default_factory=Outdated)
     quarantined: int = 0
     """Replicas that proved bad: their slots are out of use until the next start."""
+    resting_until_s: float = 0.0
+    """It failed, and is left alone until then."""
+    aside: dict[BlockKey, Block] = field(default_factory=dict)
+    """Its blocks that are out of the order of eviction while it takes no changes (``kvstore.node.durable_room``)."""
+
+    def takes_changes(self, now_s: float) -> bool:
+        """Whether blocks can be written to it, and leave it."""
+        return self.volume.read_only is None and self.resting_until_s <= now_s
 
 
 @dataclass(slots=True)
@@ -141,7 +148,7 @@ class Prepared:
     tail: BlockKey | None = None
     """A partial block among them: handed over to whoever waits for it, neither written behind nor kept."""
     guarded: Block | None = None
-    """The parent of the run, where it lies in DRAM only: pinned, so that making room for the children does not push it out."""
+    """The parent of the run, where it lies in one tier only: pinned, so that room for its children is not made by its leaving."""
 
 
 @dataclass(slots=True)

@@ -158,7 +158,7 @@ class NodeDaemon:
         config, counters, clock = self.config, self.counters, self._clock
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
         self._log = ReplicaLog(volumes, counters, clock, keep=config.metadata is not None)
-        homes = [Home(slab, make_policy(config.policy)) for slab in self._slabs]
+        homes = [Home(slab) for slab in self._slabs]
         writes_behind = bool(homes) or config.write_behind_to is not None
         self.table = BlockTable(
             self._arena,
@@ -169,6 +169,7 @@ class NodeDaemon:
             clock,
             writes_behind=writes_behind,
             keep_loaded=config.keep_loaded,
+            durable_policy=make_policy(config.policy),
         )
         self._recover(homes)
         self._traffic = _compute_traffic(config, counters)

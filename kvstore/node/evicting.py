@@ -4,6 +4,7 @@ Whoever asks for room gets it from the table by itself; this is what people ask 
 use leaves, children leave before their parents, and what leaves a durable volume leaves its catalog first. To *evict* keeps what
 is in DRAM and not durable yet. To *invalidate* does not: it is asked for where the blocks are wrong.
 
+Of one durable volume asked for by name only its own blocks leave: children on others stay, for their parents may come again.
 The table's lock is held for ``BATCH`` blocks at a time, so that loads and stores go on meanwhile.
 """
 
@@ -21,6 +22,8 @@ from kvstore.node.table import BlockTable
 from kvstore.node.wanted import over
 
 BATCH = 1_024
+BATCHES_AMONG_SEVERAL = 64
+"""At a time, of one of several durable volumes: each search passes by what is colder on the others."""
 
 
 class Evicted(NamedTuple):
@@ -37,12 +40,13 @@ def evict_down_to(table: BlockTable, home: Home | None, down_to_bytes: int) -> E
         OSError: the volume's catalog could not be changed; those blocks stay.
         KVStoreError: likewise.
     """
-    volume, policy = (table.dram, table._dram_policy) if home is None else (home.volume, home.policy)
+    volume = table.dram if home is None else home.volume
+    batch = BATCH if home is None or len(table.homes) == 1 else BATCHES_AMONG_SEVERAL * BATCH
     evicted = 0
     while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not over():  # others may store as fast as this evicts
         with table._lock:
             victims = []
-            for key, slot in islice(table._coldest(policy, home), BATCH):
+            for key, slot in islice(table._coldest() if home is None else table._durable.coldest(home, table._idle), batch):
                 if excess <= 0:
                     break
                 victims.append(table._blocks[key])

@@ -33,4 +33,5 @@ def check_invariants(table: BlockTable) -> None:
     for home in table.homes:
         durable = {block.nvme.offset for block in table._blocks.values() if block.nvme is not None and block.nvme_home is home}
         assert durable.isdisjoint(slot.offset for slot in home.outdated.slots()), "a slot that the catalog names twice"
-        assert len(home.policy) == sum(block.nvme_home is home for block in table._blocks.values())
+        assert all(block.nvme_home is home for block in home.aside.values()), "aside, and not there"
+    assert len(table._durable) == sum(block.nvme_home is not None for block in table._blocks.values())

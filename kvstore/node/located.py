@@ -26,7 +26,7 @@ Located = tuple[int, Block, int, Slot]
 def pin_stored(table: BlockTable, domain: Domain, keys: Sequence[BlockKey]) -> list[Located]:
     """Pins those of the keys that lie on NVMe and nowhere nearer, and marks them used there."""
     found: list[Located] = []
-    used: list[list[BlockKey]] = [[] for _ in table.homes]
+    used: list[BlockKey] = []
     with table._lock:
         for position, key in enumerate(keys):
             block = table._blocks.get(key)
@@ -36,10 +36,9 @@ def pin_stored(table: BlockTable, domain: Domain, keys: Sequence[BlockKey]) -> l
                 continue
             home = table.homes.index(block.nvme_home)
             block.pins += 1
-            used[home].append(key)
+            used.append(key)
             found.append((position, block, home, block.nvme))
-        for at, home_keys in enumerate(used):
-            table.homes[at].policy.touch(home_keys)
+        table._durable.touch(used)
     return found
 
 

@@ -117,7 +117,7 @@ def _displace(table: BlockTable, block: Block, depth: int) -> None:
     )  # fmt: skip
     home, slot = block.nvme_home, block.nvme
     if home is not None and slot is not None:
-        home.policy.remove(block.key)
+        table._durable.remove(block, home)
         table._log.removed(home.volume.volume_id, block.key)
         home.outdated.add(block.key, slot)
         block.nvme = block.nvme_home = None

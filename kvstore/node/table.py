@@ -10,7 +10,7 @@ Invariants (``check`` asserts them; every test calls it):
 * a block is in the table exactly while it has a replica; a slot belongs to one block, one prepared store or one mover;
 * nothing with ``pins`` > 0 leaves any tier; a block that is nowhere else leaves DRAM only after it was written behind, or that
   was given up (cascade before drop);
-* within a volume, a parent leaves only after its children there (the eviction policies see to it);
+* a parent leaves DRAM, or the durable volumes, only after its children there (the eviction policies see to it);
 * a slot given to a writer is reused only after ``complete`` or ``abandon``: never because time has passed.
 
 Threads: any. Waiting is bounded by the caller's deadline, and ends where the caller has gone (``kvstore.node.wanted``).
@@ -27,17 +27,17 @@ from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.block import Block, Claim, Home, Prepared, Recent, Vigil
 from kvstore.node.cascade import with_parents
 from kvstore.node.domain import Domain
+from kvstore.node.durable_room import PLAN_LIMIT, DurableRoom
 from kvstore.node.invariants import check_invariants
 from kvstore.node.places import make_way
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.wanted import wait
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Slot
+from kvstore.tiers.policy import LruPolicy
 
 PIECE_BLOCKS = 64
 """Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""
-PLAN_LIMIT = 65_536
-"""Blocks that one search for room may look at."""
 CASCADE_AT_ONCE = 256
 """Blocks that one search for room sends to write-behind at most."""
 PENDING_SHARE = 0.75
@@ -59,6 +59,7 @@ class BlockTable:
         writes_behind: bool,
         keep_loaded: bool = True,
         cascades_chains: bool = False,
+        durable_policy: EvictionPolicy | None = None,
     ) -> None:
         self.dram = dram
         self.keep_loaded = keep_loaded
@@ -74,6 +75,8 @@ class BlockTable:
         self._changed = threading.Condition(self._lock)  # room or residency may have changed
         self._has_pending = threading.Condition(self._lock)
         self._blocks: dict[BlockKey, Block] = {}
+        order = LruPolicy() if durable_policy is None else durable_policy  # an empty one is false
+        self._durable = DurableRoom(self._blocks, order, self.homes, clock)
         self._preparing: dict[BlockKey, Prepared] = {}
         self._loading: set[BlockKey] = set()
         self._gone: Recent[BlockKey] = Recent()  # left this node, durable on the storage node
@@ -129,7 +132,7 @@ class BlockTable:
             if not wanted:
                 return prepared
             guarded = self._blocks.get(run.keys[wanted[0] - 1]) if wanted[0] else self._blocks.get(run.parent or BlockKey(b""))
-            if guarded is not None and guarded.expendable and not guarded.durable:
+            if guarded is not None and (guarded.dram is None or (guarded.expendable and not guarded.durable)):
                 guarded.pins += 1
                 prepared.guarded = guarded
             self._grant(prepared, wanted, deadline_s)
@@ -289,8 +292,7 @@ class BlockTable:
                     block.pins += 1  # its NVMe slot must stay while it is read
                     self._loading.add(key)
                     claim.durable[position] = block
-                    if block.nvme_home is not None:
-                        block.nvme_home.policy.touch((key,))
+                    self._durable.touch((key,))
                 else:
                     self._loading.add(key)
                     claim.absent.append(position)
@@ -417,7 +419,7 @@ class BlockTable:
                 return
             home = block.nvme_home
             home.quarantined += 1
-            home.policy.remove(block.key)
+            self._durable.remove(block, home)
             self._log.removed(home.volume.volume_id, block.key)
             block.nvme = block.nvme_home = None
             self._drop_if_nowhere(block)
@@ -461,17 +463,14 @@ class BlockTable:
     def allocate_nvme(self, home: Home, shape: BlockShape, count: int, ahead: int) -> tuple[list[Slot] | None, list[Block]]:
         """Slots in a durable volume, or (None, victims): blocks whose removal must be committed first (``evicted_nvme``).
 
-        Victims make room for ``ahead`` times the count where so many can leave, so that few commits only remove.
+        They lie on any durable volume, and make room for ``ahead`` times the count where so many can leave, so that few commits
+        only remove.
         """
         with self._lock:
             slots = home.volume.allocate(shape, count)
             if slots is not None:
                 return slots, []
-            for wanted in (count * ahead, count):
-                plan = home.volume.room_plan(shape, wanted, self._coldest(home.policy, home), PLAN_LIMIT)
-                if plan:
-                    break
-            victims = [self._blocks[key] for key in plan or ()]
+            victims = self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._idle)
             for block in victims:
                 block.leaving = True
             return None, victims
@@ -484,7 +483,7 @@ class BlockTable:
                 if block.nvme is None or block.nvme_home is not home:
                     continue
                 home.volume.free((block.nvme,))
-                home.policy.remove(block.key)
+                self._durable.remove(block, home)
                 self._log.removed(home.volume.volume_id, block.key)
                 block.nvme = block.nvme_home = None
                 block.expendable = False  # should it leave DRAM too, it is written again first (cascade)
@@ -538,7 +537,7 @@ class BlockTable:
     def evict_dram(self) -> int:
         """Drops from DRAM whatever is not pinned and may leave as it is. Returns how many blocks."""
         with self._lock:
-            victims = list(self._coldest(self._dram_policy, None))
+            victims = list(self._coldest())
             for key, _ in victims:
                 self._evict_dram(self._blocks[key])
             self._changed.notify_all()
@@ -547,7 +546,7 @@ class BlockTable:
     def nvme_victims(self, home: Home) -> list[Block]:
         """All unpinned blocks of a durable volume, children first: on their way out, for ``evicted_nvme``."""
         with self._lock:
-            victims = [self._blocks[key] for key, _ in self._coldest(home.policy, home)]
+            victims = [self._blocks[key] for key, _ in self._durable.coldest(home, self._idle)]
             for block in victims:
                 block.leaving = True
             return victims
@@ -591,7 +590,7 @@ class BlockTable:
         slots = self.dram.allocate(shape, count)
         if slots is None:
             cold: list[Block] = []
-            plan = self.dram.room_plan(shape, count, self._coldest(self._dram_policy, None, cold), PLAN_LIMIT)
+            plan = self.dram.room_plan(shape, count, self._coldest(cold), PLAN_LIMIT)
             if self._cascades_chains:
                 cold = with_parents(self._blocks, cold, self._idle, max(PIECE_BLOCKS, 2 * count))
             for block in cold:  # those that lie in DRAM only are written behind, so that they may leave
@@ -609,10 +608,12 @@ class BlockTable:
     def _idle(block: Block) -> bool:
         return block.pins == 0 and not block.pending and not block.leaving
 
-    def _coldest(
-        self, policy: EvictionPolicy, home: Home | None, passed: list[Block] | None = None
-    ) -> Iterator[tuple[BlockKey, Slot]]:
-        """Evictable blocks of the arena (``home`` None) or a durable volume, with their slots there.
+    def _no_loss(self, block: Block) -> bool:
+        """Whether a block may leave its durable volume without leaving children in DRAM that no lookup finds."""
+        return self._idle(block) and (block.dram is not None or not self._dram_policy.is_parent(block.key))
+
+    def _coldest(self, passed: list[Block] | None = None) -> Iterator[tuple[BlockKey, Slot]]:
+        """Evictable blocks of the arena, with their slots there.
 
         Into ``passed`` go those colder ones that would have to be written behind first, ``CASCADE_AT_ONCE`` of them at most.
         """
@@ -622,14 +623,14 @@ class BlockTable:
             block = blocks[key]
             if not idle(block):
                 return False
-            if home is not None or block.expendable:
+            if block.expendable:
                 return True
             if passed is not None and len(passed) < CASCADE_AT_ONCE:
                 passed.append(block)
             return False
 
-        for key in policy.coldest(evictable):
-            slot = blocks[key].dram if home is None else blocks[key].nvme
+        for key in self._dram_policy.coldest(evictable):
+            slot = blocks[key].dram
             assert slot is not None
             yield key, slot
 
@@ -655,7 +656,7 @@ class BlockTable:
 
     def _set_nvme(self, block: Block, home: Home, slot: Slot) -> None:
         block.nvme, block.nvme_home, block.expendable = slot, home, True
-        home.policy.insert(block.key, block.parent)
+        self._durable.insert(block)
         self._log.stored(home.volume.volume_id, block)
 
     def _let_go(self, block: Block) -> None:

@@ -29,6 +29,7 @@ from kvstore.core.errors import Conflict, KVStoreError
 from kvstore.core.types import BlockKey, StoreOutcome
 from kvstore.node.block import Block, Home
 from kvstore.node.domain import Domain
+from kvstore.node.evicting import leave_nvme
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.replicas import runs_of
 from kvstore.node.table import BlockTable
@@ -72,11 +73,10 @@ class LocalTarget:
         self._table = table
         self._counters = counters
         self._clock = clock
-        self._resting_until: dict[int, float] = {}
 
     def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
         for home in sorted(self._table.homes, key=self._room, reverse=True):
-            if self._resting_until.get(id(home), 0.0) > self._clock.now_s():
+            if home.resting_until_s > self._clock.now_s():
                 continue
             left = self._write(home, blocks, turn)
             if not left:
@@ -142,14 +142,21 @@ class LocalTarget:
                         continue
                 count //= 2
                 continue
-            try:
-                home.volume.commit([], [block.key for block in victims])
-            except (OSError, KVStoreError) as error:
-                self._table.stay_on_nvme(victims)
-                self._rest(home, error)
+            if not self._leave(home, victims):
                 return []
-            self._table.evicted_nvme(home, victims)
         return []
+
+    def _leave(self, home: Home, victims: Sequence[Block]) -> bool:
+        """Victims leave their volumes, for the sake of room on ``home``. False: that one's do not."""
+        left = True
+        for each in self._table.homes:
+            theirs = [block for block in victims if block.nvme_home is each]
+            try:
+                leave_nvme(self._table, each, theirs)
+            except (OSError, KVStoreError) as error:
+                self._rest(each, error)
+                left = left and each is not home
+        return left
 
     def _forget_outdated(self, home: Home) -> bool:
         """Frees the slots of displaced blocks. Whether there were some."""
@@ -166,7 +173,7 @@ class LocalTarget:
     def _rest(self, home: Home, error: Exception) -> None:
         self._counters.add("write_behind_errors_total")
         log.warning("%s does not take blocks (%s); it is left alone for %.0f s", home.volume.volume_id, error, REST_S)
-        self._resting_until[id(home)] = self._clock.now_s() + REST_S
+        home.resting_until_s = self._clock.now_s() + REST_S
 
 
 def _put_back(home: Home, outdated: Mapping[BlockKey, Slot]) -> None:

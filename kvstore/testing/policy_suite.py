@@ -175,6 +175,11 @@ class PolicyMachine(RuleBasedStateMachine):
     def counts(self) -> None:
         assert len(self.policy) == len(self.parents)
 
+    @invariant()
+    def knows_parents(self) -> None:
+        parents = {number for number in range(46) if self.policy.is_parent(policy_key(number))}
+        assert parents == {parent for parent in self.parents.values() if parent is not None}
+
     @precondition(lambda self: self.parents)
     @rule(pinned=st.sets(st.integers(0, 40), max_size=4))
     def yields_all_that_may_leave(self, pinned: set[int]) -> None:

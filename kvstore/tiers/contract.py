@@ -147,7 +147,7 @@ class DurableVolume(Volume):
 
 
 class EvictionPolicy(Protocol):
-    """Which blocks are cold. One object a volume, called under its owner's lock; pure.
+    """Which blocks are cold, in the arena or on the durable volumes together. Called under its owner's lock; pure.
 
     The conformance suite is ``kvstore.testing.policy_suite``.
     """
@@ -167,6 +167,9 @@ class EvictionPolicy(Protocol):
         May reorder its queues, but removes nothing; the owner calls ``remove`` for those it evicts. The iterator is used
         at once, with no other call in between, and ends when nothing evictable is left.
         """
+
+    def is_parent(self, key: BlockKey) -> bool:
+        """Whether children of a block are held, be it held itself or not."""
 
     def __len__(self) -> int:
         """Blocks held."""

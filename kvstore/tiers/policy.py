@@ -100,6 +100,10 @@ class _TreePolicy(ABC):
                 elif not above.entry:
                     self._queue(above)
 
+    def is_parent(self, key: BlockKey) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.children > 0
+
     def coldest(self, evictable: Callable[[BlockKey], bool]) -> Iterator[BlockKey]:
         for node in self._taken:
             node.entry = 0

@@ -44,7 +44,7 @@ class Node:
         self.log = ReplicaLog([DRAM, NVME], self.counters, self.clock)
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=4 * BLOCKS * SHAPE.block_bytes)
         self.slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=1 << 20, io_threads=1)
-        home = Home(self.slab, make_policy("lru"))
+        home = Home(self.slab)
         self.table = BlockTable(self.arena, make_policy("lru"), [home], self.log, self.counters, self.clock, writes_behind=True)
         for slot, record in self.slab.recover():
             self.table.restore(home, DOMAIN, record, slot)

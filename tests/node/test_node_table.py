@@ -113,7 +113,9 @@ def make_harness(path: Path, policy: str = "lru", slab_bytes: int = SLAB_BYTES) 
     arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
     slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=slab_bytes, io_threads=1)
     assert list(slab.recover()) == []
-    table = BlockTable(arena, make_policy(policy), [Home(slab, make_policy(policy))], log, counters, clock, writes_behind=True)
+    table = BlockTable(
+        arena, make_policy(policy), [Home(slab)], log, counters, clock, writes_behind=True, durable_policy=make_policy(policy)
+    )
     domains = Domains()
     known = [domains.of_shape(NamespaceId(bytes([number]) * 16), shape) for number, shape in enumerate(SHAPES)]
     return Harness(table, known, log, counters, clock, slab, arena)

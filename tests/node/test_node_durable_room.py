@@ -1,0 +1,166 @@
+"""Several durable volumes of one node: chains leave from their ends wherever they lie, and one that fails holds up no other."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.checksum import layer_checksums
+from kvstore.core.clock import ManualClock
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, VolumeId
+from kvstore.node.block import Block, Home
+from kvstore.node.domain import Domains
+from kvstore.node.evicting import evict_down_to
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.table import BlockTable
+from kvstore.node.writebehind import LocalTarget
+from kvstore.observe.counters import Counters
+from kvstore.tiers.arena import DramArena
+from kvstore.tiers.contract import BlockRecord, Slot
+from kvstore.tiers.policy import make_policy
+from kvstore.tiers.slab import NvmeSlab
+
+SHAPE = BlockShape(2, 2048)
+BATCH = 8
+
+
+class Failing(NvmeSlab):
+    """A volume on a disk that takes no changes for a while."""
+
+    fails = False
+
+    def commit(self, added: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
+        if self.fails and (added or removed):
+            raise OSError(5, "told to")
+        super().commit(added, removed)
+
+
+class Node:
+    def __init__(self, folder: Path, policy: str = "gap") -> None:
+        names = [VolumeId(f"n/nvme{number}") for number in range(3)]
+        self.clock = ManualClock()
+        counters = Counters()
+        log = ReplicaLog([VolumeId("n/dram"), *names], counters, self.clock, keep=False)
+        self.arena = DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)
+        self.slabs = [Failing.open(folder / name[2:], volume_id=name, capacity_bytes=1 << 20, io_threads=1) for name in names]
+        for slab in self.slabs:
+            assert list(slab.recover()) == []
+        self.table = BlockTable(
+            self.arena,
+            make_policy(policy),
+            [Home(slab) for slab in self.slabs],
+            log,
+            counters,
+            self.clock,
+            writes_behind=True,
+            durable_policy=make_policy(policy),
+        )
+        self.target = LocalTarget(self.table, counters, self.clock)
+        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+        self.lengths: dict[int, int] = {}
+
+    def close(self) -> None:
+        self.table.check()
+        self.table.close()
+        for slab in self.slabs:
+            slab.close()
+        self.arena.close()
+
+    def turn(self, chain: int, more: int) -> None:
+        """A session goes on: what is no longer held of it is computed and stored again, and some blocks more."""
+        length = self.lengths[chain] = self.lengths.get(chain, 0) + more
+        keys = tuple(key_of(chain, depth) for depth in range(length))
+        known = {block.key for block in self.table.snapshot()}
+        first = next((depth for depth, key in enumerate(keys) if key not in known), length)
+        self.table.unpin(block for block in self.table.pin_resident(self.domain, keys[:first]) if block is not None)
+        for start in range(first, length, BATCH):
+            run = BlockRun(self.domain.namespace, keys[start - 1] if start else None, start, keys[start : start + BATCH])
+            prepared = self.table.prepare(self.domain, run, self.clock.now_s())
+            sums = []
+            for key, slot in prepared.slots.items():
+                payload = hashlib.sha256(key).digest() * (SHAPE.block_bytes // 32)
+                self.arena.view(slot, SHAPE.block_bytes)[:] = payload
+                sums.append(layer_checksums(memoryview(payload), SHAPE))
+            self.table.complete(prepared, list(prepared.slots), sums)
+            while blocks := self.table.take_pending(BATCH, 1 << 20, 0.0):
+                self.target.persist(blocks, lambda: None)
+        self.table.check()
+
+    def durable(self) -> dict[BlockKey, Block]:
+        return {block.key: block for block in self.table.snapshot() if block.nvme is not None}
+
+    def unreachable(self) -> float:
+        """Share of the durable blocks that no lookup finds, for an ancestor of theirs is nowhere."""
+        durable, reached = self.durable(), set[BlockKey]()
+        for block in sorted(self.table.snapshot(), key=lambda block: block.depth):
+            if block.parent is None or block.parent in reached:
+                reached.add(block.key)
+        return 1 - len(durable.keys() & reached) / len(durable)
+
+    def blocks_on(self) -> list[int]:
+        return [slab.usage().blocks for slab in self.slabs]
+
+
+def key_of(chain: int, depth: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(f"{chain}/{depth}".encode()).digest()[:16])
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.close()
+
+
+def test_chains_leave_from_their_ends_over_all_volumes(node: Node) -> None:
+    play(node, 120)
+    assert min(node.blocks_on()) > 50, "all are in use"
+    assert sum(node.lengths.values()) > 2 * sum(node.blocks_on()), "much has left"
+    assert node.unreachable() < 0.12  # with an order for each volume by itself, 0.4 to 0.7
+
+
+def play(node: Node, turns: int) -> None:
+    """Sessions take turns."""
+    draw = random.Random(7)
+    for _ in range(turns):
+        node.turn(draw.randrange(24), draw.randrange(1, 2 * BATCH))
+        node.clock.advance(1.0)
+
+
+@pytest.mark.parametrize("how", ["fails", "read-only"])
+def test_a_volume_that_takes_no_changes_holds_up_no_other(node: Node, how: str) -> None:
+    play(node, 80)
+    bad = node.slabs[1]
+    if how == "fails":
+        bad.fails = True
+    else:
+        bad._read_only = "told to"
+    held = node.blocks_on()[1]
+    before = node.durable().keys()
+    play(node, 80)
+    assert node.blocks_on()[1] == held, "nothing came, nothing left"
+    assert len(node.durable().keys() - before) > 50, "the others go on"
+    home = node.table.homes[1]
+    assert home.aside, "what was met of it is out of the order"
+    bad.fails, bad._read_only = False, None
+    node.clock.advance(60.0)
+    was_there = {block.key for block in node.table.snapshot() if block.nvme_home is home}
+    play(node, 80)
+    assert not home.aside
+    now = {block.key for block in node.table.snapshot() if block.nvme_home is home}
+    assert was_there - now, "it takes part again"
+    assert now - was_there
+
+
+def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: Node) -> None:
+    play(node, 80)
+    before = node.blocks_on()
+    capacity = node.slabs[0].usage().capacity_bytes
+    done = evict_down_to(node.table, node.table.homes[0], capacity // 4)
+    assert node.slabs[0].usage().used_bytes <= capacity // 4
+    assert node.blocks_on() == [before[0] - done.blocks, *before[1:]]
+    node.table.check()
