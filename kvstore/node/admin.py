@@ -19,11 +19,14 @@ from kvstore.node.block import Home
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.evicting import Evicted, evict_down_to, evict_namespace, invalidate
+from kvstore.node.gauges import Links
 from kvstore.node.publisher import Publisher
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Sessions
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import apart
+from kvstore.observe.counters import Counters
+from kvstore.observe.metrics import EVENTS, PREFIX
 from kvstore.observe.recent import SHOWN, RecentLoads
 from kvstore.rpc.codec import check_id, tier_to_proto
 from kvstore.tiers.contract import DurableVolume, Volume
@@ -36,6 +39,7 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["NodeAdmin"].full_name
 THREADS: Final = 2
 """Calls at work at once; others wait their turn, within their deadlines: people ask, not programs."""
 MAX_WAIT_S: Final = 60.0
+_LOAD_SECONDS: Final = f"{PREFIX}node_load_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class AdminParts:
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
     in_force: Sequence[InForce]
+    counters: Counters
+    links: Links
 
 
 class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
@@ -93,6 +99,11 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
                 pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
                 for one in parts.in_force
             ],
+            links=[
+                pb.LinkTraffic(network=network, received_bytes=received, sent_bytes=sent)
+                for network, (received, sent) in parts.links.carried().items()
+            ],
+            loads=_load_times(parts.counters),
         )
 
     async def DescribeUsage(self, request: pb.DescribeUsageRequest, context: Context) -> pb.DescribeUsageResponse:  # noqa: N802, ARG002
@@ -205,6 +216,17 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             if home.volume.volume_id == volume_id:
                 return home
         raise NotFound("this node has no such volume", volume_id=volume_id[:64])
+
+
+def _load_times(counters: Counters) -> list[pb.LoadTimes]:
+    """The distributions of ``node_load_seconds``."""
+    return [
+        pb.LoadTimes(
+            reach=EVENTS[name].events[name][0], bounds_seconds=found.bounds, counts=found.counts, total_seconds=found.total
+        )
+        for name, found in counters.distributions().items()
+        if name in EVENTS and EVENTS[name].name == _LOAD_SECONDS
+    ]
 
 
 def _volume(volume: Volume, quarantined: int = 0) -> pb.VolumeDescription:

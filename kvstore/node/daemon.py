@@ -31,7 +31,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.drain import Drainer
 from kvstore.node.gate import Gate
-from kvstore.node.gauges import NodeGauges
+from kvstore.node.gauges import Links, NodeGauges
 from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Loader
 from kvstore.node.mounts import make_mounts
@@ -365,6 +365,7 @@ class NodeDaemon:
             threads=config.load_threads * 2,
             accounts=LoadAccounts(NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock),
         )
+        self._links = self._make_links()
         self._admin = self._make_admin()
         self._socket.unlink(missing_ok=True)
         self._server = await build_aio_server(
@@ -417,6 +418,12 @@ class NodeDaemon:
         log.info("node %s serves: control %s, data %s", config.node_id, self.info.control_address, self.info.data_address)
         return self.info
 
+    def _make_links(self) -> Links:
+        networks = {"compute": self._data.address}
+        if self._storage_data is not None:
+            networks["storage"] = self._storage_data.address
+        return Links(networks)
+
     def _make_admin(self) -> NodeAdminServicer:
         parts = AdminParts(
             table=self.table,
@@ -430,6 +437,8 @@ class NodeDaemon:
             io_engines=self._io_engines,
             clock=self._clock,
             in_force=self.config.in_force,
+            counters=self.counters,
+            links=self._links,
         )
         return NodeAdminServicer(parts)
 
@@ -491,12 +500,9 @@ class NodeDaemon:
         return bool(self._gate.stores_under_way()) or any(buffer.used_bytes for buffer in self._buffers.values())
 
     def _gauges(self) -> NodeGauges:
-        networks = {"compute": self._data.address}
-        if self._storage_data is not None:
-            networks["storage"] = self._storage_data.address
         publisher = self._publisher
         heard = (lambda: True) if publisher is None else (lambda: publisher.heard)
-        return NodeGauges(self.table, self.sessions, self._log, self._buffers, heard, networks, self._drainer)
+        return NodeGauges(self.table, self.sessions, self._log, self._buffers, heard, self._links, self._drainer)
 
     def _stop_parts(self, until_s: float) -> None:
         if self._metrics is not None:

@@ -24,6 +24,26 @@ _RECEIVED, _SENT = 0, 8
 _NET_DEV: Final = Path("/proc/self/net/dev")
 
 
+class Links:
+    """The NICs that hold the addresses of a node's data planes.
+
+    Args:
+        networks: address of the data plane on each network. One that listens everywhere, or whose interface the kernel does not
+            name, is left out.
+    """
+
+    def __init__(self, networks: Mapping[str, str]) -> None:
+        self._interfaces: dict[str, str] = {}
+        for network, address in networks.items():
+            with suppress(Unsupported, ValueError):
+                self._interfaces[network] = interface_of(address.rpartition(":")[0].strip("[]"))
+
+    def carried(self) -> dict[str, tuple[int, int]]:
+        """Network -> bytes received and sent, all traffic, since the host's start."""
+        known = _interface_bytes() if self._interfaces else {}
+        return {network: known[interface] for network, interface in self._interfaces.items() if interface in known}
+
+
 class NodeGauges:
     """Read at each scrape.
 
@@ -33,7 +53,7 @@ class NodeGauges:
         replica_log: what the index is still to be told.
         buffers: staging buffers by name.
         registered: whether the metadata server answers.
-        networks: address of the data plane on each network.
+        links: the NICs of its data planes.
         drainer: how far it is, where the node drains.
     """
 
@@ -44,7 +64,7 @@ class NodeGauges:
         replica_log: ReplicaLog,
         buffers: Mapping[str, StagingBuffer],
         registered: Callable[[], bool],
-        networks: Mapping[str, str],
+        links: Links,
         drainer: Drainer,
     ) -> None:
         self._drainer = drainer
@@ -53,10 +73,7 @@ class NodeGauges:
         self._log = replica_log
         self._buffers = buffers
         self._registered = registered
-        self._interfaces: dict[str, str] = {}
-        for network, address in networks.items():
-            with suppress(Unsupported, ValueError):  # listening everywhere, or where the kernel cannot be asked: not shown
-                self._interfaces[network] = interface_of(address.rpartition(":")[0].strip("[]"))
+        self._links = links
 
     def __call__(self) -> Iterator[Sample]:
         yield Sample("build_info", 1, {"version": kvstore.__version__})
@@ -85,12 +102,9 @@ class NodeGauges:
         yield from self._networks()
 
     def _networks(self) -> Iterator[Sample]:
-        carried = _interface_bytes() if self._interfaces else {}
-        for network, interface in self._interfaces.items():
-            if interface in carried:
-                received, sent = carried[interface]
-                yield Sample("network_bytes_total", received, {"network": network, "direction": "received"})
-                yield Sample("network_bytes_total", sent, {"network": network, "direction": "sent"})
+        for network, (received, sent) in self._links.carried().items():
+            yield Sample("network_bytes_total", received, {"network": network, "direction": "received"})
+            yield Sample("network_bytes_total", sent, {"network": network, "direction": "sent"})
 
 
 def _interface_bytes() -> dict[str, tuple[int, int]]:

@@ -309,7 +309,7 @@ class DescribeNodeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeNodeResponse(_message.Message):
-    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_behind_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings")
+    __slots__ = ("version", "uptime_ms", "volumes", "sessions", "blocks", "write_behind_waiting_blocks", "publish_waiting_events", "staging", "cap_bytes_per_s", "io_engines", "settings", "links", "loads")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +321,8 @@ class DescribeNodeResponse(_message.Message):
     CAP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     IO_ENGINES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_ms: int
     volumes: _containers.RepeatedCompositeFieldContainer[VolumeDescription]
@@ -332,7 +334,31 @@ class DescribeNodeResponse(_message.Message):
     cap_bytes_per_s: int
     io_engines: _containers.RepeatedScalarFieldContainer[str]
     settings: _containers.RepeatedCompositeFieldContainer[SettingInForce]
-    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_behind_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[LinkTraffic]
+    loads: _containers.RepeatedCompositeFieldContainer[LoadTimes]
+    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumeDescription, _Mapping]]] = ..., sessions: _Optional[int] = ..., blocks: _Optional[int] = ..., write_behind_waiting_blocks: _Optional[int] = ..., publish_waiting_events: _Optional[int] = ..., staging: _Optional[_Iterable[_Union[StagingDescription, _Mapping]]] = ..., cap_bytes_per_s: _Optional[int] = ..., io_engines: _Optional[_Iterable[str]] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTraffic, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadTimes, _Mapping]]] = ...) -> None: ...
+
+class LinkTraffic(_message.Message):
+    __slots__ = ("network", "received_bytes", "sent_bytes")
+    NETWORK_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    network: str
+    received_bytes: int
+    sent_bytes: int
+    def __init__(self, network: _Optional[str] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
+
+class LoadTimes(_message.Message):
+    __slots__ = ("reach", "bounds_seconds", "counts", "total_seconds")
+    REACH_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    reach: str
+    bounds_seconds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    total_seconds: float
+    def __init__(self, reach: _Optional[str] = ..., bounds_seconds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total_seconds: _Optional[float] = ...) -> None: ...
 
 class VolumeDescription(_message.Message):
     __slots__ = ("volume_id", "tier", "capacity_bytes", "used_bytes", "blocks", "read_only", "quarantined_blocks")
