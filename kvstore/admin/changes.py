@@ -88,6 +88,22 @@ class Changes:
             responses={**TAGGED, **_STATE, 409: {"description": "several metadata workers plan, each for itself"}},
         )
         add(
+            "/nodes/{node_id}/drain",
+            self.drain,
+            methods=["POST"],
+            tags=["nodes"],
+            summary="Drain a node: it takes nothing new, serves what it holds, and makes everything durable",
+            responses=MISSING,
+        )
+        add(
+            "/nodes/{node_id}/undrain",
+            self.undrain,
+            methods=["POST"],
+            tags=["nodes"],
+            summary="Let a node take part again",
+            responses=MISSING,
+        )
+        add(
             "/nodes/{node_id}/traffic-cap",
             self.traffic_cap,
             methods=["GET"],
@@ -239,6 +255,26 @@ class Changes:
         """A change at many nodes: (blocks that left, blocks that stay) of each."""
         asked = await self._upstream.change_nodes(statuses, change)
         return shapes.namespace_evicted(namespace_id, asked.answers, asked.failed)
+
+    # ---- taking part ----
+    async def drain(self, request: Request, node_id: NodeId, wanted: models.SetDrain) -> models.Participation:
+        """Holds over restarts, until it is lifted. Look at the node again to see how far it is.
+
+        Once it is drained it may be stopped: what it holds stays on its volumes and is found again when it is back; with `move`
+        others have it meanwhile.
+        """
+        with audited(request, self._counters, "node.drain", node_id, move=wanted.move) as result:
+            status = await self._upstream.drain_node(node_id, move=wanted.move)
+            answer = shapes.participation(status)
+            result.update(state=answer.state)
+        return answer
+
+    async def undrain(self, request: Request, node_id: NodeId) -> models.Participation:
+        """What was copied to others stays there."""
+        with audited(request, self._counters, "node.undrain", node_id) as result:
+            answer = shapes.participation(await self._upstream.undrain_node(node_id))
+            result.update(state=answer.state)
+        return answer
 
     # ---- settings at run time ----
     async def path_policy(self, response: Response) -> models.PathPolicy:

@@ -12,6 +12,8 @@ from kvstore.core.keys import MAX_TOKEN
 TierName = Literal["hbm", "dram", "nvme"]
 PolicyName = Literal["prefill_only", "round_robin", "shorter_queue", "split"]
 SideName = Literal["prefill", "decode", "relay"]
+NodeStateName = Literal["active", "draining", "drained", "drain_blocked"]
+ReachName = Literal["dram", "nvme", "peer", "none"]
 
 HEX_ID = r"^[0-9a-f]{32}$"
 _ID = "8c2f0d6e1b7a4c93a5d1e0f97b346c21"
@@ -35,6 +37,14 @@ class Taken(BaseModel):
     """A request's body; a field it does not know is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Unreached(Shown):
+    """A node that did not answer, or could not do what was asked."""
+
+    node_id: NodeName
+    kind: str = Field(description="of the error", examples=["unavailable"])
+    detail: str = Field(description="why", examples=["the node is silent"])
 
 
 # ---- health ----
@@ -87,11 +97,41 @@ class Nic(Shown):
     pending_tokens: Count | None = Field(description="of planned reads, storage only", examples=[0])
 
 
-class Node(Shown):
-    """A node as the metadata server knows it."""
+class Drain(Shown):
+    """That a node is to drain, and how far it is."""
+
+    move: bool = Field(description="others take over what lies on no other active node's volume", examples=[False])
+    waiting_blocks: Count = Field(description="that are being made durable", examples=[0])
+    not_durable_blocks: Count = Field(description="that would be lost if it ended now", examples=[0])
+    left_blocks: Count = Field(description="with move: still to be taken over", examples=[0])
+    moved_blocks: Count = Field(description="with move: taken over so far", examples=[1600])
+    moved_bytes: Bytes = Field(description="their bytes")
+    why: str | None = Field(description="what it waits for; null: nothing", examples=["write-behind: the disk is full"])
+
+
+class Participation(Shown):
+    """Whether a node takes part."""
 
     node_id: NodeName
+    state: NodeStateName = Field(
+        description="active: it takes whatever comes; draining: nothing new, and sees to it that nothing is lost; drained: it may"
+        " be stopped; drain_blocked: it can do no more for now, and stopping it would lose blocks",
+        examples=["active"],
+    )
+    drain: Drain | None = Field(description="null: it is not to drain")
+
+
+class SetDrain(Taken):
+    """How it is to drain."""
+
+    move: bool = Field(default=False, description="others take over what lies on no other active node's volume", examples=[False])
+
+
+class Node(Participation):
+    """A node as the metadata server knows it."""
+
     alive: bool = Field(description="its heartbeats arrive", examples=[True])
+    stopped: bool = Field(description="it ended in order, and has not come back", examples=[False])
     heartbeat_age_s: Seconds = Field(description="since the last one")
     boot_id: HexId = Field(description="another one later: it was started again")
     roles: list[str] = Field(examples=[["prefill"]])
@@ -130,6 +170,66 @@ class NodeDetail(Node):
 
     process: NodeProcess | None = Field(description="null: it does not answer")
     unreached: str | None = Field(description="why it does not", examples=[None])
+
+
+# ---- activity ----
+class LinkTraffic(Shown):
+    """What a NIC has carried, all traffic."""
+
+    network: Literal["storage", "compute"] = Field(examples=["storage"])
+    received_bytes: Bytes = Field(description="since the host's start")
+    sent_bytes: Bytes = Field(description="since the host's start")
+
+
+class DataPlane(Shown):
+    """What a node's data plane has carried, payload only, since it was started."""
+
+    served_bytes: Bytes = Field(description="that engines and other nodes read here")
+    taken_bytes: Bytes = Field(description="that they wrote here")
+    fetched_bytes: Bytes = Field(description="that this node read of others")
+    written_bytes: Bytes = Field(description="that it wrote to others")
+
+
+class LoadBucket(Shown):
+    """Loads that took so long."""
+
+    up_to_s: float | None = Field(description="and longer than the bucket before; null: longer than all others", examples=[0.01])
+    loads: Count
+
+
+class LoadTimes(Shown):
+    """How long loads took, by the farthest that they reached, since the node was started."""
+
+    reach: ReachName = Field(description="nvme: this node's volumes; peer: another node; none: nothing hit", examples=["nvme"])
+    total_s: Seconds = Field(description="the sum of their times")
+    buckets: list[LoadBucket]
+
+
+class Fault(Shown):
+    """Something that went wrong on a node since it was started."""
+
+    metric: str = Field(description="that counts it", examples=["kvstore_peer_fetch_failed_total"])
+    what: str = Field(description="in words", examples=["fetches from other nodes that failed"])
+    total: Count = Field(examples=[3])
+
+
+class Activity(Shown):
+    """What a node has done. Totals: the difference of two answers is a rate; smaller ones tell of another start."""
+
+    node_id: NodeName
+    uptime_s: Seconds = Field(examples=[86400.0])
+    links: list[LinkTraffic] = Field(description="where the data plane of the storage network has none of its own: compute only")
+    data_plane: DataPlane
+    loads: list[LoadTimes]
+    faults: list[Fault] = Field(description="those that there were")
+
+
+class Activities(Shown):
+    """What the nodes of a page have done."""
+
+    items: list[Activity]
+    unreached: list[Unreached] = Field(description="nodes that did not answer, engines' pools of device memory among them")
+    next_cursor: str | None = Field(description="for the next page; null: this is the last", examples=["bm9kZXMKaG9zdC0x"])
 
 
 # ---- volumes ----
@@ -193,14 +293,6 @@ class Namespace(Shown):
     asked_blocks: Count = Field(description="that they asked for", examples=[8320000])
     hit_blocks: Count = Field(description="of them found in the index", examples=[7904000])
     hit_ratio: float | None = Field(ge=0, le=1, description="null: nothing was asked for", examples=[0.95])
-
-
-class Unreached(Shown):
-    """A node that did not answer, or could not do what was asked."""
-
-    node_id: NodeName
-    kind: str = Field(description="of the error", examples=["unavailable"])
-    detail: str = Field(description="why", examples=["the node is silent"])
 
 
 class UsageEntry(Shown):

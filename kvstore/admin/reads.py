@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -9,6 +10,7 @@ from fastapi import APIRouter, Path, Query, Response
 
 import kvstore
 from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import node_pb2
 from kvstore.admin import models, shapes
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.etags import tag_of
@@ -64,6 +66,13 @@ class Reads:
             tags=["nodes"],
             summary="A node's configuration in force",
             responses=NODE,
+        )
+        add(
+            "/activity",
+            self.activity,
+            methods=["GET"],
+            tags=["nodes"],
+            summary="What the nodes have carried, loaded and failed at",
         )
         add("/volumes", self.volumes, methods=["GET"], tags=["volumes"], summary="Volumes")
         add("/volumes/{node_id}/{name}", self.volume, methods=["GET"], tags=["volumes"], summary="A volume", responses=MISSING)
@@ -167,6 +176,22 @@ class Reads:
             process=None if found is None else shapes.node_process(found),
             unreached=None if found is not None else asked.failed[node_id].message,
         )
+
+    async def activity(self, limit: Limit = USUAL, cursor: Cursor = None) -> models.Activities:
+        """Totals of links, data plane, loads and faults, as the nodes say now, in order of their ids."""
+        after("activity", cursor)
+        known = list((await self._upstream.nodes()).values())
+        shown, following = page_of("activity", known, lambda status: status.node.node_id, cursor, limit)
+
+        async def ask(node: Ask) -> models.Activity:
+            found, stats = await asyncio.gather(
+                _describe(node), node(node.node_stub.GetNodeStats, node_pb2.GetNodeStatsRequest())
+            )
+            return shapes.activity(node.status.node.node_id, found, stats.counters)
+
+        asked = await self._upstream.ask_nodes(shown, ask)
+        items = [asked.answers[one.node.node_id] for one in shown if one.node.node_id in asked.answers]
+        return models.Activities(items=items, unreached=shapes.unreached(asked.failed), next_cursor=following)
 
     async def node_config(self, node_id: NodeId) -> models.Settings:
         """Every value of a node's configuration, and where it came from."""

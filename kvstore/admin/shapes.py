@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import common_pb2, metadata_pb2
 from kvstore.admin import models
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
+from kvstore.observe.faults import faults
 
 _STATES: Final[Mapping[int, models.BlockStateName]] = {
     pb.BLOCK_STATE_HELD: "held",
@@ -18,6 +19,12 @@ _STATES: Final[Mapping[int, models.BlockStateName]] = {
     pb.BLOCK_STATE_MISPLACED: "misplaced",
     pb.BLOCK_STATE_UNKNOWN: "unknown",
 }
+_NODE_STATES: Final[Mapping[int, models.NodeStateName]] = {
+    common_pb2.NODE_STATE_DRAINING: "draining",
+    common_pb2.NODE_STATE_DRAINED: "drained",
+    common_pb2.NODE_STATE_DRAIN_BLOCKED: "drain_blocked",
+}
+"""Every other one is active."""
 _SIDES: Final[Mapping[int, models.SideName]] = {
     metadata_pb2.READ_SIDE_PREFILL: "prefill",
     metadata_pb2.READ_SIDE_DECODE: "decode",
@@ -62,8 +69,9 @@ def node_fields(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> 
         pending_tokens=None,
     )
     return {
-        "node_id": info.node_id,
+        **participation(status).model_dump(),
         "alive": status.alive,
+        "stopped": status.stopped,
         "heartbeat_age_s": status.heartbeat_age_ms / 1000,
         "boot_id": info.boot_id.hex(),
         "roles": list(info.roles),
@@ -74,6 +82,23 @@ def node_fields(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> 
         "volumes": [volume.volume_id for volume in info.volumes],
         "mounts": list(info.mounts),
     }
+
+
+def participation(status: metadata_pb2.NodeStatus) -> models.Participation:
+    """Whether a node takes part, and how far it is where it drains."""
+    drain = None
+    if status.HasField("order"):
+        said = status.drain
+        drain = models.Drain(
+            move=status.order.move,
+            waiting_blocks=said.waiting_blocks,
+            not_durable_blocks=said.not_durable_blocks,
+            left_blocks=said.left_blocks,
+            moved_blocks=said.moved_blocks,
+            moved_bytes=said.moved_bytes,
+            why=said.why or None,
+        )
+    return models.Participation(node_id=status.node.node_id, state=_NODE_STATES.get(status.state, "active"), drain=drain)
 
 
 def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
@@ -90,6 +115,41 @@ def node_process(found: pb.DescribeNodeResponse) -> models.NodeProcess:
         ],
         traffic_cap_bytes_per_s=found.cap_bytes_per_s if found.HasField("cap_bytes_per_s") else None,
         io_engines=list(found.io_engines),
+    )
+
+
+def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str, int]) -> models.Activity:
+    """What a node has done."""
+    return models.Activity(
+        node_id=node_id,
+        uptime_s=found.uptime_ms / 1000,
+        links=[
+            models.LinkTraffic(
+                network="storage" if link.network == "storage" else "compute",
+                received_bytes=link.received_bytes,
+                sent_bytes=link.sent_bytes,
+            )
+            for link in found.links
+        ],
+        data_plane=models.DataPlane(
+            served_bytes=counters.get("transport_bytes_sent_total", 0),
+            taken_bytes=counters.get("transport_bytes_received_total", 0),
+            fetched_bytes=counters.get("transport_peer_bytes_received_total", 0),
+            written_bytes=counters.get("transport_peer_bytes_sent_total", 0),
+        ),
+        loads=[
+            models.LoadTimes(
+                reach=cast("models.ReachName", one.reach),
+                total_s=one.total_seconds,
+                buckets=[
+                    models.LoadBucket(up_to_s=bound, loads=loads)
+                    for bound, loads in zip([*one.bounds_seconds, None], one.counts, strict=True)
+                ],
+            )
+            for one in found.loads
+            if one.reach in get_args(models.ReachName) and len(one.counts) == len(one.bounds_seconds) + 1
+        ],
+        faults=[models.Fault(metric=metric.name, what=metric.help, total=total) for metric, total in faults(counters)],
     )
 
 
@@ -361,4 +421,7 @@ def problems(statuses: Sequence[metadata_pb2.NodeStatus], most: int) -> list[str
             found += [
                 f"volume {usage.volume_id} takes no blocks: {usage.read_only}" for usage in status.usages if usage.read_only
             ]
+            if status.state == common_pb2.NODE_STATE_DRAIN_BLOCKED:
+                lost = f"{status.drain.not_durable_blocks} blocks would be lost if it ended now"
+                found.append(f"node {status.node.node_id} cannot be drained ({status.drain.why}): {lost}")
     return found[:most]

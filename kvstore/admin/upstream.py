@@ -14,6 +14,7 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import metadata_pb2
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub, NodeAdminStub
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
+from kvproto.v1.node_pb2_grpc import NodeStub
 from kvstore.admin.config import AdminConfig
 from kvstore.core.errors import KVStoreError, NotFound, Unavailable
 from kvstore.observe.counters import Counters
@@ -114,6 +115,18 @@ class Upstream:
         """Has the index made anew, if it still has this epoch."""
         return await self._change(self._admin.RebuildIndex, pb.RebuildIndexRequest(expected_epoch=epoch))
 
+    async def drain_node(self, node_id: str, *, move: bool) -> metadata_pb2.NodeStatus:
+        """Orders a node to drain."""
+        request = metadata_pb2.DrainNodeRequest(operation_id=operation_id(), node_id=node_id, move=move)
+        answer: metadata_pb2.DrainNodeResponse = await self._change(self._metadata.DrainNode, request)
+        return answer.status
+
+    async def undrain_node(self, node_id: str) -> metadata_pb2.NodeStatus:
+        """Lifts that order."""
+        request = metadata_pb2.UndrainNodeRequest(operation_id=operation_id(), node_id=node_id)
+        answer: metadata_pb2.UndrainNodeResponse = await self._change(self._metadata.UndrainNode, request)
+        return answer.status
+
     # ---- nodes ----
     async def ask_node(
         self, status: metadata_pb2.NodeStatus, ask: Callable[[Ask], Awaitable[T]], timeout_s: float | None = None
@@ -175,16 +188,17 @@ class Upstream:
 
 
 class Ask:
-    """One node's NodeAdmin, while a question lasts."""
+    """One node's NodeAdmin and Node, while a question lasts."""
 
     def __init__(self, status: metadata_pb2.NodeStatus, channel: grpc.aio.Channel, timeout_s: float, counters: Counters) -> None:
         self.status = status
         self.stub = NodeAdminStub(channel)
+        self.node_stub = NodeStub(channel)
         self._timeout_s = timeout_s
         self._counters = counters
 
     async def __call__(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        """Calls a method of the stub."""
+        """Calls a method of a stub."""
         return await _counted(self._counters, call_aio(method, request, self._timeout_s, _QUESTION))
 
 

@@ -76,7 +76,9 @@ def test_no_request_brings_a_5xx_or_an_undocumented_answer(http: AdminHttp) -> N
     assert tried > 75
 
 
-@pytest.mark.parametrize("path", ["/v1/cluster", "/v1/nodes", "/v1/volumes", "/v1/namespaces", "/v1/decisions", "/v1/loads/slow"])
+@pytest.mark.parametrize(
+    "path", ["/v1/cluster", "/v1/nodes", "/v1/activity", "/v1/volumes", "/v1/namespaces", "/v1/decisions", "/v1/loads/slow"]
+)
 def test_answers_are_what_the_document_says(http: AdminHttp, path: str) -> None:
     """With the names that there are, which generated requests do not find."""
     schema = schemathesis.openapi.from_url(f"http://{http.address}/v1/openapi.json")
@@ -97,6 +99,8 @@ def test_known_names_too(http: AdminHttp) -> None:
             "/v1/nodes/{node_id}/traffic-cap",
             {"path_parameters": node, "body": {"bytes_per_s": 9}, "headers": {"If-Match": "*"}},
         ),
+        ("POST", "/v1/nodes/{node_id}/drain", {"path_parameters": node, "body": {"move": False}}),
+        ("POST", "/v1/nodes/{node_id}/undrain", {"path_parameters": node}),
         ("POST", "/v1/nodes/{node_id}/anti-entropy", {"path_parameters": node}),
         ("GET", "/v1/volumes/{node_id}/{name}", {"path_parameters": volume}),
         ("POST", "/v1/volumes/{node_id}/{name}/evict", {"path_parameters": volume, "body": {"to_percent": 50}}),

@@ -190,6 +190,53 @@ def test_decisions_queues_and_slow_loads(store: Store) -> None:
     assert slow["items"] == sorted(slow["items"], key=lambda one: -one["seconds"])
 
 
+def test_what_the_nodes_have_done(store: Store) -> None:
+    before = {one["node_id"]: one for one in store.http.get("/v1/activity")["items"]}
+    out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+    assert store.engine.load(store.engine.lookup(store.keys), out).hit_blocks == BLOCKS
+    found = store.http.get("/v1/activity")
+    assert (found["unreached"], found["next_cursor"]) == ([], None)
+    after = {one["node_id"]: one for one in found["items"]}
+    assert list(after) == ["a", "b"]
+
+    def loads(activity: Any) -> int:
+        return sum(bucket["loads"] for one in activity["loads"] for bucket in one["buckets"])
+
+    assert (loads(after["a"]) - loads(before["a"]), loads(after["b"]) - loads(before["b"])) == (1, 0)
+    (dram,) = [one for one in after["a"]["loads"] if one["reach"] == "dram"]
+    assert dram["total_s"] > 0
+    assert [bucket["up_to_s"] for bucket in dram["buckets"]][-2:] == [30.0, None]
+    (link,) = after["a"]["links"]
+    assert link["network"] == "compute", "the one data plane, as nobody named a storage network"
+    assert link["sent_bytes"] > 0
+    page = store.http.get("/v1/activity?limit=1")
+    assert [one["node_id"] for one in page["items"]] == ["a"]
+    rest = store.http.get(f"/v1/activity?cursor={page['next_cursor']}")
+    assert [one["node_id"] for one in rest["items"]] == ["b"]
+
+
+def test_a_node_is_drained_and_takes_part_again(store: Store) -> None:
+    assert (store.http.get("/v1/nodes/a")["state"], store.http.get("/v1/nodes/a")["drain"]) == ("active", None)
+    done = store.http.post("/v1/nodes/a/drain", {"move": False})
+    assert done["drain"]["move"] is False
+    until(lambda: store.http.get("/v1/nodes/a")["state"] == "drained", "a is drained")
+    assert store.http.get("/v1/nodes/a")["drain"]["not_durable_blocks"] == 0
+    assert store.http.post("/v1/nodes/a/undrain") == {"node_id": "a", "state": "active", "drain": None}
+    store.fill(store.neighbour)
+    store.http.post("/v1/nodes/b/drain", {})
+    until(lambda: store.http.get("/v1/nodes/b")["state"] == "drain_blocked", "b has nowhere to write to")
+    found = store.http.get("/v1/nodes/b")["drain"]
+    assert found["not_durable_blocks"] == BLOCKS
+    assert found["why"]
+    (problem,) = store.http.get("/v1/cluster")["problems"]
+    assert "node b cannot be drained" in problem
+    assert f"{BLOCKS} blocks would be lost" in problem
+    store.http.post("/v1/nodes/b/undrain")
+    until(lambda: store.http.get("/v1/cluster")["health"] == "ok", "nothing is wrong any more")
+    store.http.post("/v1/nodes/nobody/drain", {}, 404)
+    store.http.post("/v1/nodes/nobody/undrain", status=404)
+
+
 def test_configuration_in_force_says_where_it_came_from(store: Store) -> None:
     metadata, admin = store.http.get("/v1/config")["processes"]
     assert (metadata["process"], admin["process"]) == ("metadata", "admin")
