@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=REPOSITORY.parent / "shared" / "traces",
         help="folder of the public request traces (default: ../shared/traces beside the repository)",
     )
+    parser.addoption("--page-images", type=Path, help="folder that images of the web page are made in (default: none are made)")
 
 
 @pytest.fixture(scope="session")

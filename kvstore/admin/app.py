@@ -18,6 +18,8 @@ from kvstore.admin import models
 from kvstore.admin.changes import Changes
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.gate import PUBLIC, Gate
+from kvstore.admin.page import PATH as PAGE
+from kvstore.admin.page import WebPage
 from kvstore.admin.problems import MEDIA_TYPE, Problem, Refused, problem
 from kvstore.admin.reads import Reads
 from kvstore.admin.tokens import Tokens
@@ -62,6 +64,7 @@ def make_app(upstream: Upstream, config: AdminConfig, tokens: Tokens | None, cou
     app.add_api_route(
         "/readyz", doors.readyz, methods=["GET"], tags=["health"], summary="The metadata server answers this server"
     )
+    app.add_api_route(PAGE, WebPage().show, methods=["GET"], include_in_schema=False)
     app.add_api_route(OPENAPI, doors.openapi, methods=["GET"], include_in_schema=False)
     app.add_api_route("/metrics", doors.metrics, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(Exception, doors.refused)  # told here; the gate logs it

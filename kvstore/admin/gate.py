@@ -21,6 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.admin.config import AdminConfig
+from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
 from kvstore.admin.tokens import LOCAL, Caller, Role, Tokens
 from kvstore.core.errors import (
@@ -38,7 +39,7 @@ from kvstore.rpc.address import stays_on_host
 
 logger = logging.getLogger(__name__)
 
-PUBLIC: Final = frozenset({"/healthz", "/readyz", "/v1/openapi.json"})
+PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json"})
 QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
 """POSTs that change nothing: what is asked about does not fit an address."""
 BODY_S: Final = 10.0

@@ -42,7 +42,8 @@ From Python:
   spec = CacheSpec(model="my-model", block_tokens=64, layers=32, layer_block_bytes=4096)
   client = KVClient.connect("{metadata}", spec, node="{socket}")
 
-Look at it:  kvstore status --metadata {metadata}
+Look at it:  {page}
+             kvstore status --metadata {metadata}
              curl {metadata_metrics}/metrics    curl {node_metrics}/metrics
              curl {node_metrics}/loads          the slowest loads of the last minute, and why
 Change it:   {admin}
@@ -94,6 +95,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
         signal.signal(number, on_signal)
     with LocalCluster([node], folder, metadata_settings=metadata_settings, arguments=arguments) as cluster:
         daemons = [cluster.node("metadata"), cluster.node(node_id)]
+        page, admin = _start_admin(cluster, config)
         click.echo(
             _EXAMPLE.format(
                 metadata=cluster.metadata_address,
@@ -101,7 +103,8 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
                 data=folder,
                 metadata_metrics=daemons[0].metrics_address or "(not served)",
                 node_metrics=daemons[1].metrics_address or "(not served)",
-                admin=_start_admin(cluster, config),
+                page=page,
+                admin=admin,
             )
         )
         while not stop.wait(_WATCH_S):
@@ -112,16 +115,23 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
         click.echo("stopping …")
 
 
-def _start_admin(cluster: LocalCluster, config: Config) -> str:
-    """Starts the admin server where it can be, and says where it is. A store without one is a store all the same."""
+def _start_admin(cluster: LocalCluster, config: Config) -> tuple[str, str]:
+    """Starts the admin server where it can be; its page and its REST, or why there is none.
+
+    A store without one is a store all the same.
+    """
     if config.admin.listen == "none":
-        return "(no admin server: admin.listen is none)"
+        return _without("admin.listen is none")
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"(no admin server, {missing[0]} is missing: pip install 'kvstore-dualpath[admin]')"
+        return _without(f"{missing[0]} is missing: pip install 'kvstore-dualpath[admin]'")
     try:
         address = cluster.start_admin(("listen", config.admin.listen)).address
     except KVStoreError as error:
-        return f"(no admin server: {str(error).splitlines()[0]})"
+        return _without(str(error).splitlines()[0])
     scheme = "http" if config.admin.tls == TlsSection() else "https"
-    return f"curl {scheme}://{address}/v1/cluster"
+    return f"{scheme}://{address}/   in a browser", f"curl {scheme}://{address}/v1/cluster"
+
+
+def _without(why: str) -> tuple[str, str]:
+    return "(no web page)", f"(no admin server: {why})"

@@ -1,0 +1,105 @@
+// Asks again and again, with a bound on how often, and shows what came.
+
+const EVERY_MS = 2000;
+const MOST_MS = 30000;
+
+let held = false;
+let wait = EVERY_MS;
+let timer = 0;
+let busy = false;
+let wanted = false; // somebody asked for another look while one was under way
+let heardAt = null;
+
+/** What an error means for the page as a whole. */
+function meet(error) {
+  if (!(error instanceof Refusal) || error.status !== 401) return;
+  $("token").hidden = false;
+  if (!$("dialog").open) ACTS.token();
+}
+
+async function round() {
+  if (busy) {
+    wanted = true;
+    return;
+  }
+  busy = true;
+  wanted = false;
+  clearTimeout(timer);
+  const refused = await look();
+  const away = refused.length === Object.keys(QUESTIONS).length;
+  const unknown = refused.find((error) => error.status === 401);
+  if (sessionStorage.getItem(TOKEN)) $("token").hidden = false;
+  if (!away) {
+    heardAt = new Date();
+    reckon(performance.now());
+    watchFaults(Date.now());
+  }
+  for (const draw of [showHealth, showNodes, showCharts, showSlow, showNamespaces, showFaults, showDecisions]) {
+    if (!away || heardAt === null || draw === showHealth) draw();
+  }
+  wait = away ? Math.min(MOST_MS, wait * 2) : EVERY_MS;
+  showAway(away && !unknown ? refused[0] : null, unknown);
+  busy = false;
+  if (unknown) {
+    meet(unknown);
+    return;
+  }
+  plan(wanted ? 100 : wait);
+}
+
+function plan(ms) {
+  clearTimeout(timer);
+  if (!held && !document.hidden) timer = setTimeout(round, ms);
+  showFresh();
+}
+
+/** Looks again at once: somebody changed something, or asked. */
+function again() {
+  wait = EVERY_MS;
+  round();
+}
+
+function showAway(error, unknown) {
+  const old = heardAt === null ? "" : ` What is shown is of ${clock(heardAt)}.`;
+  const box = $("away");
+  box.hidden = !error && !unknown;
+  if (unknown)
+    return show(
+      box,
+      `This server answers to those with a token.${old} `,
+      h("button", { type: "button", "data-do": "token" }, "Give it …"),
+    );
+  if (!error) return show(box);
+  const who =
+    error.status === 0 ? `The server does not answer: ${error.message}.` : `The store does not answer: ${error.message}.`;
+  return show(
+    box,
+    `${who}${old} It is asked again in ${wait / 1000} s. `,
+    h("button", { type: "button", "data-do": "again" }, "Ask now"),
+  );
+}
+
+function showFresh() {
+  show($("fresh"), heardAt === null ? "" : `${held ? "paused, " : ""}as of ${clock(heardAt)}`);
+}
+
+ACTS.again = again;
+
+document.addEventListener("click", (event) => {
+  const found = event.target.closest?.("[data-do]");
+  if (found) ACTS[found.dataset.do](found.dataset);
+});
+$("hold").addEventListener("click", () => {
+  held = !held;
+  $("hold").setAttribute("aria-pressed", String(held));
+  if (held) plan(0);
+  else again();
+});
+$("token").addEventListener("click", () => ACTS.token());
+$("explorer").addEventListener("submit", explore);
+$("dialog-form").addEventListener("submit", confirmed);
+$("dialog-no").addEventListener("click", () => $("dialog").close());
+$("dialog").addEventListener("close", closed);
+$("dialog").addEventListener("keydown", trap);
+document.addEventListener("visibilitychange", () => plan(0));
+round();

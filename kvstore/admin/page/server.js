@@ -1,0 +1,78 @@
+// The REST of this server, and nothing else.
+
+const QUESTION_MS = 15000;
+const CHANGE_MS = 90000;
+const TOKEN = "kvstore.token";
+
+/** An answer that is no success, or none. status 0: the server does not answer. */
+class Refusal extends Error {
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+async function ask(method, path, body) {
+  const headers = {};
+  const token = sessionStorage.getItem(TOKEN);
+  if (token) headers.authorization = `Bearer ${token}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const change = method !== "GET" && path !== "/v1/blocks/lookup";
+  let answer;
+  try {
+    answer = await fetch(path, {
+      method,
+      headers,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      cache: "no-store",
+      credentials: "omit",
+      redirect: "error",
+      signal: AbortSignal.timeout(change ? CHANGE_MS : QUESTION_MS),
+    });
+  } catch (error) {
+    throw new Refusal(0, error.name === "TimeoutError" ? "it took too long to answer" : "it cannot be reached");
+  }
+  let told;
+  try {
+    told = await answer.json();
+  } catch {
+    throw new Refusal(answer.ok ? 0 : answer.status, "its answer broke off, or is none of an admin server");
+  }
+  if (!answer.ok) throw new Refusal(answer.status, String(told.detail ?? answer.statusText));
+  return told;
+}
+
+const get = (path) => ask("GET", path);
+const post = (path, body) => ask("POST", path, body);
+const part = encodeURIComponent;
+
+/** What is known of the store. Each list keeps what it had last, and why it could not be asked anew. */
+const known = {};
+const failed = {};
+
+const QUESTIONS = {
+  cluster: "/v1/cluster",
+  nodes: "/v1/nodes",
+  activity: "/v1/activity",
+  namespaces: "/v1/namespaces?limit=500",
+  volumes: "/v1/volumes?limit=500",
+  slow: "/v1/loads/slow?limit=10",
+  decisions: "/v1/decisions?limit=10",
+};
+
+/** Asks everything once; what is not answered is noted in `failed`. */
+async function look() {
+  const names = Object.keys(QUESTIONS);
+  const answers = await Promise.allSettled(names.map((name) => get(QUESTIONS[name])));
+  answers.forEach((answer, at) => {
+    const name = names[at];
+    if (answer.status === "fulfilled") {
+      known[name] = answer.value;
+      delete failed[name];
+    } else failed[name] = answer.reason;
+  });
+  return answers.filter((answer) => answer.status === "rejected").map((answer) => answer.reason);
+}
+
+/** Says where what is shown is old. */
+const stale = (name) => (failed[name] ? h("p", { class: "note bad" }, `Not asked anew: ${failed[name].message}`) : null);

@@ -1,0 +1,122 @@
+"""A store that works while a browser looks at it, and the browser."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import numpy as np
+import pytest
+from admin_client import AdminHttp
+
+from kvclient import CacheSpec, KVClient
+from kvclient.paths import Paths
+from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.rpc.client import call, connect
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+CHROMIUM = "/usr/bin/chromium"
+HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
+SPEC = CacheSpec(model="meta-llama/Llama-3.1-8B", block_tokens=32, layers=8, layer_block_bytes=16384, weights_epoch="2026-05-01")
+OTHER = CacheSpec(model=HOSTILE, block_tokens=16, layers=4, layer_block_bytes=8192, tenant="</script><b>x</b>")
+BLOCKS = 60
+TOKENS = np.arange(BLOCKS * SPEC.block_tokens, dtype=np.uint32)
+PAUSE_S = 0.15
+WAIT_S = 30.0
+
+
+@dataclass
+class Working:
+    """Three hosts, of which two have volumes; loads go on until it is told to rest."""
+
+    cluster: LocalCluster
+    http: AdminHttp
+    work: Future[None] = field(default_factory=Future)
+    _resting: threading.Event = field(default_factory=threading.Event)
+
+    def load(self, near: KVClient, far: KVClient) -> None:
+        """What is near, what nobody has, and now and then what another host has."""
+        keys = list(near.keys(TOKENS))
+        unknown = list(near.keys(TOKENS[::-1].copy()))
+        out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        turn = 0
+        while not self._resting.wait(PAUSE_S):
+            turn += 1
+            near.lookup(unknown[: turn % 9])
+            near.load(near.lookup(keys), out)
+            if turn % 4 == 0:
+                some = far.lookup(keys[: 20 + turn % 40])
+                far.load(some, out[: some.hit_blocks], paths=Paths(decode_node="host-2"))
+                self.http.post("/v1/volumes/host-2/dram/evict", {"to_percent": 0})
+
+    def rest(self) -> None:
+        """Ends the loads; raises what they raised."""
+        self._resting.set()
+        self.work.result(WAIT_S)
+
+
+def fill(client: KVClient, tokens: Any) -> None:
+    keys = list(client.keys(tokens))
+    data = np.random.default_rng(1).integers(0, 256, (len(keys), client.spec.block_bytes), np.uint8)
+    assert client.store(keys, data, wait_visible=True, durable=True).held_blocks == len(keys)
+
+
+def decide(cluster: LocalCluster) -> None:
+    """A load decision, over the storage links of two hosts."""
+    wanted = metadata_pb2.PlanLoadRequest(
+        operation_id=bytes(16), prefill_node="host-1", decode_node="host-2", blocks=640, block_bytes=1 << 20,
+        block_tokens=32, budget_ms=60_000,
+    )  # fmt: skip
+    with connect(cluster.metadata_address) as channel:
+        call(metadata_pb2_grpc.MetadataStub(channel).PlanLoad, wanted, WAIT_S)
+
+
+@contextmanager
+def working(folder: Path) -> Iterator[Working]:
+    links = (("storage_bandwidth", "3GB"), ("compute_bandwidth", "12GB"))
+    specs = [
+        NodeSpec("host-1", roles=("prefill",), dram_bytes=48 << 20, nvme_bytes=64 << 20, settings=links),
+        NodeSpec("host-2", roles=("decode",), dram_bytes=48 << 20, nvme_bytes=32 << 20, settings=links),
+        NodeSpec("host-3", roles=("storage",), dram_bytes=16 << 20, settings=links),
+    ]
+    with LocalCluster(specs, folder) as cluster:
+        address = cluster.start_admin().address
+        sockets = [cluster.node(f"host-{number}").local_socket for number in (1, 2)]
+        with (
+            KVClient.connect(cluster.metadata_address, SPEC, node=sockets[0]) as near,
+            KVClient.connect(cluster.metadata_address, SPEC, node=sockets[1]) as far,
+            KVClient.connect(cluster.metadata_address, OTHER, node=sockets[1]) as other,
+        ):
+            fill(near, TOKENS)
+            fill(other, np.arange(64, dtype=np.uint32))
+            decide(cluster)
+            made = Working(cluster, AdminHttp(address))
+            with ThreadPoolExecutor(1) as pool:
+                made.work = pool.submit(made.load, near, far)
+                try:
+                    yield made
+                finally:
+                    made.rest()
+
+
+@contextmanager
+def browsing() -> Iterator[Any]:
+    """Debian's Chromium, or that of the path."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="NO PLAYWRIGHT HERE: THE WEB PAGE IS NOT TESTED (pip install playwright)"
+    )
+    found = which(CHROMIUM) or which("chromium")
+    if found is None:
+        pytest.skip("NO CHROMIUM HERE: THE WEB PAGE IS NOT TESTED (apt-get install chromium)")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        try:
+            yield browser
+        finally:
+            browser.close()

@@ -1,0 +1,358 @@
+"""The web page of the admin server, in a real browser over a real store that works meanwhile."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_store import BLOCKS, HOSTILE, OTHER, SPEC, TOKENS, Working, browsing, working
+
+from kvstore.testing.cluster import LocalCluster
+
+SOON_MS = 20_000
+IMAGE_AFTER_MS = 26_000
+OPERATOR = "operators-token-1-x"
+READER = "readers-token-2-xyz"
+
+CONTRAST = """
+() => {
+  const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const parse = (color) => {
+    paint.clearRect(0, 0, 1, 1);
+    paint.fillStyle = color;
+    paint.fillRect(0, 0, 1, 1);
+    return [...paint.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (color) => {
+    const [r, g, b] = color.map((one) => one / 255).map((one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const found = parse(getComputedStyle(one).backgroundColor);
+      if (found[3] === 255) return found;
+    }
+    return [255, 255, 255, 255];
+  };
+  const found = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const element = walk.currentNode.parentElement;
+    if (!walk.currentNode.data.trim() || element.closest("script, style, noscript") || !element.checkVisibility()) continue;
+    const pair = [light(parse(getComputedStyle(element).color)), light(ground(element))].sort((one, other) => other - one);
+    found.push({ text: walk.currentNode.data.trim().slice(0, 40), ratio: (pair[0] + 0.05) / (pair[1] + 0.05) });
+  }
+  return found;
+}
+"""
+
+TROUBLE = """
+() => {
+  const away = document.querySelector("#away");
+  away.hidden = false;
+  away.textContent = "away";
+  const problem = document.createElement("li");
+  problem.textContent = "a problem";
+  const problems = document.createElement("ul");
+  problems.className = "problems";
+  problems.append(problem);
+  document.querySelector("#problems").replaceChildren(problems);
+  const told = document.querySelector("#told");
+  told.textContent = "told";
+  document.querySelectorAll(".badge").forEach((badge, at) => { badge.className = `badge ${["bad", "warn", "quiet"][at]}`; });
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
+    with working(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with browsing() as made:
+        yield made
+
+
+@contextmanager
+def opened(browser: Any, address: str, *, quietly: bool = True, **how: Any) -> Iterator[Any]:
+    """A page. Nothing may have left its origin at the end and, where ``quietly``, nothing be complained of."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
+    context.set_default_timeout(SOON_MS)
+    page = context.new_page()
+    asked: list[str] = []
+    complaints: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    try:
+        page.goto(f"http://{address}/")
+        yield page
+        assert len(asked) > 1
+        assert [url for url in asked if not url.startswith((f"http://{address}/", "data:"))] == []
+        if quietly:
+            assert complaints == []
+    finally:
+        context.close()
+
+
+@pytest.fixture
+def page(browser: Any, store: Working) -> Iterator[Any]:
+    with opened(browser, store.http.address) as made:
+        made.locator("#nodes article").first.wait_for()
+        yield made
+
+
+def said(page: Any, where: str, text: str) -> None:
+    """Waits until an element says something."""
+    page.locator(where).filter(has_text=text).first.wait_for()
+
+
+def focused(page: Any) -> str:
+    """What has the focus, as it is read out: its label, its text or its id."""
+    return str(page.evaluate("(e => e.getAttribute('aria-label') || e.id || e.textContent)(document.activeElement)"))
+
+
+def test_it_is_one_document_that_asks_nobody_else(store: Working) -> None:
+    answer = store.http.ask("GET", "/")
+    document = answer.raw.decode()
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
+    for name in ("script", "style"):
+        (inside,) = re.findall(f"<{name}>(.*?)</{name}>", document, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert policy[f"{name}-src"] == f"'sha256-{digest}'"
+    assert set(re.findall(r"https?://[^'\"\s]+", document)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b| style=| on[a-z]+=", document)
+
+
+def test_it_shows_what_the_rest_says(page: Any, store: Working) -> None:
+    said(page, "#problems", "Nothing: 3 nodes answer")
+    assert page.title() == "kvstore"
+    nodes = store.http.get("/v1/nodes")["items"]
+    assert page.locator("#nodes article h3").all_text_contents() == [one["node_id"] for one in nodes]
+    assert page.locator("#nodes .badge").all_text_contents() == ["active"] * 3
+    full = store.http.get("/v1/volumes/host-1/nvme0")
+    percent = f"{full['used_bytes'] / full['capacity_bytes'] * 100:.1f} %"
+    label = page.locator("#nodes svg[aria-label^='host-1/nvme0']").get_attribute("aria-label")
+    assert f"is {percent} full" in label
+    said(page, "#slow tbody tr", "waited")
+    assert store.http.get("/v1/loads/slow")["items"][0]["reason"][:6] == "waited"
+    said(page, "#decisions tbody tr", "host-1 → host-2")
+    said(page, "#namespaces tbody tr", SPEC.model)
+    page.locator("#nodes .row svg[aria-label*='link of node host-2']:not([aria-label*='in —'])").wait_for()
+    said(page, "#latency .legend", "≤")
+    page.locator("#ratio path[d*='L']").wait_for(state="attached")
+
+
+def test_names_stay_text(page: Any) -> None:
+    said(page, "#namespaces tbody tr", HOSTILE)
+    assert page.locator("#namespaces img, #namespaces td b b, #explorer img").count() == 0
+    row = page.locator("#namespaces tbody tr").filter(has_text=HOSTILE)
+    assert OTHER.tenant in row.inner_text()
+    row.get_by_role("button", name="Evict").click()
+    assert HOSTILE in page.locator("#dialog-title").inner_text()
+    said(page, "#dialog-body", "host-2/nvme0")
+    assert page.locator("dialog img, dialog b").count() == 0
+    assert page.title() == "kvstore"
+
+
+def test_the_explorer_says_which_blocks_hit_and_why_the_rest_misses(page: Any, store: Working) -> None:
+    page.select_option("#explore-namespace", SPEC.namespace.hex())
+    page.fill("#explore-chain", str([*TOKENS.tolist(), *range(100)]))
+    page.get_by_role("button", name="Look up").click()
+    said(page, "#explored", f"{BLOCKS} of {BLOCKS + 3} blocks hit.")
+    hit, *_, missed = page.locator("#explored tbody tr").all_inner_texts()
+    assert "host-1/nvme0 (nvme)" in hit
+    assert "never stored, or evicted everywhere" in missed
+    found = store.http.post("/v1/blocks/lookup", {"namespace_id": SPEC.namespace.hex(), "tokens": TOKENS.tolist()})
+    page.fill("#explore-chain", "f" * 32)
+    page.get_by_role("button", name="Look up").click()
+    said(page, "#explored", "0 of 1 block hits.")
+    assert found["hit_blocks"] == BLOCKS
+    page.fill("#explore-chain", "1 2 <b>three</b>")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    said(page, "#explore-error", "“<b>three</b>” is neither")
+    assert focused(page) == "explore-chain"
+    assert page.locator("#explored").inner_text() == ""
+
+
+def test_a_drain_is_confirmed_and_lifted_by_keyboard_alone(page: Any, store: Working) -> None:
+    def state() -> str:
+        return str(store.http.get("/v1/nodes/host-3")["state"])
+
+    opener = page.get_by_role("button", name="Drain node host-3 …", exact=True)
+    opener.focus()
+    page.keyboard.press("Enter")
+    said(page, "#dialog-body", "takes no new blocks")
+    stops = []
+    for _ in range(4):
+        stops.append(focused(page))
+        page.keyboard.press("Tab")
+    assert stops == ["dialog-move", "dialog-no", "dialog-yes", "dialog-move"], "the focus stays in the dialog"
+    page.keyboard.press("Escape")
+    page.locator("dialog").wait_for(state="hidden")
+    assert focused(page) == "Drain node host-3 …", "and goes back to where it came from"
+    assert state() == "active"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    assert page.locator("#dialog-yes").inner_text() == "Drain"
+    page.keyboard.press("Enter")
+    said(page, "#told", "Node host-3 is to drain")
+    assert state() in ("draining", "drained")
+    said(page, "#nodes article", "drained: may be stopped")
+    said(page, "#faults tbody tr", "was: active")
+    assert "node host-3" in focused(page), "the button that stands there now"
+    page.get_by_role("button", name="Undrain node host-3 …").click()
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "takes part again")
+    assert state() == "active"
+
+
+def test_evictions_say_what_they_bring(page: Any, store: Working) -> None:
+    page.get_by_role("button", name="Evict from host-2/nvme0 …").click()
+    assert "is lost, and is computed anew" in page.locator("#dialog-body").inner_text()
+    page.fill("#dialog-percent", "101")
+    page.locator("#dialog-yes").click()
+    assert page.locator("dialog").is_visible(), "no such fill"
+    page.fill("#dialog-percent", "100")
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "0 blocks have left host-2/nvme0")
+    page.locator("#namespaces tr").filter(has_text=HOSTILE).get_by_role("button", name="Evict").click()
+    page.get_by_label("from DRAM").uncheck()
+    page.get_by_label("from volumes").uncheck()
+    page.locator("#dialog-yes").click()
+    said(page, "#dialog-error", "choose DRAM, volumes or both")
+    page.get_by_label("from volumes").check()
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "4 blocks have left")
+    assert "nvme" not in {one["tier"] for one in store.http.get(f"/v1/namespaces/{OTHER.namespace.hex()}/usage")["tiers"]}
+
+
+def test_it_is_walked_through_by_keyboard(page: Any) -> None:
+    """While it is drawn anew every two seconds."""
+    walked = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement === document.body"):
+            break
+        ring = "(e => [e.matches(':focus-visible'), getComputedStyle(e).outlineStyle, e.getBoundingClientRect().width > 0])"
+        assert page.evaluate(f"{ring}(document.activeElement)") == [True, "solid", True], focused(page)
+        walked.append(focused(page))
+    reachable = page.locator("a[href], button:visible, main select, main textarea").count()
+    assert len(walked) == len(set(walked)) == reachable
+    assert walked[0] == "To the state of the cluster"
+    unnamed = "e => [...document.querySelectorAll('button, svg[role=img], section')].filter(one => !one.closest('dialog') &&"
+    unnamed += " !(one.getAttribute('aria-label') || one.getAttribute('aria-labelledby') || one.textContent.trim())).length"
+    assert page.evaluate(unnamed) == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_is_enough(browser: Any, store: Working, scheme: str) -> None:
+    with opened(browser, store.http.address, color_scheme=scheme) as page:
+        said(page, "#slow tbody tr", "waited")
+        texts = page.evaluate(CONTRAST)
+        page.get_by_role("button", name="Drain node host-1 …").click()
+        texts += page.evaluate(CONTRAST)
+        # what is shown where something is wrong, too
+        page.evaluate(TROUBLE)
+        texts += page.evaluate(CONTRAST)
+        grounds = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert len(texts) > 200
+    assert [one for one in texts if one["ratio"] < 4.5] == []
+    assert grounds == {"light": "rgb(245, 246, 248)", "dark": "rgb(14, 17, 22)"}[scheme]
+
+
+def test_a_phone_shows_it_without_overflow(browser: Any, store: Working) -> None:
+    with opened(browser, store.http.address, viewport={"width": 360, "height": 740}) as page:
+        said(page, "#slow tbody tr", "waited")
+        page.select_option("#explore-namespace", SPEC.namespace.hex())
+        page.fill("#explore-chain", " ".join(map(str, TOKENS.tolist())))
+        page.get_by_role("button", name="Look up").click()
+        said(page, "#explored", "blocks hit.")
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        page.locator("[data-do=evict-namespace]").first.click()
+        said(page, "#dialog-body", "host-")
+        box = page.locator("dialog").bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 360
+        assert page.locator("dialog").evaluate("e => e.scrollWidth <= e.clientWidth")
+
+
+def test_a_token_is_asked_for_and_used(browser: Any, store: Working, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"operator alice {OPERATOR}\nread bob {READER}\n")
+    file.chmod(0o600)
+    beside = LocalCluster([], tmp_path / "admin")  # of which nothing but a second admin server is started
+    try:
+        settings = {"metadata": store.cluster.metadata_address, "tokens_file": str(file)}
+        address = beside.start_admin(*settings.items()).address
+        with opened(browser, address, quietly=False) as page:  # browsers complain of every 401
+            said(page, "#dialog-title", "takes a token")
+            page.fill("#dialog-token", "nobodys-token-3-xyz")
+            page.keyboard.press("Enter")
+            said(page, "#dialog-error", "give a token")
+            page.fill("#dialog-token", READER)
+            page.keyboard.press("Enter")
+            said(page, "#problems", "3 nodes answer")
+            assert page.evaluate("localStorage.length") == 0
+            assert READER not in page.content()
+            page.reload()
+            page.get_by_role("button", name="Drain node host-3 …").click()
+            page.locator("#dialog-yes").click()
+            said(page, "#dialog-error", "operator")
+            page.locator("#dialog-no").click()
+            page.get_by_role("button", name="Token …").click()
+            page.fill("#dialog-token", OPERATOR)
+            page.locator("#dialog-yes").click()
+            page.locator("dialog").wait_for(state="hidden")
+            page.get_by_role("button", name="Evict from host-1/nvme0 …").click()
+            page.fill("#dialog-percent", "100")
+            page.locator("#dialog-yes").click()
+            said(page, "#told", "0 blocks have left host-1/nvme0")
+    finally:
+        beside.close()
+
+
+def test_images_for_the_readme(browser: Any, store: Working, pytestconfig: pytest.Config) -> None:
+    folder: Path | None = pytestconfig.getoption("--page-images")
+    if folder is None:
+        pytest.skip("images are made where --page-images says a folder")
+    views: dict[str, dict[str, Any]] = {
+        "page-light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 1150}},
+        "page-dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 1150}},
+        "page-phone": {"color_scheme": "light", "viewport": {"width": 360, "height": 1400}},
+    }
+    for name, how in views.items():
+        with opened(browser, store.http.address, **how) as page:
+            said(page, "#slow tbody tr", "waited")
+            page.wait_for_timeout(IMAGE_AFTER_MS)
+            page.screenshot(path=folder / f"{name}.png")
+            assert (folder / f"{name}.png").stat().st_size < 200_000
+
+
+def test_a_server_that_is_away_is_said_and_asked_again(browser: Any, store: Working) -> None:
+    """The last one: it stops the admin server."""
+    with opened(browser, store.http.address, quietly=False) as page:
+        said(page, "#problems", "Nothing")
+        store.rest()
+        store.cluster.stop("admin")
+        said(page, "#away", "The server does not answer")
+        said(page, "#away", "asked again in 8 s")
+        assert "What is shown is of" in page.locator("#away").inner_text()
+        assert page.locator("#nodes article").count() == 3, "what was known is still there"
+        store.cluster.start_admin(("listen", store.http.address))
+        page.get_by_role("button", name="Ask now").click()
+        page.locator("#away").wait_for(state="hidden")
+        said(page, "#problems", "Nothing: 3 nodes answer")
