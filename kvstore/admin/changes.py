@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
 from kvproto.v1 import admin_pb2 as pb
-from kvproto.v1.common_pb2 import CacheSpec
-from kvproto.v1.metadata_pb2 import NodeStatus, RegisterNamespaceRequest
+from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.admin import models, shapes
 from kvstore.admin.audit import audited
 from kvstore.admin.etags import IfMatch, check_match, tag_of
+from kvstore.admin.operations import Operations
 from kvstore.admin.problems import changed_meanwhile
 from kvstore.admin.reads import MISSING, NODE, TAGGED, NamespaceId, NodeId, Responses, VolumeName
-from kvstore.admin.upstream import Ask, Upstream, operation_id
-from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.admin.upstream import Ask, Upstream
+from kvstore.core.errors import Conflict
 from kvstore.observe.counters import Counters
-from kvstore.rpc.codec import spec_from_proto
 
-IN_USE_S: Final = 15.0
-"""How long a node waits for blocks in use, of a namespace that is invalidated: longer than leases last."""
 _STATE: Final[Responses] = {
     412: {"description": "If-Match names another state than there is"},
     428: {"description": "If-Match is missing"},
@@ -33,6 +29,7 @@ class Changes:
 
     def __init__(self, upstream: Upstream, counters: Counters) -> None:
         self._upstream = upstream
+        self._operations = Operations(upstream)
         self._counters = counters
 
     def routes(self) -> APIRouter:
@@ -150,19 +147,9 @@ class Changes:
         """What is in use stays, and in DRAM what is not durable yet."""
         volume_id = f"{node_id}/{name}"
         with audited(request, self._counters, "volume.evict", volume_id, to_percent=wanted.to_percent) as result:
-            status = await self._upstream.node(node_id)
-            volume = next((one for one in status.node.volumes if one.volume_id == volume_id), None)
-            if volume is None:
-                raise NotFound("the node has no such volume", volume_id=volume_id[:64])
-            down_to = volume.capacity_bytes * wanted.to_percent // 100
-
-            async def ask(node: Ask) -> pb.EvictBlocksResponse:
-                asked = pb.EvictBlocksRequest(operation_id=operation_id(), volume_id=volume_id, down_to_bytes=down_to)
-                return await node(node.stub.EvictBlocks, asked)
-
-            done = await self._upstream.change_node(status, ask)
+            done = await self._operations.evict_volume(node_id, name, wanted.to_percent)
             result.update(evicted_blocks=done.evicted_blocks, kept_blocks=done.kept_blocks)
-        return models.Evicted(evicted_blocks=done.evicted_blocks, kept_blocks=done.kept_blocks, used_bytes=done.used_bytes)
+        return done
 
     async def evict_namespace(
         self, request: Request, namespace_id: NamespaceId, wanted: models.EvictNamespace
@@ -173,26 +160,7 @@ class Changes:
         pools of device memory are not touched.
         """
         with audited(request, self._counters, "namespace.evict", namespace_id, tiers=wanted.tiers) as result:
-            wanted_id = bytes.fromhex(namespace_id)
-            await self._upstream.namespace(wanted_id)
-            both = len(set(wanted.tiers)) == 2
-
-            def volumes(status: NodeStatus) -> list[str]:
-                """Which volumes, if any; an empty name: all of the node's."""
-                found = [volume.volume_id for volume in status.node.volumes if shapes.tier_name(volume.tier) in wanted.tiers]
-                return [""] if both and found else found
-
-            statuses = [status for status in (await self._upstream.nodes()).values() if volumes(status)]
-
-            async def evict(node: Ask) -> tuple[int, int]:
-                left = stay = 0
-                for volume_id in volumes(node.status):
-                    asked = pb.EvictBlocksRequest(operation_id=operation_id(), namespace_id=wanted_id, volume_id=volume_id)
-                    done = await node(node.stub.EvictBlocks, asked)
-                    left, stay = left + done.evicted_blocks, stay + done.kept_blocks
-                return left, stay
-
-            answer = await self._everywhere(namespace_id, statuses, evict)
+            answer = await self._operations.evict_namespace(bytes.fromhex(namespace_id), wanted.tiers)
             result.update(_summary(answer))
         return answer
 
@@ -204,8 +172,7 @@ class Changes:
         memory end with their engines.
         """
         with audited(request, self._counters, "namespace.invalidate", namespace_id) as result:
-            await self._upstream.namespace(bytes.fromhex(namespace_id))
-            answer = await self._invalidate(namespace_id)
+            answer = await self._operations.invalidate_namespace(bytes.fromhex(namespace_id))
             result.update(_summary(answer))
         return answer
 
@@ -219,42 +186,13 @@ class Changes:
             request, self._counters, "namespace.weights_epoch", namespace_id,
             weights_epoch=wanted.weights_epoch, invalidate=wanted.invalidate,
         ) as result:  # fmt: skip
-            old = await self._upstream.namespace(bytes.fromhex(namespace_id))
-            if old.spec.weights_epoch == wanted.weights_epoch:
-                raise Conflict("the namespace has this weights epoch already", weights_epoch=wanted.weights_epoch)
-            spec = CacheSpec()
-            spec.CopyFrom(old.spec)
-            try:
-                spec.weights_epoch = wanted.weights_epoch
-            except (ValueError, UnicodeError) as error:
-                raise InvalidArgument("weights_epoch is not valid Unicode", field="weights_epoch") from error
-            spec_from_proto(spec)  # refused here rather than there
-            made = (await self._upstream.register_namespace(RegisterNamespaceRequest(spec=spec))).hex()
-            result.update(namespace_id=made)
-            dropped = await self._invalidate(namespace_id) if wanted.invalidate else None
-            if dropped is not None:
-                result.update(_summary(dropped))
-        return models.Bumped(namespace_id=made, spec=shapes.spec(spec), invalidated=dropped)
-
-    async def _invalidate(self, namespace_id: str) -> models.NamespaceEvicted:
-        wanted = bytes.fromhex(namespace_id)
-
-        async def drop(node: Ask) -> tuple[int, int]:
-            asked = pb.InvalidateNamespaceRequest(operation_id=operation_id(), namespace_id=wanted, wait_ms=int(IN_USE_S * 1000))
-            done = await node(node.stub.InvalidateNamespace, asked)
-            return done.dropped_blocks, done.kept_blocks
-
-        return await self._everywhere(namespace_id, list((await self._upstream.nodes()).values()), drop)
-
-    async def _everywhere(
-        self,
-        namespace_id: str,
-        statuses: list[NodeStatus],
-        change: Callable[[Ask], Awaitable[tuple[int, int]]],
-    ) -> models.NamespaceEvicted:
-        """A change at many nodes: (blocks that left, blocks that stay) of each."""
-        asked = await self._upstream.change_nodes(statuses, change)
-        return shapes.namespace_evicted(namespace_id, asked.answers, asked.failed)
+            made = await self._operations.bump_weights(
+                bytes.fromhex(namespace_id), wanted.weights_epoch, invalidate=wanted.invalidate
+            )
+            result.update(namespace_id=made.namespace_id)
+            if made.invalidated is not None:
+                result.update(_summary(made.invalidated))
+        return made
 
     # ---- taking part ----
     async def drain(self, request: Request, node_id: NodeId, wanted: models.SetDrain) -> models.Participation:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Query, Response
 
-import kvstore
 from kvproto.v1 import admin_pb2 as pb
-from kvproto.v1 import node_pb2
 from kvstore.admin import models, shapes
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.etags import tag_of
 from kvstore.admin.models import HEX_ID
 from kvstore.admin.paging import USUAL, Cursor, Limit, Page, after, cursor_for, page_of
-from kvstore.admin.upstream import Ask, Upstream
-from kvstore.core.errors import InvalidArgument, NotFound
-from kvstore.core.keys import KeyChain
-from kvstore.core.limits import MAX_KEYS_PER_CALL
-from kvstore.core.types import KEY_BYTES
-from kvstore.rpc.codec import spec_from_proto
+from kvstore.admin.questions import Questions, describe, id_from_hex
+from kvstore.admin.upstream import Upstream
+from kvstore.core.errors import InvalidArgument
 
 NodeId = Annotated[str, Path(min_length=1, max_length=512, description="the node", examples=["host-1"])]
 VolumeName = Annotated[
@@ -38,7 +32,6 @@ TAGGED: Final[Responses] = {
         "headers": {"ETag": {"description": "for If-Match", "required": True, "schema": {"type": "string"}}},
     }
 }
-MOST_PROBLEMS: Final = 100
 MOST_LOADS: Final = 50
 MOST_DECISIONS: Final = 256
 
@@ -48,6 +41,7 @@ class Reads:
 
     def __init__(self, upstream: Upstream, config: AdminConfig) -> None:
         self._upstream = upstream
+        self._questions = Questions(upstream)
         self._config = config
 
     def routes(self) -> APIRouter:
@@ -118,25 +112,7 @@ class Reads:
     # ---- cluster ----
     async def cluster(self) -> models.Cluster:
         """Health, versions, counts. Health counts what the nodes' heartbeats say."""
-        server, statuses = await self._upstream.server(), await self._upstream.nodes()
-        problems = shapes.problems(list(statuses.values()), MOST_PROBLEMS)
-        return models.Cluster(
-            health="degraded" if problems else "ok",
-            problems=problems,
-            admin_version=kvstore.__version__,
-            metadata_version=server.version,
-            metadata_address=self._config.metadata,
-            metadata_workers=server.workers,
-            metadata_uptime_s=server.uptime_ms / 1000,
-            index_epoch=server.index_epoch.hex(),
-            index_blocks=server.blocks,
-            index_bytes=server.index_bytes,
-            namespaces=server.namespaces,
-            nodes_alive=server.nodes_alive,
-            nodes_silent=server.nodes_silent,
-            live_plans=server.live_plans,
-            path_policy=server.path_policy,
-        )
+        return await self._questions.cluster(self._config.metadata)
 
     async def index(self, response: Response) -> models.Index:
         """Its epoch and size. The ETag is for `POST /v1/index/rebuild`."""
@@ -158,44 +134,24 @@ class Reads:
     async def nodes(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Node]:
         """All that the metadata server knows, in order of their ids, with their links as the planner sees them."""
         after("nodes", cursor)  # before anybody is asked
-        statuses, planning = await self._upstream.nodes(), await self._upstream.planning()
-        queues = {queue.node_id: queue for queue in planning.queues}
-        shown, following = page_of("nodes", list(statuses.values()), lambda status: status.node.node_id, cursor, limit)
-        nodes = [shapes.node(status, queues.get(status.node.node_id)) for status in shown]
-        return Page[models.Node](items=nodes, next_cursor=following)
+        shown, following = page_of("nodes", await self._questions.nodes(), lambda node: node.node_id, cursor, limit)
+        return Page[models.Node](items=shown, next_cursor=following)
 
     async def node(self, node_id: NodeId) -> models.NodeDetail:
         """A node as the metadata server knows it, and what it says of itself."""
-        status = await self._upstream.node(node_id)
-        planning = await self._upstream.planning()
-        queue = next((queue for queue in planning.queues if queue.node_id == node_id), None)
-        asked = await self._upstream.ask_nodes([status], _describe)
-        found = asked.answers.get(node_id)
-        return models.NodeDetail(
-            **shapes.node_fields(status, queue),
-            process=None if found is None else shapes.node_process(found),
-            unreached=None if found is not None else asked.failed[node_id].message,
-        )
+        return await self._questions.node(node_id)
 
     async def activity(self, limit: Limit = USUAL, cursor: Cursor = None) -> models.Activities:
         """Totals of links, data plane, loads and faults, as the nodes say now, in order of their ids."""
         after("activity", cursor)
         known = list((await self._upstream.nodes()).values())
         shown, following = page_of("activity", known, lambda status: status.node.node_id, cursor, limit)
-
-        async def ask(node: Ask) -> models.Activity:
-            found, stats = await asyncio.gather(
-                _describe(node), node(node.node_stub.GetNodeStats, node_pb2.GetNodeStatsRequest())
-            )
-            return shapes.activity(node.status.node.node_id, found, stats.counters)
-
-        asked = await self._upstream.ask_nodes(shown, ask)
-        items = [asked.answers[one.node.node_id] for one in shown if one.node.node_id in asked.answers]
-        return models.Activities(items=items, unreached=shapes.unreached(asked.failed), next_cursor=following)
+        found = await self._questions.activities(shown)
+        return models.Activities(items=found.items, unreached=found.unreached, next_cursor=following)
 
     async def node_config(self, node_id: NodeId) -> models.Settings:
         """Every value of a node's configuration, and where it came from."""
-        found = await self._upstream.ask_node(await self._upstream.node(node_id), _describe)
+        found = await self._upstream.ask_node(await self._upstream.node(node_id), describe)
         return shapes.settings(f"node {node_id}", found.settings)
 
     async def volumes(
@@ -206,76 +162,38 @@ class Reads:
     ) -> Page[models.Volume]:
         """All volumes, in order of their ids; as their nodes say now or, where one does not answer, as it said last."""
         after("volumes", cursor)
-        statuses = await self._upstream.nodes()
-        known = [
-            (status, volume)
-            for status in statuses.values()
-            if node is None or status.node.node_id == node
-            for volume in status.node.volumes
-        ]
+        known = await self._questions.known_volumes(node)
         shown, following = page_of("volumes", known, lambda pair: pair[1].volume_id, cursor, limit)
-        owners = {status.node.node_id: status for status, _ in shown}
-        asked = await self._upstream.ask_nodes(owners.values(), _describe)
-        items = [shapes.volume(status, volume, asked.answers.get(status.node.node_id)) for status, volume in shown]
-        return Page[models.Volume](items=items, next_cursor=following)
+        return Page[models.Volume](items=await self._questions.volumes(shown), next_cursor=following)
 
     async def volume(self, node_id: NodeId, name: VolumeName) -> models.Volume:
         """A volume as its node says now or, where it does not answer, as it said last."""
-        status = await self._upstream.node(node_id)
-        info = next((volume for volume in status.node.volumes if volume.volume_id == f"{node_id}/{name}"), None)
-        if info is None:
-            raise NotFound("the node has no such volume", volume_id=f"{node_id}/{name}"[:64])
-        asked = await self._upstream.ask_nodes([status], _describe)
-        return shapes.volume(status, info, asked.answers.get(node_id))
+        return await self._questions.volume(node_id, name)
 
     # ---- namespaces ----
     async def namespaces(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Namespace]:
         """All that were registered, with their specs and how lookups fared."""
         behind = after("namespaces", cursor)
-        found = await self._upstream.namespaces(_id(behind) if behind is not None else b"", limit)
+        found = await self._upstream.namespaces(id_from_hex(behind) if behind is not None else b"", limit)
         following = cursor_for("namespaces", found.namespaces[-1].namespace_id.hex()) if found.more else None
         return Page[models.Namespace](items=[shapes.namespace(one) for one in found.namespaces], next_cursor=following)
 
     async def namespace(self, namespace_id: NamespaceId) -> models.Namespace:
         """Its spec, and how lookups in it fared."""
-        return shapes.namespace(await self._upstream.namespace(_id(namespace_id)))
+        return shapes.namespace(await self._upstream.namespace(id_from_hex(namespace_id)))
 
     async def usage(self, namespace_id: NamespaceId) -> models.Usage:
         """By tier and volume, counted by every node now: each looks at all of its blocks, so not for every second."""
-        wanted = (await self._upstream.namespace(_id(namespace_id))).namespace_id
-
-        async def ask(node: Ask) -> pb.DescribeUsageResponse:
-            return await node(node.stub.DescribeUsage, pb.DescribeUsageRequest(namespace_id=wanted))
-
-        asked = await self._upstream.ask_nodes((await self._upstream.nodes()).values(), ask)
-        return shapes.usage(namespace_id, asked.answers, asked.failed)
+        return await self._questions.usage(id_from_hex(namespace_id))
 
     # ---- blocks ----
     async def block(self, key: Key) -> models.Block:
         """What the index says of a block. Whoever holds it is asked only when it is read: the index is a hint."""
-        found = await self._upstream.blocks(b"", bytes.fromhex(key))
-        return shapes.block(key, found.runs[0])
+        return await self._questions.block(key)
 
     async def look_up(self, chain: models.LookUp) -> models.LookedUp:
         """What a lookup of this chain would answer now, run by run, and why the rest misses. It counts as no lookup."""
-        wanted = _id(chain.namespace_id)
-        keys = await self._keys(wanted, chain)
-        found = await self._upstream.blocks(wanted, keys)
-        runs = [shapes.block_run(run, found.hit_blocks) for run in found.runs]
-        missed = next((run.why for run in runs if not run.hit), None)
-        return models.LookedUp(blocks=len(keys) // KEY_BYTES, hit_blocks=found.hit_blocks, first_miss=missed, runs=runs)
-
-    async def _keys(self, namespace_id: bytes, chain: models.LookUp) -> bytes:
-        """Packed keys of a chain."""
-        if (chain.keys is None) == (chain.tokens is None):
-            raise InvalidArgument("give keys, or the tokens that they are made of", field="keys")
-        if chain.keys is not None:
-            return b"".join([bytes.fromhex(key) for key in chain.keys])
-        spec = spec_from_proto((await self._upstream.namespace(namespace_id)).spec)
-        assert chain.tokens is not None
-        if len(chain.tokens) // spec.block_tokens > MAX_KEYS_PER_CALL:
-            raise InvalidArgument("too many tokens", limit=MAX_KEYS_PER_CALL * spec.block_tokens)
-        return b"".join(KeyChain(spec).keys(chain.tokens))
+        return await self._questions.look_up(chain)
 
     # ---- planning and loads ----
     async def plans(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.LivePlan]:
@@ -292,8 +210,7 @@ class Reads:
         limit: Annotated[int, Query(ge=1, le=MOST_DECISIONS, description="so many of the last ones")] = 50,
     ) -> models.Decisions:
         """Which policy decided what, on which figures. Of several metadata workers, one answers."""
-        found = await self._upstream.planning(decisions=limit)
-        return models.Decisions(items=[shapes.decision(one) for one in found.decisions])
+        return await self._questions.decisions(limit)
 
     async def queues(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.ReadQueue]:
         """Of every node that the planner knows, in order of their ids."""
@@ -306,28 +223,4 @@ class Reads:
         self, limit: Annotated[int, Query(ge=1, le=MOST_LOADS, description="so many of the slowest")] = 20
     ) -> models.SlowLoads:
         """What each waited for, as the nodes that served them say."""
-
-        async def ask(node: Ask) -> pb.ListSlowLoadsResponse:
-            return await node(node.stub.ListSlowLoads, pb.ListSlowLoadsRequest(limit=limit))
-
-        asked = await self._upstream.ask_nodes((await self._upstream.nodes()).values(), ask)
-        return models.SlowLoads(items=shapes.slow_loads(asked.answers, limit), unreached=shapes.unreached(asked.failed))
-
-
-async def _describe(node: Ask) -> pb.DescribeNodeResponse:
-    return await node(node.stub.DescribeNode, pb.DescribeNodeRequest())
-
-
-def _id(shown: str) -> bytes:
-    """An id as it travels.
-
-    Raises:
-        InvalidArgument: it is none.
-    """
-    try:
-        found = bytes.fromhex(shown)
-    except ValueError:
-        found = b""
-    if len(found) != KEY_BYTES:
-        raise InvalidArgument("an id takes 32 hexadecimal digits", got=shown[:64])
-    return found
+        return await self._questions.slow_loads(limit)

@@ -127,6 +127,17 @@ class Upstream:
         answer: metadata_pb2.UndrainNodeResponse = await self._change(self._metadata.UndrainNode, request)
         return answer.status
 
+    async def remove_node(self, node_id: str, *, force: bool) -> bool:
+        """Forgets a node that is dead or drained, or (``force``) any; False: there is none of that id."""
+        request = metadata_pb2.RemoveNodeRequest(operation_id=operation_id(), node_id=node_id, force=force)
+        answer: metadata_pb2.RemoveNodeResponse = await self._change(self._metadata.RemoveNode, request)
+        return answer.known
+
+    async def counters(self) -> dict[str, int]:
+        """What the metadata server counted since its start, by name of the event."""
+        answer: metadata_pb2.GetStatsResponse = await self._ask(self._metadata.GetStats, metadata_pb2.GetStatsRequest())
+        return dict(answer.counters)
+
     # ---- nodes ----
     async def ask_node(
         self, status: metadata_pb2.NodeStatus, ask: Callable[[Ask], Awaitable[T]], timeout_s: float | None = None

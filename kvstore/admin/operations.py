@@ -1,0 +1,129 @@
+"""Changes that take several calls, for whoever asks for them: the REST's handlers and the command line.
+
+Nothing here knows HTTP. Doing one twice does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
+
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1.common_pb2 import CacheSpec
+from kvproto.v1.metadata_pb2 import NodeStatus, RegisterNamespaceRequest
+from kvstore.admin import models, shapes
+from kvstore.admin.upstream import Ask, Upstream, operation_id
+from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.rpc.codec import spec_from_proto
+
+IN_USE_S: Final = 15.0
+"""How long a node waits for blocks in use, of a namespace that is invalidated: longer than leases last."""
+
+
+class Operations:
+    """Changes of a store.
+
+    Args:
+        upstream: whom to ask.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def evict_volume(self, node_id: str, name: str, to_percent: int) -> models.Evicted:
+        """Evicts a volume's coldest blocks until no more than ``to_percent`` (0 to 100) of its capacity is used.
+
+        Raises:
+            NotFound: there is no such node, or it has no such volume.
+            KVStoreError: as the node answers, or that it does not.
+        """
+        volume_id = f"{node_id}/{name}"
+        status = await self._upstream.node(node_id)
+        volume = next((one for one in status.node.volumes if one.volume_id == volume_id), None)
+        if volume is None:
+            raise NotFound("the node has no such volume", volume_id=volume_id[:64])
+        down_to = volume.capacity_bytes * to_percent // 100
+
+        async def ask(node: Ask) -> pb.EvictBlocksResponse:
+            asked = pb.EvictBlocksRequest(operation_id=operation_id(), volume_id=volume_id, down_to_bytes=down_to)
+            return await node(node.stub.EvictBlocks, asked)
+
+        done = await self._upstream.change_node(status, ask)
+        return models.Evicted(evicted_blocks=done.evicted_blocks, kept_blocks=done.kept_blocks, used_bytes=done.used_bytes)
+
+    async def evict_namespace(self, namespace_id: bytes, tiers: Iterable[str]) -> models.NamespaceEvicted:
+        """Evicts a namespace's blocks from the tiers named (``"dram"``, ``"nvme"``), at every node.
+
+        Raises:
+            NotFound: nobody registered it.
+        """
+        await self._upstream.namespace(namespace_id)
+        wanted = set(tiers)
+
+        def volumes(status: NodeStatus) -> list[str]:
+            """Which volumes, if any; an empty name: all of the node's."""
+            found = [volume.volume_id for volume in status.node.volumes if shapes.tier_name(volume.tier) in wanted]
+            return [""] if len(wanted) == 2 and found else found
+
+        statuses = [status for status in (await self._upstream.nodes()).values() if volumes(status)]
+
+        async def evict(node: Ask) -> tuple[int, int]:
+            left = stay = 0
+            for volume_id in volumes(node.status):
+                asked = pb.EvictBlocksRequest(operation_id=operation_id(), namespace_id=namespace_id, volume_id=volume_id)
+                done = await node(node.stub.EvictBlocks, asked)
+                left, stay = left + done.evicted_blocks, stay + done.kept_blocks
+            return left, stay
+
+        return await self._everywhere(namespace_id, statuses, evict)
+
+    async def invalidate_namespace(self, namespace_id: bytes) -> models.NamespaceEvicted:
+        """Drops every block of a namespace, durable or not, at every node.
+
+        Raises:
+            NotFound: nobody registered it.
+        """
+        await self._upstream.namespace(namespace_id)
+        return await self._invalidate(namespace_id)
+
+    async def bump_weights(self, namespace_id: bytes, weights_epoch: str, *, invalidate: bool) -> models.Bumped:
+        """Registers the namespace of the same spec with other weights; drops what the old one holds where ``invalidate``.
+
+        Raises:
+            NotFound: nobody registered it.
+            Conflict: it has these weights already.
+            InvalidArgument: ``weights_epoch`` cannot name any.
+        """
+        old = await self._upstream.namespace(namespace_id)
+        if old.spec.weights_epoch == weights_epoch:
+            raise Conflict("the namespace has this weights epoch already", weights_epoch=weights_epoch)
+        spec = CacheSpec()
+        spec.CopyFrom(old.spec)
+        try:
+            spec.weights_epoch = weights_epoch
+        except (ValueError, UnicodeError) as error:
+            raise InvalidArgument("weights_epoch is not valid Unicode", field="weights_epoch") from error
+        spec_from_proto(spec)  # refused here rather than there
+        made = await self._upstream.register_namespace(RegisterNamespaceRequest(spec=spec))
+        dropped = await self._invalidate(namespace_id) if invalidate else None
+        return models.Bumped(namespace_id=made.hex(), spec=shapes.spec(spec), invalidated=dropped)
+
+    async def _invalidate(self, namespace_id: bytes) -> models.NamespaceEvicted:
+        async def drop(node: Ask) -> tuple[int, int]:
+            asked = pb.InvalidateNamespaceRequest(
+                operation_id=operation_id(), namespace_id=namespace_id, wait_ms=int(IN_USE_S * 1000)
+            )
+            done = await node(node.stub.InvalidateNamespace, asked)
+            return done.dropped_blocks, done.kept_blocks
+
+        return await self._everywhere(namespace_id, list((await self._upstream.nodes()).values()), drop)
+
+    async def _everywhere(
+        self,
+        namespace_id: bytes,
+        statuses: list[NodeStatus],
+        change: Callable[[Ask], Awaitable[tuple[int, int]]],
+    ) -> models.NamespaceEvicted:
+        """A change at many nodes: (blocks that left, blocks that stay) of each."""
+        asked = await self._upstream.change_nodes(statuses, change)
+        return shapes.namespace_evicted(namespace_id.hex(), asked.answers, asked.failed)
