@@ -205,6 +205,14 @@ class LoadTimes(Shown):
     buckets: list[LoadBucket]
 
 
+class LoadedBytes(Shown):
+    """What loads have brought to engines, by where it lay, since the node was started."""
+
+    dram: Bytes = Field(description="in this node's DRAM")
+    nvme: Bytes = Field(description="on this node's volumes")
+    peer: Bytes = Field(description="on another node")
+
+
 class Fault(Shown):
     """Something that went wrong on a node since it was started."""
 
@@ -221,6 +229,7 @@ class Activity(Shown):
     links: list[LinkTraffic] = Field(description="where the data plane of the storage network has none of its own: compute only")
     data_plane: DataPlane
     loads: list[LoadTimes]
+    loaded: LoadedBytes
     faults: list[Fault] = Field(description="those that there were")
 
 

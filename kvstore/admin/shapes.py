@@ -149,6 +149,11 @@ def activity(node_id: str, found: pb.DescribeNodeResponse, counters: Mapping[str
             for one in found.loads
             if one.reach in get_args(models.ReachName) and len(one.counts) == len(one.bounds_seconds) + 1
         ],
+        loaded=models.LoadedBytes(
+            dram=counters.get("node_loaded_dram_bytes_total", 0),
+            nvme=counters.get("node_loaded_nvme_bytes_total", 0),
+            peer=counters.get("node_loaded_peer_bytes_total", 0),
+        ),
         faults=[models.Fault(metric=metric.name, what=metric.help, total=total) for metric, total in faults(counters)],
     )
 

@@ -21,6 +21,7 @@ limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
 _REACHES: Final = ("none", "dram", "nvme", "peer")
 """Nearest first."""
 _SECONDS: Final = {reach: event("node_load_seconds", reach=reach) for reach in _REACHES}
+_BYTES: Final = {reach: event("node_loaded_bytes_total", reach=reach) for reach in _REACHES[1:]}
 
 
 class LoadAccounts:
@@ -41,17 +42,18 @@ class LoadAccounts:
         self.recent = recent
         self.clock = clock
 
-    def open(self, blocks: int) -> LoadAccount:
-        """A load of so many blocks begins."""
-        return LoadAccount(self, blocks)
+    def open(self, blocks: int, block_bytes: int) -> LoadAccount:
+        """A load of so many blocks, of so many bytes each, begins."""
+        return LoadAccount(self, blocks, block_bytes)
 
 
 class LoadAccount:
     """One load. Used by one thread at a time; ``close`` once."""
 
-    def __init__(self, accounts: LoadAccounts, blocks: int) -> None:
+    def __init__(self, accounts: LoadAccounts, blocks: int, block_bytes: int) -> None:
         self._accounts = accounts
         self._blocks = blocks
+        self._block_bytes = block_bytes
         self._began_s = self._told_s = accounts.clock.now_s()
         self._hits = dict.fromkeys(_REACHES, 0)
         self._waited_s = dict.fromkeys(_REACHES, 0.0)
@@ -81,6 +83,9 @@ class LoadAccount:
         seconds = accounts.clock.now_s() - self._began_s
         reach = next((one for one in reversed(_REACHES) if self._hits[one]), "none")
         accounts.counters.observe(_SECONDS[reach], seconds)
+        brought = [one for one in _BYTES if self._hits[one]]
+        if brought:
+            accounts.counters.add_all([_BYTES[one] for one in brought], [self._hits[one] * self._block_bytes for one in brought])
         make = partial(self._record, request_id.get(), seconds)
         accounts.recent.add(seconds, make)
         if tracing.on():

@@ -206,7 +206,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Load(self, request: node_pb2.LoadRequest, context: Context) -> AsyncIterator[node_pb2.LoadProgress]:  # noqa: N802
         session = self._session(request.session_id)
         keys = keys_from_packed(request.keys)
-        account = self._accounts.open(len(keys))
+        account = self._accounts.open(len(keys), session.domain.shape.block_bytes)
         part = self._loader.resident(session.domain, keys)
         if part is not None:  # all in DRAM: no thread, no window
             account.part(part)

@@ -244,6 +244,10 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
         "histogram", "time of a load, by the farthest that it reached: DRAM, this node's volumes, another node",
         {"labels": {"reach": ("dram", "nvme", "peer", NONE)}, "events": "node_load_{reach}_seconds"},
     ),
+    "node_loaded_bytes_total": (
+        "counter", "bytes that loads brought, by where they lay: DRAM, this node's volumes, another node",
+        {"labels": {"reach": ("dram", "nvme", "peer")}, "events": "node_loaded_{reach}_bytes_total"},
+    ),
     "node_slow_loads_total": ("counter", "loads that took longer than observe.slow_load; each is logged with its breakdown"),
     "located_blocks_total": ("counter", "blocks whose place on disk engines of this host were told, to read them themselves"),
     "load_no_room_blocks_total": ("counter", "blocks that found no room in DRAM in time"),
