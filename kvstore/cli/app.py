@@ -11,6 +11,7 @@ import click
 
 import kvstore
 from kvstore.cli.help import Command
+from kvstore.cli.show import clean
 from kvstore.core.errors import KVStoreError
 from kvstore.rpc.io_engine import wait_in_callers_threads
 
@@ -25,6 +26,14 @@ _COMMANDS = {
     "replay": "kvstore.cli.replay:replay",
     "simulate": "kvstore.cli.simulate:simulate",
     "status": "kvstore.cli.status:status",
+    "top": "kvstore.cli.top:top",
+    "nodes": "kvstore.cli.nodes:nodes",
+    "volumes": "kvstore.cli.nodes:volumes",
+    "namespaces": "kvstore.cli.namespaces:namespaces",
+    "blocks": "kvstore.cli.blocks:blocks",
+    "plans": "kvstore.cli.plans:plans",
+    "loads": "kvstore.cli.plans:loads",
+    "path-policy": "kvstore.cli.plans:path_policy",
     "health": "kvstore.cli.health:health",
     "drain": "kvstore.cli.drain:drain",
     "undrain": "kvstore.cli.drain:undrain",
@@ -33,6 +42,7 @@ _COMMANDS = {
     "volume": "kvstore.cli.volume:volume",
     "bench": "kvstore.cli.bench:bench",
     "config": "kvstore.cli.config:config",
+    "completion": "kvstore.cli.completion:completion",
 }
 """A daemon starts in half the time if it does not import what only the others need."""
 
@@ -47,6 +57,14 @@ _SUMMARIES = {
     "replay": "Replays a request trace against a store of its own.",
     "simulate": "Simulates a cluster: what it would gain from loading over both sides' storage links.",
     "status": "Shows a running store: nodes, volumes, fill.",
+    "top": "Shows a running store live: loads, bytes by path and tier, hits, latency, nodes.",
+    "nodes": "Lists nodes, and shows one.",
+    "volumes": "Lists volumes of running nodes, and evicts from them.",
+    "namespaces": "Lists cache domains, shows where their blocks lie, evicts and invalidates them.",
+    "blocks": "Tells which blocks of a prompt hit, where they lie, and why the rest misses.",
+    "plans": "Shows planned loads, and the last decisions with their reasons.",
+    "loads": "Shows the slowest loads of the last minute, and why they were.",
+    "path-policy": "Shows which storage links loads are read over, or changes it.",
     "health": "Asks a daemon of this host whether it serves.",
     "drain": "Takes a node out of a running store, losing nothing.",
     "undrain": "Lets a drained node take part again.",
@@ -55,6 +73,7 @@ _SUMMARIES = {
     "volume": "Looks after NVMe volumes offline.",
     "bench": "Runs the benchmarks of a source checkout.",
     "config": "Shows the configuration in force.",
+    "completion": "Prints what makes a shell complete this command.",
 }
 
 
@@ -81,7 +100,7 @@ class _Commands(Command, click.Group):
         try:
             return super().invoke(ctx)
         except KVStoreError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException("\n".join(clean(line) for line in str(error).split("\n"))) from error
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise  # click knows what to do when the reader of our output is gone
@@ -99,6 +118,7 @@ def root() -> None:
       kvstore up                    a store on this machine, until Ctrl-C
       kvstore replay TRACE          how a recorded workload would do, with real bytes
       kvstore simulate              what a cluster would gain, before it is bought
+      kvstore top                   what a running store does
       kvstore config show           every setting, its value, and where that came from
 
     Settings come from flags, KVSTORE_SECTION__NAME variables and kvstore.toml: flags win over variables, variables over
@@ -107,7 +127,7 @@ def root() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0 well, 1 failed, 2 used wrongly."""
+    """Runs the command line and exits: 0 well, 1 failed, 2 used wrongly; commands with further codes say so in their help."""
     # its core prints C++ file names and line numbers beside the errors that we report anyway
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     root.main(args=None if arguments is None else list(arguments), prog_name="kvstore")

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import secrets
+import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import click
 
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
-from kvstore.cli.options import setting_option, with_quiet_config
-from kvstore.cli.settings import tls
+from kvstore.cli.options import with_quiet_config
+from kvstore.cli.show import clean
+from kvstore.cli.store import Store, complete_nodes, metadata_option
+from kvstore.cli.store import ask as ask_store
 from kvstore.core.config import Config
-from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable
 
 if TYPE_CHECKING:
-    from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+    from kvproto.v1 import metadata_pb2
+
+T = TypeVar("T")
 
 EXIT_BLOCKED = 3
 """The node can do no more, and stopping it would lose blocks."""
@@ -27,15 +30,15 @@ EXIT_TIMEOUT = 4
 """It was not drained in time; it goes on."""
 _POLL_S = 0.3
 _SAY_EVERY_S = 5.0
-_address = setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
+_argument = click.argument("node", shell_complete=complete_nodes)
 
 
 @click.command(cls=Command)
-@click.argument("node")
+@_argument
 @click.option("--move", is_flag=True, help="Copies blocks that lie on no other active node's volume to some.")
 @click.option("--wait", is_flag=True, help="Returns once the node is drained, or can do no more.")
 @click.option("--timeout", callback=parameters.some_seconds, metavar="TIME", help="The most to wait, e.g. 90s.")
-@_address
+@metadata_option
 @with_quiet_config
 def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float | None) -> None:
     """Drains a node: it takes nothing new, serves what it holds, and makes everything durable.
@@ -51,20 +54,20 @@ def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float |
     Exits with 0 once that is done (without --wait: ordered), 1 where it failed, 3 where the node can do no more and stopping it
     would lose blocks, 4 where --timeout came first.
     """
-    from kvproto.v1 import metadata_pb2
 
-    with _metadata(config) as (stub, ask):
-        request = metadata_pb2.DrainNodeRequest(operation_id=secrets.token_bytes(16), node_id=node, move=move)
-        status = ask(stub.DrainNode, request).status
+    async def order(store: Store) -> int:
+        status = await store.upstream.drain_node(node, move=move)
         if wait:
-            _await_drained(stub, ask, node, timeout)
-        else:
-            click.echo(describe(status))
+            return await _await_drained(store, node, timeout)
+        click.echo(describe(status))
+        return 0
+
+    sys.exit(_ask(config, order))
 
 
 @click.command(cls=Command)
-@click.argument("node")
-@_address
+@_argument
+@metadata_option
 @with_quiet_config
 def undrain(config: Config, *, node: str) -> None:
     """Lets a node take part again. What was copied to others stays there.
@@ -72,17 +75,13 @@ def undrain(config: Config, *, node: str) -> None:
     Examples:
       kvstore undrain host-3
     """
-    from kvproto.v1 import metadata_pb2
-
-    with _metadata(config) as (stub, ask):
-        request = metadata_pb2.UndrainNodeRequest(operation_id=secrets.token_bytes(16), node_id=node)
-        click.echo(describe(ask(stub.UndrainNode, request).status))
+    click.echo(describe(_ask(config, lambda store: store.upstream.undrain_node(node))))
 
 
 @click.command(cls=Command)
-@click.argument("node")
+@_argument
 @click.option("--force", is_flag=True, help="Also where it lives and is not drained.")
-@_address
+@metadata_option
 @with_quiet_config
 def remove(config: Config, *, node: str, force: bool) -> None:
     """Forgets a node that is dead or drained, and what it held, at once.
@@ -92,13 +91,9 @@ def remove(config: Config, *, node: str, force: bool) -> None:
     Examples:
       kvstore remove host-3
     """
-    from kvproto.v1 import metadata_pb2
-
-    with _metadata(config) as (stub, ask):
-        request = metadata_pb2.RemoveNodeRequest(operation_id=secrets.token_bytes(16), node_id=node, force=force)
-        if not ask(stub.RemoveNode, request).known:
-            raise click.ClickException(f"no such node: {node}")
-        click.echo(f"{node}: removed")
+    if not _ask(config, lambda store: store.upstream.remove_node(node, force=force)):
+        raise click.ClickException(f"no such node: {node}")
+    click.echo(f"{node}: removed")
 
 
 def describe(status: metadata_pb2.NodeStatus) -> str:
@@ -120,65 +115,50 @@ def describe(status: metadata_pb2.NodeStatus) -> str:
         said.append("stopped")
     elif not status.alive:
         said.append(f"silent for {status.heartbeat_age_ms / 1000:.0f} s")
-    return ", ".join(said)
+    return clean(", ".join(said))
 
 
-@contextmanager
-def _metadata(config: Config) -> Iterator[tuple[metadata_pb2_grpc.MetadataStub, Callable[[Any, Any], Any]]]:
-    """A stub, and what asks it; a server that does not answer is said so that one knows what to do."""
-    from kvproto.v1 import metadata_pb2_grpc
-    from kvstore.rpc.client import RetryPolicy, call, connect
-
-    with connect(config.client.metadata, tls=tls(config.client.tls)) as channel:
-        try:
-            yield (
-                metadata_pb2_grpc.MetadataStub(channel),
-                lambda method, request: call(method, request, config.client.deadline / 1000, RetryPolicy()),
-            )
-        except (Unavailable, DeadlineExceeded) as error:
-            raise click.ClickException(
-                f"no metadata server answers at {config.client.metadata} ({error.kind}): --metadata HOST:PORT names another"
-            ) from error
+def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
+    """Here a refusal is a failure like others: 3 says that blocks would be lost."""
+    return ask_store(config, question, refusal=click.ClickException)
 
 
-def _await_drained(
-    stub: metadata_pb2_grpc.MetadataStub, ask: Callable[[Any, Any], Any], node: str, timeout_s: float | None
-) -> None:
-    """Shows how far a node is until there is nothing more to wait for, and exits accordingly."""
-    from kvproto.v1 import common_pb2, metadata_pb2
+async def _await_drained(store: Store, node: str, timeout_s: float | None) -> int:
+    """Shows how far a node is until there is nothing more to wait for; the exit code that tells it."""
+    from kvproto.v1 import common_pb2
 
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    show = _Line()
-    while True:
-        try:
-            nodes = {one.node.node_id: one for one in ask(stub.ListNodes, metadata_pb2.ListNodesRequest()).nodes}
-        except KVStoreError:
-            show.end()
-            raise
-        status = nodes.get(node)
-        if status is None or not status.HasField("order"):
-            show.end()
-            raise click.ClickException(f"{node}: somebody removed it or lifted the order meanwhile")
-        final = status.state in (common_pb2.NODE_STATE_DRAINED, common_pb2.NODE_STATE_DRAIN_BLOCKED)
-        if not final and not status.alive:
-            show.end()
-            raise click.ClickException(f"{describe(status)}: the order holds, and it drains once it is back")
-        late = deadline_s is not None and time.monotonic() > deadline_s
-        show(describe(status), last=final or late)
-        if status.state == common_pb2.NODE_STATE_DRAINED:
-            return
-        if final or late:
-            sys.exit(EXIT_BLOCKED if final else EXIT_TIMEOUT)
-        time.sleep(_POLL_S)
+    with _Line() as show:
+        while True:
+            status = (await store.upstream.nodes()).get(node)
+            if status is None or not status.HasField("order"):
+                raise click.ClickException(f"{node}: somebody removed it or lifted the order meanwhile")
+            final = status.state in (common_pb2.NODE_STATE_DRAINED, common_pb2.NODE_STATE_DRAIN_BLOCKED)
+            if not final and not status.alive:
+                raise click.ClickException(f"{describe(status)}: the order holds, and it drains once it is back")
+            late = deadline_s is not None and time.monotonic() > deadline_s
+            show(describe(status), last=final or late)
+            if status.state == common_pb2.NODE_STATE_DRAINED:
+                return 0
+            if final or late:
+                return EXIT_BLOCKED if final else EXIT_TIMEOUT
+            await asyncio.sleep(_POLL_S)
 
 
 class _Line:
-    """One line that is rewritten on a terminal; elsewhere a line where something changed, and not too often."""
+    """A line that is rewritten on a terminal; elsewhere one where something changed, not too often. A context manager."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
         self._shown = ""
         self._said_s = float("-inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and self._terminal and self._shown:
+            click.echo()  # the line stays as it is
 
     def __call__(self, text: str, *, last: bool) -> None:
         now_s = time.monotonic()
@@ -188,8 +168,3 @@ class _Line:
             click.echo(text)
             self._said_s = now_s
         self._shown = text
-
-    def end(self) -> None:
-        """Leaves the line as it is."""
-        if self._terminal and self._shown:
-            click.echo()

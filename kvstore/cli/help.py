@@ -21,6 +21,10 @@ class Command(click.Command):
             self.help = plain
 
 
+class Group(Command, click.Group):
+    """Commands below a name, that does something by itself too: lists what the others show and change."""
+
+
 def keep_examples(text: str) -> str:
     """Marks paragraphs that have an indented line, such as examples, so that click leaves their lines alone."""
     paragraphs = inspect.cleandoc(text).split("\n\n")

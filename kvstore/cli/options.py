@@ -128,7 +128,8 @@ def _settings_of(ctx: click.Context) -> list[Setting]:
 
 
 def _note_file(ctx: click.Context, _parameter: click.Parameter, value: Path | None) -> None:
-    ctx.meta[_FILE_KEY] = value
+    if value is not None or _FILE_KEY not in ctx.meta:  # a group's holds for its commands, unless they name another
+        ctx.meta[_FILE_KEY] = value
 
 
 def _note_assignments(ctx: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> None:

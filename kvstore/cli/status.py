@@ -2,74 +2,63 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from typing import Any
 
 import click
 
+from kvstore.cli import show
 from kvstore.cli.help import Command
-from kvstore.cli.options import setting_option, with_quiet_config
-from kvstore.cli.settings import tls
+from kvstore.cli.store import Store, ask, store_options
 from kvstore.core.config import Config
-from kvstore.core.errors import DeadlineExceeded, Unavailable
 
 
 @click.command(cls=Command)
-@setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
 @click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
-@with_quiet_config
+@store_options
 def status(config: Config, *, as_json: bool) -> None:
     """Shows nodes, volumes and fill, as the metadata server knows them.
+
+    JSON: metadata (its address), blocks and index_bytes of the index, counters of the metadata server by name; namespaces, each
+    with id, model, block_tokens, block_bytes; nodes, each with id, alive, state (active, draining, drained, drain_blocked),
+    stopped, heartbeat_age_ms, roles, control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each
+    with id, tier, capacity_bytes, used_bytes, blocks and read_only (null, or why it takes no blocks).
 
     Examples:
       kvstore status
       kvstore status --metadata 10.0.0.1:7400 --json
-
-    Exits with 1 where no metadata server answers.
     """
-    try:
-        found = fetch_status(config)
-    except (Unavailable, DeadlineExceeded) as error:
-        raise click.ClickException(
-            f"no metadata server answers at {config.client.metadata} ({error.kind}): kvstore up starts a store on this machine, "
-            "--metadata HOST:PORT names another"
-        ) from error
+    found = ask(config, lambda store: fetch_status(config, store))
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        show.as_json(found)
     else:
         _print(found)
 
 
-def fetch_status(config: Config) -> dict[str, Any]:
+async def fetch_status(config: Config, store: Store) -> dict[str, Any]:
     """Asks the metadata server; plain data.
 
     Raises:
         KVStoreError: it does not answer.
     """
-    from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
     from kvproto.v1.common_pb2 import NodeState
     from kvstore.core.types import Tier
-    from kvstore.rpc.client import call, connect
 
-    timeout_s = config.client.deadline / 1000
-    with connect(config.client.metadata, tls=tls(config.client.tls)) as channel:
-        stub = metadata_pb2_grpc.MetadataStub(channel)
-        nodes = call(stub.ListNodes, metadata_pb2.ListNodesRequest(), timeout_s)
-        stats = call(stub.GetStats, metadata_pb2.GetStatsRequest(), timeout_s)
-        namespaces = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), timeout_s)
+    server, nodes, counters = await asyncio.gather(store.upstream.server(), store.upstream.nodes(), store.upstream.counters())
+    namespaces = [one async for one in store.questions.namespaces()]
     return {
         "metadata": config.client.metadata,
-        "blocks": stats.blocks,
-        "index_bytes": stats.index_bytes,
-        "counters": dict(sorted(stats.counters.items())),
+        "blocks": server.blocks,
+        "index_bytes": server.index_bytes,
+        "counters": dict(sorted(counters.items())),
         "namespaces": [
             {
-                "id": known.namespace_id.hex(),
+                "id": known.namespace_id,
                 "model": known.spec.model,
                 "block_tokens": known.spec.block_tokens,
                 "block_bytes": known.spec.layers * known.spec.layer_block_bytes,
             }
-            for known in namespaces.namespaces
+            for known in namespaces
         ],
         "nodes": [
             {
@@ -93,7 +82,7 @@ def fetch_status(config: Config) -> dict[str, Any]:
                 ],
                 "mounts": list(known.node.mounts),
             }
-            for known in nodes.nodes
+            for known in nodes.values()
         ],
     }
 
@@ -117,26 +106,27 @@ def _print(found: dict[str, Any]) -> None:
     """Lines that wrap rather than a table that cuts: addresses are there to be copied, on narrow terminals too."""
     from kvstore.replay.report import show_bytes
 
-    click.echo(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {show_bytes(found['index_bytes'])}")
+    show.line(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {show_bytes(found['index_bytes'])}")
     for namespace in found["namespaces"]:
         size = show_bytes(namespace["block_bytes"])
-        click.echo(f"namespace {namespace['id']}\n  {namespace['model']}: {namespace['block_tokens']} tokens and {size} a block")
+        show.line(f"namespace {namespace['id']}")
+        show.line(f"  {namespace['model']}: {namespace['block_tokens']} tokens and {size} a block")
     for node in found["nodes"]:
         state = "alive" if node["alive"] else f"silent for {node['heartbeat_age_ms'] / 1000:.1f} s"
         if node["stopped"]:
             state = "stopped"
         if node["drain"] is not None:
             state += f", {node['state'].replace('_', ' ')}"
-        click.echo(f"node {node['id']}: {state}, at {node['control_address']}, {', '.join(node['roles'])}")
+        show.line(f"node {node['id']}: {state}, at {node['control_address']}, {', '.join(node['roles'])}")
         width = max((len(volume["id"]) for volume in node["volumes"]), default=0)
         for volume in node["volumes"]:
             fill = f"{show_bytes(volume['used_bytes']):>10} of {show_bytes(volume['capacity_bytes']):>10}"
-            click.echo(f"  {volume['id']:<{width}}  {volume['tier']:<4}  {fill}  {volume['blocks']:>11,} blocks")
+            show.line(f"  {volume['id']:<{width}}  {volume['tier']:<4}  {fill}  {volume['blocks']:>11,} blocks")
             if volume["read_only"]:
-                click.echo(f"    takes no blocks, serves what it holds: {volume['read_only']}")
+                show.line(f"    takes no blocks, serves what it holds: {volume['read_only']}")
         if node["drain"] is not None and node["drain"]["why"]:
-            click.echo(f"  waits for: {node['drain']['why']}; {node['drain']['not_durable_blocks']:,} blocks would be lost now")
+            show.line(f"  waits for: {node['drain']['why']}; {node['drain']['not_durable_blocks']:,} blocks would be lost now")
         for mount in node["mounts"]:
-            click.echo(f"  reads {mount} directly")
+            show.line(f"  reads {mount} directly")
     if not found["nodes"]:
-        click.echo("no nodes yet; kvstore node starts one")
+        show.line("no nodes yet; kvstore node starts one")

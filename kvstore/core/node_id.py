@@ -18,10 +18,15 @@ def check_node_id(node_id: str) -> str:
     Raises:
         InvalidArgument: it is not 1 to 64 letters, digits, ``.``, ``_`` and ``-``, begins with a dot, or is ``metadata``.
     """
-    if not _NODE_ID.fullmatch(node_id):
+    if not is_plain(node_id):
         raise InvalidArgument(
             f"a node id takes 1 to 64 letters, digits, '.', '_' and '-', and does not begin with a dot: not {node_id!r}"
         )
     if node_id == _TAKEN:
         raise InvalidArgument(f"no node is called {_TAKEN!r}: the metadata server has that name")
     return node_id
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name has the characters of a node's id and no others: safe in a path, a shell, a terminal."""
+    return _NODE_ID.fullmatch(name) is not None

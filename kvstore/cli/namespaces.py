@@ -1,0 +1,238 @@
+"""``kvstore namespaces``: cache domains, where their blocks lie, and letting go of them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvstore.cli import show
+from kvstore.cli.help import Command, Group
+from kvstore.cli.store import (
+    Refusal,
+    Store,
+    ask,
+    complete_namespaces,
+    confirm,
+    end_of,
+    json_option,
+    lists,
+    store_options,
+    tell_unreached,
+    yes_option,
+)
+from kvstore.core.config import Config
+
+if TYPE_CHECKING:
+    from kvstore.admin.models import Namespace, NamespaceEvicted, Usage
+
+LEAST_DIGITS: Final = 4
+_ID_DIGITS: Final = 32
+_argument = click.argument("namespace", shell_complete=complete_namespaces)
+
+
+async def find(store: Store, text: str) -> Namespace:
+    """The namespace that an id, or the beginning of one, names.
+
+    Raises:
+        click.BadParameter: it is no beginning of an id.
+        Refusal: there is none, or there are several.
+    """
+    wanted = text.lower()
+    if not re.fullmatch(f"[0-9a-f]{{{LEAST_DIGITS},{_ID_DIGITS}}}", wanted):
+        raise click.BadParameter(
+            f"a namespace is its id, or {LEAST_DIGITS} or more digits that it begins with: not {show.clean(text[:64])}",
+            param_hint="NAMESPACE",
+        )
+    found = [one async for one in store.questions.namespaces() if one.namespace_id.startswith(wanted)]
+    if len(found) != 1:
+        many = f"{len(found)} namespaces begin" if found else "no namespace begins"
+        raise Refusal(f"{many} with {wanted}: kvstore namespaces lists them")
+    return found[0]
+
+
+@click.group(cls=Group, invoke_without_command=True)
+@json_option
+@store_options
+def namespaces(config: Config, *, as_json: bool) -> None:
+    """Lists the namespaces (cache domains), in order of registration, and how lookups in them fared.
+
+    Wherever one is named, the digits that its id begins with will do.
+
+    Examples:
+      kvstore namespaces
+      kvstore namespaces --json | jq -r '.items[] | select(.spec.model == "my-model") | .namespace_id'
+      kvstore namespaces usage 8c2f0d
+      kvstore namespaces evict 8c2f0d --tier nvme
+    """
+    if not lists(click.get_current_context(), as_json):
+        return
+
+    async def found(store: Store) -> list[Namespace]:
+        return [one async for one in store.questions.namespaces()]
+
+    known = ask(config, found)
+    if as_json:
+        show.as_json({"items": [one.model_dump(mode="json") for one in known]})
+        return
+    show.table(
+        ("namespace", "model", "weights", "block tokens", "block", "shard", "tenant", "lookups", "hit"),
+        [
+            (
+                one.namespace_id,
+                one.spec.model,
+                one.spec.weights_epoch,
+                str(one.spec.block_tokens),
+                show.size(one.spec.layers * one.spec.layer_block_bytes),
+                f"{one.spec.shard_rank}/{one.spec.shard_count}",
+                one.spec.tenant,
+                str(one.lookups),
+                show.share(one.hit_blocks, one.asked_blocks),
+            )
+            for one in known
+        ],
+    )
+
+
+@namespaces.command("show", cls=Command)
+@_argument
+@json_option
+@store_options
+def show_namespace(config: Config, *, namespace: str, as_json: bool) -> None:
+    """Shows one namespace: its spec, and how lookups in it fared.
+
+    Examples:
+      kvstore namespaces show 8c2f0d
+    """
+    found = ask(config, lambda store: find(store, namespace))
+    if as_json:
+        show.as_json(found)
+        return
+    spec = found.spec.model_dump(mode="json")
+    show.facts(
+        [
+            ("namespace", found.namespace_id),
+            *((name.replace("_", " "), str(value)) for name, value in spec.items()),
+            ("lookups", f"{found.lookups:,}"),
+            ("asked", f"{found.asked_blocks:,} blocks"),
+            ("hit", f"{found.hit_blocks:,} blocks {show.share(found.hit_blocks, found.asked_blocks)}".rstrip()),
+        ]
+    )
+
+
+@namespaces.command(cls=Command)
+@_argument
+@json_option
+@store_options
+def usage(config: Config, *, namespace: str, as_json: bool) -> None:
+    """Shows where a namespace's blocks lie, counted by every node now.
+
+    Examples:
+      kvstore namespaces usage 8c2f0d
+      kvstore namespaces usage 8c2f0d --json | jq '[.tiers[].bytes] | add'
+    """
+
+    async def question(store: Store) -> Usage:
+        return await store.questions.usage(bytes.fromhex((await find(store, namespace)).namespace_id))
+
+    found = ask(config, question)
+    if as_json:
+        show.as_json(found)
+        return
+    show.table(
+        ("volume", "node", "tier", "blocks", "bytes"),
+        [(one.volume_id, one.node_id, one.tier, str(one.blocks), show.size(one.bytes)) for one in found.volumes],
+    )
+    tell_unreached(found.unreached)
+
+
+@namespaces.command(cls=Command)
+@_argument
+@click.option("--tier", "tiers", type=click.Choice(("dram", "nvme")), multiple=True, help="From this tier alone.")
+@yes_option
+@json_option
+@store_options
+def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool, as_json: bool) -> None:
+    """Evicts a namespace's blocks, at every node, to make room. What is in use, or in DRAM and not durable yet, stays.
+
+    Examples:
+      kvstore namespaces evict 8c2f0d
+      kvstore namespaces evict 8c2f0d --tier nvme --yes
+    """
+    known = ask(config, lambda store: find(store, namespace))
+    where = " and ".join(dict.fromkeys(tiers)) or "dram and nvme"
+    confirm(f"Evict all blocks of {_named(known)} from {where}, at every node", yes=yes)
+    wanted = bytes.fromhex(known.namespace_id)
+    _say(
+        ask(config, lambda store: store.operations.evict_namespace(wanted, tiers or ("dram", "nvme"))), "evicted", as_json=as_json
+    )
+
+
+@namespaces.command(cls=Command)
+@_argument
+@yes_option
+@json_option
+@store_options
+def invalidate(config: Config, *, namespace: str, yes: bool, as_json: bool) -> None:
+    """Drops every block of a namespace, durable or not, at every node: for blocks that are wrong.
+
+    Stop the engines that made them first, or they store them again. Nodes that do not answer keep what they have, and serve it.
+
+    Examples:
+      kvstore namespaces invalidate 8c2f0d
+      kvstore namespaces invalidate 8c2f0d --yes || echo "again, once all nodes are back"
+    """
+    known = ask(config, lambda store: find(store, namespace))
+    confirm(f"Drop every block of {_named(known)}, durable or not, at every node", yes=yes)
+    wanted = bytes.fromhex(known.namespace_id)
+    _say(ask(config, lambda store: store.operations.invalidate_namespace(wanted)), "dropped", as_json=as_json)
+
+
+@namespaces.command("bump-weights", cls=Command)
+@_argument
+@click.argument("weights_epoch")
+@click.option("--keep", is_flag=True, help="Leaves the old weights' blocks where they are.")
+@yes_option
+@json_option
+@store_options
+def bump_weights(config: Config, *, namespace: str, weights_epoch: str, keep: bool, yes: bool, as_json: bool) -> None:
+    """Registers the namespace of the same spec with the weights WEIGHTS_EPOCH, and drops what was stored with the old ones.
+
+    Engines change over when they are started with the new epoch.
+
+    Examples:
+      kvstore namespaces bump-weights 8c2f0d 2026-06-01
+      kvstore namespaces bump-weights 8c2f0d 2026-06-01 --keep
+    """
+    known = ask(config, lambda store: find(store, namespace))
+    if not keep:
+        confirm(f"Drop every block of {_named(known)}, at every node, and go on with weights {weights_epoch}", yes=yes)
+    wanted = bytes.fromhex(known.namespace_id)
+    done = ask(config, lambda store: store.operations.bump_weights(wanted, weights_epoch, invalidate=not keep))
+    if as_json:
+        show.as_json(done)
+    else:
+        show.line(f"{done.namespace_id}: {done.spec.model} with weights {done.spec.weights_epoch}")
+    if done.invalidated is not None:
+        if not as_json:
+            _tell(done.invalidated, "dropped")
+        end_of(done.invalidated)
+
+
+def _named(namespace: Namespace) -> str:
+    return f"{namespace.namespace_id} ({namespace.spec.model}, weights {namespace.spec.weights_epoch or show.NOTHING})"
+
+
+def _say(done: NamespaceEvicted, verb: str, *, as_json: bool) -> None:
+    if as_json:
+        show.as_json(done)
+    else:
+        _tell(done, verb)
+    end_of(done)
+
+
+def _tell(done: NamespaceEvicted, verb: str) -> None:
+    kept = f", {done.kept_blocks:,} stay" if done.kept_blocks else ""
+    nodes = ", ".join(f"{one.node_id} {one.evicted_blocks:,}" for one in done.nodes)
+    show.line(f"{done.namespace_id}: {done.evicted_blocks:,} blocks {verb}{kept}" + (f" ({nodes})" if nodes else ""))

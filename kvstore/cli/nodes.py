@@ -1,0 +1,230 @@
+"""``kvstore nodes`` and ``kvstore volumes``: what the hosts have, and making room on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.cli import show
+from kvstore.cli.help import Command, Group
+from kvstore.cli.store import (
+    Store,
+    ask,
+    complete_nodes,
+    complete_volumes,
+    confirm,
+    json_option,
+    lists,
+    store_options,
+    yes_option,
+)
+from kvstore.core.config import Config
+
+if TYPE_CHECKING:
+    from kvstore.admin.models import Node, NodeDetail, Volume
+
+_BOOT_DIGITS = 8
+
+
+@click.group(cls=Group, invoke_without_command=True)
+@json_option
+@store_options
+def nodes(config: Config, *, as_json: bool) -> None:
+    """Lists the nodes: state, roles, fill of their tiers, links, queues.
+
+    Links are storage and compute, with what the planner reckons that they carry; the queue is what it has planned to be read over
+    the storage link and has not been told of yet.
+
+    Examples:
+      kvstore nodes
+      kvstore nodes | grep -v active
+      kvstore nodes --json | jq -r '.items[] | select(.alive | not) | .node_id'
+      kvstore nodes show host-1
+    """
+    if not lists(click.get_current_context(), as_json):
+        return
+
+    async def found(store: Store) -> tuple[list[Node], list[Volume]]:
+        return await store.questions.nodes(), await store.questions.volumes(await store.questions.known_volumes())
+
+    if as_json:
+        known = ask(config, lambda store: store.questions.nodes())
+        show.as_json({"items": [node.model_dump(mode="json") for node in known]})
+        return
+    known, volumes = ask(config, found)
+    show.table(
+        ("node", "state", "roles", "hbm", "dram", "nvme", "storage", "compute", "queue", "boot", "drain"),
+        [_row(node, [volume for volume in volumes if volume.node_id == node.node_id]) for node in known],
+    )
+
+
+@nodes.command("show", cls=Command)
+@click.argument("node", shell_complete=complete_nodes)
+@json_option
+@store_options
+def show_node(config: Config, *, node: str, as_json: bool) -> None:
+    """Shows one node: what the metadata server knows of it, and what it says itself.
+
+    Examples:
+      kvstore nodes show host-1
+      kvstore nodes show host-1 --json | jq .process.write_behind_waiting_blocks
+    """
+    found = ask(config, lambda store: store.questions.node(node))
+    if as_json:
+        show.as_json(found)
+    else:
+        show.facts(_facts(found))
+
+
+@click.group(cls=Group, invoke_without_command=True)
+@click.option("--node", metavar="NODE", shell_complete=complete_nodes, help="This node's alone.")
+@json_option
+@store_options
+def volumes(config: Config, *, node: str | None, as_json: bool) -> None:
+    """Lists the volumes of running nodes: tier, fill, blocks, and whether they take any.
+
+    Those that no node has open are for kvstore volume.
+
+    Examples:
+      kvstore volumes
+      kvstore volumes --node host-1 --json | jq '.items[] | select(.read_only)'
+      kvstore volumes evict host-1/nvme0 --to 50
+    """
+    if not lists(click.get_current_context(), as_json, node):
+        return
+
+    async def found(store: Store) -> list[Volume]:
+        if node is not None:
+            await store.upstream.node(node)  # none of that id is an error, not an empty list
+        return await store.questions.volumes(await store.questions.known_volumes(node))
+
+    known = ask(config, found)
+    if as_json:
+        show.as_json({"items": [volume.model_dump(mode="json") for volume in known]})
+        return
+    show.table(
+        ("volume", "tier", "used", "capacity", "fill", "blocks", "bad", "takes blocks"),
+        [
+            (
+                one.volume_id,
+                one.tier,
+                show.size(one.used_bytes),
+                show.size(one.capacity_bytes),
+                show.share(one.used_bytes, one.capacity_bytes),
+                str(one.blocks),
+                "" if one.quarantined_blocks is None else str(one.quarantined_blocks),
+                f"no: {one.read_only}" if one.read_only else "yes" if one.node_alive else "no: its node is silent",
+            )
+            for one in known
+        ],
+    )
+
+
+@volumes.command(cls=Command)
+@click.argument("volume", shell_complete=complete_volumes)
+@click.option("--to", "percent", type=click.IntRange(0, 100), required=True, help="Fill to come down to, in percent.")
+@yes_option
+@json_option
+@store_options
+def evict(config: Config, *, volume: str, percent: int, yes: bool, as_json: bool) -> None:
+    """Evicts the coldest blocks of VOLUME (NODE/NAME) until no more than that fill is used.
+
+    What is in use stays, and in DRAM what is not durable yet. Asks first.
+
+    Examples:
+      kvstore volumes evict host-1/nvme0 --to 50
+      kvstore volumes evict host-1/dram --to 0 --yes
+    """
+    node_id, _, name = volume.partition("/")
+    if not name:
+        raise click.BadParameter("a volume is NODE/NAME, as kvstore volumes shows it", param_hint="VOLUME")
+    confirm(f"Evict the coldest blocks of {volume} down to {percent} % of its capacity", yes=yes)
+    done = ask(config, lambda store: store.operations.evict_volume(node_id, name, percent))
+    if as_json:
+        show.as_json(done)
+    else:
+        kept = f", {done.kept_blocks:,} stay as they are in use or not durable" if done.kept_blocks else ""
+        show.line(f"{volume}: {done.evicted_blocks:,} blocks evicted{kept}; {show.size(done.used_bytes)} used")
+
+
+def state_of(node: Node) -> str:
+    """Whether it is there, in a word."""
+    if node.stopped:
+        return "stopped"
+    return node.state if node.alive else f"silent:{show.duration(node.heartbeat_age_s)}"
+
+
+def fill_of(volumes: list[Volume], tier: str) -> str:
+    """Used and capacity of a node's volumes of a tier; nothing where it has none."""
+    found = [volume for volume in volumes if volume.tier == tier]
+    if not found:
+        return ""
+    used, capacity = sum(one.used_bytes for one in found), sum(one.capacity_bytes for one in found)
+    return f"{show.size(used)}/{show.size(capacity)}"
+
+
+def drain_of(node: Node) -> str:
+    """How far it is."""
+    if node.drain is None:
+        return ""
+    said = [f"{node.drain.not_durable_blocks} not durable"]
+    if node.drain.move:
+        said.append(f"{node.drain.left_blocks} to move")
+    return ", ".join([*said, *([node.drain.why] if node.drain.why else [])])
+
+
+def _row(node: Node, volumes: list[Volume]) -> list[str]:
+    storage, compute = (
+        next((nic for nic in node.nics if nic.network == network and nic.planned_bytes_per_s), None)
+        for network in ("storage", "compute")
+    )
+    return [
+        node.node_id,
+        state_of(node),
+        ",".join(node.roles),
+        *(fill_of(volumes, tier) for tier in ("hbm", "dram", "nvme")),
+        *("" if nic is None else show.rate(nic.planned_bytes_per_s or 0) for nic in (storage, compute)),
+        show.size(sum(nic.pending_bytes for nic in node.nics if nic.network == "storage")),
+        node.boot_id[:_BOOT_DIGITS],
+        drain_of(node),
+    ]
+
+
+def _facts(node: NodeDetail) -> list[tuple[str, str]]:
+    told = [
+        ("node", node.node_id),
+        ("state", state_of(node)),
+        ("drain", drain_of(node)),
+        ("heartbeat", f"{show.duration(node.heartbeat_age_s)} ago"),
+        ("boot", node.boot_id),
+        ("roles", ",".join(node.roles)),
+        ("control", node.control_address),
+        *(
+            (
+                f"{nic.network} link",
+                f"{nic.address}, planned with "
+                + ("nothing" if nic.planned_bytes_per_s is None else show.rate(nic.planned_bytes_per_s))
+                + f", {show.size(nic.pending_bytes)} waiting",
+            )
+            for nic in node.nics
+        ),
+        ("volumes", ", ".join(node.volumes)),
+        ("mounts", ", ".join(node.mounts)),
+    ]
+    if node.process is None:
+        return [*told, ("does not answer", node.unreached or "")]
+    process = node.process
+    cap = process.traffic_cap_bytes_per_s
+    return [
+        *told,
+        ("version", process.version),
+        ("up", show.duration(process.uptime_s)),
+        ("sessions", str(process.sessions)),
+        ("blocks", f"{process.blocks:,}"),
+        ("to become durable", f"{process.write_behind_waiting_blocks:,} blocks"),
+        ("to be published", f"{process.publish_waiting_events:,} changes"),
+        *((one.name, f"{show.size(one.used_bytes)} used, {one.waiting_loads} loads wait") for one in process.staging),
+        ("traffic cap", "cannot be given one" if cap is None else show.rate(cap) if cap else "none"),
+        ("I/O", "; ".join(process.io_engines)),
+    ]

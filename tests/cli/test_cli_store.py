@@ -1,0 +1,484 @@
+"""Commands that look at a running store and change it: the same answers as the REST, in forms for people and for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from kvclient import CacheSpec, KVClient
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.cli.app import root
+from kvstore.cli.blocks import chain_of
+from kvstore.cli.show import clean
+from kvstore.cli.top_figures import Times
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+WAIT_S = 60.0
+SPEC = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096)
+BLOCKS = 12
+TOKENS = list(range(BLOCKS * SPEC.block_tokens))
+NAMESPACE = SPEC.namespace.hex()
+ESCAPE = "\x1b"
+HOSTILE = "\x1b]0;owned\x07\x1b[31mevil\r\n\u202e\x9b2J"
+
+
+@dataclass
+class Store:
+    """A node ``a`` with a volume, where an engine stores, and ``b`` with DRAM alone."""
+
+    cluster: LocalCluster
+    rest: str
+    engine: KVClient
+
+    def fill(self) -> list[bytes]:
+        keys = list(self.engine.keys(np.asarray(TOKENS, np.uint32)))
+        data = np.ones((BLOCKS, SPEC.block_bytes), np.uint8)
+        assert self.engine.store(keys, data, wait_visible=True, durable=True).held_blocks == BLOCKS
+        out = np.zeros_like(data)
+        assert self.engine.load(self.engine.lookup(keys), out).hit_blocks == BLOCKS
+        return keys
+
+    def run(self, *arguments: str, give: str = "", code: int = 0) -> Result:
+        """The command in this process, without a terminal."""
+        done = CliRunner().invoke(root, [*arguments, "--metadata", self.cluster.metadata_address], input=give)
+        assert done.exit_code == code, (arguments, done.output, done.exception)
+        return done
+
+    def json(self, *arguments: str, give: str = "") -> Any:
+        return json.loads(self.run(*arguments, "--json", give=give).stdout)
+
+    def get(self, path: str, body: Any = None) -> Any:
+        """What the REST says."""
+        request = urllib.request.Request(f"http://{self.rest}/v1{path}", None if body is None else json.dumps(body).encode())
+        request.add_header("content-type", "application/json")
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return json.loads(answer.read())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    specs = [NodeSpec("a", dram_bytes=32 << 20, nvme_bytes=32 << 20), NodeSpec("b", ("decode",), dram_bytes=32 << 20)]
+    with LocalCluster(specs, tmp_path_factory.mktemp("store")) as cluster:
+        rest = cluster.start_admin().address
+        with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket) as engine:
+            made = Store(cluster, rest, engine)
+            made.fill()
+            yield made
+
+
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, *arguments: str, columns: int = 140) -> None:
+        self.master, self.slave = pty.openpty()
+        termios.tcsetwinsize(self.slave, (30, columns))
+        self.attributes = termios.tcgetattr(self.slave)
+        self.shown = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.cli", *arguments],
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color"},
+        )
+
+    def until(self, pattern: str) -> str:
+        """Waits for what is shown from here on; what was shown until then."""
+        end_s = time.monotonic() + WAIT_S
+        fresh = ""
+        while not re.search(pattern, fresh):
+            assert time.monotonic() < end_s, (pattern, self.shown[-2000:])
+            fresh += self._read(0.2)
+        return fresh
+
+    def press(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def end(self) -> int:
+        """Its exit code, once it has ended; all that it said is in ``shown``."""
+        end_s = time.monotonic() + WAIT_S
+        while self.process.poll() is None:
+            assert time.monotonic() < end_s, self.shown[-2000:]
+            self._read(0.05)
+        while self._read(0.0):
+            pass
+        return self.process.returncode
+
+    def _read(self, wait_s: float) -> str:
+        if not select.select([self.master], [], [], wait_s)[0]:
+            return ""
+        found = os.read(self.master, 65_536).decode(errors="replace")
+        self.shown += found
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        os.close(self.master)
+        os.close(self.slave)
+
+
+def steady(found: Any) -> Any:
+    """Without what changes by itself."""
+    if isinstance(found, dict):
+        moving = ("heartbeat_age_s", "ago_s", "uptime_s", "expires_in_s")
+        return {name: steady(value) for name, value in found.items() if name not in moving}
+    return [steady(one) for one in found] if isinstance(found, list) else found
+
+
+def test_json_is_what_the_rest_says(store: Store) -> None:
+    plan(store)
+    keys = [key.hex() for key in store.engine.keys(np.asarray(TOKENS, np.uint32))]
+    longer = [*TOKENS, *range(10_000, 10_000 + SPEC.block_tokens)]
+    looked_up = store.get("/blocks/lookup", {"namespace_id": NAMESPACE, "tokens": longer})
+    assert (looked_up["hit_blocks"], looked_up["blocks"]) == (BLOCKS, BLOCKS + 1)
+    assert store.json("blocks", "lookup", NAMESPACE, *map(str, longer)) == looked_up
+    assert store.json("blocks", "lookup", NAMESPACE[:8], give=json.dumps(longer)) == looked_up
+    by_key = store.json("blocks", "lookup", NAMESPACE, "--file", "-", give="\n".join(keys).upper())
+    assert by_key["hit_blocks"] == BLOCKS
+    for command, path in (
+        (("nodes", "show", "a"), "/nodes/a"),
+        (("namespaces", "show", NAMESPACE[:6]), f"/namespaces/{NAMESPACE}"),
+        (("namespaces", "usage", NAMESPACE), f"/namespaces/{NAMESPACE}/usage"),
+        (("blocks", "show", keys[3]), f"/blocks/{keys[3]}"),
+        (("loads",), "/loads/slow"),
+        (("path-policy",), "/path-policy"),
+    ):
+        assert steady(store.json(*command)) == steady(store.get(path)), command
+    for listing in ("nodes", "volumes", "namespaces"):
+        page = store.get(f"/{listing}")
+        assert page["items"]
+        assert steady(store.json(listing)["items"]) == steady(page["items"])
+    planned = store.json("plans", "--decisions", "1")
+    assert steady(planned["live"]) == steady(store.get("/plans")["items"])
+    assert steady(planned["decisions"]) == steady(store.get("/decisions?limit=1")["items"])
+    status = store.json("status")
+    assert [node["id"] for node in status["nodes"]] == ["a", "b"]
+    assert status["namespaces"][0]["id"] == NAMESPACE
+
+
+def plan(store: Store) -> None:
+    """A plan under way, and its decision."""
+    wanted = metadata_pb2.PlanLoadRequest(
+        operation_id=bytes(16),
+        prefill_node="a",
+        decode_node="b",
+        blocks=64,
+        block_bytes=1 << 20,
+        block_tokens=16,
+        budget_ms=60_000,
+    )
+    with grpc.insecure_channel(store.cluster.metadata_address) as channel:
+        metadata_pb2_grpc.MetadataStub(channel).PlanLoad(wanted, timeout=WAIT_S)
+
+
+LISTINGS = {
+    "nodes": r"^a +active +prefill +- +\S+/32.0MiB +\S+/32.0MiB ",
+    "volumes": r"^a/nvme0 +nvme +\S+ +32.0MiB ",
+    "namespaces": rf"^{NAMESPACE} +seen ",
+    f"namespaces usage {NAMESPACE}": rf"^a/nvme0 +a +nvme +{BLOCKS} ",
+    f"blocks lookup {NAMESPACE} {' '.join(map(str, TOKENS))}": rf"^0-{BLOCKS - 1} +hit +held +a/",
+    "plans": r"^\d+ +live +split +a +b +64 +64.0MiB .* left",
+    "loads": rf"^\S+ +\S+ +a +\S+ +{BLOCKS}/{BLOCKS} +waited ",
+    "nodes show a": r"^I/O +a/dram: memfd; a/nvme0: ",
+    "status": r"^node a: alive, at 127\.",
+}
+
+
+@pytest.mark.parametrize("command", LISTINGS, ids=lambda command: " ".join(command.split()[:2]))
+def test_plain_lines_where_nobody_looks(store: Store, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan(store)
+    store.fill()
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = store.run(*command.split()).stdout
+    assert re.search(LISTINGS[command], shown, re.MULTILINE), shown
+    assert ESCAPE not in shown
+    assert "…" not in shown
+
+
+def test_the_real_command_in_a_pipe_and_on_a_terminal(store: Store) -> None:
+    command = ("nodes", "--metadata", store.cluster.metadata_address)
+    piped = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", *command], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    heading, *lines = piped.stdout.splitlines()
+    assert heading.split() == ["NODE", "STATE", "ROLES", "HBM", "DRAM", "NVME", "STORAGE", "COMPUTE", "QUEUE", "BOOT", "DRAIN"]
+    assert [line.split()[0] for line in lines] == ["a", "b"]
+    assert all(len(line.split()) == len(heading.split()) for line in lines)
+    with Terminal(*command) as terminal:
+        assert terminal.end() == 0
+        assert ESCAPE + "[1m" in terminal.shown, "the heading stands out"
+        assert re.search(r"\ba +active", terminal.shown)
+
+
+def test_evicting_asks_first_and_takes_no_for_an_answer(store: Store) -> None:
+    store.fill()
+    refused = store.run("volumes", "evict", "a/dram", "--to", "0", code=3)
+    assert "--yes" in refused.stderr
+    for command in ("evict", "invalidate"):
+        store.run("namespaces", command, NAMESPACE, code=3)
+    store.run("namespaces", "bump-weights", NAMESPACE, "next", code=3)
+    assert store.get("/volumes/a/dram")["blocks"] == BLOCKS
+    address = ("--metadata", store.cluster.metadata_address)
+    with Terminal("volumes", "evict", "a/dram", "--to", "0", *address) as terminal:
+        terminal.until(r"down to 0 % of its capacity\? \[y/N\]")
+        terminal.press("n\n")
+        assert terminal.end() == 3
+    assert store.get("/volumes/a/dram")["blocks"] == BLOCKS
+    with Terminal("namespaces", "evict", NAMESPACE[:6], "--tier", "nvme", *address) as terminal:
+        terminal.until(r"Evict all blocks of .* from nvme, at every node\? \[y/N\]")
+        terminal.press("y\n")
+        assert terminal.end() == 0
+        assert f"{BLOCKS} blocks evicted" in terminal.shown
+    assert store.get("/volumes/a/nvme0")["blocks"] == 0
+
+
+def test_changes_are_made(store: Store) -> None:
+    store.fill()
+    done = store.json("volumes", "evict", "a/dram", "--to", "0", "--yes")
+    assert (done["evicted_blocks"], done["used_bytes"]) == (BLOCKS, 0)
+    dropped = store.json("namespaces", "invalidate", NAMESPACE, "--yes")
+    assert (dropped["complete"], dropped["evicted_blocks"]) == (True, BLOCKS)
+    assert store.get("/volumes/a/nvme0")["blocks"] == 0
+    made = store.json("namespaces", "bump-weights", NAMESPACE, "next", "--keep")
+    assert made["invalidated"] is None
+    assert store.get(f"/namespaces/{made['namespace_id']}")["spec"]["weights_epoch"] == "next"
+    store.run("namespaces", "bump-weights", NAMESPACE, SPEC.weights_epoch, "--keep", code=3)
+    assert store.run("path-policy", "prefill_only", "--was", "split").stdout == "prefill_only (configured: split)\n"
+    assert "expected" in store.run("path-policy", "round_robin", "--was", "split", code=3).stderr
+    assert store.json("path-policy", "split") == {"policy": "split", "configured": "split"}
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("nodes show nobody", 3),
+        ("volumes --node nobody", 3),
+        ("volumes evict a/none --to 1 --yes", 3),
+        ("volumes evict a --to 1 --yes", 2),
+        ("volumes evict a/dram --to 101 --yes", 2),
+        (f"namespaces show {'0' * 32}", 3),
+        ("namespaces show 12", 2),
+        ("blocks show xyz", 2),
+        (f"blocks lookup {NAMESPACE} 1 nonsense", 2),
+        (f"blocks lookup {NAMESPACE}", 2),
+        (f"blocks lookup {'0' * 32} 1", 3),
+        ("path-policy oracle", 2),
+        ("path-policy --was split", 2),
+        ("top --interval 1ms", 2),
+        ("nodes --json show a", 2),
+    ],
+)
+def test_exit_codes(store: Store, command: str, code: int) -> None:
+    assert store.run(*command.split(), code=code).stderr.splitlines()[-1].startswith("Error: ")
+
+
+def test_nobody_there(store: Store) -> None:
+    done = CliRunner().invoke(root, ["nodes", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"])
+    assert done.exit_code == 1
+    assert "kvstore up" in done.stderr
+
+
+def test_top_once(store: Store) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        shown = pool.submit(store.json, "top", "--interval", "1s")
+        loads = 0
+        while not shown.done():
+            store.fill()
+            loads += 1
+            time.sleep(0.02)
+        found = shown.result()
+    assert found["hit_ratio"] == 1.0
+    assert 0 < found["loads"]["dram"]["per_s"] <= loads / found["seconds"]
+    assert found["loads"]["dram"]["mean_s"] > 0
+    a, b = found["nodes"]
+    assert (a["node_id"], a["state"], b["loads"]["per_s"]) == ("a", "active", 0)
+    assert a["loaded_bytes_per_s"]["dram"] > 0
+    assert a["fill"]["dram"]["capacity_bytes"] == 32 << 20
+    plain = store.run("top", "--interval", "500ms").stdout
+    assert ESCAPE not in plain
+    assert re.search(r"^a +active ", plain, re.MULTILINE)
+
+
+@pytest.mark.parametrize("end", ["q", "ctrl-c"])
+def test_top_lives_on_a_terminal_and_leaves_it_as_it_was(store: Store, end: str) -> None:
+    with Terminal("top", "--interval", "500ms", "--metadata", store.cluster.metadata_address) as terminal:
+        terminal.until(r"now: name")
+        assert terminal.shown.startswith(ESCAPE + "[?1049h")
+        assert termios.tcgetattr(terminal.slave) != terminal.attributes
+        if end == "q":
+            terminal.press("b")
+            terminal.until(r"now: bytes")
+            terminal.press("l")
+            frame = terminal.until(r"now: loads")
+            assert re.search(r"\r\n(\x1b\[K)*a +active", frame)
+            termios.tcsetwinsize(terminal.slave, (6, 30))
+            terminal.process.send_signal(signal.SIGWINCH)
+            terminal.press("x")
+            small = terminal.until(r"q quit[^\x1b]{0,24}\x1b")
+            assert all(
+                len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) <= 30
+                for line in small.rpartition(ESCAPE + "[H")[2].split("\r\n")
+            )
+            terminal.press("q")
+        else:
+            terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 0
+        assert terminal.shown.endswith(ESCAPE + "[?25h" + ESCAPE + "[?1049l")
+        assert termios.tcgetattr(terminal.slave) == terminal.attributes
+
+
+def test_shells_complete_names(store: Store) -> None:
+    def completed(words: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore.cli"],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+            env={
+                **os.environ,
+                "_KVSTORE_COMPLETE": "zsh_complete",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(len(words.split(" ")) - 1),
+            },
+        )
+        return done.stdout.split()
+
+    address = store.cluster.metadata_address
+    assert completed(f"kvstore nodes --metadata {address} show ")[1::3] == ["a", "b"]
+    assert completed("kvstore nodes --metadata 127.0.0.1:1 show ") == []
+    for shell in ("bash", "zsh", "fish"):
+        assert "_KVSTORE_COMPLETE" in CliRunner().invoke(root, ["completion", shell]).stdout
+
+
+class Liar(metadata_pb2_grpc.MetadataServicer, admin_pb2_grpc.MetadataAdminServicer):
+    """A metadata server whose every name is an attack on terminals."""
+
+    def ListNodes(self, request: Any, context: Any) -> metadata_pb2.ListNodesResponse:  # noqa: N802
+        volume = common_pb2.VolumeInfo(volume_id=HOSTILE, tier=common_pb2.TIER_DRAM, capacity_bytes=1)
+        usage = metadata_pb2.VolumeUsage(volume_id=HOSTILE, read_only=HOSTILE)
+        info = common_pb2.NodeInfo(
+            node_id=HOSTILE, boot_id=bytes(16), roles=[HOSTILE], control_address="127.0.0.1:1", volumes=[volume], mounts=[HOSTILE]
+        )
+        return metadata_pb2.ListNodesResponse(nodes=[metadata_pb2.NodeStatus(node=info, usages=[usage], heartbeat_age_ms=9)])
+
+    def GetStats(self, request: Any, context: Any) -> metadata_pb2.GetStatsResponse:  # noqa: N802
+        return metadata_pb2.GetStatsResponse(counters={HOSTILE: 1})
+
+    def DescribeServer(self, request: Any, context: Any) -> pb.DescribeServerResponse:  # noqa: N802
+        return pb.DescribeServerResponse(version=HOSTILE, index_epoch=bytes(16), path_policy=HOSTILE)
+
+    def DescribePlanning(self, request: Any, context: Any) -> pb.DescribePlanningResponse:  # noqa: N802
+        live = pb.LivePlan(policy=HOSTILE, prefill_node=HOSTILE, decode_node=HOSTILE)
+        decision = pb.PlanDecision(policy=HOSTILE, excluded=[HOSTILE])
+        return pb.DescribePlanningResponse(path_policy=HOSTILE, configured_policy=HOSTILE, live=[live], decisions=[decision])
+
+    def DescribeNamespaces(self, request: Any, context: Any) -> pb.DescribeNamespacesResponse:  # noqa: N802
+        spec = common_pb2.CacheSpec(model=HOSTILE, weights_epoch=HOSTILE, tenant=HOSTILE, dtype=HOSTILE)
+        return pb.DescribeNamespacesResponse(namespaces=[pb.NamespaceDescription(namespace_id=bytes(16), spec=spec)])
+
+
+@pytest.fixture
+def liar() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    metadata_pb2_grpc.add_MetadataServicer_to_server(Liar(), server)
+    admin_pb2_grpc.add_MetadataAdminServicer_to_server(Liar(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def harmless(shown: str) -> bool:
+    return not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
+
+
+def test_names_that_attack_terminals_are_shown_as_what_they_are(liar: str) -> None:
+    told = 0
+    for command in (
+        "status",
+        "nodes",
+        "volumes",
+        "namespaces",
+        "namespaces show 0000",
+        "plans",
+        "path-policy",
+        "loads",
+        "top --interval 500ms",
+    ):
+        for form in ((), ("--json",)):
+            done = CliRunner().invoke(root, [*command.split(), "--metadata", liar, *form])
+            assert done.exit_code == 0, (command, done.output, done.exception)
+            assert harmless(done.stdout), command
+            assert harmless(done.stderr), command
+            told += "evil" in done.output
+    assert told > 14, "nothing was left out for it"
+    with Terminal("namespaces", "--metadata", liar, columns=600) as terminal:
+        assert terminal.end() == 0
+        assert "evil" in terminal.shown
+        assert harmless(re.sub(r"\x1b\[[0-9;]*m|\r", "", terminal.shown)), "the table's own colours apart"
+        assert ESCAPE + "[31m" not in terminal.shown
+
+
+def test_figures_of_latencies() -> None:
+    times = Times(100, 1.0, {0.001: 60, 0.01: 39, float("inf"): 1})
+    assert [times.quantile(part) for part in (0.5, 0.6, 0.99, 1.0)] == [0.001, 0.001, 0.01, float("inf")]
+    assert Times().quantile(0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "tokens"),
+    [
+        ("1 2,3", None, [1, 2, 3]),
+        ("[1, 2]\n", None, [1, 2]),
+        (f'["{"AB" * 16}"]', ["ab" * 16], None),
+        ("1" * 32, ["1" * 32], None),
+        (str(2**32 - 1), None, [2**32 - 1]),
+    ],
+)
+def test_ids_as_people_have_them(text: str, keys: Sequence[str] | None, tokens: Sequence[int] | None) -> None:
+    assert chain_of(text) == (keys, tokens)
+
+
+def test_what_cannot_be_printed_is_an_escape() -> None:
+    assert clean("plain näme") == "plain näme"
+    assert clean("\x1b[31m\n\u202e\udc80") == "\\x1b[31m\\n\\u202e\\udc80"
+
+
+def test_a_change_that_does_not_reach_every_node_says_so(store: Store) -> None:
+    """The last one: it kills a node."""
+    store.cluster.kill("b")
+    end_s = time.monotonic() + WAIT_S
+    while store.get("/cluster")["nodes_silent"] == 0:
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    done = store.run("namespaces", "invalidate", NAMESPACE, "--yes", code=4)
+    assert "without node b: the node is silent (unavailable)" in done.stderr
+    assert re.search(r"^b +silent:", store.run("nodes").stdout, re.MULTILINE)
