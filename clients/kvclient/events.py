@@ -280,6 +280,7 @@ class BlockWatcher:
         self._mirror = BlockMirror()
         self._on_change = on_change
         self._lock = threading.Condition()
+        self._life = threading.Lock()  # of the stream; its own, for ``on_change`` may hang in a pipe and hold the other
         self._stopped = threading.Event()
         self._refused: KVStoreError | None = None
         self._stream: Stream | None = None
@@ -327,15 +328,16 @@ class BlockWatcher:
         if self._refused is not None:
             raise self._refused
 
-    def close(self) -> None:
-        """Ends the stream and the thread. Idempotent."""
-        with self._lock:
+    def close(self) -> bool:
+        """Ends the stream and the thread. Idempotent. False: ``on_change`` hangs, and the thread with it."""
+        with self._life:
             self._stopped.set()
             stream = self._stream
         if stream is not None:
             stream.cancel()
         self._thread.join(_CLOSE_S)
         self._channel.close()
+        return not self._thread.is_alive()
 
     # ---- the thread ----
     def _run(self) -> None:
@@ -376,6 +378,7 @@ class BlockWatcher:
         with self._lock:
             if self._mirror.complete:
                 request.feed_id, request.sequence = self._mirror.feed_id, self._mirror.sequence
+        with self._life:
             if self._stopped.is_set():
                 return ()
             self._stream = stream = cast("Stream", self._stub.WatchBlocks(request))

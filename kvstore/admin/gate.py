@@ -68,6 +68,7 @@ class Gate:
         self._tokens = tokens
         self._counters = counters
         self._inflight = 0
+        self._public = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,12 +78,15 @@ class Gate:
         name = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
         before = request_id.set(name)
         self._counters.add("admin_requests_total")
-        self._inflight += 1
+        public = scope["path"] in PUBLIC
+        self._public += public
+        self._inflight += not public
         answer = _Answer(send, name)
         try:
             await self._pass(scope, receive, answer, headers)
         finally:
-            self._inflight -= 1
+            self._public -= public
+            self._inflight -= not public
             request_id.reset(before)
 
     async def _pass(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
@@ -108,11 +112,14 @@ class Gate:
             await problem(error, status)(scope, receive, answer)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
-        if self._inflight > self._config.max_inflight:
+        # what is public has places of its own and its body is not read: who may ask nothing else takes no place from who may
+        if max(self._inflight, self._public) > self._config.max_inflight:
             raise CapacityExceeded("as many requests are under way as this server takes", most=self._config.max_inflight)
         scope.setdefault("state", {})["caller"] = self._admit(scope, headers)
-        async with asyncio.timeout(BODY_S):
-            body = await self._body(receive, headers)
+        body = b""
+        if scope["path"] not in PUBLIC:
+            async with asyncio.timeout(BODY_S):
+                body = await self._body(receive, headers)
         async with asyncio.timeout(self._config.timeout_s + self._config.change_timeout_s + _SPARE_S):
             await self._app(scope, _replayed(body, receive), answer)
 
@@ -209,5 +216,13 @@ def _check_local(headers: Mapping[str, str]) -> None:
     if not local:
         raise PermissionDenied("without tokens this server answers to names of loopback only", host=host[:64])
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and _netloc(origin) != host:
         raise PermissionDenied("without tokens this server answers to no other server's pages", origin=origin[:64])
+
+
+def _netloc(origin: str) -> str | None:
+    """Host and port of an origin; None: it is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None

@@ -5,6 +5,7 @@ Nothing here knows HTTP. Doing one twice does no harm.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
@@ -18,6 +19,8 @@ from kvstore.rpc.codec import spec_from_proto
 
 IN_USE_S: Final = 15.0
 """How long a node waits for blocks in use, of a namespace that is invalidated: longer than leases last."""
+PASSES = 4
+"""Times that all nodes are asked to drop a namespace; one in which nothing is found ends it."""
 
 
 class Operations:
@@ -116,7 +119,22 @@ class Operations:
             done = await node(node.stub.InvalidateNamespace, asked)
             return done.dropped_blocks, done.kept_blocks
 
-        return await self._everywhere(namespace_id, list((await self._upstream.nodes()).values()), drop)
+        # what a node was writing behind to another one may land there after that one was asked: until nothing is found any more
+        nodes = list((await self._upstream.nodes()).values())
+        dropped: Counter[str] = Counter()
+        for _ in range(PASSES):
+            done = await self._everywhere(namespace_id, nodes, drop)
+            dropped.update({node.node_id: node.evicted_blocks for node in done.nodes})
+            if not done.evicted_blocks:
+                break
+        each = [node.model_copy(update={"evicted_blocks": dropped[node.node_id]}) for node in done.nodes]
+        return done.model_copy(
+            update={
+                "evicted_blocks": dropped.total(),
+                "complete": done.complete and not done.evicted_blocks,
+                "nodes": each,
+            }
+        )
 
     async def _everywhere(
         self,

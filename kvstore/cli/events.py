@@ -16,6 +16,7 @@ from kvstore.cli.settings import tls
 from kvstore.core.config import Config
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import KEY_BYTES, NamespaceId, NodeId, Tier
+from kvstore.rpc.leaving import exit_now
 
 if TYPE_CHECKING:
     from kvclient.events import BlockMirror, Change
@@ -132,6 +133,8 @@ def _print_events(config: Config) -> None:
     ) as watcher:
         while not stop.wait(_WATCH_S):
             watcher.check()
+        if not watcher.close():  # nobody reads what it writes, and an end in order would wait for that
+            exit_now(0)
 
 
 def _show(mirror: BlockMirror, change: Change) -> None:

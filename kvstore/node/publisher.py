@@ -375,7 +375,7 @@ class Publisher:
         request = metadata_pb2.HeartbeatRequest(node_id=self._node.node_id, boot_id=self._boot_id, usages=usages, drain=drain)
         response = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
         if response.register_again or (self._epoch and response.index_epoch != self._epoch):
-            log.warning("the metadata server has a new index or forgot this node: registering again")
+            limited.warning("the metadata server has a new index, or forgot or removed this node: registering again")
             self._counters.add("registered_again_total")
             self._again.set()
             self._log.wake()

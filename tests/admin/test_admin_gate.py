@@ -145,6 +145,7 @@ async def test_without_tokens_pages_from_elsewhere_are_refused() -> None:
         problem(await client.get("/v1/nodes", headers={"host": ""}), 403, "permission_denied")
         problem(await client.get("/v1/nodes", headers={"origin": "http://evil.example"}), 403, "permission_denied")
         problem(await client.get("/v1/nodes", headers={"origin": "null"}), 403, "permission_denied")
+        problem(await client.get("/v1/nodes", headers={"origin": "http://["}), 403, "permission_denied")
         for host in ("127.0.0.1:7470", "localhost:7470", "[::1]:7470", "localhost"):
             problem(await client.get("/v1/nodes", headers={"host": host, "origin": f"http://{host}"}), 503, "unavailable")
 
@@ -171,10 +172,42 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
         late = asyncio.create_task(client.post(**lookup, content=slow()))
         await held.wait()
-        refused = problem(await client.get("/healthz"), 429, "capacity_exceeded")
+        refused = problem(await client.get("/v1/nodes"), 429, "capacity_exceeded")
         assert refused["retryable"]
+        assert (await client.get("/healthz")).status_code == 200, "what is public has places of its own"
         problem(await late, 504, "deadline_exceeded")
-        assert (await client.get("/healthz")).status_code == 200
+        problem(await client.get("/v1/nodes"), 503, "unavailable")
+
+
+async def test_nobody_waits_for_the_body_of_what_is_public() -> None:
+    async with served() as (client, _):
+        scope = {"type": "http", "method": "POST", "path": "/healthz", "headers": [], "query_string": b"", "http_version": "1.1"}
+        said: list[int] = []
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            said.append(message.get("status", 0))
+
+        app = client._transport.app  # type: ignore[attr-defined]
+        await asyncio.wait_for(
+            app({**scope, "raw_path": b"/healthz", "scheme": "http", "server": ("127.0.0.1", 7470)}, receive, send), 5
+        )
+        assert said[0] == 405
+
+
+async def test_of_a_million_errors_one_is_told() -> None:
+    async with served() as (client, _):
+        lookup = {"url": "/v1/blocks/lookup", "headers": {"content-type": "application/json"}}
+        for text in ('"tokens": [' + "-1," * 300_000 + "1]", '"keys": [' + '"x",' * 300_000 + '"x"]'):
+            answer = await client.post(**lookup, content=('{"namespace_id": "' + "0" * 32 + '", ' + text + "}").encode())
+            problem(answer, 400, "invalid_argument")
+            assert len(answer.content) < 4_096
+        fields = ", ".join(f'"f{number}": 1' for number in range(100_000))
+        answer = await client.post(**lookup, content=("{" + fields + "}").encode())
+        problem(answer, 400, "invalid_argument")
+        assert len(answer.content) < 4_096
 
 
 async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

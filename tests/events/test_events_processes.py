@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
 import sys
+import termios
 import time
 import urllib.request
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,3 +196,23 @@ def test_people_see_a_line_a_change(tmp_path: Path) -> None:
             assert [(one["node"], one["tier"]) for one in lines[1]["held_by"]] == [("a", "dram")]
             process.terminate()
             assert process.wait(20) == 0
+
+
+def test_it_ends_when_told_though_nobody_reads(tmp_path: Path) -> None:
+    with LocalCluster([NodeSpec("a", nvme_bytes=32 << 20)], tmp_path) as cluster, engine_of(cluster) as engine:
+        command = [sys.executable, "-m", "kvstore.cli", "events", "--metadata", cluster.metadata_address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert process.stdout is not None
+            fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4_096)
+            assert process.stdout.readline()
+            for number in range(4):  # more lines than the pipe holds
+                engine.store(number)
+            waiting = array("i", [0])
+
+            def full() -> bool:
+                fcntl.ioctl(process.stdout, termios.FIONREAD, waiting)
+                return waiting[0] > 3_500
+
+            until(full, lambda: "nothing more goes into the pipe")
+            process.terminate()
+            assert process.wait(30) == 0
