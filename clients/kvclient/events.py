@@ -183,7 +183,8 @@ class BlockMirror:
                 change.keys += keys
             case "opened":
                 opened = event.opened
-                self._volumes[opened.volume] = Volume(
+                before = self._volumes.get(opened.volume)
+                self._volumes[opened.volume] = now = Volume(
                     opened.volume,
                     VolumeId(opened.volume_id),
                     NodeId(opened.node_id),
@@ -191,7 +192,9 @@ class BlockMirror:
                     BootId(opened.boot_id),
                     opened.served,
                 )
-                self._held.setdefault(opened.volume, set())
+                held_there = self._held.setdefault(opened.volume, set())
+                if before is not None and before != now:
+                    change.keys += held_there
             case "closed":
                 gone = list(self._held.get(event.closed.volume, ()))
                 self._remove(event.closed.volume, gone)

@@ -205,8 +205,10 @@ def test_a_drain_is_confirmed_and_lifted_by_keyboard_alone(page: Any, store: Wor
     assert focused(page) == "Drain node host-3 …", "and goes back to where it came from"
     assert state() == "active"
     page.keyboard.press("Enter")
+    page.locator("#dialog-move:focus").wait_for()
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
+    page.locator("#dialog-yes:focus").wait_for()
     assert page.locator("#dialog-yes").inner_text() == "Drain"
     page.keyboard.press("Enter")
     said(page, "#told", "Node host-3 is to drain")

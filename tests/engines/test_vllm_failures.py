@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm_bed import BLOCK, VllmDriver, VllmEngine, text, tiny
 
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -109,6 +111,36 @@ def test_the_node_dies_between_lookup_and_load(family: str, mode: str, make_bed:
         lambda: (engine.forget(), engine.tokens(PROMPTS), time.sleep(0.05)),
     )
     assert engine.tokens(PROMPTS) == right
+
+
+@pytest.mark.parametrize("how", ["aborted", "computed in pieces"])
+def test_what_a_failed_layerwise_load_left_in_the_pages_is_nobodys_prefix(how: str, make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed()
+    tight: dict[str, Any] = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
+    if how != "aborted":
+        tight["long_prefill_token_threshold"] = 64
+    prompt = text(7, 500)
+    branch = prompt[:440] + text(8, 40)
+    engine = bed.open(mode="layerwise", load_deadline_s=2.0, store_deadline_s=2.0, engine=tight)
+    right = {name: engine.tokens([each])[0] for name, each in (("same", prompt), ("branch", branch))}
+    engine.forget()
+    kill_while_loading(bed, engine)
+    core, answers = engine.llm.llm_engine, {}
+    how_many = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE)
+
+    def step() -> None:
+        for output in core.step():
+            answers[output.request_id] = tuple(output.outputs[0].token_ids)
+
+    core.add_request("first", {"prompt_token_ids": prompt}, how_many)
+    until(lambda: engine.counters().get("loads_failed", 0) == 1, "the load fails", step)
+    if how == "aborted":
+        core.abort_request(["first"])
+    for name, each in (("same", prompt), ("branch", branch)):
+        core.add_request(name, {"prompt_token_ids": each}, how_many)
+    until(lambda: not core.has_unfinished_requests(), "all are answered", step)
+    assert {name: answers[name] for name in right} == right
+    assert engine.counters()["pages_uncached"] > 0
 
 
 def test_with_policy_fail_the_request_fails_and_the_engine_goes_on(make_bed: Callable[..., Bed]) -> None:

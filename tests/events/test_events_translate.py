@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvclient.events import BlockMirror
@@ -85,6 +85,7 @@ def in_media(mirror: BlockMirror) -> dict[str, set[object]]:
 
 
 @settings(max_examples=150, deadline=None)
+@example([("stored", 1, 0, [0, 1]), ("served", 1, False, None), ("opened", 1, None, None)])
 @given(st.lists(steps, max_size=25))
 def test_what_is_told_is_what_is_so(happened: list[tuple[str, int, object, object]]) -> None:
     mirror, translator, believer = BlockMirror(), Translator(whole_key, TOKENS.__getitem__), Believer()

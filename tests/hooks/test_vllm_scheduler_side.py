@@ -55,6 +55,10 @@ class Pool:
 
     def __init__(self, count: int) -> None:
         self.blocks = [Block(at) for at in range(count)]
+        self.evicted: set[int] = set()
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted |= block_ids
 
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -180,6 +184,42 @@ def test_a_failed_load_is_not_offered_again(by_pages: bool) -> None:
     assert made.matched(one, 0) == (0, False)
     save = plan(made, one, 17, [[7, 8, 9, 10, 11]]).saves[0]
     assert (save.first_block, len(save.keys)) == (0, 4), "the store says itself what it lacks of it"
+
+
+@pytest.mark.parametrize("mode", ["layerwise", "async"])
+def test_what_a_layerwise_load_did_not_bring_leaves_the_engines_cache_with_what_came_behind_it(mode: str) -> None:
+    pool = Pool(40)
+    made = side(Shelf(hits=3), pool, load_mode=mode)
+    one, two, three = request(17), request(17, "s"), request(9, "t")
+    for each in (one, two, three):
+        made.arrived(each)
+    made.matched(one, 0)
+    made.allocated(one, [[7, 8, 9, 10, 11]], 12)
+    pages = {"r": [[7, 8, 9, 10, 11]], "s": [[7, 8, 20, 21, 22]], "t": [[30, 31, 32]]}  # the second shares the first one's
+    made.plan_step({"r": 5, "s": 9, "t": 9}, {}, pages.__getitem__)
+    made.loads_failed({8, 9}, set())
+    assert pool.evicted == ({8, 9, 10, 11, 20, 21, 22} if mode == "layerwise" else set()), "async: the engine caches what came"
+    made.plan_step({"r": 5}, {}, pages.__getitem__)
+    pool.evicted.clear()
+    made.loads_failed({30}, set())
+    assert not pool.evicted, "no load of this step"
+
+
+def test_who_shares_what_is_being_loaded_layer_by_layer_waits_a_step() -> None:
+    made = side(Shelf(hits=3), Pool(40), load_mode="layerwise")
+    one = request(17)
+    same, head, other = request(17, "same"), request(17, "head"), request(17, "other")
+    same.all_token_ids = list(one.all_token_ids)
+    head.all_token_ids = [*one.all_token_ids[:4], *head.all_token_ids[4:]]
+    for each in (one, same, head, other):
+        made.arrived(each)
+    assert made.matched(one, 4) == (8, False)
+    made.allocated(one, [[7, 8, 9, 10, 11]], 8)
+    assert made.matched(same, 8) == (None, False), "the engine takes for computed what has not come yet"
+    assert made.matched(head, 4) == (8, False), "it shares what was there before"
+    assert made.matched(other, 4) == (8, False)
+    made.plan_step({"r": 5}, {}, lambda _: [[7, 8, 9, 10, 11]])
+    assert made.matched(same, 12) == (0, False)
 
 
 def test_pages_of_others_are_no_failure_of_ours() -> None:

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvclient import CacheSpec, ClientOptions, KVClient, Tier
+from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, Tier
 from kvclient.engines.vllm.engine_view import group_facts, has_replica_of_lower_rank, read_groups, whole_prompts_only
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.events import stored_events
@@ -94,6 +94,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = self.options_class.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
         self._groups = read_groups(vllm_config, kv_cache_config)
         self._options.check_groups(len(self._groups))
+        if self._options.load_mode == "layerwise" and getattr(vllm_config.scheduler_config, "async_scheduling", False):
+            # the next step is on its way before it is known whether this one's load has failed, and builds on its pages
+            raise InvalidArgument("layerwise loads need steps one after the other: use load_mode async, or --no-async-scheduling")
         self._epochs = Epochs(self._options)
         self._specs: list[CacheSpec] = []
         self._shards: list[list[CacheSpec]] = []

@@ -10,6 +10,8 @@ Life of a request, as seen here:
    can hand the pages to others before they are read; ``answered`` unpins them when the workers are done.
 
 A load that failed is remembered: the request is not offered its prefix again, so it is computed, and cannot fail in a circle.
+The engine enters the pages of a layer-wise load into its prefix cache before they are loaded, and with the policy ``recompute``
+leaves them there: so they are taken out here, with all that the step computed behind them, before another request finds them.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """One user less of each."""
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """No request finds them by their tokens any more; who has them keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,8 @@ class SchedulerSide:
         self._pending: dict[str, Future[Found]] = {}
         """Lookups that the scheduler asked for in this step and that are not answered."""
         self._layerwise = options.load_mode == "layerwise"
+        self._in_step: list[Sequence[Sequence[int]]] = []
+        """By request of a step with layer-wise loads: its pages, by group."""
         self._epoch = 0
         self._weights_epoch = ""
         self._give_up_saves = False
@@ -194,7 +201,12 @@ class SchedulerSide:
     def matched(self, request: EngineRequest, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded beyond those computed; None: not known yet. And whether outside of the batch."""
         state = self._requests.get(request.request_id)
-        if state is None or state.load_failed or not self._options.hook.load:
+        if state is None or not self._options.hook.load:
+            return 0, False
+        if self._layerwise and self._shares_a_load(state, computed_tokens):
+            self.tally.add("waits_for_shared_loads")
+            return None, False
+        if state.load_failed:
             return 0, False
         if request.num_preemptions != state.preemptions:  # by now there is more of it in the store
             self._begin_lookup(state)
@@ -211,6 +223,21 @@ class SchedulerSide:
             return 0, False
         state.first_offered = computed_tokens // self._block_tokens
         return tokens, not self._layerwise
+
+    def _shares_a_load(self, state: RequestState, computed_tokens: int) -> bool:
+        """Whether what the engine takes for computed of a request is only being loaded, layer by layer, in this very step.
+
+        Should that load fail, the engine has one request compute it and believes it for all that share it, even if that one
+        computes it in pieces, or ends. A step later it is known.
+        """
+        for load in self._loads:
+            first = min((part.first_block for part in load.groups), default=0)
+            other = self._requests.get(load.request_id)
+            if other is not None and other is not state and computed_tokens > first * self._block_tokens:
+                mine, theirs = (each.keys.upto(each.request.all_token_ids, first + 1) for each in (state, other))
+                if mine[first:] == theirs[first:]:
+                    return True
+        return False
 
     def _is_answered(self, lookup: Future[Found]) -> bool:
         """Whether it is, after a moment that all lookups of a step share."""
@@ -272,6 +299,7 @@ class SchedulerSide:
         chain = self._finder.chain.spec.namespace if self._finder is not None else b""
         plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, [], bool(scheduled))
         plan.give_up_saves, self._give_up_saves = self._give_up_saves, False
+        self._in_step = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
         self._wait_left_s = self._options.lookup_wait_s
         if self._pool is not None and self._options.hook.store:
@@ -355,6 +383,7 @@ class SchedulerSide:
 
     def loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
         """Pages that were not loaded, and requests of which any was not: they are computed, and not offered again."""
+        self._uncache(invalid_blocks)
         for request_id, state in self._requests.items():
             if state.loading and (
                 request_id in failed_requests or any(not invalid_blocks.isdisjoint(ids) for ids in state.loading.values())
@@ -363,6 +392,18 @@ class SchedulerSide:
                 state.loading = {}
                 state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
                 self.tally.add("loads_failed")
+
+    def _uncache(self, invalid_blocks: set[int]) -> None:
+        """Takes out of the engine's prefix cache what a layer-wise load did not bring, and what was computed behind it."""
+        spoiled: set[int] = set()
+        for groups in self._in_step:
+            for pages in groups:
+                first = next((at for at, page in enumerate(pages) if page in invalid_blocks), len(pages))
+                spoiled.update(pages[first:])
+        spoiled.discard(self._null_block)
+        if spoiled and self._pool is not None:
+            self.tally.add("pages_uncached", len(spoiled))
+            self._pool.evict_blocks(spoiled)
 
     def loads_done(self, request_ids: Iterable[str]) -> None:
         """Loads outside of the batch that have ended, well or not."""
