@@ -4,6 +4,9 @@ Bytes that were credited over the time in which the queue was not empty, both fo
 do not count, any number of parts may be in flight, and a burst of reports only moves bytes between neighbouring moments. A prior
 (the configured rate, worth one time constant) makes the start smooth. While a link is idle its estimate returns slowly to the
 configured rate: a link that was slow once is tried again, instead of being avoided for ever.
+
+A queue that does not empty says less and less: of the time since bytes last came, only as much counts as what is pending would
+have taken. Else a client that died, or one byte that nobody ever tells of, would talk a link down for everybody.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ RECOVERY_S = 30.0
 """Idle time after which an estimate has come back 63 % of the way to the configured rate."""
 LEAST_SHARE = 1e-3
 """Floor of an estimate as a share of the configured rate: a stalled link stays comparable, and divisions stay finite."""
+MOST_SHARE = 32.0
+"""Its ceiling: links differ from what nobody said of them, but a report of bytes that never were must not last."""
 
 
 class BandwidthEstimator:
@@ -29,7 +34,7 @@ class BandwidthEstimator:
         recovery_s: time constant of the return to ``configured``, in idle seconds.
     """
 
-    __slots__ = ("_busy", "_bytes", "_idle", "_since", "configured", "memory_s", "recovery_s")
+    __slots__ = ("_busy", "_bytes", "_idle", "_mark", "_since", "_waited", "configured", "memory_s", "recovery_s")
 
     def __init__(self, configured: float, *, memory_s: float = MEMORY_S, recovery_s: float = RECOVERY_S) -> None:
         if not (configured > 0 and math.isfinite(configured)):
@@ -39,6 +44,8 @@ class BandwidthEstimator:
         self.recovery_s = recovery_s
         self._bytes = configured * memory_s
         self._busy = memory_s
+        self._mark = configured  # the estimate as of the last bytes
+        self._waited = 0.0  # busy time that has counted since
         self._since: float | None = None  # settled until then; None while idle
         self._idle: float | None = None  # idle since then
 
@@ -47,6 +54,7 @@ class BandwidthEstimator:
         if self._since is None:
             rate = self.rate(now)
             self._bytes = rate * self._busy
+            self._mark, self._waited = rate, 0.0
             self._since, self._idle = now, None
 
     def end(self, now: float) -> None:
@@ -55,15 +63,26 @@ class BandwidthEstimator:
             self.credit(0, now)
             self._since, self._idle = None, now
 
-    def credit(self, nbytes: int, now: float) -> None:
-        """Bytes that arrived over this link since the last call; time passes while the queue is not empty."""
+    def credit(self, nbytes: int, now: float, pending: float = math.inf) -> None:
+        """Time passes while the queue is not empty.
+
+        Args:
+            nbytes: arrived over this link since the last call.
+            now: when.
+            pending: bytes that were in the queue meanwhile.
+        """
         if self._since is None:
             return
         passed = max(0.0, now - self._since)
         self._since = max(now, self._since)
+        if not nbytes:
+            passed = max(0.0, min(passed, pending / self._mark - self._waited))
+            self._waited += passed
         kept = math.exp(-passed / self.memory_s)
-        self._bytes = self._bytes * kept + nbytes
         self._busy = self._busy * kept + passed
+        self._bytes = min(self._bytes * kept + nbytes, self.configured * MOST_SHARE * self._busy)
+        if nbytes:
+            self._mark, self._waited = self.rate(now), 0.0
 
     def rate(self, now: float) -> float:
         """Estimate in bytes/s, greater than zero."""

@@ -120,6 +120,7 @@ class ReadQueues:
             raise NotFound("node is not known", node=node)
         into = self._nodes.get(sink) if sink is not None else None
         charge = Charge(source, into, blocks, block_bytes, block_tokens, forwarded=sink is not None)
+        source.link.credit(0, now, source.pending_bytes)
         source.link.begin(now)
         self._add(charge, blocks)
         self._changed[node] = None
@@ -139,9 +140,9 @@ class ReadQueues:
         """
         blocks = min(blocks, charge.blocks)
         link = charge._source.link
+        link.credit(blocks * charge.block_bytes if moved else 0, now, charge._source.pending_bytes)
         self._add(charge, -blocks)
         charge.blocks -= blocks
-        link.credit(blocks * charge.block_bytes if moved else 0, now)
         if not charge._source.pending_bytes:
             link.end(now)
         self._changed[charge._source.node] = None

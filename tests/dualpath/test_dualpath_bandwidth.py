@@ -85,6 +85,40 @@ def test_a_stalled_link_is_seen_and_tried_again_later() -> None:
     assert link.estimator.rate(link.now) > 0.6e9
 
 
+def test_what_nobody_tells_of_costs_a_link_no_more_than_it_would_have_taken() -> None:
+    estimator = BandwidthEstimator(1e9)
+    estimator.begin(0.0)  # one byte, of a client that died
+    for second in range(60):
+        estimator.credit(0, float(second), pending=1)
+    assert estimator.rate(60.0) == pytest.approx(1e9, rel=0.01)
+    for second in range(60, 120):  # another one, with 0.2 s of the link
+        estimator.credit(0, float(second), pending=2e8)
+    assert estimator.rate(120.0) > 0.6e9
+    for second in range(120, 140):  # honest loads beside it, each half a second long and told at its end
+        estimator.credit(0, float(second), pending=2e8)
+        estimator.credit(500_000_000, second + 0.5, pending=7e8)
+    assert estimator.rate(140.0) > 0.8e9
+
+
+def test_a_link_that_is_slow_is_found_though_its_load_is_told_in_one_report() -> None:
+    estimator = BandwidthEstimator(1e9)
+    for second in range(0, 100, 20):
+        estimator.begin(float(second))
+        estimator.credit(1_000_000_000, second + 10.0, pending=1e9)
+        estimator.end(second + 10.0)
+    assert estimator.rate(90.0) < 0.2e9
+
+
+def test_bytes_that_never_were_do_not_last() -> None:
+    link = Link(BandwidthEstimator(1e9), 1e9, 5)
+    link.estimator.begin(0.0)
+    link.estimator.credit(1 << 44, 0.1, pending=1 << 44)
+    assert link.estimator.rate(0.1) <= 32.1e9
+    link.now = 0.1
+    link.load(3.0)
+    assert link.error < 0.1
+
+
 def test_time_that_runs_back_does_no_harm() -> None:
     estimator = BandwidthEstimator(1e9)
     estimator.begin(10.0)
