@@ -241,6 +241,16 @@ class AsyncSchedulerClient:
         answer: pb.CancelRequestResponse = await self._call(self._stub.CancelRequest, message, timeout_s)
         return answer.known
 
+    async def engines(self, deadline_s: float = 1.0) -> int:
+        """How many engines the scheduler knows; with none, every request waits in vain.
+
+        Raises:
+            KVStoreError: the server does not answer.
+        """
+        timeout_s = check_seconds("deadline_s", deadline_s)
+        answer: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(), timeout_s)
+        return int(answer.counters.get("metadata_scheduler_engines", 0))
+
     def leader(self, group: str, role: EngineRole) -> AsyncGroupLeader:
         """As ``SchedulerClient.leader``."""
         return AsyncGroupLeader(self, GroupBook(group, role))

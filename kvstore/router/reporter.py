@@ -26,7 +26,7 @@ from kvclient import (
     GroupNews,
     KVStoreError,
 )
-from kvstore.core.errors import Conflict
+from kvstore.core.errors import Conflict, Unavailable
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.router.config import Role
 from kvstore.router.ledger import Entry
@@ -41,6 +41,8 @@ FIRST_S: Final = 0.003
 """Between reports while somebody waits, at first; doubled as long as nobody is assigned, up to ``IDLE_S``."""
 AWAY_S: Final = 1.0
 """A server that has not answered for so long is away."""
+COUNT_S: Final = 0.5
+"""How often a router that does not report asks whether the scheduler knows engines."""
 _REPORT_S: Final = 1.0
 _OVERLOADED: Final = 1 << 39
 """Tokens of an engine that is to get nothing now: above any threshold."""
@@ -87,6 +89,7 @@ class Reporter:
         self.back = asyncio.Event()
         """Set while it does."""
         self._answered_s = parts.now_s()
+        self._counted_s = -COUNT_S
         self._poke = asyncio.Event()
         self._prefilled: list[int] = []
         self._finished: list[int] = []
@@ -207,15 +210,26 @@ class Reporter:
 
     def _unanswered(self, error: KVStoreError) -> None:
         self._parts.counters.add("router_reports_failed_total")
-        _log.warning("the scheduler does not answer: %s", error)
+        _log.warning("the scheduler is of no use: %s", error)
         if self._parts.now_s() - self._answered_s > AWAY_S and not self.away.is_set():
             _logger.warning("the scheduler is away: this router decides by itself until it is back")
             self.away.set()
             self.back.clear()
 
     async def _ask_whether_there(self) -> None:
-        """A router that does not report asks for the sake of the answer."""
-        await self._client.cancel(EngineRequest(f"{self._mine}-0", 1), _REPORT_S)
+        """A router that does not report asks for the sake of the answer, and now and then whether anybody does.
+
+        Raises:
+            Unavailable: nobody: the router that reported is gone, or has not come yet.
+            KVStoreError: the server does not answer.
+        """
+        now_s = self._parts.now_s()
+        if now_s - self._counted_s >= COUNT_S or self.away.is_set():
+            if not await self._client.engines(_REPORT_S):
+                raise Unavailable("the scheduler knows no engines: does the router that reports for them live?")
+            self._counted_s = now_s
+        else:
+            await self._client.cancel(EngineRequest(f"{self._mine}-0", 1), _REPORT_S)
 
     async def _report(self, leaders: tuple[AsyncGroupLeader, AsyncGroupLeader]) -> None:
         prefilled, self._prefilled = self._prefilled, []

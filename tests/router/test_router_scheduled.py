@@ -327,6 +327,22 @@ async def test_two_routers_share_a_pool(bed: Make, store: LocalCluster, schedule
     await until(even, "the first router's books are even again")
 
 
+async def test_where_no_router_reports_the_others_decide_by_themselves(
+    bed: Make, store: LocalCluster, scheduler: Scheduler
+) -> None:
+    router = await bed("e0", "e1", **scheduled(store, report=False))
+    answers = await asyncio.gather(*(router.complete(f"p{number}") for number in range(6)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert await router.counter("router_unscheduled_total") == 6
+    await known(await bed.beside(router, **scheduled(store)), scheduler, 3)
+
+    async def scheduled_now() -> bool:
+        assert (await router.complete()).status_code == 200
+        return await router.counter("router_scheduled_total") > 0
+
+    await until(scheduled_now, "the scheduler decides")
+
+
 async def test_a_second_reporter_makes_the_first_stop_reporting(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     first = await bed("e0", "e1", **scheduled(store))
     await known(first, scheduler, 3)
