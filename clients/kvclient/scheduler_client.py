@@ -11,6 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -107,7 +108,13 @@ class SchedulerClient:
             Conflict: another request of this name is under way.
             KVStoreError: the server does not answer (until the deadline), or refuses.
         """
-        return self._assign(request, 0, deadline_s)
+        try:
+            return self._assign(request, 0, deadline_s)
+        except DeadlineExceeded:  # the server may have found some in the last moment, and would keep them for us
+            message = pb.CancelRequestRequest(operation_id=request.operation_id, request_id=request.request_id)
+            with suppress(ValueError):  # the channel was closed
+                self._stub.CancelRequest.future(message, timeout=_CLOSE_S)
+            raise
 
     def again(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
         """Waits until a request whose engine seems to have died was given to others.
@@ -224,7 +231,7 @@ class AsyncSchedulerClient:
         """As ``SchedulerClient.assign``; cancelled, it calls the request off."""
         try:
             return await self._assign(request, 0, deadline_s)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, DeadlineExceeded):  # late, the server may have found some in the last moment
             task = asyncio.create_task(self._call_off(request))
             self._calling_off.add(task)
             task.add_done_callback(self._calling_off.discard)

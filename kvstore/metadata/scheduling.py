@@ -370,6 +370,8 @@ class Scheduling:
             async with asyncio.timeout(budget_s):
                 return await answer
         except TimeoutError:
+            if entry.paired and not entry.over and entry.generation != after:  # in this very moment
+                return self._assignment(entry)
             late = DeadlineExceeded("no engines for the request in time", request=entry.wanted.request_id, seconds=budget_s)
             # a call that waited for other engines may come again; the request has its own deadline then
             if not after and not entry.paired and not entry.over and entry.waiting == [answer]:

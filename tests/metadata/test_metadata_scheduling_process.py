@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from metadata_harness import TIMEOUT_S, Peer, server_process, until
 
 from kvclient import (
+    Assignment,
     AsyncSchedulerClient,
     ClientOptions,
     EngineFigures,
@@ -248,6 +250,39 @@ async def test_a_router_that_gives_up_calls_its_request_off(tmp_path: Path) -> N
             with pytest.raises(asyncio.CancelledError):
                 await waits
             await until(lambda: _waiting(peer, 0))
+
+
+async def test_engines_that_were_found_too_late_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with server_process(tmp_path) as server:
+        async with connect_aio(server.address) as channel, client_of(server.address) as client:
+            groups = [Engines(client, "P", "prefill", ends=False), Engines(client, "D", "decode", ends=False)]
+            peer, assign = Peer(channel), client._assign
+
+            async def too_late(*arguments: Any) -> Assignment:
+                await assign(*arguments)
+                raise DeadlineExceeded("the answer came a moment after")
+
+            monkeypatch.setattr(client, "_assign", too_late)
+            with pytest.raises(DeadlineExceeded):
+                await client.assign(EngineRequest("r", 10), 30)
+
+            async def nothing_left() -> bool:
+                return (await peer.counters())["metadata_scheduler_requests"] == 0
+
+            await until(nothing_left)
+            with SchedulerClient(server.address) as other:
+                there = other._assign
+
+                def late(*arguments: Any) -> Assignment:
+                    there(*arguments)
+                    raise DeadlineExceeded("the answer came a moment after")
+
+                monkeypatch.setattr(other, "_assign", late)
+                with pytest.raises(DeadlineExceeded):
+                    await asyncio.to_thread(other.assign, EngineRequest("s", 10), 30)
+                await until(nothing_left)
+            for engines in groups:
+                await engines.die()
 
 
 async def test_a_server_that_hangs_hears_later_what_was_called_off(tmp_path: Path) -> None:
