@@ -233,7 +233,7 @@ def host() -> dict[str, object]:
     }
 
 
-def _processor_ticks() -> tuple[int, int] | None:
+def processor_ticks() -> tuple[int, int] | None:
     """Of all processors since the start of the system: ticks that were stolen, and all."""
     try:
         first, *ticks = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()
@@ -281,7 +281,7 @@ class Options:
     records: list[Record] = field(default_factory=list)
     extra: argparse.Namespace = field(default_factory=argparse.Namespace)
     """What the script's own arguments say."""
-    ticks: tuple[int, int] | None = field(default_factory=_processor_ticks)
+    ticks: tuple[int, int] | None = field(default_factory=processor_ticks)
     """When it began."""
 
     def pick(self, *, full: T, quick: T, smoke: T) -> T:
@@ -338,7 +338,7 @@ class Options:
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             host=host(),
             versions={name: metadata.version(name) for name in _LIBRARIES},
-            stolen=stolen_share(self.ticks, _processor_ticks()),
+            stolen=stolen_share(self.ticks, processor_ticks()),
         )
         self.records.append(record)
         if self.results is not None:

@@ -5,15 +5,35 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness import processor_ticks, stolen_share
 from kvstore.testing.netlab import Host
 from kvstore.testing.netlab_traffic import Network
 
 TRAFFIC = Path(__file__).with_name("traffic.py")
+TRIES = 6
+STOLEN = 0.02
+"""From this share of the machine's time on, given to other guests meanwhile, a link that seems slow says nothing of the link."""
+
+
+def once_in_some_tries(holds: Callable[[], bool], what: Callable[[], object]) -> None:
+    """A machine that others use is slow now and then, never fast: what must hold, holds in one of some tries.
+
+    Where it did not, and others took time of the machine meanwhile, the test is skipped, saying how much; else it fails.
+    """
+    before = processor_ticks()
+    for _ in range(TRIES):
+        if holds():
+            return
+    stolen = stolen_share(before, processor_ticks()) or 0.0
+    if stolen >= STOLEN:
+        pytest.skip(f"OTHERS TOOK {stolen:.0%} OF THIS MACHINE'S TIME, it is too slow to tell: {what()}")
+    pytest.fail(str(what()))
 
 
 class Peer:
@@ -48,3 +68,15 @@ def measure_mbit(source: Host, target: Host, network: Network, megabytes: int = 
         peer.end()
     assert received["bytes"] == megabytes << 20
     return float(received["bytes"] * 8e-6 / received["seconds"])
+
+
+def assert_rate(low: float, high: float, source: Host, target: Host, network: Network, tos: int = 0) -> None:
+    """A link is never faster than it was told to be, and not slower, Mbit/s."""
+    rates: list[float] = []
+
+    def fast_enough() -> bool:
+        rates.append(measure_mbit(source, target, network, megabytes=4, tos=tos))
+        assert rates[-1] < high
+        return rates[-1] > low
+
+    once_in_some_tries(fast_enough, lambda: f"{rates} Mbit/s over a link that should do {low} to {high}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from netlab_peers import Peer, measure_mbit
+from netlab_peers import Peer, assert_rate, measure_mbit
 
 from kvstore.core.errors import Conflict, Internal, InvalidArgument, NotFound
 from kvstore.testing import netlab_traffic, netns
@@ -30,7 +31,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def pair(make_lab: MakeLab, snic: float | None = 200, cnic: float | None = 400) -> tuple[NetLab, Host, Host]:
+def pair(make_lab: MakeLab, snic: float | None = 60, cnic: float | None = 120) -> tuple[NetLab, Host, Host]:
     lab = make_lab(HostSpec("a", snic, cnic), HostSpec("b", snic, cnic))
     return lab, lab.host("a"), lab.host("b")
 
@@ -45,41 +46,34 @@ def ping_ms(source: Host, target: Host, network: Network, count: int = 3, timeou
     return answer
 
 
-def assert_rate(expected: float, source: Host, target: Host, network: Network) -> None:
-    """A link is never faster than it was told to be, and once in three tries (of a busy machine) not much slower."""
-    rates = []
-    for _ in range(3):
-        rates.append(measure_mbit(source, target, network))
-        assert rates[-1] < 1.05 * expected
-        if rates[-1] > 0.9 * expected:
-            return
-    pytest.fail(f"{rates} Mbit/s over a link of {expected}")
+def assert_exact(mbit: float, source: Host, target: Host, network: Network) -> None:
+    assert_rate(0.9 * mbit, 1.05 * mbit, source, target, network)
 
 
 def test_rates_are_exact(make_lab: MakeLab) -> None:
     lab, a, b = pair(make_lab)
     before = lab.sample()
-    assert_rate(200, a, b, "storage")
-    assert_rate(200, b, a, "storage")
+    assert_exact(60, a, b, "storage")
+    assert_exact(60, b, a, "storage")
     between = lab.sample()
-    assert_rate(400, a, b, "compute")
+    assert_exact(120, a, b, "compute")
     after = lab.sample()
     # each network carried its own traffic and nothing else
-    assert between[Nic("b", "storage")].rx_bytes - before[Nic("b", "storage")].rx_bytes >= 8 << 20
-    assert between[Nic("a", "storage")].tx_bytes - before[Nic("a", "storage")].tx_bytes >= 8 << 20
+    assert between[Nic("b", "storage")].rx_bytes - before[Nic("b", "storage")].rx_bytes >= 4 << 20
+    assert between[Nic("a", "storage")].tx_bytes - before[Nic("a", "storage")].tx_bytes >= 4 << 20
     assert between[Nic("b", "compute")].rx_bytes - before[Nic("b", "compute")].rx_bytes < 4096
-    assert after[Nic("b", "compute")].rx_bytes - between[Nic("b", "compute")].rx_bytes >= 8 << 20
+    assert after[Nic("b", "compute")].rx_bytes - between[Nic("b", "compute")].rx_bytes >= 4 << 20
     assert after[Nic("b", "storage")].rx_bytes - between[Nic("b", "storage")].rx_bytes < 4096
 
 
 def test_a_rate_changes_while_it_runs(make_lab: MakeLab) -> None:
     _, a, b = pair(make_lab)
-    b.shape("storage", 100)
-    assert_rate(100, a, b, "storage")
+    b.shape("storage", 30)
+    assert_exact(30, a, b, "storage")
     b.shape("storage", None)
-    assert_rate(200, a, b, "storage")  # what a may send
+    assert_exact(60, a, b, "storage")  # what a may send
     a.shape("storage", None)
-    assert measure_mbit(a, b, "storage") > 220
+    assert_rate(75, math.inf, a, b, "storage")
     with pytest.raises(InvalidArgument):
         a.shape("storage", 0)
 
@@ -146,7 +140,7 @@ def test_two_labs_at_once_know_nothing_of_each_other(make_lab: MakeLab) -> None:
     port = server.line()
     stranger = Peer(c, "ping", b.storage_ip, port, 1, 5.0)
     assert stranger.line() == "ConnectionRefusedError"
-    assert_rate(50, c, d, "storage")
+    assert_exact(50, c, d, "storage")
     assert first.sample()[Nic("b", "storage")].rx_bytes < 4096
     second.close()
     friend = Peer(a, "ping", b.storage_ip, port, 1, 5.0)
@@ -230,7 +224,7 @@ def rtt_beside_bulk(a: Host, b: Host, tos: int) -> list[float]:
 
 
 def test_marked_traffic_yields_to_other_traffic(make_lab: MakeLab, record_property: Callable[[str, object], None]) -> None:
-    _, a, b = pair(make_lab, cnic=400)
+    _, a, b = pair(make_lab)
     tos = KV_DSCP << 2
     alike = rtt_beside_bulk(a, b, tos)
     for host in (a, b):
@@ -240,17 +234,17 @@ def test_marked_traffic_yields_to_other_traffic(make_lab: MakeLab, record_proper
     assert yielding[len(yielding) // 2] < alike[len(alike) // 2]
     for host in (a, b):
         host.unclassify("compute")
-    assert_rate(400, a, b, "compute")
+    assert_exact(120, a, b, "compute")
 
 
 def test_a_class_has_a_ceiling(make_lab: MakeLab) -> None:
-    _, a, b = pair(make_lab, cnic=400)
-    a.classify("compute", kv_dscp=KV_DSCP, kv_ceil_mbit=100)
-    assert measure_mbit(a, b, "compute", tos=KV_DSCP << 2) < 105
-    assert measure_mbit(a, b, "compute") > 150
-    a.classify("compute", kv_dscp=KV_DSCP, kv_ceil_mbit=200)
-    assert 105 < measure_mbit(a, b, "compute", tos=KV_DSCP << 2) < 210
-    a.shape("compute", 300)
+    _, a, b = pair(make_lab)
+    a.classify("compute", kv_dscp=KV_DSCP, kv_ceil_mbit=30)
+    assert_rate(0, 32, a, b, "compute", tos=KV_DSCP << 2)
+    assert_rate(45, 126, a, b, "compute")
+    a.classify("compute", kv_dscp=KV_DSCP, kv_ceil_mbit=60)
+    assert_rate(32, 63, a, b, "compute", tos=KV_DSCP << 2)
+    a.shape("compute", 90)
     assert a.settings("compute").kv is not None
     with pytest.raises(InvalidArgument):
         a.shape("compute", None)

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import pytest
+from netlab_peers import once_in_some_tries
 
-from netlab.traffic_class import TrafficBed, cases
+from netlab.traffic_class import Seen, TrafficBed, cases
 
 MBIT = 300.0
 SECONDS = 0.7
+KV_AT_MOST = {"class": 1.05, "cap": 0.85, "yield": 0.95}
+"""Of the link."""
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)  # four stores on as many hosts, a machine of which others take most
 @pytest.mark.usefixtures("lab_possible")
 def test_a_latency_critical_flow_keeps_its_latency_beside_kv() -> None:
+    link = MBIT * 125_000
+    seen: dict[str, list[Seen]] = {case.name: [] for case in cases(MBIT)}
     with TrafficBed(MBIT, cases(MBIT)) as bed:
-        seen = {case.name: bed.run(case.name, SECONDS) for case in cases(MBIT)}
-    nothing, link = seen.pop("nothing"), MBIT * 125_000
-    # directions only, with room to spare: in figures, see the benchmark of this name
-    assert nothing.kv_bytes_per_s > link / 2, "KV fills the link"
-    for name, one in seen.items():
-        assert one.p50_ms < nothing.p50_ms / 2, (name, one, nothing)
-        assert one.p99_ms < nothing.p99_ms * 0.7, (name, one, nothing)
-        assert one.kv_bytes_per_s > link / 4, (name, one, nothing)
-    assert seen["cap"].kv_bytes_per_s < link * 0.85
-    assert seen["yield"].kv_bytes_per_s < link * 0.95
+
+        def kv_fills_the_link() -> bool:
+            seen["nothing"].append(bed.run("nothing", SECONDS))
+            return seen["nothing"][-1].kv_bytes_per_s > link / 2
+
+        once_in_some_tries(kv_fills_the_link, lambda: seen)
+        nothing = seen["nothing"][-1]
+
+        # directions only, with room to spare: in figures, see the benchmark of this name
+        def latency_is_kept(name: str) -> bool:
+            one = bed.run(name, SECONDS)
+            seen[name].append(one)
+            assert one.kv_bytes_per_s < link * KV_AT_MOST[name], seen
+            return one.p50_ms < nothing.p50_ms / 2 and one.p99_ms < nothing.p99_ms * 0.7 and one.kv_bytes_per_s > link / 4
+
+        for name in KV_AT_MOST:
+            once_in_some_tries(lambda name=name: latency_is_kept(name), lambda: seen)  # type: ignore[misc]
