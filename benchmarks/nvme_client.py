@@ -3,6 +3,9 @@
 Each round stores a chain that nobody has seen, waits until it is durable, empties the DRAM tier, and loads the chain back from
 NVMe with O_DIRECT, checksums verified. fio does the same with as many bytes in blocks of the same size, as many in flight as the
 volume has I/O threads, on a file beside the volume. Caches below O_DIRECT (a disk's own, a hypervisor's) serve both sides alike.
+
+The limit is as many threads that copy, sum, read and write as many bytes, and know nothing of blocks: on few cores the sums and
+copies, which fio does not make, are what a store waits for.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from kvstore.core.types import Tier
 from kvstore.testing.cluster import NodeSpec
 from peers import PeerMissingError
 from peers.fio import Fio
+from peers.summed_file import SummedFile
 from rig import OPTIONS, Chain, Chains, NodeControl, cluster, found, loaded, room_for, spec, stored
 
 LAYERS = 32
@@ -43,6 +47,7 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
     with (
         cluster(node, folder) as store,
         KVClient.connect(store.metadata_address, cache, node=store.node("bench").local_socket, options=OPTIONS) as client,
+        SummedFile(folder / "bare", total, block_bytes // LAYERS, IO_THREADS) as bare,
     ):
         control = NodeControl(store.node("bench").address)
         current: list[Chain] = []
@@ -70,9 +75,13 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
             chains.check(chain, buffer)
             return rate
 
-        rounds: dict[str, list[float]] = {"store": [], "load": [], "fio write": [], "fio read": []}
+        rounds: dict[str, list[float]] = {
+            name: [] for name in ("store", "load", "bare write", "bare read", "fio write", "fio read")
+        }
         for count in range(-1, options.repetitions):  # a fixed order: a load needs its store before it
             values = {"store": store_durable(), "load": load_cold()}
+            values["bare write"] = harness.gigabytes_per_second(total, lambda: bare.write_durable(block_bytes))
+            values["bare read"] = harness.gigabytes_per_second(total, lambda: bare.read(block_bytes))
             if not missing:
                 values["fio write"] = fio.write_durable(total, block_bytes, IO_THREADS)
                 values["fio read"] = fio.read(total, block_bytes, IO_THREADS, options.seed + count + 1)
@@ -83,13 +92,14 @@ def measure(options: Options, folder: Path, block_bytes: int, total: int) -> Non
         control.close()
     parameters = {"block_bytes": block_bytes, "total_bytes": total, "layers": LAYERS, "depth": IO_THREADS}
     where = harness.storage(folder, direct="O_DIRECT" in engine and "refused" not in engine, cache="cold in this system")
-    for ours, peer, name, title, bound in (
-        ("load", "fio read", "nvme_load", "NVMe load, cold, through the client", 0.9),
-        ("store", "fio write", "nvme_store_durable", "NVMe store made durable, through the client", 0.8),
+    for ours, limit, peer, name, title, bound in (
+        ("load", "bare read", "fio read", "nvme_load", "NVMe load, cold, through the client", 0.9),
+        ("store", "bare write", "fio write", "nvme_store_durable", "NVMe store made durable, through the client", 0.8),
     ):
         options.keep(
             Figure(name, title, parameters, "GB/s"),
             rounds[ours],
+            limit=Reference("bare files, summed", rounds[limit]),
             peer=None if missing else Reference("fio io_uring", rounds[peer]),
             target=Target("peer", bound),
             storage=where,
