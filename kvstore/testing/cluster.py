@@ -22,7 +22,7 @@ from typing import IO, Protocol, Self
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
 from kvstore.core.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
-from kvstore.testing.children import die_with_parent
+from kvstore.testing import children
 from kvstore.testing.scratch import ScratchFolder
 
 START_TIMEOUT_S = 30.0
@@ -272,7 +272,7 @@ class LocalCluster:
             arguments += ["--set", setting]
         with log_path.open("ab") as log:
             log_start = log.seek(0, os.SEEK_END)
-            process = (place.launcher or _child)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = (place.launcher or children.start)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         daemon = Daemon(name, process, {}, log_path, log_start)
         self._daemons[name] = daemon
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -292,8 +292,3 @@ class LocalCluster:
         except subprocess.TimeoutExpired:
             daemon.process.kill()
             daemon.process.wait(STOP_TIMEOUT_S)
-
-
-def _child(argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
-    """The launcher of a plain child process."""
-    return subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=stderr, preexec_fn=die_with_parent)

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
-from kvstore.testing.children import die_with_parent
+from kvstore.testing import children
 from kvstore.testing.cluster import LOOPBACK, Launcher
 
 START_TIMEOUT_S = 180.0
@@ -297,15 +297,7 @@ class EngineBed:
                 command = ["setsid", "env", *variables, *spec.command(port)]
                 process = spec.launcher(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             else:
-                process = subprocess.Popen(
-                    spec.command(port),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=spec.variables(),
-                    start_new_session=True,
-                    preexec_fn=die_with_parent,
-                )
+                process = children.start(spec.command(port), stdout=log, stderr=log, env=spec.variables(), new_session=True)
         engine = ServedEngine(spec, port, process, log_path, log_start)
         self._engines[spec.name] = engine
         return engine

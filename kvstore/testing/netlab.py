@@ -30,8 +30,7 @@ from types import TracebackType
 from typing import IO, Self, get_args
 
 from kvstore.core.errors import Conflict, Internal, InvalidArgument, KVStoreError, NotFound
-from kvstore.testing import netns
-from kvstore.testing.children import die_with_parent
+from kvstore.testing import children, netns
 from kvstore.testing.netlab_links import MTU, LinkSettings, TrafficClass, change_lines, check_rate
 from kvstore.testing.netlab_traffic import DEFAULT_INTERVAL_S, CounterFile, Counts, Network, Nic, Recording
 
@@ -124,12 +123,7 @@ class Host:
         Raises:
             OSError: no such program.
         """
-
-        def in_child() -> None:
-            die_with_parent()
-            netns.enter(self._fd)
-
-        return subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd=cwd, preexec_fn=in_child)
+        return children.start(argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd=cwd, netns=self._fd)
 
     def run(self, argv: Sequence[str], *, timeout_s: float = 60.0, stdin: bytes = b"") -> bytes:
         """Runs a program on this host to its end.

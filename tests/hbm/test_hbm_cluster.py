@@ -16,7 +16,7 @@ from kvclient.hbm import HbmPool
 from kvclient.results import PATH_HBM, PATH_LOCAL, PATH_PREFILL
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey
-from kvstore.testing.children import die_with_parent
+from kvstore.testing import children
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 SPEC = CacheSpec(model="hbm-cluster", block_tokens=16, layers=4, layer_block_bytes=4096)
@@ -224,12 +224,10 @@ sys.stdin.read()
 
 def test_a_dead_engines_pool_is_hidden_like_a_dead_node(cluster: LocalCluster, connect: Connect) -> None:
     arguments = [sys.executable, "-c", ENGINE, cluster.metadata_address, cluster.node("prefill").local_socket]
-    with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent
-    ) as engine:
+    with children.start(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
         try:
             assert engine.stdout is not None
-            node_id = engine.stdout.readline().strip()
+            node_id = engine.stdout.readline().decode().strip()
             reader = connect(None)
             keys = reader.keys(tokens(BLOCKS, 11))
             drop_dram(cluster)

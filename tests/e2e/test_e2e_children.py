@@ -1,0 +1,86 @@
+"""Children that a test, the demo or a lab starts: without a fork of the parent's threads, and ended with it however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing import children
+
+WAIT_S = 30.0
+PARENT = """
+import os, sys, time
+from kvstore.testing import children
+forks = []
+os.register_at_fork(before=lambda: forks.append("before"))
+child = children.start(["sleep", "600"])
+print(child.pid, len(forks), flush=True)
+time.sleep(600)
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_no_fork_handler_runs_and_the_child_ends_with_its_parent() -> None:
+    """Handlers run where gRPC's would: as a process with threads forks."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            pid, forks = map(int, parent.stdout.readline().split())
+            assert forks == 0
+            assert not gone(pid)
+        finally:
+            parent.send_signal(signal.SIGKILL)
+    end_s = time.monotonic() + WAIT_S
+    while not gone(pid):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_the_child_is_the_program_that_was_meant() -> None:
+    script = "import os, sys; sys.stdout.write(f'{os.getpid()} {os.environ} {os.getcwd()} {os.getsid(0)} {sys.argv}')"
+    environment = {"PATH": os.environ["PATH"], "GIVEN": "here"}
+    with children.start(
+        [sys.executable, "-c", script, "a b"], stdout=subprocess.PIPE, env=environment, cwd=Path("/"), new_session=True
+    ) as child:
+        assert child.stdout is not None
+        said = child.stdout.read().decode()
+        assert child.wait(WAIT_S) == 0
+    assert said.startswith(f"{child.pid} ")
+    assert "'GIVEN': 'here'" in said
+    assert said.endswith(f" / {child.pid} ['-c', 'a b']")
+
+
+def test_a_child_that_was_started_is_the_program_already() -> None:
+    for _ in range(10):
+        with children.start(["sleep", "600"]) as child:
+            assert Path(f"/proc/{child.pid}/cmdline").read_bytes() == b"sleep\x00600\x00"
+            child.kill()
+
+
+def test_signals_that_python_ignores_are_as_programs_expect_them() -> None:
+    with children.start(["sh", "-c", "kill -s PIPE $$; echo ignored"], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.read() == b""
+        assert child.wait(WAIT_S) == -signal.SIGPIPE
+
+
+def test_what_cannot_be_started_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing-of-that-name"):
+        children.start(["nothing-of-that-name"])
+    broken = tmp_path / "broken"
+    broken.write_text("no program")
+    broken.chmod(0o755)
+    with pytest.raises(OSError, match="cannot be started"):
+        children.start([str(broken)])
