@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -66,14 +68,7 @@ class Tokens:
         Raises:
             InvalidArgument: it cannot be read, or a line is none; the line's number is told, never its content.
         """
-        try:
-            with path.open("rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-            mode = path.stat().st_mode
-        except OSError as error:
-            raise InvalidArgument(f"the tokens cannot be read: {error.strerror}", file=path) from error
-        if len(content) > MAX_FILE_BYTES:
-            raise InvalidArgument("the file of tokens is too long", file=path, limit_bytes=MAX_FILE_BYTES)
+        content, mode = _content(path)
         if mode & _OTHERS:
             logger.warning("%s can be read or written by others than its owner: chmod 600 it", path)
         known: list[tuple[bytes, Caller]] = []
@@ -94,6 +89,29 @@ class Tokens:
             if hmac.compare_digest(asked, digest):
                 found = caller
         return found
+
+
+def _content(path: Path) -> tuple[bytes, int]:
+    """What a file holds, and its mode. Whatever else has the name is not waited for: nobody may ever write to a pipe.
+
+    Raises:
+        InvalidArgument: it cannot be read, is no regular file, or is too long.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise InvalidArgument("the tokens cannot be read: this is no regular file", file=path)
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise InvalidArgument(f"the tokens cannot be read: {error.strerror}", file=path) from error
+    if len(content) > MAX_FILE_BYTES:
+        raise InvalidArgument("the file of tokens is too long", file=path, limit_bytes=MAX_FILE_BYTES)
+    return content, mode
 
 
 def _parse(words: Sequence[str], path: Path, number: int) -> tuple[bytes, Caller]:

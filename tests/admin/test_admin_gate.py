@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -93,6 +94,22 @@ def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest
     assert BOB not in caplog.text
     with pytest.raises(InvalidArgument, match="cannot be read"):
         Tokens.read(tmp_path / "none")
+
+
+def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> None:
+    """A pipe that nobody writes to would hold up the start for ever, and a device never ends."""
+    pipe, folder, huge = tmp_path / "pipe", tmp_path / "folder", tmp_path / "huge"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)
+    for path, why in ((pipe, "no regular file"), (folder, "no regular file"), (Path("/dev/zero"), "no regular file"),
+                      (huge, "too long")):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=why):
+            Tokens.read(path)
+    link = tmp_path / "link"  # as Kubernetes mounts secrets
+    link.symlink_to(tokens_file(tmp_path, f"read bob {BOB}\n"))
+    assert Tokens.read(link).caller(BOB) is not None
 
 
 def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
