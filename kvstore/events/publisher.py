@@ -24,8 +24,10 @@ from kvstore.events.config import EventsConfig
 from kvstore.events.translate import Translator
 from kvstore.events.wire import END_OF_REPLAY, SEQUENCE_BYTES, AllBlocksCleared, BlockStored, Event, KVEventBatch, encode, number
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)  # whoever reaches the socket can cause its lines
 
 _POLL_MS: Final = 100
 _SEND_MS: Final = 2_000
@@ -145,14 +147,14 @@ class Publisher:
             except zmq.ZMQError as error:
                 # the one who asked is gone, or reads too slowly; it may ask again
                 self._counters.add("events_replays_failed_total")
-                logger.warning("a replay was given up: %s", error)
+                limited.warning("a replay was given up: %s", error)
         router.close(linger=0)
 
     def _serve(self, router: zmq.Socket[bytes]) -> None:
         frames = router.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
             self._counters.add("events_replays_refused_total")
-            logger.warning("a request for a replay is not an empty frame and a number of 8 bytes")
+            limited.warning("a request for a replay is not an empty frame and a number of 8 bytes")
             return
         deadline_s = time.monotonic() + _REPLAY_S
         self._counters.add("events_replays_total")

@@ -158,6 +158,16 @@ def test_what_is_no_request_is_refused_and_the_next_is_served() -> None:
         assert made.counters.snapshot()["events_replays_refused_total"] == 4
 
 
+def test_whoever_asks_wrongly_does_not_set_the_pace_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with source() as made, subscriber(made) as one:
+        made.store(0, 3)
+        for _ in range(100):
+            one.dealer.send_multipart((b"", b"short"))
+        one.catch_up()
+        assert made.counters.snapshot()["events_replays_refused_total"] == 100
+    assert len([record for record in caplog.records if "not an empty frame" in record.getMessage()]) <= 1
+
+
 def test_who_asks_and_leaves_harms_nobody() -> None:
     with source() as made, subscriber(made) as one:
         made.store(0, 100)
