@@ -22,9 +22,9 @@ import secrets
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Self, TypeAlias, TypeVar, cast
 
@@ -338,15 +338,13 @@ class LmdbIndex(PrefixIndex):
             raise InvalidArgument("no such range of key space", key_range=key_range, ranges=limits.DIGEST_RANGES)
         found: list[BlockKey] = []
         position: bytes | None = (key_range << 4).to_bytes(2, "big")
-        end = ((key_range + 1) << 4).to_bytes(3, "big")[-2:] if key_range + 1 < limits.DIGEST_RANGES else None
+        end = ((key_range + 1) << 4).to_bytes(2, "big") if key_range + 1 < limits.DIGEST_RANGES else None
 
         def work(txn: Txn) -> bytes | None:
             if life not in self._lives_now(txn).by_number:
                 return None
-            part, following = self._scan(txn, position or b"", _SCAN_PART)
+            part, following = self._scan(txn, position or b"", _SCAN_PART, end)
             for key, value in part:
-                if end is not None and key >= end:
-                    return None
                 if life in decode(value)[2::2]:
                     found.append(BlockKey(key))
             return following
@@ -584,12 +582,17 @@ class LmdbIndex(PrefixIndex):
         value = txn.get(b"sweep", _U64.pack(0), self._meta)
         return value[8:], _U64.unpack_from(value)[0]
 
-    def _scan(self, txn: Txn, first: bytes, most: int) -> tuple[list[tuple[bytes, bytes]], bytes | None]:
-        """Up to ``most`` records from a key on, and the key to go on from (None: that was the last)."""
+    def _scan(
+        self, txn: Txn, first: bytes, most: int, end: bytes | None = None
+    ) -> tuple[list[tuple[bytes, bytes]], bytes | None]:
+        """Up to ``most`` records from a key on, none from ``end`` on, and the key to go on from (None: that was the last)."""
         with txn.cursor(db=self._blocks) as cursor:
             if not (cursor.set_range(first) if first else cursor.first()):
                 return [], None
-            part = list(islice(cursor.iternext(keys=True, values=True), most + 1))
+            records: Iterator[tuple[bytes, bytes]] = cursor.iternext(keys=True, values=True)
+            if end is not None:  # or each of 4,096 ranges would read what lies in hundreds behind it
+                records = takewhile(lambda record: record[0] < end, records)
+            part = list(islice(records, most + 1))
         return part[:most], part[most][0] if len(part) > most else None
 
     def _after_fork(self) -> None:

@@ -17,10 +17,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
+from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unavailable, Unsupported
 from kvstore.core.types import BlockKey, BlockRun, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixHit, PrefixIndex, ReplicaRun
@@ -86,6 +88,26 @@ def test_deleted_files_begin_a_new_epoch(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
     again, blocks, _ = reopened(tmp_path)
     assert (again != epoch, blocks) == (True, 0)
+
+
+def test_a_look_at_every_range_reads_each_record_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anti-entropy asks for all 4,096, volume by volume: what lies behind a range is not its business."""
+    read = 0
+    scan = LmdbIndex._scan
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal read
+        part, following = scan(*arguments)
+        read += len(part)
+        return part, following
+
+    index = LmdbIndex.open(tmp_path)
+    life = fill(index)
+    monkeypatch.setattr(LmdbIndex, "_scan", counted)
+    found = [key for key_range in range(limits.DIGEST_RANGES) for key in index.keys_in_range(life, key_range)]
+    assert len(set(found)) == len(found) == index.stats().blocks > 1_000
+    assert read == len(found)
+    index.close()
 
 
 def overwrite(at: int, content: bytes) -> Callable[[Path], None]:
