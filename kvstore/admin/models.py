@@ -563,6 +563,18 @@ class SlowLoads(Shown):
     unreached: list[Unreached] = Field(description="nodes that were not heard")
 
 
+class Overview(Shown):
+    """Some nodes, and all that a look at them shows."""
+
+    nodes: list[Node]
+    activity: list[Activity]
+    volumes: list[Volume] = Field(description="of these nodes, in order of their ids")
+    slow_loads: list[SlowLoad] = Field(description="the slowest of the last minute on these nodes, slowest first")
+    unreached: list[Unreached] = Field(description="those of the nodes that did not answer, engines' pools among them")
+    known_nodes: Count = Field(description="nodes there are, here or on other pages", examples=[3])
+    next_cursor: str | None = Field(description="for the next page; null: this is the last", examples=["bm9kZXMKaG9zdC0x"])
+
+
 # ---- configuration ----
 class Setting(Shown):
     """One value in force. Secrets are masked."""

@@ -82,8 +82,7 @@ class Questions:
     async def nodes(self) -> list[models.Node]:
         """All that the metadata server knows, in order of their ids, with their links as the planner sees them."""
         statuses, planning = await self._upstream.nodes(), await self._upstream.planning()
-        queues = {queue.node_id: queue for queue in planning.queues}
-        return [shapes.node(status, queues.get(node_id)) for node_id, status in sorted(statuses.items())]
+        return _with_queues([status for _, status in sorted(statuses.items())], planning)
 
     async def node(self, node_id: str) -> models.NodeDetail:
         """A node as the metadata server knows it, and what it says of itself.
@@ -112,6 +111,38 @@ class Questions:
         asked = await self._upstream.ask_nodes(statuses, ask)
         items = [asked.answers[one.node.node_id] for one in statuses if one.node.node_id in asked.answers]
         return models.Activities(items=items, unreached=shapes.unreached(asked.failed), next_cursor=None)
+
+    async def overview(self, statuses: Sequence[NodeStatus], most: int) -> models.Overview:
+        """Some nodes with activity, volumes and their slowest loads (``most`` of them): one connection and round trip to each.
+
+        They are taken as a whole: ``known_nodes`` counts them, and there is no next page.
+        """
+
+        async def ask(node: Ask) -> tuple[pb.DescribeNodeResponse, node_pb2.GetNodeStatsResponse, pb.ListSlowLoadsResponse]:
+            found, stats, loads = await asyncio.gather(
+                describe(node),
+                node(node.node_stub.GetNodeStats, node_pb2.GetNodeStatsRequest()),
+                node(node.stub.ListSlowLoads, pb.ListSlowLoadsRequest(limit=most)),
+            )
+            return found, stats, loads
+
+        planning, asked = await asyncio.gather(self._upstream.planning(), self._upstream.ask_nodes(statuses, ask))
+        answers = {node_id: asked.answers[node_id] for node_id in sorted(asked.answers)}
+        described = {node_id: found for node_id, (found, _, _) in answers.items()}
+        volumes = [
+            shapes.volume(status, volume, described.get(status.node.node_id))
+            for status in statuses
+            for volume in status.node.volumes
+        ]
+        return models.Overview(
+            nodes=_with_queues(statuses, planning),
+            activity=[shapes.activity(node_id, found, stats.counters) for node_id, (found, stats, _) in answers.items()],
+            volumes=sorted(volumes, key=lambda volume: volume.volume_id),
+            slow_loads=shapes.slow_loads({node_id: loads for node_id, (_, _, loads) in answers.items()}, most),
+            unreached=shapes.unreached(asked.failed),
+            known_nodes=len(statuses),
+            next_cursor=None,
+        )
 
     async def known_volumes(self, node: str | None = None) -> list[tuple[NodeStatus, VolumeInfo]]:
         """All volumes, each with its node, in order of their ids; those of one node alone where it is named."""
@@ -219,3 +250,9 @@ class Questions:
 
         asked = await self._upstream.ask_nodes((await self._upstream.nodes()).values(), ask)
         return models.SlowLoads(items=shapes.slow_loads(asked.answers, most), unreached=shapes.unreached(asked.failed))
+
+
+def _with_queues(statuses: Sequence[NodeStatus], planning: pb.DescribePlanningResponse) -> list[models.Node]:
+    """Nodes, with their links as the planner sees them."""
+    queues = {queue.node_id: queue for queue in planning.queues}
+    return [shapes.node(status, queues.get(status.node.node_id)) for status in statuses]

@@ -61,6 +61,7 @@ class Reads:
             summary="A node's configuration in force",
             responses=NODE,
         )
+        add("/overview", self.overview, methods=["GET"], tags=["nodes"], summary="Nodes, and all that a look at them shows")
         add(
             "/activity",
             self.activity,
@@ -148,6 +149,19 @@ class Reads:
         shown, following = page_of("activity", known, lambda status: status.node.node_id, cursor, limit)
         found = await self._questions.activities(shown)
         return models.Activities(items=found.items, unreached=found.unreached, next_cursor=following)
+
+    async def overview(
+        self,
+        limit: Limit = USUAL,
+        cursor: Cursor = None,
+        loads: Annotated[int, Query(ge=1, le=MOST_LOADS, description="so many of the slowest loads")] = 10,
+    ) -> models.Overview:
+        """Nodes in order of their ids, with their activity, volumes and slowest loads: each is asked once for all of it."""
+        after("overview", cursor)
+        known = list((await self._upstream.nodes()).values())
+        shown, following = page_of("overview", known, lambda status: status.node.node_id, cursor, limit)
+        found = await self._questions.overview(shown, loads)
+        return found.model_copy(update={"known_nodes": len(known), "next_cursor": following})
 
     async def node_config(self, node_id: NodeId) -> models.Settings:
         """Every value of a node's configuration, and where it came from."""

@@ -154,6 +154,18 @@ def test_it_shows_what_the_rest_says(page: Any, store: Working) -> None:
     page.locator("#ratio path[d*='L']").wait_for(state="attached")
 
 
+def test_nodes_that_are_not_shown_are_counted(page: Any) -> None:
+    """A large cluster, as far as the page is told."""
+
+    def larger(route: Any) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json={**answer.json(), "known_nodes": 1_103})
+
+    assert "not shown" not in page.locator("#nodes").inner_text()
+    page.route("**/v1/overview", larger)
+    said(page, "#nodes", "1,100 nodes are not shown")
+
+
 def test_names_stay_text(page: Any) -> None:
     said(page, "#namespaces tbody tr", HOSTILE)
     assert page.locator("#namespaces img, #namespaces td b b, #explorer img").count() == 0

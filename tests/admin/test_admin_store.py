@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +74,30 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             made.fill(engine)
             made.fill(neighbour)
             yield made
+
+
+def test_an_overview_is_what_the_parts_say_and_asks_each_node_once(store: Store) -> None:
+    def asked() -> list[int]:
+        with urllib.request.urlopen(f"http://{store.cluster.node('a').metrics_address}/metrics", timeout=WAIT_S) as answer:
+            text = answer.read().decode()
+        counts = dict(re.findall(r'^kvstore_rpc_seconds_count\{.*?method="(\w+)".*?\} (\S+)$', text, re.MULTILINE))
+        return [int(float(counts.get(method, 0))) for method in ("DescribeNode", "GetNodeStats", "ListSlowLoads")]
+
+    before = asked()
+    found = store.http.get("/v1/overview")
+    assert [now - then for now, then in zip(asked(), before, strict=True)] == [1, 1, 1]
+    for name, path in (("nodes", "/v1/nodes"), ("volumes", "/v1/volumes"), ("activity", "/v1/activity")):
+        items = store.http.get(path)["items"]
+        assert [sorted(one) for one in found[name]] == [sorted(one) for one in items], "the same fields"
+        key = "volume_id" if name == "volumes" else "node_id"
+        assert [one[key] for one in found[name]] == [one[key] for one in items]
+    assert found["volumes"] == store.http.get("/v1/volumes")["items"]
+    assert (found["known_nodes"], found["unreached"], found["next_cursor"]) == (2, [], None)
+    first = store.http.get("/v1/overview?limit=1")
+    assert ([one["node_id"] for one in first["nodes"]], first["known_nodes"]) == (["a"], 2)
+    rest = store.http.get(f"/v1/overview?cursor={first['next_cursor']}")
+    assert ([one["node_id"] for one in rest["nodes"]], rest["next_cursor"]) == (["b"], None)
+    assert {one["node_id"] for one in rest["volumes"]} == {"b"}
 
 
 def test_the_cluster_at_a_glance(store: Store) -> None:

@@ -133,7 +133,9 @@ function showNodes() {
           ),
         )
       : quiet("No node has registered: kvstore node starts one."),
-    known.nodes.next_cursor ? note(`The first ${items.length} are shown; /v1/nodes has them all.`) : null,
+    known.nodes.hidden > 0
+      ? note(`${many(known.nodes.hidden, "node is", "nodes are")} not shown, nor asked for loads and faults; /v1/nodes has them all.`)
+      : null,
     stale("nodes"),
     stale("activity"),
     stale("volumes"),

@@ -52,12 +52,17 @@ const failed = {};
 
 const QUESTIONS = {
   cluster: "/v1/cluster",
-  nodes: "/v1/nodes",
-  activity: "/v1/activity",
+  overview: "/v1/overview",
   namespaces: "/v1/namespaces?limit=500",
-  volumes: "/v1/volumes?limit=500",
-  slow: "/v1/loads/slow?limit=10",
   decisions: "/v1/decisions?limit=10",
+};
+
+/** What of the store is told together, as each node is asked once for all of it. */
+const TOGETHER = {
+  nodes: (told) => ({ items: told.nodes, hidden: told.known_nodes - told.nodes.length }),
+  activity: (told) => ({ items: told.activity, unreached: told.unreached }),
+  volumes: (told) => ({ items: told.volumes }),
+  slow: (told) => ({ items: told.slow_loads, unreached: told.unreached }),
 };
 
 /** Asks everything once; what is not answered is noted in `failed`. */
@@ -71,6 +76,13 @@ async function look() {
       delete failed[name];
     } else failed[name] = answer.reason;
   });
+  for (const [name, part_] of Object.entries(TOGETHER)) {
+    if (failed.overview) failed[name] = failed.overview;
+    else {
+      known[name] = part_(known.overview);
+      delete failed[name];
+    }
+  }
   return answers.filter((answer) => answer.status === "rejected").map((answer) => answer.reason);
 }
 
