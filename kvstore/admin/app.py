@@ -11,7 +11,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
 
 import kvstore
 from kvstore.admin import models
@@ -36,6 +35,7 @@ log, and take the role `operator`; questions take `read`.
 """
 _EVERYWHERE: Final = {
     "400": "the request cannot be served as it is",
+    "404": "there is nothing at this path",
     "429": "as many requests are under way as this server takes",
     "500": "a bug",
     "503": "the metadata server, or the node, does not answer",
@@ -46,7 +46,7 @@ _WITH_BODY: Final = {"413": "the request is too long"}
 _NOT_FOUND: Final = 404
 
 
-def make_app(upstream: Upstream, config: AdminConfig, tokens: Tokens | None, counters: Counters) -> ASGIApp:
+def make_app(upstream: Upstream, config: AdminConfig, tokens: Tokens | None, counters: Counters) -> Gate:
     """One admin server's application, behind its gate."""
     app = FastAPI(
         title="kvstore admin",
@@ -54,6 +54,7 @@ def make_app(upstream: Upstream, config: AdminConfig, tokens: Tokens | None, cou
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )
     app.include_router(Reads(upstream, config).routes())

@@ -18,6 +18,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.admin.config import AdminConfig
@@ -123,6 +124,20 @@ class Gate:
         async with asyncio.timeout(self._config.timeout_s + self._config.change_timeout_s + _SPARE_S):
             await self._app(scope, _replayed(body, receive), answer)
 
+    def malformed(self) -> Response:
+        """The answer to what is no HTTP: as to all else that cannot be served. Nobody's business is done for it."""
+        self._counters.add("admin_requests_total")
+        error = InvalidArgument("this is no HTTP request")
+        self.count(error)
+        name = secrets.token_hex(8)
+        before = request_id.set(name)
+        try:
+            answer = problem(error)
+        finally:
+            request_id.reset(before)
+        _mark(answer.headers, name)
+        return answer
+
     def count(self, error: KVStoreError) -> None:
         """An error is being told."""
         self._counters.add(f"admin_errors_{error.kind.value}_total")
@@ -181,11 +196,15 @@ class _Answer:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
-            headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._name
-            headers["x-content-type-options"] = "nosniff"
-            headers.setdefault("cache-control", "no-store")
+            _mark(MutableHeaders(scope=message), self._name)
         await self._send(message)
+
+
+def _mark(headers: MutableHeaders, name: str) -> None:
+    """What all answers have."""
+    headers["x-request-id"] = name
+    headers["x-content-type-options"] = "nosniff"
+    headers.setdefault("cache-control", "no-store")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -29,13 +29,15 @@ async def _serve(config: AdminConfig) -> None:
     door = http_server.bind(config.listen, "admin server")
     counters = Counters()
     upstream = Upstream(config, counters)
+    app = make_app(upstream, config, tokens, counters)
     try:
         await http_server.serve(
-            make_app(upstream, config, tokens, counters),
+            app,
             door,
             tls=config.serve_tls,
             stop_grace_s=config.stop_grace_s,
             ready_file=config.ready_file,
+            malformed=app.malformed,
         )
     finally:
         await upstream.close()

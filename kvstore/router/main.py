@@ -23,7 +23,7 @@ from kvstore.router.pool import Pool
 from kvstore.router.prefix_memory import PrefixMemory
 from kvstore.router.prompts import PromptReader
 from kvstore.router.scheduled_placement import ScheduledPlacement
-from kvstore.router.service import make_app
+from kvstore.router.service import make_app, malformed
 from kvstore.router.store_index import KVStoreIndex
 from kvstore.router.upstream import Upstream
 from kvstore.rpc import http_server
@@ -49,7 +49,14 @@ async def serve(config: RouterConfig) -> None:
     """As ``run``, in a running loop."""
     door = bind(config.listen, "router")
     async with router(config) as app:
-        await http_server.serve(app, door, tls=config.serve_tls, stop_grace_s=config.stop_grace_s, ready_file=config.ready_file)
+        await http_server.serve(
+            app,
+            door,
+            tls=config.serve_tls,
+            stop_grace_s=config.stop_grace_s,
+            ready_file=config.ready_file,
+            malformed=malformed,
+        )
 
 
 @asynccontextmanager

@@ -175,8 +175,17 @@ class _Served(Response):
             await self._exchange(scope, receive, send)
 
 
+def malformed() -> Response:
+    """The answer to what is no HTTP."""
+    return _told(InvalidArgument("this is no HTTP request"))
+
+
 async def _refused(_request: Request, error: Exception) -> Response:
     assert isinstance(error, KVStoreError)
+    return _told(error)
+
+
+def _told(error: KVStoreError) -> Response:
     return JSONResponse(
         error_fields(error), status_code=http_status(error), headers={"retry-after": "1"} if error.retryable else None
     )

@@ -1,4 +1,7 @@
-"""An ASGI application as this store serves it: bound first, told when it is ready, ended in order. Needs uvicorn (an extra)."""
+"""An ASGI application as this store serves it: bound first, told when it is ready, ended in order.
+
+Needs uvicorn and Starlette (extras).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
+from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstore.core.errors import InvalidArgument, Unavailable
@@ -38,6 +43,7 @@ async def serve(
     tls: TlsConfig | None,
     stop_grace_s: float,
     ready_file: Path | None,
+    malformed: Callable[[], Response],
 ) -> None:
     """Serves until SIGTERM or SIGINT; returns after requests under way have ended, or their grace has.
 
@@ -47,12 +53,13 @@ async def serve(
         tls: this server's certificate; None: plain HTTP.
         stop_grace_s: how long requests under way may take at the end.
         ready_file: written as JSON ``{"address", "pid"}`` once it answers.
+        malformed: makes the answer to what is no HTTP, which never reaches the application; its connection ends.
 
     Raises:
         InvalidArgument: TLS without a certificate, or files that cannot be read.
     """
     address = "{}:{}".format(*door.getsockname()[:2])
-    await _Server(_config(app, tls, stop_grace_s), ready_file, address).serve(sockets=[door])
+    await _Server(_config(app, tls, stop_grace_s, malformed), ready_file, address).serve(sockets=[door])
 
 
 def bind(listen: str, whose: str) -> socket.socket:
@@ -77,14 +84,27 @@ def bind(listen: str, whose: str) -> socket.socket:
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn's best one is chosen as it is imported
-    """uvicorn's connection, which an application can end (``ABORT``): ASGI itself has no word for that."""
+    """uvicorn's connection, which an application can end (``ABORT``), and whose refusals are the application's.
+
+    ASGI itself has no word for either. uvicorn's own answer to what is no HTTP is plain text.
+    """
 
     app_state: dict[str, Any]
+    malformed: Callable[[], Response]
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begins."""
         self.app_state = {**self.app_state, ABORT: transport.abort}
         super().connection_made(transport)
+
+    def send_400_response(self, _message: str) -> None:
+        """Refuses what is no HTTP, and ends the connection. Into an answer that has begun nothing is written."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            answer = self.malformed()
+            lines = [f"HTTP/1.1 {answer.status_code} {HTTPStatus(answer.status_code).phrase}".encode()]
+            lines += [name + b": " + value for name, value in (*self.server_state.default_headers, *answer.raw_headers)]
+            self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", bytes(answer.body)]))
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -114,12 +134,18 @@ class _Server(uvicorn.Server):
             scratch.replace(self._ready_file)
 
 
-def _config(app: Any, tls: TlsConfig | None, stop_grace_s: float) -> uvicorn.Config:  # noqa: ANN401
+def _config(
+    app: Any,  # noqa: ANN401  # an ASGI application
+    tls: TlsConfig | None,
+    stop_grace_s: float,
+    malformed: Callable[[], Response],
+) -> uvicorn.Config:
     if tls is not None and (tls.cert is None or tls.key is None):
         raise InvalidArgument("to serve TLS, a server takes a certificate and its key")
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=type("Connection", (Connection,), {"malformed": staticmethod(malformed)}),
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 from collections.abc import Iterator
-from http.client import HTTPSConnection
+from http.client import HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import schemathesis
-from admin_client import AdminHttp
+from admin_client import WAIT_S, AdminHttp
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -77,7 +78,17 @@ def test_no_request_brings_a_5xx_or_an_undocumented_answer(http: AdminHttp) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/cluster", "/v1/nodes", "/v1/activity", "/v1/volumes", "/v1/namespaces", "/v1/decisions", "/v1/loads/slow"]
+    "path",
+    [
+        "/v1/cluster",
+        "/v1/nodes",
+        "/v1/overview",
+        "/v1/activity",
+        "/v1/volumes",
+        "/v1/namespaces",
+        "/v1/decisions",
+        "/v1/loads/slow",
+    ],
 )
 def test_answers_are_what_the_document_says(http: AdminHttp, path: str) -> None:
     """With the names that there are, which generated requests do not find."""
@@ -118,6 +129,51 @@ def test_known_names_too(http: AdminHttp) -> None:
     for method, path, given_ in asked:
         answer = schema[path][method].Case(**given_).call_and_validate(checks=CHECKS)
         assert answer.status_code == (412 if path.endswith("rebuild") else 200), (path, answer.content)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/cluster/", "/v1/nodes//", "/v1/blocks/", "/v1/volumes/host-1", "/v1/volumes/a/b/c", "/v1", "/healthz/", "//", "/%2e"],
+)
+def test_what_is_at_no_path_is_told_as_documented_and_nobody_is_sent_elsewhere(http: AdminHttp, path: str) -> None:
+    answer = http.ask("GET", path)
+    assert answer.status == 404, answer.raw
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert "location" not in answer.headers
+    assert answer.json["kind"] == "not_found"
+    document = http.get("/v1/openapi.json")
+    assert all("404" in operation["responses"] for found in document["paths"].values() for operation in found.values())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /v1/nodes HTTP/x.y\r\nhost: 127.0.0.1\r\n\r\n",
+        b"GET /v1/nodes HTTP/1.1\r\nhost 127.0.0.1\r\n\r\n",
+        b"GET /v1/nodes HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/blocks/lookup HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # somebody speaks TLS
+    ],
+)
+def test_what_is_no_http_is_refused_as_all_else_is(http: AdminHttp, request_: bytes) -> None:
+    host, _, port = http.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(request_)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        body = json.loads(answer.read())
+        assert connection.recv(1) == b"", "the connection ends"
+    assert (answer.status, body["status"], body["kind"]) == (400, 400, "invalid_argument")
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.headers["x-request-id"] == body["request_id"] != ""
+    assert http.get("/healthz") == {"status": "ok"}
+
+
+def test_an_upgrade_is_not_made(http: AdminHttp) -> None:
+    answer = http.ask("GET", "/v1/nodes", connection="upgrade", upgrade="websocket", sec_websocket_version="13")
+    assert answer.status == 200
+    assert answer.json["items"]
 
 
 def test_every_field_has_an_example_that_fits(http: AdminHttp) -> None:

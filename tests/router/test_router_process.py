@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -26,6 +27,16 @@ async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
                 return found
 
         assert b"e0 saw 2" in await asyncio.to_thread(ask)
+
+        def ask_nonsense() -> bytes:
+            host, _, port = router.address.rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                connection.sendall(b"nonsense\r\n\r\n")
+                return b"".join(iter(lambda: connection.recv(4_096), b""))
+
+        head, _, said = (await asyncio.to_thread(ask_nonsense)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(said)["error"]["code"] == "invalid_argument"
         assert await asyncio.to_thread(router.stop) == 0
         log = router.log_path.read_text()
         assert "is in: m" in log
