@@ -32,6 +32,7 @@ from kvstore.node.domain import Domain, Domains
 from kvstore.node.drain import Drainer
 from kvstore.node.gate import Gate
 from kvstore.node.gauges import Links, NodeGauges
+from kvstore.node.last_chance import make_durable
 from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Loader
 from kvstore.node.mounts import make_mounts
@@ -159,7 +160,7 @@ class NodeDaemon:
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
         self._log = ReplicaLog(volumes, counters, clock, keep=config.metadata is not None)
         homes = [Home(slab) for slab in self._slabs]
-        writes_behind = bool(homes) or config.write_behind_to is not None
+        self._writes_behind = bool(homes) or config.write_behind_to is not None
         self.table = BlockTable(
             self._arena,
             make_policy(config.policy),
@@ -167,7 +168,7 @@ class NodeDaemon:
             self._log,
             counters,
             clock,
-            writes_behind=writes_behind,
+            writes_behind=self._writes_behind,
             keep_loaded=config.keep_loaded,
             durable_policy=make_policy(config.policy),
         )
@@ -209,7 +210,7 @@ class NodeDaemon:
             self._busy,
             counters,
             clock,
-            writes_behind=writes_behind,
+            writes_behind=self._writes_behind,
             patience_s=config.prepare_ttl_ms / 1000,
         )
         self.sessions = Sessions(
@@ -479,8 +480,8 @@ class NodeDaemon:
         stores_s = self._part_of(until_s)
         while self._gate.stores_under_way() and self._clock.now_s() < stores_s:
             time.sleep(STOP_POLL_S)  # their engines copy, and will say so
-        flushed = self.table.wait_written(self._part_of(until_s, STOP_PARTS - 1))
-        if lost := self.table.not_durable() if flushed else max(1, self.table.counts()[1]):
+        flushed = self._flush(self._part_of(until_s, STOP_PARTS - 1))
+        if lost := self.table.not_durable():
             self.counters.add("node_stopped_not_durable_blocks_total", lost)
             log.warning("%d blocks are not durable, and lost with this process%s", lost, "" if flushed else ": time is over")
         servers = [self._data] if self._storage_data is None else [self._data, self._storage_data]
@@ -489,6 +490,16 @@ class NodeDaemon:
             time.sleep(STOP_POLL_S)
         if self._publisher is not None and self.config.nvme:  # nodes that mount the volumes are to find what they hold
             self._log.wait_published([slab.volume_id for slab in self._slabs], self._part_of(until_s))
+
+    def _flush(self, deadline_s: float) -> bool:
+        """Waits until what was stored is durable, or cannot be made so in time. Whether nothing waits any more."""
+        if not self._writes_behind:
+            return self.table.wait_written(deadline_s)
+        flushed, saved = make_durable(self.table, self._clock, deadline_s)
+        if saved:
+            self.counters.add("node_stopped_saved_blocks_total", saved)
+            log.info("%d blocks that had been given up are durable now", saved)
+        return flushed
 
     def _part_of(self, until_s: float, parts: int = 1) -> float:
         """The end of some quarters of the time that is left."""

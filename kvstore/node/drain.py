@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvproto.v1 import common_pb2
 from kvproto.v1.common_pb2 import (
@@ -26,8 +26,8 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BlockKey
 from kvstore.node.block import Block
-from kvstore.node.domain import Domain
 from kvstore.node.gate import Gate
+from kvstore.node.last_chance import by_domain
 from kvstore.node.mover import Mover
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -218,7 +218,7 @@ class Drainer:
         """Sends what lies in DRAM only to where it is durable, and waits for it, as long as this order holds."""
         if not self._writes_behind:
             return
-        for domain, keys in _by_domain(self._volatile(order)):
+        for domain, keys in by_domain(self._volatile(order)):
             self._table.write_again(domain, keys)
         while not self._over(order) and not self._table.wait_written(self._clock.now_s() + WRITTEN_S):
             self._not_durable = len(self._volatile(order))
@@ -231,11 +231,3 @@ class Drainer:
         if changed:
             name = common_pb2.NodeState.Name(state).removeprefix("NODE_STATE_").lower().replace("_", " ")
             log.warning("draining: %s%s; %d blocks would be lost", name, f" ({why})" if why else "", self._not_durable)
-
-
-def _by_domain(blocks: Sequence[Block]) -> list[tuple[Domain, list[BlockKey]]]:
-    """Keys of blocks, namespace by namespace, in order."""
-    found: dict[Domain, list[BlockKey]] = {}  # one object a namespace
-    for block in sorted(blocks, key=lambda one: one.depth):
-        found.setdefault(block.domain, []).append(block.key)
-    return list(found.items())

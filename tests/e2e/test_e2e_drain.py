@@ -266,6 +266,44 @@ def stop_in_order(daemon: Daemon) -> int:
     return daemon.process.wait(20)
 
 
+def given_up(store: Store, storage: str, node: str, blocks: int) -> list[BlockKey]:
+    """Blocks that a node without a volume stored while its storage node was away."""
+    engine = store.engine(node)
+    store.cluster.stop(storage)
+    assert engine.store("given up", blocks).count(StoreOutcome.STORED) == blocks
+    until(lambda: store.node_stats(node).counters.get("write_behind_dropped_blocks_total", 0) == blocks, "nobody took them")
+    return engine.keys("given up", blocks)
+
+
+@pytest.mark.parametrize("back", ["before", "meanwhile"])
+def test_what_the_storage_node_did_not_take_goes_there_at_the_end(make_store: MakeStore, back: str) -> None:
+    """A rolling restart: the storage node first, then those that write behind to it."""
+    memory = NodeSpec("memory", dram_bytes=DRAM, write_behind_to="disk", settings=(("stop_grace", "60s"),))
+    store = make_store(*nodes("disk"), memory)
+    keys = given_up(store, "disk", "memory", 100)
+    process = store.cluster.node("memory").process
+    if back == "before":
+        store.cluster.start_node("disk")
+    process.terminate()
+    if back == "meanwhile":
+        until(lambda: (found := status(store, "memory")) is not None and found.stopped, "it has begun to end")
+        store.cluster.start_node("disk")
+    assert process.wait(50) == 0
+    log = store.cluster.node("memory").log_tail()
+    assert "100 blocks that had been given up are durable now" in log
+    assert "lost with this process" not in log
+    other = store.engine(None)
+    until(lambda: all_there(other, [keys]), "they are found where they are durable")
+
+
+def test_a_storage_node_that_stays_away_holds_nobody_up(make_store: MakeStore) -> None:
+    memory = NodeSpec("memory", dram_bytes=DRAM, write_behind_to="disk", settings=(("stop_grace", "1s"),))
+    store = make_store(*nodes("disk"), memory)
+    given_up(store, "disk", "memory", 20)
+    assert stop_in_order(store.cluster.node("memory")) == 0
+    assert "20 blocks are not durable, and lost with this process" in store.cluster.node("memory").log_tail()
+
+
 def test_the_second_signal_ends_a_node_at_once(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", settings=(("stop_grace", "60s"), ("prepare_ttl", "60s"))))
     engine = store.engine("a")
