@@ -20,14 +20,14 @@ _EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # 
 
 
 @click.command(cls=Command)
-@click.argument("daemon", type=click.Choice(("metadata", "node", "router")))
+@click.argument("daemon", type=click.Choice(("metadata", "node", "router", "admin")))
 @with_quiet_config
 def health(config: Config, *, daemon: str) -> None:
     """Asks a daemon of this host whether it serves.
 
     It is given the daemon's own configuration, and finds it by that: a node by its unix socket, the others by the address that
     they listen on, over TLS where they serve it. A daemon that is starting (a node reads the catalogs of its volumes first) or
-    stopping does not serve.
+    stopping does not serve, nor does a router without engines or an admin server without the metadata server.
 
     Examples:
       kvstore health node
@@ -41,8 +41,10 @@ def health(config: Config, *, daemon: str) -> None:
             serves = _grpc_serves(f"unix:{settings.run_dir / settings.node_id}.sock", None)
         elif daemon == "metadata":
             serves = _grpc_serves(_from_here(config.metadata.listen), tls(config.metadata.tls))
+        elif daemon == "router":
+            serves = _http_serves(_from_here(config.router.listen), "/health", tls(config.router.tls))
         else:
-            serves = _http_serves(_from_here(config.router.listen), encrypted=config.router.tls.cert is not None)
+            serves = _http_serves(_from_here(config.admin.listen), "/readyz", tls(config.admin.tls))
     except (KVStoreError, OSError, http.client.HTTPException) as error:
         raise click.ClickException(f"{daemon}: {error}") from error
     if not serves:
@@ -73,20 +75,24 @@ def _grpc_serves(address: str, identity: TlsConfig | None) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _http_serves(address: str, *, encrypted: bool) -> bool:
-    """Asks a router. Whose certificate it shows does not matter: it is asked on this host, and told nothing.
+def _http_serves(address: str, path: str, identity: TlsConfig | None) -> bool:
+    """Asks by HTTP; a server that wants certificates is shown its own.
+
+    Whose certificate it shows does not matter: it is asked on this host, and told nothing.
 
     Raises:
         OSError, HTTPException: no answer.
     """
     connection = http.client.HTTPConnection(address, timeout=_ANSWER_S)
-    if encrypted:
+    if identity is not None and identity.cert is not None:
         context = ssl.create_default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
+        if identity.require_client_cert:
+            context.load_cert_chain(identity.cert, identity.key)
         connection = http.client.HTTPSConnection(address, timeout=_ANSWER_S, context=context)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", path)
         return connection.getresponse().status == http.HTTPStatus.OK
     finally:
         connection.close()

@@ -46,6 +46,35 @@ def test_a_server_with_mutual_tls_and_a_node_are_asked_on_their_own_ways(tmp_pat
         assert gone.output.startswith("Error: node: ")
 
 
+def test_an_admin_server_serves_while_the_metadata_server_answers_it(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    tokens = tmp_path / "tokens"
+    tokens.write_text("read bob readers-token-2-x\n")
+    ours = [
+        ("tls.cert", str(made.cert)),
+        ("tls.key", str(made.key)),
+        ("tls.ca", str(made.ca)),
+        ("tls.require_client_cert", "true"),
+    ]
+    with LocalCluster([], tmp_path / "store") as cluster:
+        settings = [
+            *ours,
+            ("tokens_file", str(tokens)),
+            ("listen", cluster.start_admin(*ours, ("tokens_file", str(tokens))).address),
+        ]
+
+        def asked(settings: list[tuple[str, str]]) -> Result:
+            return health("admin", *(part for name, value in settings for part in ("--set", f"admin.{name}={value}")))
+
+        assert asked(settings).output == "admin: serves\n"
+        assert asked([one for one in settings if one[0] != "tls.require_client_cert"]).exit_code == 1, "it wants a certificate"
+        cluster.stop("metadata")
+        without = asked(settings)
+        assert (without.exit_code, without.output) == (1, "Error: admin: it is up and does not serve\n")
+        cluster.kill("admin")
+        assert asked(settings).output.startswith("Error: admin: ")
+
+
 @pytest.fixture
 def front() -> Iterator[tuple[str, list[int]]]:
     """Something that answers as a router does; the status is the caller's to choose."""

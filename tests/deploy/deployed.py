@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import click
 import yaml
 
 from kvstore.cli.app import root
-from kvstore.cli.settings import metadata_config, node_config, router_config
+from kvstore.cli.settings import admin_config, metadata_config, node_config, router_config
 from kvstore.core.config import Config
 from kvstore.core.config_sources import ENVIRONMENT_PREFIX, Setting, load_config
 
@@ -27,7 +27,7 @@ CHART = DEPLOY / "helm" / "kvstore"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
 SYSTEMD = DEPLOY / "systemd"
-DAEMONS = ("metadata", "node", "router")
+DAEMONS = ("metadata", "node", "router", "admin")
 NOT_SETTINGS = {f"{ENVIRONMENT_PREFIX}DATA_DIR", f"{ENVIRONMENT_PREFIX}CONFIG"}
 """Names of ours that do not nest. Anything else without two underscores is looked at by nobody."""
 
@@ -44,12 +44,19 @@ class Daemon:
     """Arguments of ``kvstore`` that ask it whether it serves."""
     folders: tuple[str, ...] = ()
     """Where it may write."""
+    secrets: tuple[str, ...] = ()
+    """What it finds there and may only read: files, or folders of them."""
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
         """What is in force. Raises what the command line would."""
         return resolve(self.arguments, self.environment)
+
+    @property
+    def grace_ms(self) -> int:
+        """How long its end in order may take."""
+        return int(getattr(self.config, self.arguments[0]).stop_grace)
 
     @property
     def listens(self) -> dict[str, int]:
@@ -71,9 +78,14 @@ def resolve(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
             raise click.UsageError(f"nobody looks at {name}: two underscores nest")
     command, flags = parse(arguments)
     config, _ = load_config(None, environment, flags, default_files=())
-    check = {"metadata": metadata_config, "node": node_config, "router": router_config}.get(command)
-    if check is not None:
-        check(config)
+    checks: dict[str, Callable[[Config], object]] = {
+        "metadata": metadata_config,
+        "node": node_config,
+        "router": router_config,
+        "admin": admin_config,
+    }
+    if command in checks:
+        checks[command](config)
     return config
 
 
@@ -155,6 +167,7 @@ def compose_daemons(variables: Mapping[str, str] | None = None) -> dict[str, Dae
             defaults | service["environment"],
             tuple(health[1:]),
             (*mounted, *(place.split(":")[0] for place in service["tmpfs"])),
+            tuple(f"/run/secrets/{secret}" for secret in service.get("secrets", [])),
             service,
         )
     return found
@@ -229,5 +242,8 @@ def chart_daemon(workload: Mapping[str, Any]) -> Daemon:
         environment[variable["name"]] = variable["value"] if source is None else made_up[source]
     probe = container["readinessProbe"]
     health = probe["exec"]["command"][1:] if "exec" in probe else ["health", container["name"]]
-    folders = tuple(mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly"))
-    return Daemon(workload["metadata"]["name"], tuple(container["args"]), environment, tuple(health), folders, container)
+    mounts = container["volumeMounts"]
+    folders, secrets = (
+        tuple(mount["mountPath"] for mount in mounts if bool(mount.get("readOnly")) is read_only) for read_only in (False, True)
+    )
+    return Daemon(workload["metadata"]["name"], tuple(container["args"]), environment, tuple(health), folders, secrets, container)

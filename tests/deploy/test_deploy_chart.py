@@ -96,7 +96,7 @@ def test_a_node_has_room_for_its_arena_and_time_to_stop(example: str) -> None:
         else:
             assert "hugepages-2Mi" not in limits
             assert memory > config.dram
-        assert pod["terminationGracePeriodSeconds"] >= 45
+        assert pod["terminationGracePeriodSeconds"] * 1_000 == config.stop_grace + 30_000
         assert workload["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
 
 
@@ -112,11 +112,15 @@ def test_the_claim_has_room_for_the_index() -> None:
 def test_tls_reaches_every_process_and_its_probes() -> None:
     for workload in pods(rendered("tls")):
         daemon = chart_daemon(workload)
-        section = {"metadata": daemon.config.metadata.tls, "node": daemon.config.node.tls, "router": daemon.config.client.tls}
-        used = section[daemon.arguments[0]]
+        config = daemon.config
+        own = {"metadata": config.metadata.tls, "node": config.node.tls}
+        used = own.get(daemon.arguments[0], config.client.tls)
         mounted = [mount["mountPath"] for mount in daemon.about["volumeMounts"] if mount["name"] == "tls"]
         assert [str(path.parent) for path in (used.ca, used.cert, used.key)] == mounted * 3
-        if daemon.arguments[0] != "router":
+        if daemon.arguments[0] == "admin":
+            assert [str(path.parent) for path in (config.admin.tls.cert, config.admin.tls.key)] == mounted * 2
+            assert {daemon.about[kind]["httpGet"]["scheme"] for kind in ("readinessProbe", "livenessProbe")} == {"HTTPS"}
+        elif daemon.arguments[0] != "router":
             assert used.require_client_cert
             assert daemon.about["livenessProbe"]["exec"]["command"] == ["kvstore", "health", daemon.arguments[0]]
 
@@ -131,12 +135,31 @@ def test_what_a_pool_does_not_say_is_as_all_have_it_and_settings_of_people_win()
     assert chart_daemon(node).config.node.allow_insecure_remote is False
 
 
+@pytest.mark.parametrize(("example", "limited"), [("plain", ["Ingress", "Egress"]), ("rdma", ["Ingress"])])
+def test_nobody_in_the_cluster_calls_an_admin_server_unless_it_is_said_who(example: str, limited: list[str]) -> None:
+    """Where nodes are on the hosts' network, labels do not find them, and it is to reach them all the same."""
+    documents = rendered(example, "--set", "admin.enabled=true", "--set", "admin.tokensSecretName=tokens")
+    (workload,) = (one for one in pods(documents) if one["metadata"]["name"].endswith("-admin"))
+    daemon = chart_daemon(workload)
+    assert daemon.config.admin.tokens_file is not None
+    assert str(daemon.config.admin.tokens_file.parent) in daemon.secrets
+    assert {daemon.about[kind]["httpGet"]["scheme"] for kind in ("readinessProbe", "livenessProbe")} == {"HTTP"}
+    policies = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "NetworkPolicy"}
+    policy = policies["kv-kvstore-admin"]
+    assert (policy["policyTypes"], policy["ingress"]) == (limited, [])
+    assert ("egress" in policy) == ("Egress" in limited)
+    for document in documents:
+        for version in KUBERNETES:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         (["allowInsecure=false"], "tls.secretName"),
         (["pools=null"], "at least one pool"),
         (["router.enabled=true"], "router.engines"),
+        (["admin.enabled=true"], "admin.tokensSecretName"),
         (["node.rdma.enabled=true"], "rdma.resources"),
         (["node.nvme[0].existingClaim=x"], "nvme"),
         (["node.dram=4096"], "dram"),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ import yaml
 from deployed import COMPOSE, Daemon, compose, compose_daemons, image
 
 from kvclient import CacheSpec, KVClient
-from kvstore.testing.children import die_with_parent
+from kvstore.testing import children
 
 WAIT_S = 60.0
 ASK_S = 0.3
@@ -33,6 +34,7 @@ SMALL = {"PREFILL_DRAM": "64MiB", "DECODE_DRAM": "64MiB", "STORAGE_DRAM": "64MiB
 """Variables of the file itself."""
 SPEC = CacheSpec(model="deployed", block_tokens=16, layers=4, layer_block_bytes=16 << 10)
 BLOCKS = 64
+TOKEN = "a-token-of-these-tests"
 
 
 @dataclass
@@ -82,19 +84,17 @@ def started(daemon: Daemon, places: Places) -> Service:
     for folder in daemon.folders:
         if folder.startswith(("/var/lib/", "/run/")):
             (places.root / daemon.name / folder[1:]).mkdir(parents=True, exist_ok=True)
+    for secret in daemon.secrets:
+        file = places.root / daemon.name / secret[1:]
+        file.parent.mkdir(parents=True)
+        file.touch(0o600)
+        file.write_text(f"read tests {TOKEN}\n")
     log = places.root / f"{daemon.name}.log"
     _, last = image()
     command = [*json.loads(last.last("ENTRYPOINT"))[2:], *daemon.arguments]
     assert command.pop(0) == "kvstore"
     with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.cli", *command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink,
-            preexec_fn=die_with_parent,
-        )
+        process = children.start([sys.executable, "-m", "kvstore.cli", *command], env=environment, stdout=sink, stderr=sink)
     return Service(daemon, environment, process, log)
 
 
@@ -108,8 +108,8 @@ def until_healthy(service: Service) -> None:
 
 @pytest.fixture
 def cluster() -> Iterator[dict[str, Service]]:
-    """All services of the file but those of a profile, in the order that it asks for."""
-    daemons = {name: daemon for name, daemon in compose_daemons(SMALL).items() if "profiles" not in daemon.about}
+    """All services of the file but the router, whose engines are others', in the order that it asks for."""
+    daemons = {name: daemon for name, daemon in compose_daemons(SMALL).items() if daemon.arguments != ("router",)}
     net = f"127.{random.randrange(64, 255)}.{random.randrange(1, 255)}"  # another test may run the same ports beside
     names = [*daemons, *(f"{name}.storage" for name in daemons)]
     addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
@@ -151,7 +151,7 @@ def test_what_prefill_stores_decode_loads_and_the_volume_keeps(cluster: dict[str
 
     jobs = yaml.safe_load((COMPOSE.parent / "prometheus.yml").read_text())["scrape_configs"]
     targets = [target for job in jobs for each in job["static_configs"] for target in each["targets"]]
-    assert len(targets) == len(cluster)
+    assert len(targets) == len(cluster) - 1, "an admin server's take a token"
     for target in targets:
         name, port = target.split(":")
         listen = cluster[name].environment[f"KVSTORE_{cluster[name].daemon.arguments[0].upper()}__METRICS_LISTEN"]
@@ -160,6 +160,17 @@ def test_what_prefill_stores_decode_loads_and_the_volume_keeps(cluster: dict[str
             text = answer.read().decode()
         if name != "metadata":
             assert "kvstore_node_registered 1" in re.sub(r"\{[^}]*\}", "", text)
+
+    address = cluster["admin"].environment["KVSTORE_ADMIN__LISTEN"]
+    question = urllib.request.Request(f"http://{address}/v1/nodes", headers={"authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(question, timeout=WAIT_S) as answer:
+        assert {one["node_id"] for one in json.load(answer)["items"] if one["alive"]} == sockets.keys()
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"http://{address}/v1/nodes", timeout=WAIT_S)
+
+    cluster["metadata"].process.send_signal(signal.SIGSTOP)
+    assert not cluster["admin"].healthy, "whom it asks does not answer"
+    cluster["metadata"].process.send_signal(signal.SIGCONT)
 
     nodes = [service for name, service in cluster.items() if name != "metadata"]
     for service in [*nodes, cluster["metadata"]]:

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from deployed import DOCKERFILE, REPOSITORY, compose, image
+from deployed import DOCKERFILE, REPOSITORY, compose, compose_daemons, image
 
 HADOLINT = Path(sys.executable).with_name("hadolint")
 
@@ -73,5 +73,6 @@ def test_services_may_no_more_than_they_need() -> None:
         if "build" in service:
             assert service["read_only"] is True, name
             assert service["stop_grace_period"] == "1m", name
+            assert compose_daemons()[name].grace_ms <= 30_000, name
         else:
             assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"]), name

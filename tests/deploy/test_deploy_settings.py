@@ -60,10 +60,14 @@ def problems(daemon: Daemon) -> list[str]:
         if config.node.storage_listen and not config.node.storage_advertise_host and "0.0.0.0" in config.node.storage_listen:
             found.append("others would be told 0.0.0.0 in the storage network")
     if daemon.folders:
-        needed = {"metadata": [config.data_dir], "router": []}.get(
+        needed = {"metadata": [config.data_dir], "router": [], "admin": []}.get(
             daemon.arguments[0], [config.node.run_dir, *(volume.path for volume in config.node.nvme)]
         )
         found += [f"nothing is mounted at {place}" for place in needed if not _within(place, daemon.folders)]
+        secret = [config.admin.tokens_file, config.admin.tls.cert, config.admin.tls.key] if daemon.arguments[0] == "admin" else []
+        found += [f"nothing is mounted at {place}" for place in secret if place and not _within(place, daemon.secrets)]
+    if daemon.arguments[0] == "admin" and config.admin.tokens_file is None:
+        found.append("whoever reaches it may do everything")
     return found
 
 
@@ -94,12 +98,13 @@ def test_names_in_the_compose_file_are_of_services_there() -> None:
         config = daemon.config
         if daemon.arguments[0] == "metadata":
             continue
-        server, port = (config.router if daemon.arguments[0] == "router" else config.node).metadata.split(":")
+        server, port = getattr(config, daemon.arguments[0]).metadata.split(":")
         assert int(port) == daemons[server].listens["listen"]
         if daemon.arguments[0] == "node":
             assert {config.node.advertise_host, config.node.storage_advertise_host} <= reached[name]
             assert config.node.node_id == name
             assert config.node.write_behind_to in {None, *daemons}
+        assert {secret.removeprefix("/run/secrets/") for secret in daemon.secrets} <= document.get("secrets", {}).keys()
 
 
 def test_prometheus_of_the_compose_file_asks_where_metrics_are_and_only_there() -> None:
@@ -130,7 +135,7 @@ def test_units_start_daemons_that_would_start(name: str) -> None:
     settings = unit(SYSTEMD / f"kvstore-{name}.service")
     config = daemon.config
     state, runtime = settings.get("Service.StateDirectory", []), settings.get("Service.RuntimeDirectory", [])
-    if name != "router":
+    if name in {"metadata", "node"}:
         assert [Path("/var/lib") / folder for folder in state] == [config.data_dir]
     if name == "node":
         assert [Path("/run") / folder for folder in runtime] == [config.node.run_dir]
@@ -168,9 +173,8 @@ def test_the_chart_starts_daemons_that_would_start_and_opens_their_ports(example
             for port in rule.get("ports", [])
         }
         assert open_ports == set(daemon.listens.values())
-        config = daemon.config
         if daemon.arguments[0] != "metadata":
-            assert (config.router if daemon.arguments[0] == "router" else config.node).metadata in servers
+            assert getattr(daemon.config, daemon.arguments[0]).metadata in servers
 
 
 def test_the_image_says_only_what_exists() -> None:
@@ -227,7 +231,7 @@ def test_files_that_the_readme_names_exist() -> None:
     for place in re.findall(r"\]\(([^):]+)\)", text):
         assert (DEPLOY / place).exists(), place
     for words in _of("docker", READMES[0]):
-        for service in [word for word in words if word in {"prefill-1", "decode-1", "storage-1", "metadata", "router"}]:
+        for service in [word for word in words if word in {"prefill-1", "decode-1", "storage-1", "metadata", "router", "admin"}]:
             assert service in compose()["services"]
 
 
@@ -251,6 +255,7 @@ def test_helm_commands_that_the_readme_tells_work() -> None:
         (["node"], {"KVSTORE_NODE__DRAM": "plenty"}),
         (["node"], {"KVSTORE_NODE__NIXL": "auto"}),
         (["metadata"], {"KVSTORE_METADATA__LISTEN": "0.0.0.0:7400"}),
+        (["admin"], {"KVSTORE_ADMIN__LISTEN": "0.0.0.0:7470", "KVSTORE_ADMIN__ALLOW_INSECURE_REMOTE": "true"}),
         (["node", "--port", "7410"], {}),
         (["node", "--set", "node.ram=1GiB"], {}),
         (["store"], {}),
@@ -269,8 +274,9 @@ def test_what_does_not_exist_is_found(arguments: list[str], environment: dict[st
         ({"KVSTORE_NODE__ALLOW_INSECURE_REMOTE": "false"}, "refuses to listen"),
         ({"KVSTORE_NODE__ADVERTISE_HOST": ""}, "others would be told 0.0.0.0"),
         ({"KVSTORE_NODE__NVME": "/mnt/elsewhere:1GiB"}, "nothing is mounted at /mnt/elsewhere"),
+        ({"KVSTORE_ADMIN__TOKENS_FILE": "/run/secrets/others"}, "nothing is mounted at /run/secrets/others"),
     ],
 )
 def test_what_does_not_fit_is_found(change: dict[str, str], problem: str) -> None:
-    daemon = compose_daemons()["storage-1"]
+    daemon = compose_daemons()["admin" if any("ADMIN" in name for name in change) else "storage-1"]
     assert any(problem in one for one in problems(replace(daemon, environment={**daemon.environment, **change})))
