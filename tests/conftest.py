@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.observe import counters
+from kvstore.testing.children import Children
+from nursery import Nurseries
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -37,6 +39,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="folder of the public request traces (default: ../shared/traces beside the repository)",
     )
     parser.addoption("--page-images", type=Path, help="folder that images of the web page are made in (default: none are made)")
+    parser.addoption(
+        "--plain-daemons", action="store_true", help="every daemon imports its modules itself (see tests/nursery.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--plain-daemons"):
+        nurseries = Nurseries()
+        Children.launcher = nurseries
+        config.add_cleanup(nurseries.close)
 
 
 @pytest.fixture(scope="session")

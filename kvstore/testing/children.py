@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar, Protocol
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -112,6 +112,22 @@ def _become(parent: str, netns: str, program: str, *argv: str) -> None:
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python as it starts, and by what it becomes unless told otherwise
         signal.signal(ignored, signal.SIG_DFL)
     os.execv(program, argv)  # noqa: S606  # without a shell is what is meant
+
+
+class Launcher(Protocol):
+    """Starts a daemon's process, which must end with this one. ``Host.popen`` of a lab is one."""
+
+    def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]: ...
+
+
+class Children:
+    """How daemons that are given no launcher are started in this process.
+
+    Attributes:
+        launcher: starts them; whoever starts very many may have a quicker one.
+    """
+
+    launcher: ClassVar[Launcher] = start
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
 from kvstore.core.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
-from kvstore.testing import children
+from kvstore.testing.children import Children, Launcher
 from kvstore.testing.scratch import ScratchFolder
 
 START_TIMEOUT_S = 30.0
@@ -34,19 +34,13 @@ _ERROR_MARK = "Error: "
 _SHOWN_LINES = 10
 
 
-class Launcher(Protocol):
-    """Starts a daemon's process; it must end with the thread that started it. ``Host.popen`` of a lab is one."""
-
-    def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a daemon runs.
 
     Attributes:
         host: address that it listens on and is reached by, at any port; without TLS unless settings say otherwise.
-        launcher: what starts it; None: a plain child process.
+        launcher: what starts it; None: that of ``Children``.
     """
 
     host: str = LOOPBACK
@@ -272,7 +266,7 @@ class LocalCluster:
             arguments += ["--set", setting]
         with log_path.open("ab") as log:
             log_start = log.seek(0, os.SEEK_END)
-            process = (place.launcher or children.start)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = (place.launcher or Children.launcher)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         daemon = Daemon(name, process, {}, log_path, log_start)
         self._daemons[name] = daemon
         deadline_s = time.monotonic() + START_TIMEOUT_S

@@ -27,7 +27,8 @@ from typing import Any, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
 from kvstore.testing import children
-from kvstore.testing.cluster import LOOPBACK, Launcher
+from kvstore.testing.children import Launcher
+from kvstore.testing.cluster import LOOPBACK
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 15.0

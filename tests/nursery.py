@@ -1,0 +1,223 @@
+"""Daemons for tests, forked from a process that has imported what they run: a start then takes a tenth of the processor time.
+
+A daemon takes a second of a core to import its modules, and the tests start more than a thousand. So a test process keeps a
+*nursery* for each kind of daemon: a Python that has imported that daemon and nothing else, has one thread, and forks a child for
+each start. The child is a process like any other: its arguments, environment, folder, outputs and exit code are as they would be,
+and it runs the same ``main``. Where the environment has variables that might have made imports differ, a daemon is started the
+plain way; with ``--plain-daemons`` all are.
+
+A nursery ends when its test process does, and its children end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn
+
+from kvstore.testing.children import die_with_parent, start
+
+IMPORTED = {
+    "metadata": ("kvstore.cli.servers", "kvstore.metadata.main", "kvstore.observe.http"),
+    "node": ("kvstore.cli.servers", "kvstore.node.main", "kvstore.observe.http"),
+    "router": ("kvstore.cli.router", "kvstore.router.main"),
+    "admin": ("kvstore.cli.admin", "kvstore.admin.main"),
+}
+"""What each daemon imports until it serves; the first is the module of its command."""
+MESSAGE_BYTES = 1 << 18
+PLAIN = [sys.executable, "-m", "kvstore.cli"]
+READY = b"ready"
+SEEN_BY_IMPORTS = ("GRPC_", "LC_", "LANG", "LD_", "NPY_", "OTEL_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON")
+
+
+class Nursling(subprocess.Popen[bytes]):
+    """A child of a nursery, with the interface of ``Popen`` as far as tests use it: signals, ``poll`` and ``wait``."""
+
+    def __init__(self, argv: Sequence[str], pid: int, ended: int) -> None:
+        self.args = list(argv)
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = False  # Popen's own reaping is not wanted: the nursery does it
+        self._ended = ended
+        self._reading = threading.Lock()
+
+    def __del__(self) -> None:
+        os.close(self._ended)  # not before: another thread may wait for it
+
+    def poll(self) -> int | None:
+        self._await_end(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._await_end(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def _await_end(self, timeout_s: float | None) -> None:
+        """Takes the exit code once it is there. A nursery that was killed says none: its children were killed with it."""
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._ended, select.POLLIN)
+            if poll.poll(None if timeout_s is None else 1e3 * timeout_s):
+                with self._reading:
+                    if self.returncode is None:
+                        said = os.read(self._ended, 16)
+                        self.returncode = int(said) if said else -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class _Nursery:
+    """One kind of daemon's: its process, where it is asked, and the environment that it was started with."""
+
+    process: subprocess.Popen[bytes]
+    asked: socket.socket
+    environment: dict[str, str]
+
+
+class Nurseries:
+    """Those of one test process, each begun when it is first needed. A ``Launcher``; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: dict[str, _Nursery] = {}
+
+    def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+        command = argv[len(PLAIN)] if list(argv[: len(PLAIN)]) == PLAIN else ""
+        if command in IMPORTED:
+            with self._lock:
+                nursery = self._begun.get(command)
+                if nursery is None:
+                    nursery = self._begun[command] = _begin(command)
+                if nursery.environment == _seen_by_imports():
+                    return _fork(nursery, argv, stdin, stdout, stderr)
+        return start(argv, stdin=stdin, stdout=stdout, stderr=stderr)
+
+    def close(self) -> None:
+        """Ends them."""
+        for nursery in self._begun.values():
+            nursery.asked.close()
+        for nursery in self._begun.values():
+            nursery.process.wait(10)
+        self._begun.clear()
+
+
+def _seen_by_imports() -> dict[str, str]:
+    """The variables that a daemon's modules, and the libraries that they import, may look at while they are imported."""
+    return {name: value for name, value in os.environ.items() if name.startswith(SEEN_BY_IMPORTS)}
+
+
+def _begin(command: str) -> _Nursery:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, __file__, command, str(theirs.fileno())],
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it would start threads when it is imported
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    assert ours.recv(16) == READY, f"the nursery of {command} does not begin: see its error above"
+    return _Nursery(process, ours, _seen_by_imports())
+
+
+def _fork(nursery: _Nursery, argv: Sequence[str], stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> Nursling:
+    assert stdin == subprocess.DEVNULL
+    asked = {"arguments": list(argv[len(PLAIN) :]), "environment": dict(os.environ), "folder": os.getcwd()}
+    ended, says = os.pipe()
+    try:
+        fds = [stdout.fileno(), stderr.fileno(), says]
+        socket.send_fds(nursery.asked, [json.dumps(asked).encode()], fds)
+        pid = int(nursery.asked.recv(16))
+    finally:
+        os.close(says)
+    return Nursling(argv, pid, ended)
+
+
+# ---------------------------------------------------------------- in the nursery
+def keep(command: str, asked: socket.socket) -> None:
+    """Forks children until the test process has ended; returns in each child, which then runs its daemon."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as `main` does, before gRPC is imported
+    app = importlib.import_module("kvstore.cli.app")
+    app.root.get_command(None, command)
+    for module in IMPORTED[command]:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads cannot be forked"
+    gc.collect()
+    gc.freeze()
+    asked.send(READY)
+    says_of: dict[int, tuple[int, int]] = {}  # pidfd -> pid, pipe
+    poll = select.poll()
+    poll.register(asked.fileno(), select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd != asked.fileno():
+                pid, says = says_of.pop(fd)
+                poll.unregister(fd)
+                os.close(fd)
+                with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+                    os.write(says, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                os.close(says)
+                continue
+            message, fds, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 3)
+            if not message:
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                die_with_parent()
+                for pidfd, (_, pipe) in says_of.items():
+                    os.close(pidfd)
+                    os.close(pipe)
+                asked.close()
+                _become(json.loads(message), fds)
+                return
+            for output in fds[:2]:
+                os.close(output)
+            pidfd = os.pidfd_open(pid)
+            says_of[pidfd] = pid, fds[2]
+            poll.register(pidfd, select.POLLIN)
+            asked.send(str(pid).encode())
+
+
+def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
+    """Takes over what a process of its own would have been started with."""
+    for number, fd in zip((1, 2), fds, strict=False):
+        os.dup2(fd, number)
+    for fd in fds:
+        os.close(fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(asked["folder"])
+    for name in set(os.environ) - set(asked["environment"]):
+        del os.environ[name]
+    os.environ.update(asked["environment"])
+    sys.path[0] = asked["folder"]  # as `-m` has it
+    context = importlib.import_module("kvstore.observe.context")
+    context._boot = secrets.token_hex(4)  # names of requests begin with it: no two processes have the same
+    sys.argv = ["kvstore", *asked["arguments"]]
+
+
+def main() -> NoReturn:
+    """``nursery.py COMMAND FD``."""
+    command, asked = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    keep(command, asked)
+    importlib.import_module("kvstore.cli.app").main()
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()

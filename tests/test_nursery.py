@@ -1,0 +1,102 @@
+"""A daemon from the nursery is as one that is started by itself; the tests that start daemons rely on it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.children import Launcher, start
+from nursery import Nurseries, Nursling
+
+KVSTORE = [sys.executable, "-m", "kvstore.cli"]
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def nurseries() -> Iterator[Nurseries]:
+    made = Nurseries()
+    yield made
+    made.close()
+
+
+def start(launcher: Launcher, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        return launcher([*KVSTORE, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+
+def serving(launcher: Launcher, folder: Path) -> subprocess.Popen[bytes]:
+    """A metadata server that serves."""
+    ready = folder / "ready"
+    ready.unlink(missing_ok=True)
+    process = start(
+        launcher, folder, "metadata", "--listen", "127.0.0.1:0", "--index", str(folder / "index"), "--ready-file", "ready"
+    )
+    end_s = time.monotonic() + WAIT_S
+    while not ready.exists():
+        assert process.poll() is None, (folder / "err").read_text()
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("metadata", "--help"),
+        ("metadata", "--nonsense"),
+        ("metadata", "--set", "metadata.workers=none"),
+        ("metadata", "--workers", "2"),
+    ],
+)
+def test_outputs_and_exit_codes_are_the_same(
+    arguments: tuple[str, ...], nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last is about a variable and the folder."""
+    monkeypatch.setenv("KVSTORE_METADATA__LISTEN", "1.2.3.4:99999")
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for launcher in (start, nurseries):
+        process = start(launcher, tmp_path, *arguments)
+        said.append((process.wait(WAIT_S), (tmp_path / "out").read_text(), (tmp_path / "err").read_text()))
+        assert isinstance(process, Nursling) == (launcher is nurseries)
+    assert said[0] == said[1]
+    assert said[0][1] or said[0][2]
+
+
+def test_signals_do_what_they_do(nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = serving(nurseries, tmp_path)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.send_signal(signal.SIGSTOP)
+    assert process.poll() is None
+    process.send_signal(signal.SIGCONT)
+    process.terminate()
+    assert process.wait(WAIT_S) == 0
+    process = serving(nurseries, tmp_path)
+    process.kill()
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+    process.kill()  # to nobody
+
+
+def test_what_imports_may_look_at_makes_a_plain_child(
+    nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPC_TRACE", "api")
+    process = start(nurseries, tmp_path, "metadata", "--help")
+    assert not isinstance(process, Nursling)
+    assert process.wait(WAIT_S) == 0
+
+
+def test_they_end_with_whoever_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = Nurseries()
+    process = serving(own, tmp_path)
+    own.close()
+    assert process.wait(WAIT_S) == -signal.SIGKILL
