@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 MOST_AT_ONCE: Final = 8
 REQUEST_S: Final = 5.0
 """For each read and write of a request."""
+_STOP_POLL_S: Final = 0.05
+"""How often the server looks whether it is to stop: so long does its process wait for it at its end."""
 
 Pages = Mapping[str, Callable[[], object]]
 """Path -> what makes its JSON document."""
@@ -54,7 +57,8 @@ class MetricsServer:
         name = f"[{host}]" if ":" in host else host
         self.address = f"{name}:{self._server.server_address[1]}"
         """With its real port."""
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvstore-metrics", daemon=True)
+        serving = partial(self._server.serve_forever, _STOP_POLL_S)
+        self._thread = threading.Thread(target=serving, name="kvstore-metrics", daemon=True)
 
     def start(self) -> None:
         """Serves."""
