@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="folder of the public request traces (default: ../shared/traces beside the repository)",
     )
     parser.addoption("--page-images", type=Path, help="folder that images of the web page are made in (default: none are made)")
+    parser.addoption("--thorough", action="store_true", help="all seeds, and soaks of half a minute")
     parser.addoption(
         "--plain-daemons", action="store_true", help="every daemon imports its modules itself (see tests/nursery.py)"
     )
@@ -73,7 +74,11 @@ def _cuda_device_count() -> int:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if (REPOSITORY / "tests" / "netlab") in item.path.parents:
             item.add_marker(pytest.mark.alone)

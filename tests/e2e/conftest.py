@@ -19,6 +19,8 @@ from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.workload.payload import Payloads
 
 WAIT_S = 30.0
+HANG_S = 60.0
+"""Whoever is not back by then hangs: many times every deadline given in these tests, however slow the machine."""
 
 
 class Engine:

@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import pytest
 
-from conftest import Engine, Store, until
+from conftest import HANG_S, Engine, Store, until
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.types import Outcome, StoreOutcome
 from kvstore.testing.cluster import NodeSpec
@@ -188,7 +188,7 @@ def test_a_peer_killed_in_the_middle_of_a_load_costs_a_bounded_wait(make_store: 
     killer.start()
     result = b.load("c", 300, deadline_s=5.0)
     killer.join()
-    assert time.monotonic() - begun_s < 20.0
+    assert time.monotonic() - begun_s < HANG_S
     assert result.hit_blocks + np.count_nonzero(result.outcomes != Outcome.HIT) <= 300 + result.hit_blocks
     assert set(b.store("mine", 5).outcomes) == {StoreOutcome.STORED}
 
@@ -284,4 +284,4 @@ def test_a_store_that_can_never_fit_does_not_wait(make_store: MakeStore) -> None
     begun_s = time.monotonic()
     for _ in range(5):
         assert StoreOutcome.SKIPPED in set(engine.store("c", 80).outcomes)
-    assert time.monotonic() - begun_s < 5.0
+    assert time.monotonic() - begun_s < HANG_S

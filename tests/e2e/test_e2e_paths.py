@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conftest import Engine, Store, until
+from conftest import HANG_S, Engine, Store, until
 from kvclient import LoadResult, Lookup, Paths
 from kvclient.staged import Wanted
 from kvproto.v1 import node_pb2
@@ -343,7 +343,7 @@ def test_with_the_storage_node_dead_all_is_missed_in_bounded_time(ready: Ready) 
         begun_s = time.monotonic()
         result = load(engine, found, paths("split", layer_group), deadline_s=5.0)
         assert result.hit_blocks == 0
-        assert time.monotonic() - begun_s < 8.0
+        assert time.monotonic() - begun_s < HANG_S
     settled(store, "d", "r")
 
 
@@ -444,7 +444,7 @@ def test_a_cancelled_load_leaves_the_buffer_alone(ready: Ready, proxies: Proxies
         time.sleep(dice.random() * 0.3)  # somewhere in the middle
         begun_s = time.monotonic()
         result = handle.cancel()
-        assert time.monotonic() - begun_s < 3.0
+        assert time.monotonic() - begun_s < HANG_S
         check(engine, found, result, data)
         canary(engine, found, data, 0.3)
     assert load(engine, found, paths("split", layer_group)).hit_blocks == BLOCKS, "what was cancelled harms nobody"
@@ -510,7 +510,7 @@ def soak(store: Store, engine: Engine, proxies: Proxies, seconds: float, seed: i
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.timeout(180)
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_long_soak_with_random_faults(make_store: MakeStore, proxies: Proxies, seed: int) -> None:
     store = make_store(*three_nodes())
     engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
@@ -525,4 +525,4 @@ def test_a_short_soak_with_random_faults(make_store: MakeStore, proxies: Proxies
     engine = store.engine("p", layers=LAYERS, layer_bytes=16384)
     for number in range(4):
         put(store, engine, f"c{number}", 40)
-    soak(store, engine, proxies, 6.0, 3)
+    soak(store, engine, proxies, 10.0, 3)
