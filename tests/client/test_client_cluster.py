@@ -172,7 +172,7 @@ def test_a_killed_node_costs_misses_and_comes_back_with_what_was_durable(cluster
         result = client.load(keys, np.zeros_like(data), deadline_s=5.0)
         assert result.count(Outcome.HIT) == 0
         assert client.store(keys, data, deadline_s=5.0).held_blocks == 0
-        assert time.monotonic() - began_s < 12
+        assert time.monotonic() - began_s < 60, "many times both deadlines: it hangs"
         cluster.start_node("prefill")
         until_s = time.monotonic() + 20
         while client.local_node is None:  # meanwhile loads go straight to the data plane, as soon as that answers

@@ -81,8 +81,8 @@ def test_a_server_killed_in_the_middle_of_a_transfer_is_a_miss(options: dict[str
     with child("serve", json.dumps(options), str(int(signal.SIGKILL))) as server, reader(heard(server), options) as (peer, _):
         buffer = dense(COUNT, SHAPE)
         began_s = time.monotonic()
-        result = peer.read(ask(range(COUNT), 1, within_s=20), buffer)
-        assert time.monotonic() - began_s < 20, "a death is noticed before the deadline"
+        result = peer.read(ask(range(COUNT), 1, within_s=120), buffer)
+        assert time.monotonic() - began_s < 60, "a death is noticed before the deadline"
         assert server.wait(10) == -signal.SIGKILL
         assert Outcome.HIT not in result.outcomes[-4:]
         assert_hits_are_right(result.outcomes, buffer)

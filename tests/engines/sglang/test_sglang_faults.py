@@ -16,8 +16,8 @@ from kvstore.testing.sglang_bed import Tree, host_pool, storage_config
 
 PAGES = 16
 QUICK = {"lookup_deadline_s": 0.5, "load_deadline_s": 2.0, "store_deadline_s": 2.0}
-BOUND_S = 8.0
-"""Generous for deadlines of two seconds; a hang is what it is about."""
+BOUND_S = 50.0
+"""Many times the deadlines of two seconds, however slow the machine; a hang is what it is about."""
 
 
 @pytest.fixture
@@ -168,5 +168,5 @@ def test_tree_lives_through_the_death_of_the_store(frail: LocalCluster) -> None:
         node = tree.insert(tokens, 2)
         want = tree.snapshot(node)
         tree.back_up(node)
-        assert time.monotonic() - began_s < 2 * BOUND_S
+        assert time.monotonic() - began_s < BOUND_S
         assert all(torch.equal(a, b) for a, b in zip(tree.snapshot(node), want, strict=True))
