@@ -21,15 +21,25 @@ from kvstore.transport.tickets import TicketAuthority
 class _Nixl(TransportSuite):
     options = NixlOptions()
 
-    @pytest.fixture(autouse=True)
-    def ports(self) -> Iterator[None]:
-        """One agent a side, in one process, as two processes would have; every payload byte must have gone through them."""
-        self.counters = Counters()
-        self.serving = NixlPort(self.options, name="serving", counters=self.counters)
-        self.reading = NixlPort(self.options, name="reading", counters=self.counters)
+    counters: Counters
+    serving: NixlPort
+    reading: NixlPort
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def ports(cls) -> Iterator[None]:
+        """One agent a side for all tests, as two processes that live for long have; to make one takes a moment."""
+        cls.counters = Counters()
+        cls.serving = NixlPort(cls.options, name="serving", counters=cls.counters)
+        cls.reading = NixlPort(cls.options, name="reading", counters=cls.counters)
         yield
-        self.reading.close()
-        self.serving.close()
+        cls.reading.close()
+        cls.serving.close()
+
+    @pytest.fixture(autouse=True)
+    def nothing_over_tcp(self, ports: None) -> Iterator[None]:
+        """Every payload byte must have gone through the agents."""
+        yield
         counted = self.counters.snapshot()
         assert not counted.get("transport_nixl_fallbacks_total"), "NIXL failed, and TCP did the work"
         received = counted.get("transport_nixl_bytes_received_total", 0)
