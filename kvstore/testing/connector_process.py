@@ -25,7 +25,7 @@ class _Failed:
 
 
 class EngineProcess:
-    """A ``HookEngine`` in a child process.
+    """A ``HookEngine`` in a child process, which may open one after the other: it is the process that takes long to begin.
 
     Args:
         driver: opens the engine there.
@@ -39,10 +39,33 @@ class EngineProcess:
     def __init__(self, driver: HookDriver, store: StoreAddress | None, options: Mapping[str, object]) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, driver, store, dict(options)), daemon=True)
+        self._process = spawn.Process(target=_serve, args=(theirs, driver), daemon=True)
         self._process.start()
         theirs.close()
+        try:
+            self.open(store, options)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.is_alive()
+
+    def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> None:
+        """Opens an engine, where there is none at the moment.
+
+        Raises:
+            Internal: it does not open.
+        """
+        self.begin("open", store, dict(options))
         self._answer(START_S)
+
+    def leave(self) -> None:
+        """Ends the engine in order; the process stays, for another one."""
+        self.begin("leave")
+        self.end()
 
     def begin(self, method: str, *arguments: object) -> None:
         """Asks without waiting; ``end`` waits."""
@@ -108,24 +131,26 @@ class EngineProcess:
         return answer
 
 
-def _serve(pipe: Connection, driver: HookDriver, store: StoreAddress | None, options: Mapping[str, object]) -> None:
+def _serve(pipe: Connection, driver: HookDriver) -> None:
     """The child: answers calls until it is told to close, or its parent is gone."""
     die_with_parent()
     engine: HookEngine | None = None
     while True:
         try:
-            if engine is None:
-                engine = driver.open(store, options)
-                pipe.send(None)
-                continue
             method, arguments = pipe.recv()
-            answer = getattr(engine, method)(*arguments)
-            if method == "close":
-                return
-            pipe.send(dict(answer) if method == "counters" else answer)
+            answer = None
+            if method == "open":
+                engine = driver.open(*arguments)
+            elif method in ("leave", "close"):
+                if engine is not None:
+                    engine.close()
+                    engine = None
+                if method == "close":
+                    return
+            else:
+                answer = getattr(engine, method)(*arguments)
+            pipe.send(dict(answer or {}) if method == "counters" else answer)
         except EOFError:
             return
         except Exception as error:  # noqa: BLE001  # the edge of the process: whatever it is, the other side is told
             pipe.send(_Failed(repr(error)))
-            if engine is None:
-                return

@@ -75,12 +75,35 @@ class ConnectorSuite(ABC):
         with FaultyStore(tmp_path / "store") as made:
             yield made
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def processes(cls) -> Iterator[list[EngineProcess]]:
+        """At most one: the other process of cases that need one, used by all until a case kills it."""
+        kept: list[EngineProcess] = []
+        yield kept
+        for process in kept:
+            process.kill()
+
+    @pytest.fixture
+    def other(self, kit: Kit, store: FaultyStore, processes: list[EngineProcess]) -> Iterator[EngineProcess]:
+        """An engine of another process, with the case's store."""
+        if processes:
+            processes[0].open(store.address, {})
+        else:
+            processes.append(EngineProcess(kit.driver, store.address, {}))
+        yield processes[0]
+        if processes[0].is_alive:
+            processes[0].leave()
+        else:
+            processes.clear()
+
     # ---- the same tokens ----
-    def test_stored_by_another_process_loaded_by_this_one_and_cached_by_the_engine(self, kit: Kit, store: FaultyStore) -> None:
-        other = EngineProcess(kit.driver, store.address, {})
+    def test_stored_by_another_process_loaded_by_this_one_and_cached_by_the_engine(
+        self, kit: Kit, store: FaultyStore, other: EngineProcess
+    ) -> None:
         kit.talk.ask(other, kit.talk.prompts)
         assert other.flush(FLUSH_S)
-        other.kill()
+        other.leave()
         store.flush()
         with kit.open(store.address) as engine:
             for prompt in kit.talk.prompts:
@@ -105,8 +128,7 @@ class ConnectorSuite(ABC):
         with kit.open(store.address) as engine:
             assert kit.talk.ask(engine, [longest])[0].loaded_tokens == kit.whole_blocks(longest)
 
-    def test_several_processes_at_once(self, kit: Kit, store: FaultyStore) -> None:
-        other = EngineProcess(kit.driver, store.address, {})
+    def test_several_processes_at_once(self, kit: Kit, store: FaultyStore, other: EngineProcess) -> None:
         with kit.open(store.address) as engine:
             for turn in range(4):
                 theirs = kit.talk.some(2 * turn, 6)
@@ -115,7 +137,6 @@ class ConnectorSuite(ABC):
                 kit.talk.check(theirs, other.end())
                 other.forget()
                 engine.forget()
-        other.close()
 
     # ---- wrong bytes ----
     def test_wrong_bytes_would_be_seen(self, kit: Kit, store: FaultyStore) -> None:
@@ -156,13 +177,12 @@ class ConnectorSuite(ABC):
             kit.talk.ask(engine, kit.talk.prompts[:4])
             engine.flush(FLUSH_S)
 
-    def test_an_engine_that_is_killed_while_it_stores(self, kit: Kit, store: FaultyStore) -> None:
+    def test_an_engine_that_is_killed_while_it_stores(self, kit: Kit, store: FaultyStore, other: EngineProcess) -> None:
         """Nothing half-written is visible, and the others go on."""
-        victim = EngineProcess(kit.driver, store.address, {})
-        victim.begin("generate", kit.talk.prompts, MOST_TOKENS)
+        other.begin("generate", kit.talk.prompts, MOST_TOKENS)
         with kit.open(store.address) as engine:
             kit.talk.ask(engine, kit.talk.prompts[:3])
-            victim.kill()
+            other.kill()
             for _ in range(2):
                 kit.talk.ask(engine, kit.talk.prompts)
                 engine.forget()
