@@ -91,7 +91,7 @@ test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy  ## the tests of the s
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(TEST_ARGS),)
 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU
-	$(call tested,$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS),)
+	$(call tested,$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS),-n 2 --dist loadfile)
 
 test-gpu: $(GPU_SETUP)  ## the tests that need a CUDA device; GPU_PYTHON=... names a Python whose torch has CUDA
 	@$(GPU_PYTHON) -c $(NEED_CUDA)

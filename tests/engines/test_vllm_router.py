@@ -196,9 +196,9 @@ def looked_up(router: RouterProcess) -> bool:
     return counter(router, "router_lookups_total") > 0
 
 
-def test_vllms_own_benchmark_runs_against_the_router(bed: PdBed, router: RouterProcess, tmp_path: Path) -> None:
+def test_vllms_own_benchmark_runs_against_the_router(bed: PdBed, pairs: RouterProcess, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
-    command += ["--base-url", f"http://{router.address}", "--endpoint", "/v1/completions", "--model", "tiny"]
+    command += ["--base-url", f"http://{pairs.address}", "--endpoint", "/v1/completions", "--model", "tiny"]
     command += ["--tokenizer", str(bed.model), "--dataset-name", "random", "--random-input-len", "200"]
     command += ["--random-output-len", "8", "--num-prompts", "24", "--max-concurrency", "6", "--ignore-eos"]
     command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"]

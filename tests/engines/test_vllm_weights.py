@@ -28,6 +28,16 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> VllmDriver:
     return VllmDriver(tiny("llama", tmp_path_factory.mktemp("models")))
 
 
+@pytest.fixture(scope="module")
+def right(driver: VllmDriver) -> list[tuple[int, ...]]:
+    """What the model says without a store."""
+    alone = driver.open(None)
+    try:
+        return alone.tokens(PROMPTS)
+    finally:
+        alone.close()
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreAddress]:
     with LocalCluster([NodeSpec("n", dram_bytes=64 * MIB)], tmp_path / "store") as cluster:
@@ -39,11 +49,10 @@ def loaded(answers: Sequence[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"weights_epoch": "named"}], ids=["unnamed", "named"])
-def test_weights_that_were_made_up_are_nobody_elses(options: dict[str, str], driver: VllmDriver, store: StoreAddress) -> None:
+def test_weights_that_were_made_up_are_nobody_elses(
+    options: dict[str, str], right: list[tuple[int, ...]], driver: VllmDriver, store: StoreAddress
+) -> None:
     """``--load-format dummy`` before the folder of the real weights."""
-    alone = driver.open(None)
-    right = alone.tokens(PROMPTS)
-    alone.close()
     dummy = driver.open(store, options, load_format="dummy")
     assert dummy.tokens(PROMPTS) != right
     dummy.forget()

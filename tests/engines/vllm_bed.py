@@ -6,10 +6,12 @@ One at a time: vLLM keeps a connector and distributed groups in globals. As a sc
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,22 @@ class VllmEngine:
         ensure_kv_transfer_shutdown()
         self.llm = self.core = self.connector = None
         cleanup_dist_env_and_memory()
+        _spare_later_engines()
+
+
+@cache
+def _spare_later_engines() -> None:
+    """What vLLM does anew for every engine, and this process has done by now, is left out from here on.
+
+    It collects garbage seven times an engine, each time through all that its hundreds of modules hold, and it looks through all
+    modules for kernels that are to be replaced: six seconds an engine. What is imported by now stays frozen; engines are still
+    collected, for none is frozen.
+    """
+    from vllm.platforms import current_platform
+
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def main() -> None:
