@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from tempfile import TemporaryFile
 
+from kvstore.testing.children import Children
 from kvstore.testing.fake_engine import FakeEngine
 from kvstore.testing.router_process import RouterProcess
 
@@ -46,7 +49,10 @@ async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
 
 def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvstore.cli", "router", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    with TemporaryFile() as out, TemporaryFile() as errors:
+        code = Children.launcher(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors).wait(60)
+        said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, errors)]
+    return subprocess.CompletedProcess(command, code, *said)
 
 
 def test_help_shows_how_to_begin() -> None:
