@@ -21,7 +21,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install install-engines run test test-store test-engines test-gpu bench-gpu lint format types stubs check bench clean
+.PHONY: help install install-engines run test test-store test-engines test-gpu bench-gpu docs lint format types stubs check bench clean
 
 help:  ## shows this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*##\s*/\1\t/' | expand -t 10
@@ -102,6 +102,10 @@ bench-gpu: $(GPU_SETUP)  ## the figures that need a CUDA device; GPU_PYTHON and 
 	@PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gpu_copies.py $(BENCH_ARGS)
 	@$(if $(findstring --only,$(BENCH_ARGS)),:,PYTHONPATH=.:clients:proto $(GPU_PYTHON) benchmarks/gds_read.py --device cuda:0 $(BENCH_ARGS))
 
+docs: install  ## the documentation site, into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
+	@echo "read it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8088, then http://127.0.0.1:8088/"
+
 lint: install  ## ruff: rules and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -123,5 +127,5 @@ bench: $(VENV)/.stamp-hardware $(VENV_BENCH)/.stamp  ## the benchmark table (min
 	@$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 clean:  ## removes what the targets made
-	rm -rf $(VENV) $(VENV_BENCH) $(VENV_ENGINES) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_BENCH) $(VENV_ENGINES) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
