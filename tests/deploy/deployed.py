@@ -99,7 +99,10 @@ def parse(arguments: Sequence[str]) -> tuple[str, list[Setting]]:
     context = command.make_context("kvstore", list(arguments))
     names: list[str] = []
     while isinstance(command, click.Group):
-        name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        given = [*context._protected_args, *context.args]
+        if not given and command.invoke_without_command:
+            break
+        name, found, rest = command.resolve_command(context, given)
         assert found is not None
         names.append(str(name))
         command, context = found, found.make_context(name, list(rest), parent=context)

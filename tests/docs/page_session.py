@@ -1,0 +1,205 @@
+"""A page of the documentation, followed as a reader does: files saved, commands run, outputs compared, in a folder of its own.
+
+What a fenced block is for stands above it, for readers as well:
+
+* ``sh`` without a title is run by bash and must succeed;
+* ``sh title="In a terminal of its own"`` is started and goes on, until a comment ``<!-- test: Ctrl-C -->`` (the last one that was
+  started, or the one that begins with what follows ``Ctrl-C``) or the end of the page;
+* ``sh title="This is refused"`` must fail;
+* ``sh title="Not run by the tests: WHY"`` is left out here;
+* a title that is a file's name: the block is saved;
+* ``text title="It prints"``: what the block before printed, line by line; … stands for anything.
+
+Ports that the pages name are replaced by free ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from docs_site.markdown import Fence, fences
+
+from kvstore.testing.children import die_with_parent
+from kvstore.testing.scratch import ScratchFolder
+
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+TERMINAL: Final = "In a terminal of its own"
+REFUSED: Final = "This is refused"
+PRINTS: Final = "It prints"
+NOT_RUN: Final = "Not run by the tests: "
+WAIT_S: Final = 60.0
+_FILE: Final = re.compile(r"[\w-]+\.(py|toml)")
+_STOP: Final = re.compile(r"<!-- test: Ctrl-C ?(.*) -->")
+_DEFAULTS: Final = {
+    "KVSTORE_METADATA__LISTEN": 7400,
+    "KVSTORE_METADATA__METRICS_LISTEN": 7401,
+    "KVSTORE_NODE__METADATA": 7400,
+    "KVSTORE_NODE__METRICS_LISTEN": 7480,
+    "KVSTORE_CLIENT__METADATA": 7400,
+    "KVSTORE_ADMIN__METADATA": 7400,
+    "KVSTORE_ADMIN__LISTEN": 7470,
+}
+"""Settings whose defaults name a port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ctrl-C in the terminal whose command begins so; empty: in the last one."""
+
+    command: str
+    line: int
+
+
+def steps(page: Path) -> list[Fence | Stop]:
+    """What a page has its reader do, in order."""
+    text = page.read_text(encoding="utf-8")
+    stops = [Stop(found[1], number) for number, line in enumerate(text.splitlines(), start=1) if (found := _STOP.fullmatch(line))]
+    return sorted([*fences(text), *stops], key=lambda step: step.line)
+
+
+def kind(fence: Fence) -> str:
+    """What a block is for: ``run``, ``terminal``, ``refused``, ``unrun``, ``file`` or ``prints``.
+
+    Raises:
+        ValueError: its title says none of these.
+    """
+    match fence.language, fence.title:
+        case "sh", "":
+            return "run"
+        case "sh", title if title == TERMINAL:
+            return "terminal"
+        case "sh", title if title == REFUSED:
+            return "refused"
+        case "sh", title if title.startswith(NOT_RUN):
+            return "unrun"
+        case "text", title if title == PRINTS:
+            return "prints"
+        case (("python" | "toml"), title) if _FILE.fullmatch(title):
+            return "file"
+    raise ValueError(f"line {fence.line}: nobody knows what to do with {fence.language} {fence.title!r}")
+
+
+class Session:
+    """A reader at one page. A context manager: at its end all terminals are ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._run = ScratchFolder("kvs-", Path("/tmp"))
+        self._ports: dict[int, int] = {}
+        self._terminals: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+        self._printed: str | None = None
+        """By the last command; None: a terminal was opened last."""
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, call in (("python", sys.executable), ("kvstore", f"{sys.executable} -m kvstore.cli")):
+            (programs / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
+            (programs / name).chmod(0o755)
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")},
+            **{name: f"127.0.0.1:{self._port(port)}" for name, port in _DEFAULTS.items()},
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(str(REPOSITORY / each) for each in (".", "clients", "proto")),
+            "HOME": str(folder),
+            "XDG_RUNTIME_DIR": str(self._run.path),
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for _, process, _ in self._terminals:
+            process.kill()
+            process.wait(WAIT_S)
+        self._run.close()
+
+    def follow(self, step: Fence | Stop) -> None:
+        """Does one step. Fails where the page promises what does not happen."""
+        if isinstance(step, Stop):
+            self._stop(step.command)
+            return
+        text = self._here(step.text)
+        match kind(step):
+            case "run":
+                self._bash(text, refused=False)
+            case "refused":
+                self._bash(text, refused=True)
+            case "terminal":
+                self._open(step.text, text)
+            case "file":
+                (self.folder / step.title).write_text(text)
+            case "prints":
+                self._compare(text)
+
+    def _here(self, text: str) -> str:
+        """With this session's ports."""
+        return re.sub(r"(?<=:)(7\d{3}|8000)\b", lambda found: str(self._port(int(found[0]))), text)
+
+    def _port(self, named: int) -> int:
+        if named not in self._ports:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self._ports[named] = free.getsockname()[1]
+        return self._ports[named]
+
+    def _bash(self, text: str, *, refused: bool) -> None:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=self.folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        self._printed = done.stdout
+        assert (done.returncode != 0) == refused, f"{text}ended with {done.returncode}:\n{done.stdout}{self._said()}"
+
+    def _open(self, shown: str, text: str) -> None:
+        said = self.folder / f"terminal-{len(self._terminals)}"
+        with said.open("wb") as out:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {text}"],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                preexec_fn=die_with_parent,
+            )
+        self._terminals.append((shown, process, said))
+        self._printed = None
+
+    def _stop(self, command: str) -> None:
+        found = [one for one in self._terminals if one[0].startswith(command) and one[1].poll() is None]
+        assert found, f"no terminal in which {command or 'anything'} runs"
+        _, process, said = found[-1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0, said.read_text(errors="replace")
+
+    def _compare(self, expected: str) -> None:
+        """What was printed by a command, or what a terminal that was just opened prints in time."""
+        end_s = time.monotonic() + WAIT_S
+        wanted = [re.sub(r"\\?\s+", r"\\s+", re.escape(line.strip())).replace("…", ".*") for line in expected.splitlines()]
+        pattern = re.compile(r"[^\n]*\n(?:.*\n)*?[^\n]*?".join(wanted))
+        if self._printed is not None:
+            assert pattern.search(self._printed), f"expected:\n{expected}\nprinted:\n{self._printed}"
+            return
+        _, process, said = self._terminals[-1]
+        while not pattern.search(said.read_text(errors="replace")):
+            assert process.poll() is None, f"it ended:\n{said.read_text(errors='replace')}"
+            assert time.monotonic() < end_s, f"expected:\n{expected}\nprinted:\n{said.read_text(errors='replace')}"
+            time.sleep(0.02)
+
+    def _said(self) -> str:
+        return "".join(f"\n--- {shown}{said.read_text(errors='replace')[-2000:]}" for shown, _, said in self._terminals)

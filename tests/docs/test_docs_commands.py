@@ -1,0 +1,162 @@
+"""What the documentation tells people to do works: pages are followed, and what cannot be run here is held to what exists."""
+
+from __future__ import annotations
+
+import collections
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from deployed import parse
+from docs_site import included
+from docs_site.markdown import fences, outside_fences
+from page_session import NOT_RUN, Session, kind, steps
+from shell_commands import kvstore_commands
+
+from kvstore.cli.app import root
+from kvstore.core.config import Config
+from kvstore.core.config_sources import leaves, load_config
+from kvstore.core.errors import KVStoreError
+from kvstore.observe.metrics import METRICS
+
+DOCS = included.DOCS
+FOLLOWED = sorted([DOCS / "tutorial.md", *(page for page in (DOCS / "how-to").glob("*.md") if any(fences(page.read_text())))])
+ALL = sorted(DOCS.rglob("*.md"))
+PROGRAMS = ("awk", "bash", "curl", "openssl")
+SETTINGS = {leaf.key for leaf in leaves(Config(), {})}
+SECTIONS = {key.rpartition(".")[0] for key in SETTINGS} | {"node", "metadata"}
+_INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?:    .*\n|\n(?=    ))+")
+_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+_SETTING = re.compile(r"((?:metadata|node|router|admin|events|log|observe|client)(?:\.[a-z_]+)+)(?: ?= ?.+)?")
+_COMMAND = re.compile(r"kvstore ([a-z-]+)")
+_METRIC = re.compile(r"kvstore_[a-z0-9_]+_(?:total|seconds|bytes|blocks|tokens)")
+
+
+def ids(pages: list[Path]) -> list[str]:
+    return [page.relative_to(DOCS).with_suffix("").as_posix() for page in pages]
+
+
+def texts(page: Path) -> Iterator[tuple[str, str]]:
+    """What a page says, itself and by what it includes; with the file that says it."""
+    yield page.name, page.read_text(encoding="utf-8")
+    yield from ((str(source), text) for source, text in included.sources(page))
+
+
+def shells(text: str) -> Iterator[str]:
+    """Blocks of commands: fenced and indented ones."""
+    yield from (fence.text for fence in fences(text) if fence.language in {"sh", ""})
+    plain = "".join(line for line, outside in outside_fences(text) if outside)
+    yield from (re.sub("(?m)^    ", "", found[0]) for found in _INDENTED.finditer(plain))
+
+
+def spans(text: str) -> Iterator[str]:
+    """Code within prose."""
+    prose = "".join(line for line, outside in outside_fences(text) if outside and not line.startswith("    "))
+    yield from (found[1] for found in _CODE.finditer(prose))
+
+
+# ---------------------------------------------------------------- followed
+@pytest.mark.parametrize("page", FOLLOWED, ids=ids(FOLLOWED))
+def test_a_page_can_be_followed(page: Path, tmp_path: Path) -> None:
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"not on this machine: {', '.join(missing)}")
+    told = steps(page)
+    assert any(not hasattr(step, "command") and kind(step) in {"run", "terminal"} for step in told)
+    with Session(tmp_path) as session:
+        for step in told:
+            session.follow(step)
+
+
+@pytest.mark.parametrize("page", ALL, ids=ids(ALL))
+def test_what_is_not_run_says_why(page: Path) -> None:
+    """Every command of a page of ours is run, or says that it is not; on other pages nothing is to be followed."""
+    for fence in fences(page.read_text(encoding="utf-8")):
+        assert page in FOLLOWED
+        if kind(fence) == "unrun":
+            assert len(fence.title) > len(NOT_RUN)
+
+
+# ---------------------------------------------------------------- held to what exists
+@pytest.mark.parametrize("page", ALL, ids=ids(ALL))
+def test_commands_exist_with_their_flags(page: Path) -> None:
+    for source, text in texts(page):
+        for shell in shells(text):
+            for words in kvstore_commands(shell):
+                given = [word for word in words if word not in {"--help", "--version"}]
+                try:
+                    if given:
+                        parse(given)
+                except Exception as error:
+                    raise AssertionError(f"{source}: kvstore {' '.join(words)}: {error}") from error
+
+
+@pytest.mark.parametrize("page", ALL, ids=ids(ALL))
+def test_names_in_prose_exist(page: Path) -> None:
+    wrong = []
+    for source, text in texts(page):
+        for span in spans(text):
+            setting = _SETTING.fullmatch(span)
+            if (
+                setting is not None and setting[1] not in SETTINGS | SECTIONS and not source.startswith("deploy/")
+            ):  # values of the chart
+                wrong.append(f"{source}: the setting {span}")
+            command = _COMMAND.match(span)
+            if command is not None and command[1] not in root.list_commands(click.Context(root)):
+                wrong.append(f"{source}: the command {span}")
+            if _METRIC.fullmatch(span) and span not in METRICS:
+                wrong.append(f"{source}: the metric {span}")
+        wrong += [f"{source}: {name}" for name in re.findall(r"\bKVSTORE_[A-Z0-9]+__[A-Z0-9_]+", text) if not _is_variable(name)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", ALL, ids=ids(ALL))
+def test_configurations_are_read(page: Path, tmp_path: Path) -> None:
+    for _, text in texts(page):
+        for number, fence in enumerate(fence for fence in fences(text) if fence.language == "toml"):
+            tomllib.loads(fence.text)
+            file = tmp_path / f"{number}.toml"
+            file.write_text(fence.text)
+            load_config(file)
+
+
+def _is_variable(name: str) -> bool:
+    try:
+        load_config(None, {name: ""}, default_files=())
+    except KVStoreError as error:
+        return "unknown setting" not in str(error)
+    return True
+
+
+# ---------------------------------------------------------------- and a wrong one is found
+@pytest.mark.parametrize(
+    "shell",
+    [
+        "kvstore up --dramm 1GiB\n",
+        "KVSTORE_NODE__DRAM=1GiB kvstore begin\n",
+        "x=$(kvstore volumes --every)\n",
+        "true &&\\\n  kvstore node --set dram\n",
+        "kvstore status # fine\nkvstore nodes; kvstore volumes evict host-1/nvme0 --down 50  # not fine\n",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(shell: str) -> None:
+    with pytest.raises(click.UsageError):
+        collections.deque(map(parse, kvstore_commands(shell)), maxlen=0)
+
+
+def test_a_page_that_promises_too_much_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    (tmp_path / "run").mkdir()
+    page.write_text(
+        '```sh\necho one two\n```\n\n```text title="It prints"\none …\n```\n\n```text title="It prints"\ntwo one\n```\n'
+    )
+    echo, right, wrong = steps(page)
+    with Session(tmp_path / "run") as session:
+        session.follow(echo)
+        session.follow(right)
+        with pytest.raises(AssertionError, match="expected"):
+            session.follow(wrong)

@@ -1,0 +1,94 @@
+"""The site is built as ``make docs`` builds it, without a warning, whole, and without anything from another address."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import click
+import pytest
+
+import kvclient
+from kvstore.cli.app import root
+from kvstore.core.config import Config
+from kvstore.core.config_sources import leaves
+from kvstore.core.errors import ErrorKind
+from kvstore.observe.metrics import METRICS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src", "object": "data"}
+"""Elements for which a browser asks without being told to, and by which attribute."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "--quiet", "build", "--site-dir", str(folder)],
+        cwd=REPOSITORY,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page asks for by itself."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.asks: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in LOADED and (address := given.get(LOADED[tag])):
+            self.asks.append(address)
+
+
+def words(site: Path, page: str) -> str:
+    """The text of a page."""
+    return html.unescape(re.sub(r"<[^>]+>", "", (site / page).read_text(encoding="utf-8")))
+
+
+def test_nothing_comes_from_another_address(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        for address in Page(page).asks:
+            assert not re.match(r"[a-z]+:|//", address), f"{page.name} asks {address}"
+            assert (page.parent / address.partition("#")[0].partition("?")[0]).exists() or page.name == "404.html", (
+                f"{page}: {address}"
+            )
+    styles = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.css"))
+    assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)\"']*", styles) == []
+
+
+def test_no_directive_is_left(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert not re.search(r"<!-- (?:include|generated):|<p>:::", page.read_text(encoding="utf-8")), page
+
+
+def test_the_reference_is_whole(site: Path) -> None:
+    python = words(site, "reference/python.html")
+    assert [name for name in kvclient.__all__ if name not in python] == []
+    commands = words(site, "reference/command-line.html")
+    assert [name for name in root.list_commands(click.Context(root)) if f"kvstore {name}" not in commands] == []
+    settings = words(site, "reference/configuration.html")
+    assert [leaf.key for leaf in leaves(Config(), {}) if leaf.key not in settings] == []
+    metrics = words(site, "reference/metrics.html")
+    assert [name for name in METRICS if name not in metrics] == []
+    assert [kind for kind in ErrorKind if kind not in words(site, "reference/errors.html")] == []
+    for service, call in (("Metadata", "WatchBlocks"), ("Node", "Prepare"), ("NodeAdmin", "EvictBlocks")):
+        assert f"{service}.{call}" in words(site, "reference/protocol.html")
+    assert "/v1/nodes/{node_id}/drain" in words(site, "reference/rest.html")
