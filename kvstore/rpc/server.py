@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
@@ -57,6 +58,28 @@ class CounterSink(Protocol):
         """Takes a value into a distribution."""
 
 
+class _GoneCallers(logging.Filter):
+    """Of gRPC's own lines, takes those on answers that found no caller any more: it logs each with a traceback, as an error.
+
+    Anybody can cause them by leaving; they are counted by the server that had the call, and nothing is lost with them.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, grpc.aio.InternalError):
+            return True
+        server = _serving.get(None)
+        if server is not None:
+            server.add("rpc_callers_gone_total")
+        logger.debug("a caller was gone before its answer: %s", error)
+        return False
+
+
+_serving: ContextVar[CounterSink] = ContextVar("kvstore_serving")
+"""Counters of the server whose call this task handles."""
+_GONE_CALLERS: Final = _GoneCallers()
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Maps what handlers raise to gRPC status, times them, and takes over the request that a call was made for.
 
@@ -81,6 +104,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if wrapped is None:
             wrapped = self._wrapped[method] = self._wrap(handler, method.rpartition("/")[2])
         # the handler runs in this very task, and each call has a task and with it a context of its own
+        _serving.set(self._counters)
         request_context.take_in(handler_call_details.invocation_metadata)
         return wrapped
 
@@ -199,6 +223,7 @@ async def build_aio_server(
         InvalidArgument: an address that is none, or TLS files that cannot be read.
         Unavailable: an address cannot be bound.
     """
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_GONE_CALLERS)  # once, however often
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor(counters)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
