@@ -27,7 +27,7 @@ from kvclient.store import count_store, skip_rest
 from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.limits import MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, Outcome, StoreOutcome, Tier
 from kvstore.rpc.codec import unpack_u64
@@ -114,6 +114,10 @@ class Handoff:
     def commit(self) -> StoreResult:
         """Makes the prompt whole on the decode host. Every layer must have been put.
 
+        Returns:
+            What became of each block. Where that host did not take all of them, ``skipped_blocks`` says how many, and ``error``
+            (``CapacityExceeded``) that the prompt is not whole there.
+
         Raises:
             InvalidArgument: a layer is missing, or the hand-over is finished.
         """
@@ -131,12 +135,22 @@ class Handoff:
                     result.outcomes = outcomes
                     stored = int(np.count_nonzero(outcomes[self._write.granted] == StoreOutcome.STORED))
                     result.bytes_stored = stored * self._core.shape.block_bytes
+                    self._note_skipped(result)
                 except KVStoreError as error:
                     self._give_up(error)
             result.seconds = self._operation.elapsed_s()
             count_store(self._core, result)
             self._core.incidents.counters.add("client_handoff_bytes_total", result.bytes_stored)
             return result
+
+    def _note_skipped(self, result: StoreResult) -> None:
+        """Blocks that the decode host did not take: whoever waits for the prompt there waits in vain."""
+        if skipped := result.skipped_blocks:
+            why = "the decode host did not take all of the prompt: it has no room, or drains"
+            result.error = CapacityExceeded(why, skipped=skipped, blocks=len(self._keys))
+            self._core.incidents.report(
+                "client_handoff_skipped_blocks_total", "a prompt is not handed over whole", result.error, amount=skipped
+            )
 
     def abort(self) -> None:
         """Hands nothing over. No effect on a finished hand-over."""

@@ -207,6 +207,11 @@ class StoreResult:
         """Leading blocks that the store holds, or is about to, after this call."""
         return leading(HELD[self.outcomes].view(np.uint8), 1)
 
+    @property
+    def skipped_blocks(self) -> int:
+        """Blocks that were not taken, for want of room or as they came behind one that was not."""
+        return self.count(StoreOutcome.SKIPPED)
+
     def count(self, outcome: StoreOutcome) -> int:
         """How many blocks met one fate, e.g. ``EXISTS``."""
         return int(np.count_nonzero(self.outcomes == outcome))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import Engine, Store, until
-from kvclient import InvalidArgument, Outcome, Paths, StoreOutcome
+from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import NodeSpec
@@ -245,3 +245,19 @@ def test_a_transfer_has_a_name(store: Store, transfer_id: str) -> None:
 
 def test_a_decode_node_that_cannot_be_told_costs_nothing(store: Store) -> None:
     assert not engine(store, "prefill-0").client.abandon_prompt("t", "nobody")
+
+
+def test_what_the_decode_host_has_no_room_for_is_said_and_counted(make_store: Callable[..., Store]) -> None:
+    store = make_store(
+        NodeSpec("prefill-0", ("prefill",), dram_bytes=64 << 20),
+        NodeSpec("decode-0", ("decode",), dram_bytes=8 << 20),
+    )
+    prefill = engine(store, "prefill-0")
+    prompt = Prompt(prefill, "large", hit=0, new=300)  # 14 MB
+    handoff = prefill.client.begin_handoff(prompt.keys, "decode-0", tail=True)
+    for layer in range(LAYERS):
+        handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
+    result = handoff.commit()
+    assert 0 < result.skipped_blocks == len(prompt.keys) - result.held_blocks
+    assert isinstance(result.error, CapacityExceeded)
+    assert prefill.client.counters.snapshot()["client_handoff_skipped_blocks_total"] == result.skipped_blocks
