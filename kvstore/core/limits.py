@@ -33,5 +33,16 @@ MAX_WATCH_FILTER = 1_024
 MAX_VOLUMES_PER_NODE = 64
 MAX_NODES = 10_000
 MAX_NAMESPACES = 100_000
+MAX_SCHEDULED_BYTES = 512 << 20
+"""What requests that wait for engines or have them may occupy in a metadata server, all together with the calls that wait."""
+MAX_NEAR_NAMES = 64 << 10
+"""Characters of all names of engines that one request says to have a part of its prompt at hand."""
+MAX_REPLAN_RANGES = 1_024
+"""Ranges in which a client says what of a failed part has arrived. With more gaps it says less: what is left out costs a charge
+too many, no read."""
+MAX_PLAN_PARTS = 4_096
+"""Parts of one load plan, over all its attempts."""
+MAX_PARTS_UNDER_WAY = 262_144
+"""Parts of all load plans under way, a plan itself counted as one."""
 DIGEST_RANGES = 4_096
 """Ranges of key space in anti-entropy: by the first 12 bits of the key."""

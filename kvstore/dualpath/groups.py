@@ -84,6 +84,11 @@ class EngineGroup:
         self.free = np.append(self.free, np.int64(engine.hbm_bytes))
         self.shut(shut)
 
+    def resize(self, engine: Engine) -> None:
+        """The engine of this name has another ``hbm_bytes``; its numbers stay."""
+        self.engines[self._place[engine.engine]] = engine
+        self._look()
+
     def leave(self, engine: str) -> None:
         """The engine is gone."""
         place = self._place[engine]
@@ -173,7 +178,7 @@ def decode_watermark(group: EngineGroup, waiting: Iterable[tuple[int, int]], z: 
         waiting: (tokens, HBM bytes) of the waiting requests, in order.
         z: 1.05 in the paper.
     """
-    room = int(group.free[group.open].sum())
+    room = int(np.maximum(group.free[group.open], 0).sum())  # an engine that shrank may have given more than it has
     coming = 0
     for tokens, need in waiting:
         if need > room:

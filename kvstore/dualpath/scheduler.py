@@ -4,15 +4,16 @@ A request waits in two queues at once: a global one for a prefill engine, first 
 engine, from which it is moved to the private queue of a decode group. It is *paired* when it has both; who reads its blocks is
 decided then, by the planner. Every time a request loses an engine, its generation grows: reports under an older one are void.
 
-Engines may report their own numbers (``EngineReport`` with ``tok`` and ``seq``); of those that never do, the scheduler keeps book
-itself from what it assigned and what was reported done. A report must count everything that earlier fetches answered.
+Engines may report their own numbers (``EngineReport`` with ``tok`` and ``seq``); of what a report leaves out the scheduler keeps
+book itself, from what it assigned and what was reported done: also where the engine said it before, or its figures of then would
+stand for ever. A report must count everything that earlier fetches answered.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, Role, assign_decode, assign_prefill, decode_watermark
@@ -76,13 +77,13 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine says of itself when its group fetches; None: not said.
+    """What an engine says of itself when its group fetches; None: not said, whatever was said before.
 
     Attributes:
         seq: assigned, unfinished requests; together with ``tok``.
-        tok: their tokens. Once an engine has said it, requests reported done are no longer subtracted here.
+        tok: their tokens. While an engine says it, requests reported done are not subtracted here; else books are kept.
         hbm_free: HBM bytes free for KV, decode engines only; the same holds.
-        read_tokens: disk reading queue of its node.
+        read_tokens: disk reading queue of its node; None: nothing is known to wait.
     """
 
     engine: str
@@ -165,6 +166,17 @@ class _Desk:
     room: bool = True
     """Its free HBM is."""
 
+    @property
+    def tokens(self) -> int:
+        """Of its unfinished requests, as the books have it."""
+        return sum(job.ask.cost(self.engine) for job in self.work.values())
+
+    @property
+    def left(self) -> int:
+        """HBM bytes that these leave free; below zero where they need more than it has (any more)."""
+        used = sum(job.ask.hbm_bytes for job in self.work.values()) if self.engine.role is Role.DECODE else 0
+        return self.engine.hbm_bytes - used
+
 
 @dataclass(slots=True)
 class _Job:
@@ -221,8 +233,7 @@ class Scheduler:
         """
         if engine.engine in self._desks:
             raise Conflict("engine has joined already", engine=engine.engine)
-        if not 0 <= engine.hbm_bytes <= MAX_HBM_BYTES:
-            raise InvalidArgument("hbm_bytes out of bounds", engine=engine.engine, hbm_bytes=engine.hbm_bytes)
+        _check_hbm(engine.engine, engine.hbm_bytes)
         group = self._groups.get(engine.group)
         if group is None:
             group = self._groups[engine.group] = EngineGroup(engine.group, engine.role)
@@ -235,6 +246,28 @@ class Scheduler:
         group.join(engine, self._shut)
         self._desks[engine.engine] = _Desk(engine, {})
         self._refresh(group)
+
+    def resize(self, engine: str, hbm_bytes: int) -> None:
+        """An engine has more or less room than before, when idle; what it has to do it keeps.
+
+        What waits for its group and fits none of that group's engines any more goes back to the head of the global queue.
+
+        Raises:
+            NotFound: no such engine.
+            InvalidArgument: no such size.
+        """
+        desk = self._desks.get(engine)
+        if desk is None:
+            raise NotFound("engine is not known", engine=engine)
+        _check_hbm(engine, hbm_bytes)
+        group, changed = self._groups[desk.engine.group], replace(desk.engine, hbm_bytes=hbm_bytes)
+        group.resize(changed)
+        desk.engine = changed
+        if desk.room:
+            group.free[group.place(engine)] = desk.left
+        if group.role is Role.DECODE:
+            self._reroute(group)
+            self._refresh(group)
 
     def shut(self, nodes: frozenset[str]) -> None:
         """Engines of these nodes are given nothing more; what they have they keep. Those of all others may be given requests.
@@ -309,11 +342,16 @@ class Scheduler:
             if said.tok is not None and said.seq is not None:
                 group.tok[place], group.seq[place] = said.tok, said.seq
                 desk.counts = False
+            elif not desk.counts:  # it says so no longer: the books know what it has
+                group.tok[place], group.seq[place] = desk.tokens, len(desk.work)
+                desk.counts = True
             if said.hbm_free is not None:
                 group.free[place] = said.hbm_free
                 desk.room = False
-            if said.read_tokens is not None:
-                group.read[place] = said.read_tokens
+            elif not desk.room:
+                group.free[place] = desk.left
+                desk.room = True
+            group.read[place] = said.read_tokens or 0
         for group in touched.values():
             self._refresh(group)
 
@@ -485,6 +523,11 @@ def _heads(queue: _Queue) -> Iterator[_Job]:
     """The head of the queue as long as it has one; whoever draws pops it before drawing again."""
     while queue:
         yield next(iter(queue.values()))
+
+
+def _check_hbm(engine: str, hbm_bytes: int) -> None:
+    if not 0 <= hbm_bytes <= MAX_HBM_BYTES:
+        raise InvalidArgument("hbm_bytes out of bounds", engine=engine, hbm_bytes=hbm_bytes)
 
 
 def _cost(job: _Job) -> tuple[int, int]:

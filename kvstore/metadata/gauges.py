@@ -73,5 +73,6 @@ class MetadataGauges:
             found = self._scheduling.gauges()
             yield Sample("metadata_scheduler_engines", found["metadata_scheduler_engines"])
             yield Sample("metadata_scheduler_requests", found["metadata_scheduler_requests"])
+            yield Sample("metadata_scheduler_bytes", found["metadata_scheduler_bytes"])
             for role in ("prefill", "decode"):
                 yield Sample("metadata_scheduler_waiting", found[f"metadata_scheduler_waiting_{role}"], {"role": role})

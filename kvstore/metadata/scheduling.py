@@ -16,11 +16,12 @@ import itertools
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvproto.v1 import metadata_pb2 as pb
+from kvstore.core import limits
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, ErrorKind, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.status import make_error
@@ -48,6 +49,10 @@ ENDED_KEPT: Final = 65_536
 MAX_NEAR: Final = 1_024
 """Engines that a request may name as having its prefix at hand."""
 FORMER_BOOTS: Final = 8
+REQUEST_BYTES: Final = 2_048
+"""What a request without names takes, of its messages and of the books; measured: 1.6 KB."""
+NEAR_BYTES: Final = 192
+"""The same of an engine that it names, beside the name."""
 
 _FINISHED: Final = NotFound("the request is finished")
 
@@ -57,6 +62,11 @@ class _Request:
     """A request under way. ``turn`` is the scheduler's generation, ``generation`` that which travels."""
 
     wanted: pb.AssignRequestRequest
+    """What its router said, but for ``near``, and nothing that this server does not know."""
+    ask: Ask
+    """The same as the rules see it."""
+    nbytes: int
+    """What it is taken to occupy here."""
     generation: int
     since_s: float
     deadline_s: float
@@ -77,15 +87,14 @@ class _Request:
 
     def load(self, engine: Engine) -> Load:
         """What it costs an engine."""
-        ask = _ask(self.wanted)
-        return Load(1, ask.cost(engine), ask.hbm_bytes)
+        return Load(1, self.ask.cost(engine), self.ask.hbm_bytes)
 
 
 class Scheduling:
     """The scheduler behind RPCs.
 
     Args:
-        limits: of the rules.
+        rules: bounds of the rules.
         queues: planned reads of all nodes.
         engine_ttl_s: silence after which a group is dead.
         request_ttl_s: a request is forgotten so long after it came, whatever engines say (or never say).
@@ -96,7 +105,7 @@ class Scheduling:
 
     def __init__(
         self,
-        limits: SchedulerLimits,
+        rules: SchedulerLimits,
         queues: ReadQueues,
         *,
         engine_ttl_s: float,
@@ -105,7 +114,7 @@ class Scheduling:
         clock: Clock,
         shut_nodes: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(rules)
         self._queues = queues
         self._engine_ttl_s = engine_ttl_s
         self._request_ttl_s = request_ttl_s
@@ -120,6 +129,7 @@ class Scheduling:
         self._deadlines: list[tuple[float, int, _Request]] = []
         self._shut_nodes = shut_nodes
         self._waiting_calls = 0
+        self._bytes = 0  # that requests and waiting calls are taken to occupy
         self._paired_s = clock.now_s()  # when a request last got its second engine
 
     def gauges(self) -> dict[str, int]:
@@ -128,6 +138,7 @@ class Scheduling:
         return {
             "metadata_scheduler_engines": len(self._home),
             "metadata_scheduler_requests": len(self._requests),
+            "metadata_scheduler_bytes": self._bytes,
             "metadata_scheduler_waiting_prefill": waiting.prefill,
             "metadata_scheduler_waiting_decode": waiting.decode,
         }
@@ -189,10 +200,16 @@ class Scheduling:
         return group
 
     def _take_members(self, group: Group, request: pb.ReportEnginesRequest, engines: dict[str, Engine]) -> None:
-        """Engines that are new join, those that are no longer reported (or have moved) are gone."""
+        """Engines that are new join, those that are no longer reported (or have moved) are gone. More or less room is no move."""
+        for name, engine in engines.items():
+            known = group.engines.get(name)
+            if known is not None and known.hbm_bytes != engine.hbm_bytes and known.node == engine.node:
+                self._scheduler.resize(name, engine.hbm_bytes)
+                group.engines[name] = engine
+                self._counters.add("metadata_engines_resized_total")
         gone = [name for name, engine in group.engines.items() if engines.get(name) != engine]
         if gone:
-            given_back = self._remove(group, gone)
+            given_back = self._remove(group, gone, engines)
             logger.warning("engine group %s lost %s; %d requests given back", group.name, ", ".join(gone[:8]), given_back)
         for state in request.engines:
             if state.engine not in group.engines:
@@ -203,13 +220,16 @@ class Scheduling:
             if known is None or known.address != state.address:
                 group.refs[state.engine] = ref_of(state, group.name)
 
-    def _remove(self, group: Group, names: Sequence[str]) -> int:
-        """Engines are gone; answers how many requests wait again for that."""
+    def _remove(self, group: Group, names: Sequence[str], staying: Container[str] = ()) -> int:
+        """Engines are gone; answers how many requests wait again for that. Of those that live on elsewhere the group is told."""
         requests = 0
         for name in names:
             given_back = self._scheduler.engine_gone(name)
-            del group.engines[name], group.refs[name], self._home[name]
+            engine = group.engines.pop(name)
+            del group.refs[name], self._home[name]
             for back in given_back:
+                if name in staying:
+                    self._revoke(self._requests[back.request_id], engine)
                 self._given_back(back)
             requests += len(given_back)
         self._counters.add("metadata_engines_lost_total", len(names))
@@ -278,6 +298,8 @@ class Scheduling:
                 continue
             self._counters.add("metadata_requests_finished_total")
             if entry.generation == generation and self._scheduler.finish(entry.wanted.request_id, entry.turn):
+                if not entry.prefilled and entry.prefill is not None:  # whose word comes late, or never: it need not go on
+                    self._revoke(entry, entry.prefill)
                 self._end(entry, _FINISHED)
             else:  # its prefill engine died after it had done its part: whoever was to compute the prompt again need not
                 self._drop(entry, _FINISHED)
@@ -303,7 +325,7 @@ class Scheduling:
         Raises:
             InvalidArgument: malformed.
             Conflict: another request of this name is under way.
-            CapacityExceeded: too many requests, or too many calls that wait.
+            CapacityExceeded: too many requests, or too many calls that wait, or they take too much memory.
             DeadlineExceeded: no engines in time. Where the request had none before, it is dropped.
             NotFound: the request was called off, is finished, or (with ``after_generation``) is not known: submit it again.
         """
@@ -315,11 +337,22 @@ class Scheduling:
         if self._waiting_calls >= MAX_WAITING_CALLS:
             self._counters.add("metadata_requests_refused_total")
             raise CapacityExceeded("too many calls wait for engines", limit=MAX_WAITING_CALLS)
+        nbytes = _bytes_of(request)
+        self._check_room(2 * nbytes if entry is None else nbytes)
         if entry is None:
-            entry = self._submit(request, budget_s)
+            entry = self._submit(request, budget_s, nbytes)
         elif not entry.paired:
             self._wait_until(entry, max(entry.deadline_s, self._clock.now_s() + budget_s))
-        return await self._wait(entry, after, budget_s)
+        self._bytes += nbytes  # gRPC has the message for as long as its call waits
+        try:
+            return await self._wait(entry, after, budget_s)
+        finally:
+            self._bytes -= nbytes
+
+    def _check_room(self, nbytes: int) -> None:
+        if self._bytes + nbytes > limits.MAX_SCHEDULED_BYTES:
+            self._counters.add("metadata_requests_refused_total")
+            raise CapacityExceeded("requests take too much memory", bytes=self._bytes, limit=limits.MAX_SCHEDULED_BYTES)
 
     def cancel(self, request: pb.CancelRequestRequest) -> bool:
         """Drops a request. False: it is not known (any more); a late call that would bring it is refused then.
@@ -349,14 +382,24 @@ class Scheduling:
             raise NotFound("the request is not known (the server may have been restarted): submit it again")
         return entry
 
-    def _submit(self, request: pb.AssignRequestRequest, budget_s: float) -> _Request:
-        name, now_s = request.request_id, self._clock.now_s()
+    def _submit(self, request: pb.AssignRequestRequest, budget_s: float, nbytes: int) -> _Request:
+        ask, now_s = _ask(request), self._clock.now_s()
         try:
-            self._scheduler.submit(_ask(request))
+            self._scheduler.submit(ask)
         except CapacityExceeded:
             self._counters.add("metadata_requests_refused_total")
             raise
-        entry = self._requests[name] = _Request(request, next(self._generations), now_s, now_s + budget_s)
+        wanted = pb.AssignRequestRequest(
+            operation_id=request.operation_id,
+            request_id=request.request_id,
+            prompt_tokens=request.prompt_tokens,
+            hit_tokens=request.hit_tokens,
+            expected_output_tokens=request.expected_output_tokens,
+            budget_ms=request.budget_ms,
+        )
+        entry = _Request(wanted, ask, nbytes, next(self._generations), now_s, now_s + budget_s)
+        self._requests[request.request_id] = entry
+        self._bytes += nbytes
         self._attempts[entry.generation] = entry
         self._wait_until(entry, entry.deadline_s)
         self._counters.add("metadata_requests_submitted_total")
@@ -424,11 +467,11 @@ class Scheduling:
             return
         for entry in holding:
             self._scheduler.cancel(entry.wanted.request_id)
-            self._revoke(entry)
+            self._revoke_all(entry)
             self._forget_attempts(entry)
             entry.generation, entry.turn, entry.decode = next(self._generations), 0, None
             self._attempts[entry.generation] = entry
-            self._scheduler.submit(_ask(entry.wanted))
+            self._scheduler.submit(entry.ask)
         self._counters.add("metadata_requests_requeued_total", len(holding))
         logger.warning("no request got both engines for %.1f s: %d that held one queue anew", self._engine_ttl_s, len(holding))
 
@@ -464,16 +507,21 @@ class Scheduling:
     def _drop(self, entry: _Request, why: KVStoreError) -> None:
         """A request leaves the scheduler without being finished; engines that have it are told."""
         self._scheduler.cancel(entry.wanted.request_id)
-        self._revoke(entry)
+        self._revoke_all(entry)
         self._end(entry, why)
 
-    def _revoke(self, entry: _Request) -> None:
+    def _revoke_all(self, entry: _Request) -> None:
         """Engines that have something to do for the request are told to leave it."""
         for engine in (None if entry.prefilled else entry.prefill, entry.decode):
-            group = self._groups.get(engine.group) if engine is not None else None
-            if group is not None:
-                revoked = pb.RevokedRequest(request_id=entry.wanted.request_id, generation=entry.generation)
-                group.mail.put(pb.SchedulerEvent(revoked=revoked))
+            if engine is not None:
+                self._revoke(entry, engine)
+
+    def _revoke(self, entry: _Request, engine: Engine) -> None:
+        """One of them is."""
+        group = self._groups.get(engine.group)
+        if group is not None:
+            revoked = pb.RevokedRequest(request_id=entry.wanted.request_id, generation=entry.generation)
+            group.mail.put(pb.SchedulerEvent(revoked=revoked))
 
     def _forget_attempts(self, entry: _Request) -> None:
         """What engines say of the request's attempts until now is void."""
@@ -484,6 +532,8 @@ class Scheduling:
     def _end(self, entry: _Request, why: KVStoreError) -> None:
         entry.over = True
         del self._requests[entry.wanted.request_id]
+        self._bytes -= entry.nbytes
+        entry.ask = Ask(entry.ask.request_id, entry.ask.tokens)  # the heap of deadlines may hold on to the entry
         self._forget_attempts(entry)
         self._remember(entry.wanted.operation_id, why)
         for call in entry.waiting:
@@ -510,7 +560,7 @@ class Scheduling:
             expected_output_tokens=wanted.expected_output_tokens,
             prefill=self._ref(entry.prefill),
             decode=self._ref(entry.decode),
-            near_tokens=_ask(wanted).spared(engine),
+            near_tokens=entry.ask.spared(engine),
         )
         group.mail.put(pb.SchedulerEvent(assigned=assigned), engine.engine, load)
 
@@ -532,6 +582,11 @@ def _ask(request: pb.AssignRequestRequest) -> Ask:
     return Ask(request.request_id, request.prompt_tokens, room, {near.engine: near.tokens for near in request.near})
 
 
+def _bytes_of(request: pb.AssignRequestRequest) -> int:
+    """What a request is taken to occupy, once as its call's message and once in the books: measured, and rounded up."""
+    return REQUEST_BYTES + request.ByteSize() + len(request.near) * NEAR_BYTES
+
+
 def _check_request(request: pb.AssignRequestRequest) -> int:
     """A request's shape; answers its budget in milliseconds.
 
@@ -548,6 +603,8 @@ def _check_request(request: pb.AssignRequestRequest) -> int:
         raise InvalidArgument("engines have a part of the prompt at hand, and not too many of them", most=MAX_NEAR)
     for near in request.near:
         check_name(near.engine, "engine")
+    if sum(len(near.engine) for near in request.near) > limits.MAX_NEAR_NAMES:
+        raise InvalidArgument("names of engines at hand are too long, all together", most=limits.MAX_NEAR_NAMES)
     if request.budget_ms < 1:
         raise InvalidArgument("a request takes a budget: how long it may wait for engines", budget_ms=request.budget_ms)
     return request.budget_ms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -79,6 +79,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         if name in self.engines():
             self.engines()[name].read = read
 
+    @rule(name=st.sampled_from(ENGINES), said=st.integers(0, 40))
+    def says_its_figures_once(self, name: str, said: int) -> None:
+        """What it leaves out the next time is in the books, whatever it said."""
+        read = self.engines()[name].read if name in self.engines() else 0
+        self.scheduler.report([EngineReport(name, seq=said, tok=said, hbm_free=said, read_tokens=said)])
+        self.scheduler.report([EngineReport(name, read_tokens=read)])
+
+    @rule(name=st.sampled_from(ENGINES), hbm=st.sampled_from([20, 40]))
+    def resize(self, name: str, hbm: int) -> None:
+        model = self.engines().get(name)
+        if model is None:
+            with pytest.raises(NotFound):
+                self.scheduler.resize(name, hbm)
+            return
+        self.scheduler.resize(name, hbm)
+        model.engine = replace(model.engine, hbm_bytes=hbm)
+        if model.engine.role is Role.DECODE:
+            self.strand(model.engine.group)
+
+    def strand(self, group: str) -> None:
+        """What waits for a group, and fits none of its engines even when they are idle, waits for another again."""
+        room = max((entry.engine.hbm_bytes for entry in self.groups[group].values()), default=-1)
+        stranded = [job for job in self.private[group] if job.ask.hbm_bytes > room]
+        self.private[group] = [job for job in self.private[group] if job.ask.hbm_bytes <= room]
+        self.decode_queue = stranded + self.decode_queue
+
     @rule(name=st.sampled_from(ENGINES))
     def gone(self, name: str) -> None:
         model = self.engines().get(name)
@@ -108,10 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prefill_queue = prefill + self.prefill_queue
         self.decode_queue = decode + self.decode_queue
         if model.engine.role is Role.DECODE:
-            room = max((entry.engine.hbm_bytes for entry in self.groups[group].values()), default=-1)
-            stranded = [job for job in self.private[group] if job.ask.hbm_bytes > room]
-            self.private[group] = [job for job in self.private[group] if job.ask.hbm_bytes <= room]
-            self.decode_queue = stranded + self.decode_queue
+            self.strand(group)
 
     @rule(group=st.sampled_from(sorted(GROUPS)))
     def group_gone(self, group: str) -> None:
@@ -212,7 +235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue, engines = self.private[group], list(self.groups[group].values())
         if not engines:
             return []
-        room, coming = sum(e.free for e in engines), 0
+        room, coming = sum(max(0, e.free) for e in engines), 0
         for job in queue:
             if job.ask.hbm_bytes > room:
                 break
@@ -334,6 +357,43 @@ def test_what_an_engine_reports_of_itself_is_not_counted_twice() -> None:
     scheduler.report([EngineReport("p", seq=0, tok=0), EngineReport("d", seq=0, tok=0, hbm_free=100), EngineReport("nobody")])
     assert scheduler.finish("r", pair.generation)
     assert [(load.tok, load.seq, load.hbm_free) for load in scheduler.loads()] == [(0, 0, 0), (0, 0, 100)]
+
+
+def test_figures_that_are_left_out_do_not_starve_an_engine() -> None:
+    scheduler = small_cluster()
+    scheduler.report(
+        [
+            EngineReport("p", seq=9, tok=BETA + 1, read_tokens=ALPHA + 1),
+            EngineReport("d", seq=9, tok=90, hbm_free=0),
+        ]
+    )
+    scheduler.submit(Ask("r", 10, 100))
+    assert [scheduler.fetch(group).assigned for group in ("P", "D")] == [(), ()]
+    full, empty = [EngineReport("p"), EngineReport("d")], [(0, 0, 0, 0), (0, 0, 100, 0)]
+    scheduler.report(full)
+    assert [(load.tok, load.seq, load.hbm_free, load.read_tokens) for load in scheduler.loads()] == empty
+    assert len(paired(scheduler.fetch("P", full), scheduler.fetch("D", full))) == 1
+    scheduler.report([EngineReport("p", seq=5, tok=5), EngineReport("d", seq=5, tok=5)])
+    scheduler.report(full)
+    assert [(load.tok, load.seq, load.hbm_free) for load in scheduler.loads()] == [(10, 1, 0), (10, 1, 0)], "what it was given"
+
+
+def test_an_engine_with_another_room_keeps_what_it_has() -> None:
+    scheduler = small_cluster()
+    scheduler.submit(Ask("r", 10, 80))
+    (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
+    scheduler.submit(Ask("next", 10, 30))
+    scheduler.fetch("P")
+    assert scheduler.fetch("D").assigned == ()
+    scheduler.resize("d", 50)
+    assert [load.hbm_free for load in scheduler.loads()] == [0, -30]
+    assert scheduler.fetch("D").assigned == ()
+    scheduler.resize("d", 110)
+    assert [entry.request_id for entry in scheduler.fetch("D").assigned] == ["next"]
+    assert scheduler.finish("r", pair.generation)
+    assert [load.hbm_free for load in scheduler.loads()] == [0, 80]
+    with pytest.raises(InvalidArgument):
+        scheduler.resize("d", -1)
 
 
 def test_an_overloaded_engine_gets_nothing_and_a_long_queue_only_what_others_cannot_take() -> None:

@@ -45,7 +45,7 @@ class Shell:
             shut_nodes=lambda: self.drained,
         )
 
-    def ask(self, name: str, tokens: int = 10, **more: int | bytes) -> pb.AssignRequestRequest:
+    def ask(self, name: str, tokens: int = 10, **more: int | bytes | list[pb.NearPrefix]) -> pb.AssignRequestRequest:
         operation = secrets.token_bytes(16)
         fields = {"operation_id": operation, "request_id": name, "prompt_tokens": tokens, "budget_ms": 60_000, **more}
         return pb.AssignRequestRequest(**fields)  # type: ignore[arg-type]
@@ -139,6 +139,7 @@ async def test_a_request_is_told_to_both_groups_and_to_its_router() -> None:
     assert shell.door.gauges() == {
         "metadata_scheduler_engines": 2,
         "metadata_scheduler_requests": 0,
+        "metadata_scheduler_bytes": 0,
         "metadata_scheduler_waiting_prefill": 0,
         "metadata_scheduler_waiting_decode": 0,
     }
@@ -183,6 +184,71 @@ async def test_planned_reads_and_reported_ones_make_a_long_queue() -> None:
     leader.engines = [engine("p", read_tokens=ALPHA + 1), engine("q", read_tokens=ALPHA + 1)]
     await shell.asked(shell.ask("d"))
     assert [one.engine for one in leader.report()] == ["q"]  # all are long: the fewest tokens
+
+
+async def test_figures_that_are_left_out_later_starve_no_engine() -> None:
+    shell = Shell()
+    prefill = Leader(shell, "P", PREFILL, engine("p", sequences=9, tokens=BETA + 1, read_tokens=ALPHA + 1))
+    decode = Leader(shell, "D", DECODE, engine("d", hbm_tokens=100, sequences=9, tokens=90, free_hbm_tokens=0))
+    prefill.report(), decode.report()
+    router = await shell.asked(shell.ask("r"))
+    assert [*prefill.report(), *decode.report()] == []
+    prefill.engines, decode.engines = [engine("p")], [engine("d", hbm_tokens=100)]
+    assert [one.engine for one in (*prefill.report(), *decode.report())] == ["p", "d"]
+    assert (await router).decode.engine == "d"
+
+
+async def test_an_engine_with_another_room_keeps_its_requests() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    router = await shell.asked(shell.ask("r"))
+    prefill.report(), decode.report()
+    generation = (await router).generation
+    decode.engines = [engine("d", hbm_tokens=20)]
+    assert decode.report() == []
+    prefill.report()
+    assert (prefill.revoked, decode.revoked) == ([], [])
+    assert shell.counters.get("metadata_engines_lost_total") == 0
+    assert shell.counters.get("metadata_engines_resized_total") == 1
+    await shell.asked(shell.ask("large", 15))
+    assert decode.report() == [], "the room that it has now is what counts"
+    decode.engines = [engine("d", hbm_tokens=500)]
+    assert [one.request_id for one in decode.report()] == ["large"]
+    decode.report(finished=[generation])
+    assert shell.counters.get("metadata_requests_finished_total") == 1
+
+
+@pytest.mark.parametrize("moves", ["prefill", "decode"])
+async def test_an_engine_that_moved_is_told_to_leave_what_it_had(moves: str) -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    router = await shell.asked(shell.ask("r"))
+    prefill.report(), decode.report()
+    generation = (await router).generation
+    moved, other = (prefill, decode) if moves == "prefill" else (decode, prefill)
+    moved.engines = [engine(moved.engines[0].engine, "elsewhere", hbm_tokens=moved.engines[0].hbm_tokens)]
+    again = moved.report()[-1]
+    other.report()
+    assert (moved.revoked, other.revoked) == (["r"], [])
+    assert again.generation > generation
+    assert moved.work["r"].generation == other.work["r"].generation == again.generation
+
+
+async def test_what_decode_finishes_first_is_called_off_at_prefill() -> None:
+    shell = Shell()
+    prefill, decode = pair_of_groups(shell)
+    routers = [await shell.asked(shell.ask(name)) for name in ("early", "usual")]
+    prefill.report(), decode.report()
+    early, usual = [(await router).generation for router in routers]
+    decode.report(finished=[early])
+    prefill.report()
+    assert prefill.revoked == ["early"]
+    prefill.report(prefilled=[early, usual])  # the first comes too late, and is void
+    decode.report(finished=[usual])
+    prefill.report()
+    assert (prefill.revoked, decode.revoked) == (["early"], [])
+    assert shell.counters.get("metadata_requests_finished_total") == 2
+    assert shell.counters.get("metadata_scheduler_void_reports_total") == 1
 
 
 async def test_the_silent_are_dead_and_their_requests_go_first_to_others() -> None:
@@ -333,6 +399,33 @@ async def test_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     Leader(shell, "P", PREFILL, engine("p")).report()
     with pytest.raises(CapacityExceeded):
         Leader(shell, "Q", PREFILL, engine("q")).report()
+
+
+async def test_requests_are_bounded_by_what_they_occupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = Shell()
+    near = [pb.NearPrefix(engine=f"{number:04}" + "x" * 60, tokens=1) for number in range(1_024)]
+    monkeypatch.setattr(module.limits, "MAX_SCHEDULED_BYTES", 4 << 20)
+    calls = [await shell.asked(shell.ask(f"r{number}", near=near)) for number in range(12)]
+    refused = [call for call in calls if call.done()]
+    assert 3 < len(calls) - len(refused) < 11
+    for call in refused:
+        with pytest.raises(CapacityExceeded, match="memory"):
+            await call
+    held = shell.door.gauges()["metadata_scheduler_bytes"]
+    assert shell.ask("r", near=near).ByteSize() * (len(calls) - len(refused)) < held <= 4 << 20
+    assert shell.counters.get("metadata_requests_refused_total") == len(refused)
+    small = await shell.asked(shell.ask("small"))
+    assert not small.done(), "there is room for others"
+    for call in (*calls, small):
+        call.cancel()
+    await asyncio.gather(*calls, small, return_exceptions=True)
+    after = shell.door.gauges()["metadata_scheduler_bytes"]
+    assert after * 1.9 < held, "calls that left hold nothing; their requests wait for a while"
+    shell.clock.advance(61.0)
+    shell.door.expire()
+    assert shell.door.gauges()["metadata_scheduler_bytes"] == 0
+    with pytest.raises(InvalidArgument):
+        await shell.door.assign(shell.ask("r", near=[pb.NearPrefix(engine=f"{at}" + "x" * 200, tokens=1) for at in range(400)]))
 
 
 async def test_a_group_that_does_not_listen_gets_no_more_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
