@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvclient.operation import check_seconds
 from kvclient.results import PATH_DECODE, PATH_PREFILL, PATH_RELAY, NodeRef
 from kvproto.v1 import metadata_pb2
 from kvstore.core.errors import Internal, InvalidArgument
+from kvstore.core.limits import MAX_REPLAN_RANGES
 from kvstore.core.types import NodeId
 
 PATHS_BY_SIDE = {
@@ -73,6 +75,16 @@ class Plan:
     parts: tuple[PlannedPart, ...]
     policy: str
     reason: str
+
+
+def told_ranges(arrived: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Of the (start, count) of what has arrived, as many as a server takes: the largest, in order.
+
+    What is not told is planned again, and not read: whoever reads looks at what is missing.
+    """
+    if len(arrived) <= MAX_REPLAN_RANGES:
+        return arrived
+    return sorted(heapq.nlargest(MAX_REPLAN_RANGES, arrived, key=lambda span: span[1]))
 
 
 def plan_from_proto(answer: metadata_pb2.LoadPlan, blocks: int) -> Plan:

@@ -25,7 +25,7 @@ from kvclient.layers import LayerGate
 from kvclient.load import Load, fetch_near, finished_load, keep_near
 from kvclient.operation import Operation
 from kvclient.options import Verify
-from kvclient.paths import Paths, Plan, PlannedPart
+from kvclient.paths import Paths, Plan, PlannedPart, told_ranges
 from kvclient.results import PATH_PREFILL, LoadResult, Run, outcome_table
 from kvclient.session import Session, means_lost
 from kvclient.staged import LocalPart, Positions, RemotePart, StagedPart, Wanted
@@ -352,7 +352,7 @@ class PlannedLoad:
         here = ~self._missing(positions)
         self._replans += 1
         if self._replans <= self._paths.attempts:
-            arrived = [(planned.start + first, last - first) for first, last in spans(np.flatnonzero(here))]
+            arrived = told_ranges([(planned.start + first, last - first) for first, last in spans(np.flatnonzero(here))])
             try:
                 again = self._directory.replan_load(plan, planned, arrived, why, self._operation.left_s())
             except KVStoreError as error:

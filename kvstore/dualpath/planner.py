@@ -2,17 +2,23 @@
 
 Every block of a plan is owed by exactly one part until it is reported arrived, or the plan ends. Reports may be lost, late or
 repeated: progress is cumulative, and reports for plans or parts that are over are counted and ignored.
+
+What a plan charges says that a link is busy; so it must not say so for longer than that is likely. A plan lives by progress, not
+by reports; it counts at a node for at most ``queues.QUEUE_S`` of what the link reads; and where nothing has moved for longer than
+what stood before it can have taken, nobody is taken to read it: it does not count until something moves.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvstore.core.errors import Internal, InvalidArgument, NotFound, Unavailable
+from kvstore.core import limits
+from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, NotFound, Unavailable
 from kvstore.dualpath.contract import (
     LoadPlan,
     NodeState,
@@ -29,10 +35,15 @@ from kvstore.dualpath.predict import finish_seconds
 from kvstore.dualpath.queues import Charge, ReadQueues
 
 PLAN_LIFE_S = 60.0
-"""A plan without a report for this long is given up: its client is taken to be dead."""
+"""A plan without progress for this long is given up: its client is taken to be dead."""
+PATIENCE_S = 5.0
+"""A plan of which nothing has moved for so long, and twice the time in which its nodes should have read what stood before it, by
+their measured rates, counts no more until something does. Clients give a part to another host after a second (``stall_s``)."""
 DEADLINE_GRACE_S = 1.0
 """A plan with a life of its own that is still reported on outlives its end by so much, for what was under way; no longer."""
 DECISIONS_KEPT = 256
+DECISION_PARTS_KEPT = 16_384
+"""Of the decisions that are kept, parts in all: some 2 MB."""
 
 
 @dataclass(slots=True)
@@ -45,6 +56,8 @@ class Counters:
     given_up: int = 0
     """Plans that no node was left for, or that their client aborted."""
     expired: int = 0
+    doubted: int = 0
+    """Times that a plan ceased to count, as nothing of it moved."""
     late_reports: int = 0
     """Reports for plans or parts that were over."""
 
@@ -60,9 +73,22 @@ class _Live:
     deadline: float
     last: float
     """Reports do not move the deadline beyond this."""
+    patience: float = 0.0
+    """Seconds without progress after which it is in doubt."""
+    doubt: float = math.inf
+    """When it will be, unless something moves."""
+    doubted: bool = False
+    """It is, and does not count."""
     parts: list[Part] = field(default_factory=list)
     charges: list[Charge | None] = field(default_factory=list)
+    at: dict[str, Charge] = field(default_factory=dict)
+    """Its first charge at each node: the others there belong to it."""
     failed: set[str] = field(default_factory=set)
+
+    @property
+    def wake(self) -> float:
+        """When it is to be looked at."""
+        return self.deadline if self.doubted else min(self.deadline, self.doubt)
 
 
 class Planner:
@@ -71,11 +97,13 @@ class Planner:
     Args:
         policy: how requests are cut; may be replaced at any time (plans under way go on).
         queues: pending reads and rates; nodes are made known there, or with ``node_here``.
-        plan_life_s: a plan without a report for this long expires.
-        decisions_kept: how many recent plans ``decisions`` shows.
+        plan_life_s: a plan without progress for this long expires.
+        patience_s: where nothing of a plan has moved for this long, and twice as long as what stood before it should have taken,
+            it does not count until something does.
+        decisions_kept: how many recent plans ``decisions`` shows, at most.
         relays: how many of the idlest nodes to offer to the policy as relays where a request names none.
-        first_plan: id of the first plan, above 0. Where plans outlive the planner that made them, planners start at places far
-            from each other: or reports of old plans would speak of new ones.
+        draw: makes the id of a plan, above 0; by default they are counted. Where plans outlive the planner that made them, or
+            clients do not trust each other, ids are drawn at random from many: whoever knows a plan's id may report on it.
     """
 
     def __init__(
@@ -84,19 +112,24 @@ class Planner:
         queues: ReadQueues | None = None,
         *,
         plan_life_s: float = PLAN_LIFE_S,
+        patience_s: float = PATIENCE_S,
         decisions_kept: int = DECISIONS_KEPT,
         relays: int = 0,
-        first_plan: int = 1,
+        draw: Callable[[], int] | None = None,
     ) -> None:
         self.policy = policy
         self.queues = ReadQueues() if queues is None else queues
         self.counters = Counters()
         self.plan_life_s = plan_life_s
+        self.patience_s = patience_s
         self.relays = relays
         self._live: dict[int, _Live] = {}
-        self._next = first_plan
-        self._deadlines: list[tuple[float, int]] = []
-        self._decisions: deque[LoadPlan] = deque(maxlen=decisions_kept)
+        self._draw = draw or itertools.count(1).__next__
+        self._wakes: list[tuple[float, int]] = []
+        self._decisions: deque[LoadPlan] = deque()
+        self._decisions_kept = decisions_kept
+        self._parts_kept = 0  # of decisions
+        self._parts_live = 0
 
     def __len__(self) -> int:
         """Plans under way."""
@@ -157,26 +190,32 @@ class Planner:
 
         Raises:
             InvalidArgument: a life below 0.
+            CapacityExceeded: too much is planned and under way.
             Unavailable: no candidate is alive.
         """
         if not life_s >= 0:
             raise InvalidArgument("a plan's life is not below 0", life_s=life_s)
+        self._check_room(1)
         if self.relays and not request.relays:
             pair = {request.prefill_node, request.decode_node or request.prefill_node}
             request = replace(request, relays=tuple(self.queues.idlest(self.relays, now, pair)))
-        plan_id = self._next
+        plan_id = self._draw()
+        while plan_id in self._live:
+            plan_id = self._draw()
         first = min(life_s, self.plan_life_s) if life_s else self.plan_life_s
         last = now + life_s + DEADLINE_GRACE_S if life_s else math.inf
         live = _Live(request, self.policy, 0, now + first, last)
         answer = self._decide(plan_id, live, [(0, request.blocks)] if request.blocks else [], now)
-        self._next += 1
         self._live[plan_id] = live
-        heapq.heappush(self._deadlines, (live.deadline, plan_id))
+        self._parts_live += 1 + len(live.parts)
+        self._wake(plan_id, live)
         self.counters.plans += 1
         return answer
 
     def progress(self, plan_id: int, part: int, blocks_done: int, now: float) -> bool:
         """Blocks of a part that have arrived by now, in all: so a lost or repeated report does no harm.
+
+        Only what has newly arrived keeps a plan alive.
 
         Returns:
             False: the plan or the part is over; the client had better stop.
@@ -195,27 +234,27 @@ class Planner:
         count = live.parts[part].count
         if not 0 <= blocks_done <= count:
             raise InvalidArgument("blocks_done out of bounds", blocks_done=blocks_done, count=count)
-        self._heard_of(live, now)
-        self.queues.credit(charge, max(0, blocks_done - (count - charge.blocks)), now, moved=True)
+        new = max(0, blocks_done - (count - charge.blocks))
+        if new:
+            self._moved(plan_id, live, now)
+        self.queues.credit(charge, new, now, moved=True)
         return True
 
     def finish(self, plan_id: int, now: float) -> bool:
         """The load is over; what was not told to have arrived never will. False: the plan was over before."""
-        live = self._live.pop(plan_id, None)
-        if live is None:
+        if plan_id not in self._live:
             self.counters.late_reports += 1
             return False
-        self._release(live, now)
+        self._end(plan_id, now)
         self.counters.finished += 1
         return True
 
     def abort(self, plan_id: int, now: float) -> bool:
         """The client wants no more of it. False: the plan was over before."""
-        live = self._live.pop(plan_id, None)
-        if live is None:
+        if plan_id not in self._live:
             self.counters.late_reports += 1
             return False
-        self._release(live, now)
+        self._end(plan_id, now)
         self.counters.given_up += 1
         return True
 
@@ -234,6 +273,7 @@ class Planner:
         Raises:
             NotFound: the plan is over.
             InvalidArgument: the part is over or was never, or the spans are not in it.
+            CapacityExceeded: the plan would have too many parts, or too many are under way; nothing has changed.
             Unavailable: no node is left; the plan is over, what is missing is a miss.
         """
         live = self._live.get(plan_id)
@@ -245,48 +285,85 @@ class Planner:
             raise InvalidArgument("part is over", plan_id=plan_id, part=part)
         failed = live.parts[part]
         missing = missing_spans(failed, arrived)
+        more = len(missing) + len(live.request.relays) + 2  # each node's share may begin within a span
+        if len(live.parts) + more > limits.MAX_PLAN_PARTS:
+            raise CapacityExceeded("the plan has too many parts", plan_id=plan_id, limit=limits.MAX_PLAN_PARTS)
+        self._check_room(more)
+        self._moved(plan_id, live, now)
         done = failed.count - sum(count for _, count in missing)
         self.queues.credit(charge, max(0, done - (failed.count - charge.blocks)), now, moved=True)
         self.queues.credit(charge, charge.blocks, now, moved=False)
         live.charges[part] = None
         live.failed.add(failed.node)
         live.attempt += 1
-        self._heard_of(live, now)
+        parts = len(live.parts)
         try:
             answer = self._decide(plan_id, live, missing, now)
         except Unavailable:
-            del self._live[plan_id]
-            self._release(live, now)
+            self._end(plan_id, now)
             self.counters.given_up += 1
             raise
+        self._parts_live += len(live.parts) - parts
+        self._wake(plan_id, live)
         self.counters.replans += 1
         return answer
 
     def expire(self, now: float) -> list[int]:
-        """Gives up the plans whose clients have been silent for too long.
+        """Gives up the plans whose clients have been silent for too long, and stops to count those of which nothing moves.
 
         Returns:
-            Their ids.
+            Ids of those given up.
         """
         over = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, plan_id = heapq.heappop(self._deadlines)
+        while self._wakes and self._wakes[0][0] <= now:
+            _, plan_id = heapq.heappop(self._wakes)
             live = self._live.get(plan_id)
             if live is None:
                 continue
-            if live.deadline > now:  # it was heard of since
-                heapq.heappush(self._deadlines, (live.deadline, plan_id))
+            if live.deadline <= now:
+                self._end(plan_id, now)
+                over.append(plan_id)
                 continue
-            del self._live[plan_id]
-            self._release(live, now)
-            over.append(plan_id)
+            if not live.doubted and live.doubt <= now:
+                self._count(live, now, doubted=True)
+            heapq.heappush(self._wakes, (live.wake, plan_id))  # something moved since, or its end is all that is left
         self.counters.expired += len(over)
         return over
 
     # ---- within ----
 
-    def _heard_of(self, live: _Live, now: float) -> None:
+    def _check_room(self, parts: int) -> None:
+        if self._parts_live + parts > limits.MAX_PARTS_UNDER_WAY:
+            most = limits.MAX_PARTS_UNDER_WAY
+            raise CapacityExceeded("too many parts of loads are planned", parts=self._parts_live, limit=most)
+
+    def _wake(self, plan_id: int, live: _Live) -> None:
+        """The plan is to be looked at when its time has come."""
+        heapq.heappush(self._wakes, (live.wake, plan_id))
+        if len(self._wakes) > 2 * len(self._live) + 1_024:  # most are of plans that are over
+            self._wakes = [(one.wake, number) for number, one in self._live.items()]
+            heapq.heapify(self._wakes)
+
+    def _moved(self, plan_id: int, live: _Live, now: float) -> None:
+        """Something of the plan has arrived, or was planned again: somebody is at it."""
         live.deadline = max(live.deadline, min(now + self.plan_life_s, live.last))
+        live.doubt = now + live.patience
+        if live.doubted:
+            self._count(live, now, doubted=False)
+            self._wake(plan_id, live)
+
+    def _count(self, live: _Live, now: float, *, doubted: bool) -> None:
+        """The plan does not count any more (``doubted``), or does again."""
+        live.doubted = doubted
+        self.counters.doubted += doubted and any(charge is not None and charge.blocks for charge in live.charges)
+        for charge in live.at.values():
+            self.queues.doubt(charge, now, doubted=doubted)
+
+    def _end(self, plan_id: int, now: float) -> None:
+        """The plan is under way no longer."""
+        live = self._live.pop(plan_id)
+        self._parts_live -= 1 + len(live.parts)
+        self._release(live, now)
 
     @staticmethod
     def _charge(live: _Live, part: int) -> Charge | None:
@@ -327,12 +404,26 @@ class Planner:
         parts = lay(shares, missing, len(live.parts))
         for part in parts:
             sink = None if part.side is ReadSide.PREFILL else request.prefill_node
+            charge = self.queues.charge(
+                part.node, sink, part.count, request.block_bytes, request.block_tokens, now, live.at.get(part.node)
+            )
+            live.at.setdefault(part.node, charge)
             live.parts.append(part)
-            live.charges.append(self.queues.charge(part.node, sink, part.count, request.block_bytes, request.block_tokens, now))
+            live.charges.append(charge)
+        before = max((state.pending_bytes / state.snic for state, _ in usable if state.node in live.at), default=0.0)
+        live.patience = self.patience_s + 2 * before
+        live.doubt = now + live.patience
         reasons = Reasons(live.policy.name, now, tuple(state for state, _ in usable), predicted, tuple(excluded))
         answer = LoadPlan(plan_id, live.attempt, request, parts, reasons)
-        self._decisions.append(answer)
+        self._keep(answer)
         return answer
+
+    def _keep(self, answer: LoadPlan) -> None:
+        """Remembers a decision, and forgets the oldest where there are too many, or too many parts in them."""
+        self._decisions.append(answer)
+        self._parts_kept += len(answer.parts)
+        while len(self._decisions) > self._decisions_kept or self._parts_kept > DECISION_PARTS_KEPT:
+            self._parts_kept -= len(self._decisions.popleft().parts)
 
 
 def missing_spans(part: Part, arrived: Iterable[Span]) -> list[Span]:

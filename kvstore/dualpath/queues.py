@@ -2,6 +2,10 @@
 
 The ledger of who is owed what lies with the planner (a ``Charge`` a part); this module only adds up. A charge keeps the node's
 entry itself, so that a node that left and came back under its name starts empty and nothing old is subtracted from it.
+
+What stands in a queue steers others away from a link, so one plan may not put there what it likes: of what it owes at a node only
+the next ``QUEUE_S`` of reading count, by the rate that was measured there when it was planned. A link with so much before it is
+the last choice for every other load already; more would tell them nothing, and would be believed for as long as the plan lives.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.dualpath.bandwidth import BandwidthEstimator
 from kvstore.dualpath.contract import NodeState
 from kvstore.dualpath.shortest import ShortestFirst
+
+QUEUE_S = 10.0
+"""Seconds of a link's reading that one plan counts for at most; above what the scheduler calls a long queue, the paper's 3 s."""
 
 
 class _Entry:
@@ -27,20 +34,45 @@ class _Entry:
         self.pending_bytes = self.pending_tokens = self.sending = self.receiving = 0
 
 
-class Charge:
-    """What one part owes to the queues: ``blocks`` still pending at the node that reads (and on the way to the prefill node)."""
+class _Debt:
+    """What one plan owes at one node, with all its parts there. Of ``blocks`` in all, ``queued`` stand in the queues."""
 
-    __slots__ = ("_forwarded", "_sink", "_source", "block_bytes", "block_tokens", "blocks")
+    __slots__ = ("block_bytes", "block_tokens", "blocks", "doubted", "forwarded", "most", "queued", "sink", "source")
 
     def __init__(
-        self, source: _Entry, sink: _Entry | None, blocks: int, block_bytes: int, block_tokens: int, *, forwarded: bool
+        self, source: _Entry, sink: _Entry | None, most: int, block_bytes: int, block_tokens: int, *, forwarded: bool
     ) -> None:
-        self._source = source
-        self._sink = sink  # None also where it is not known
-        self._forwarded = forwarded
-        self.blocks = blocks
+        self.source = source
+        self.sink = sink  # None also where it is not known
+        self.most = most
         self.block_bytes = block_bytes
         self.block_tokens = block_tokens
+        self.forwarded = forwarded
+        self.doubted = False
+        self.blocks = self.queued = 0
+
+    def add(self, blocks: int) -> None:
+        """So many more (or fewer) are owed; the queues follow."""
+        self.blocks += blocks
+        queued = 0 if self.doubted else min(self.blocks, self.most)
+        more, self.queued = queued - self.queued, queued
+        nbytes = more * self.block_bytes
+        self.source.pending_bytes += nbytes
+        self.source.pending_tokens += more * self.block_tokens
+        if self.forwarded:
+            self.source.sending += nbytes
+        if self.sink is not None:
+            self.sink.receiving += nbytes
+
+
+class Charge:
+    """What one part owes to the queues: ``blocks`` still to be read at its node (and to go on to the prefill node)."""
+
+    __slots__ = ("_debt", "blocks")
+
+    def __init__(self, debt: _Debt, blocks: int) -> None:
+        self._debt = debt
+        self.blocks = blocks
 
 
 class ReadQueues:
@@ -109,8 +141,26 @@ class ReadQueues:
             entry.receiving,
         )
 
-    def charge(self, node: str, sink: str | None, blocks: int, block_bytes: int, block_tokens: int, now: float) -> Charge:
+    def charge(
+        self,
+        node: str,
+        sink: str | None,
+        blocks: int,
+        block_bytes: int,
+        block_tokens: int,
+        now: float,
+        beside: Charge | None = None,
+    ) -> Charge:
         """Blocks were planned to be read by ``node`` and, if ``sink`` is given, forwarded to it.
+
+        Args:
+            node: who reads.
+            sink: the prefill node.
+            blocks: how many.
+            block_bytes: bytes of each.
+            block_tokens: tokens of each.
+            now: when.
+            beside: a charge of the same plan at this node: both together count for no more than one may.
 
         Raises:
             NotFound: the node is not known.
@@ -118,13 +168,24 @@ class ReadQueues:
         source = self._nodes.get(node)
         if source is None:
             raise NotFound("node is not known", node=node)
-        into = self._nodes.get(sink) if sink is not None else None
-        charge = Charge(source, into, blocks, block_bytes, block_tokens, forwarded=sink is not None)
         source.link.credit(0, now, source.pending_bytes)
-        source.link.begin(now)
-        self._add(charge, blocks)
-        self._changed[node] = None
-        return charge
+        if beside is not None and beside._debt.source is source:
+            debt = beside._debt
+        else:
+            into = self._nodes.get(sink) if sink is not None else None
+            most = max(1, int(source.link.rate(now) * QUEUE_S / block_bytes))
+            debt = _Debt(source, into, most, block_bytes, block_tokens, forwarded=sink is not None)
+        debt.add(blocks)
+        self._settle(source, now)
+        return Charge(debt, blocks)
+
+    def doubt(self, charge: Charge, now: float, *, doubted: bool) -> None:
+        """What the plan of a charge owes at its node does not count any more (``doubted``), or does again."""
+        debt = charge._debt
+        debt.source.link.credit(0, now, debt.source.pending_bytes)
+        debt.doubted = doubted
+        debt.add(0)
+        self._settle(debt.source, now)
 
     def credit(self, charge: Charge, blocks: int, now: float, *, moved: bool) -> int:
         """Takes up to ``blocks`` off a charge.
@@ -139,22 +200,17 @@ class ReadQueues:
             Blocks taken off.
         """
         blocks = min(blocks, charge.blocks)
-        link = charge._source.link
-        link.credit(blocks * charge.block_bytes if moved else 0, now, charge._source.pending_bytes)
-        self._add(charge, -blocks)
+        debt = charge._debt
+        debt.source.link.credit(blocks * debt.block_bytes if moved else 0, now, debt.source.pending_bytes)
         charge.blocks -= blocks
-        if not charge._source.pending_bytes:
-            link.end(now)
-        self._changed[charge._source.node] = None
+        debt.add(-blocks)
+        self._settle(debt.source, now)
         return blocks
 
-    @staticmethod
-    def _add(charge: Charge, blocks: int) -> None:
-        nbytes = blocks * charge.block_bytes
-        source = charge._source
-        source.pending_bytes += nbytes
-        source.pending_tokens += blocks * charge.block_tokens
-        if charge._forwarded:
-            source.sending += nbytes
-        if charge._sink is not None:
-            charge._sink.receiving += nbytes
+    def _settle(self, source: _Entry, now: float) -> None:
+        """A queue has changed: its link is busy as long as there is anything in it."""
+        if source.pending_bytes:
+            source.link.begin(now)
+        else:
+            source.link.end(now)
+        self._changed[source.node] = None

@@ -17,7 +17,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core import limits
 from kvstore.core.clock import Clock
-from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NodeId
 from kvstore.dualpath.contract import LoadPlan, PathPolicy, ReadRequest, ReadSide
 from kvstore.dualpath.planner import Planner
@@ -39,9 +39,8 @@ RELAYS: Final = 8
 """Idle third nodes that one plan considers."""
 ANSWERS_KEPT: Final = 4096
 """Plans that a retry of the same operation is answered with."""
-PLAN_ID_BITS: Final = 32
-"""Of a plan id, that tell one planner from another; below them are the ``PLAN_COUNT_BITS`` that it counts with."""
-PLAN_COUNT_BITS: Final = 32
+MOST_PLAN_ID: Final = (1 << 63) - 1
+"""Ids are drawn at random up to it: whoever has a plan's id may report on it, and nobody guesses one."""
 MAX_REPORTS: Final = 4096
 MAX_RANGES: Final = 65_536
 
@@ -69,7 +68,7 @@ class Planning:
         self._policies: dict[str, PathPolicy] = {}
         self._default = policy
         # clients report to whoever answers at this address: a server started anew, or another worker, must not know their plans
-        self.planner = Planner(self._policy(policy), first_plan=(secrets.randbits(PLAN_ID_BITS - 1) << PLAN_COUNT_BITS) + 1)
+        self.planner = Planner(self._policy(policy), draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
         self._known: dict[NodeId, bytes] = {}  # boot of each node that the planner believes alive
         self._answers: OrderedDict[bytes, tuple[bytes, pb.LoadPlan]] = OrderedDict()
         """By operation: a digest of the request, but for its time left, and its plan."""
@@ -98,6 +97,7 @@ class Planning:
         Raises:
             InvalidArgument: malformed.
             Conflict: the operation id was used for another load.
+            CapacityExceeded: too many loads are under way.
             NotFound: a node left meanwhile; nothing stays charged.
             Unavailable: no node that could read is alive.
         """
@@ -126,7 +126,11 @@ class Planning:
             self._relays(request, now_s) if request.relays else (),
         )
         self.planner.policy = self._policy(request.policy or self._default)
-        made = self.planner.plan(read, now_s, request.budget_ms / 1000)
+        try:
+            made = self.planner.plan(read, now_s, request.budget_ms / 1000)
+        except CapacityExceeded:
+            self._counters.add("metadata_plans_refused_total")
+            raise
         try:
             answer = self._message(made)
         except NotFound:  # nobody will ever report on a plan that nobody was told
@@ -175,17 +179,23 @@ class Planning:
 
         Raises:
             NotFound: the plan is over or was never.
-            InvalidArgument: the part is over, or the ranges are not within it.
+            InvalidArgument: the part is over, or the ranges are not within it, or too many: less is to be said then.
+            CapacityExceeded: the plan has too many parts, or too many are under way; it goes on without the failed part.
             Unavailable: no node is left.
         """
-        if len(request.arrived) > MAX_RANGES:
-            raise InvalidArgument("too many ranges", got=len(request.arrived), limit=MAX_RANGES)
+        if len(request.arrived) > limits.MAX_REPLAN_RANGES:
+            most = limits.MAX_REPLAN_RANGES
+            raise InvalidArgument("too many ranges: leave out the smallest", got=len(request.arrived), limit=most)
         plan_id.set(str(request.plan_id))
         limited.warning("a part of a load failed and is planned again: %s", request.why[: limits.MAX_REASON])
         now_s = self._clock.now_s()
         self._follow_nodes(now_s)
         arrived = [(one.start, one.count) for one in request.arrived]
-        plan = self.planner.fail(request.plan_id, request.index, arrived, now_s)
+        try:
+            plan = self.planner.fail(request.plan_id, request.index, arrived, now_s)
+        except CapacityExceeded:
+            self._counters.add("metadata_plans_refused_total")
+            raise
         self._counters.add("metadata_replans_total")
         try:
             return self._message(plan)
@@ -195,10 +205,14 @@ class Planning:
 
     # ---- time ----
     def expire(self) -> None:
-        """Forgets plans whose clients are silent, and nodes that are. Called now and then."""
+        """Forgets plans whose clients are silent, and nodes that are; what does not move counts no more. Called now and then."""
         now_s = self._clock.now_s()
+        doubted = self.planner.counters.doubted
         if over := self.planner.expire(now_s):
             self._counters.add("metadata_plans_expired_total", len(over))
+        if doubted := self.planner.counters.doubted - doubted:
+            self._counters.add("metadata_plans_doubted_total", doubted)
+            limited.warning("of loads that were planned nothing moves: their reads do not count in queues any more (%d)", doubted)
         self._follow_nodes(now_s)
 
     # ---- nodes ----

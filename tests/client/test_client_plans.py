@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from kvclient.incidents import Incidents
 from kvclient.layer_board import LayerBoard
 from kvclient.layers import LayerGate
-from kvclient.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto
+from kvclient.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto, told_ranges
 from kvclient.reporter import MAX_PLANS, Reporter
 from kvclient.results import PATH_DECODE, NodeRef
 from kvclient.tally import Tally, spans
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal, InvalidArgument, Unavailable
+from kvstore.core.limits import MAX_REPLAN_RANGES
 from kvstore.core.types import NodeId, Outcome, Tier
 
 LAYERS = 6
@@ -97,6 +98,14 @@ def test_a_new_plan_is_for_what_is_missing_of_the_part_and_nothing_else() -> Non
     for one in wrong:
         with pytest.raises(Internal):
             replan_from_proto(one, BEFORE, PART, arrived)
+
+
+def test_no_more_ranges_are_told_than_a_server_takes() -> None:
+    few = [(10, 3), (15, 1)]
+    assert told_ranges(few) == few
+    many = [(3 * at, 2 if at % 4 else 1) for at in range(MAX_REPLAN_RANGES * 4 // 3 + 1)]
+    assert told_ranges(many) == [span for span in many if span[1] == 2], "the largest, in order"
+    assert len(told_ranges(many)) == MAX_REPLAN_RANGES
 
 
 def test_choices_are_checked() -> None:

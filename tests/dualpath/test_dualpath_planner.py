@@ -10,12 +10,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.core.errors import Internal, InvalidArgument, NotFound, Unavailable
+from kvstore.core import limits
+from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, NotFound, Unavailable
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.dualpath.contract import MAX_RELAYS, LoadPlan, NodeState, Part, ReadRequest, ReadSide, Share, spans_of
-from kvstore.dualpath.planner import DEADLINE_GRACE_S, PLAN_LIFE_S, Planner, lay, missing_spans
+from kvstore.dualpath.planner import (
+    DEADLINE_GRACE_S,
+    DECISION_PARTS_KEPT,
+    PATIENCE_S,
+    PLAN_LIFE_S,
+    Planner,
+    lay,
+    missing_spans,
+)
 from kvstore.dualpath.policies import POLICIES, Oracle, PrefillOnly, ShorterQueue, policy_named
-from kvstore.dualpath.queues import ReadQueues
+from kvstore.dualpath.queues import QUEUE_S, ReadQueues
 from kvstore.dualpath.split import Split
 
 NODES = ("a", "b", "c", "d", "e")
@@ -38,7 +47,7 @@ class PlanModel:
     """Parts that are forwarded to a prefill node that was known when they were planned."""
 
     def hear(self, now: float) -> None:
-        """A report moves the deadline, not beyond the end of the plan's life."""
+        """Progress moves the deadline, not beyond the end of the plan's life."""
         self.deadline = max(self.deadline, min(now + LIFE, self.last))
 
 
@@ -47,7 +56,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.planner = Planner(ShorterQueue(), plan_life_s=LIFE, decisions_kept=5)
+        self.planner = Planner(ShorterQueue(), plan_life_s=LIFE, patience_s=math.inf, decisions_kept=5)
         self.now = 100.0
         self.alive: set[str] = set()
         self.known: set[str] = set()
@@ -144,8 +153,9 @@ class PlannerMachine(RuleBasedStateMachine):
             self.late += 1
             return
         assert going
-        model.hear(self.now)
         before = part.count - len(model.owed[index])
+        if done > before:
+            model.hear(self.now)
         for _ in range(done - before):
             model.arrived.add(model.owed[index].pop(0))
 
@@ -382,6 +392,110 @@ def test_a_plan_with_a_life_of_its_own_ends_whatever_is_reported() -> None:
     for wrong in (-1.0, math.nan):
         with pytest.raises(InvalidArgument):
             planner.plan(ReadRequest("r", 10, 1_000, 64, "p", "d"), 0.0, wrong)
+
+
+def pending(planner: Planner, node: str, now: float = 0.0) -> tuple[int, int, int]:
+    state = planner.queues.state(node, now)
+    assert state is not None
+    return state.pending_bytes, state.sending_bytes, state.receiving_bytes
+
+
+def test_reports_without_progress_keep_no_plan_alive() -> None:
+    planner = two_nodes(PrefillOnly())
+    idle, moving = (planner.plan(ReadRequest(name, 100, 1_000, 64, "p", "d"), 0.0, 600.0).plan_id for name in ("idle", "moving"))
+    for second in range(1, 60):
+        assert planner.progress(idle, 0, 0, float(second))
+        assert planner.progress(moving, 0, second, float(second))
+        assert planner.expire(float(second)) == []
+    assert planner.expire(PLAN_LIFE_S) == [idle]
+    assert planner.expire(59.0 + PLAN_LIFE_S) == [moving]
+
+
+def test_one_plan_fills_no_queue() -> None:
+    """Of a plan that a link could not read in hours, only the next seconds count, in whatever parts it comes."""
+    planner = two_nodes(PrefillOnly())
+    planner.node_here("x", 1e9, 8e9)
+    large = planner.plan(ReadRequest("large", 60_000, 100_000_000, 64, "x", "d"), 0.0)
+    most = int(QUEUE_S * 1e9)
+    assert pending(planner, "x") == (most, 0, 0)
+    planner.policy = ShorterQueue()
+    for number in range(3):
+        small = planner.plan(ReadRequest(f"small{number}", 10, 1_000_000, 64, "x", "d"), 0.0)
+        assert {part.node for part in small.parts} == {"d"}
+    assert planner.progress(large.plan_id, 0, 59_000, 1.0)
+    assert pending(planner, "x")[0] == most, "the next ones are just as near"
+    assert planner.progress(large.plan_id, 0, 59_950, 2.0)
+    assert pending(planner, "x")[0] == 50 * 100_000_000
+    assert planner.finish(large.plan_id, 3.0)
+    assert pending(planner, "x") == (0, 0, 30_000_000)
+    parts = planner.plan(ReadRequest("parts", 60_000, 100_000_000, 64, "x", "d"), 4.0)
+    (part,) = parts.parts
+    assert part.node == "x"
+    again = planner.fail(parts.plan_id, 0, [(at, 1) for at in range(1, 2_000, 2)], 5.0)
+    assert len(again.parts) == 1_001
+    assert {one.node for one in again.parts} == {"d"}
+    assert pending(planner, "d", 5.0)[0] <= 30_000_000 + QUEUE_S * 1e9, "all its parts there count as one"
+    assert pending(planner, "x", 5.0)[2] == pending(planner, "d", 5.0)[1]
+    for one in again.parts:
+        assert planner.progress(parts.plan_id, one.index, one.count, 6.0)
+    assert pending(planner, "x", 6.0) == (0, 0, 30_000_000)
+    assert pending(planner, "d", 6.0) == (30_000_000, 30_000_000, 0)
+
+
+def test_a_plan_of_which_nothing_moves_does_not_count_until_something_does() -> None:
+    planner = two_nodes(PrefillOnly())
+    before = planner.plan(ReadRequest("before", 20, 100_000_000, 64, "p", "d"), 0.0)
+    dead = planner.plan(ReadRequest("dead", 20, 100_000_000, 64, "p", "d"), 0.0)  # 2 s behind the other
+    assert planner.progress(before.plan_id, 0, 10, PATIENCE_S - 0.1)
+    assert planner.expire(PATIENCE_S + 3.9) == []
+    assert pending(planner, "p")[0] == 3_000_000_000
+    assert planner.expire(PATIENCE_S + 4.0) == []
+    assert pending(planner, "p")[0] == 1_000_000_000, "nobody reads it"
+    assert planner.counters.doubted == 1
+    assert planner.progress(before.plan_id, 0, 20, 10.0)
+    assert planner.progress(dead.plan_id, 0, 0, 10.0)
+    assert pending(planner, "p")[0] == 0
+    assert planner.progress(dead.plan_id, 0, 5, 11.0)
+    assert pending(planner, "p")[0] == 1_500_000_000, "somebody does, late"
+    assert planner.expire(30.0) == []
+    assert pending(planner, "p")[0] == 0
+    (again,) = planner.fail(dead.plan_id, 0, [(0, 5)], 31.0).parts
+    assert (again.node, pending(planner, "d")[0]) == ("d", 1_500_000_000)
+    assert planner.finish(dead.plan_id, 32.0)
+    assert [pending(planner, node) for node in ("p", "d")] == [(0, 0, 0)] * 2
+    assert planner.counters.doubted == 2
+
+
+def test_what_is_kept_of_plans_is_bounded_by_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = two_nodes(PrefillOnly())
+    gaps = [(at, 1) for at in range(0, 2_000, 2)]
+    for _ in range(40):
+        plan = planner.plan(ReadRequest("r", 2_000, 1_000, 64, "p", "d"), 0.0)
+        assert len(planner.fail(plan.plan_id, 0, gaps, 0.0).parts) == 1_000
+        assert planner.finish(plan.plan_id, 0.0)
+        assert sum(len(decision.parts) for decision in planner.decisions()) <= DECISION_PARTS_KEPT
+    assert len(planner.decisions()) > 10
+    for name in ("MAX_PLAN_PARTS", "MAX_PARTS_UNDER_WAY"):
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, name, 500)
+            plan = planner.plan(ReadRequest("r", 2_000, 1_000, 64, "p", "d"), 0.0)
+            with pytest.raises(CapacityExceeded):
+                planner.fail(plan.plan_id, 0, gaps, 0.0)
+            assert planner.fail(plan.plan_id, 0, gaps[:200], 0.0).attempt == 1, "it goes on as it was"
+            assert planner.finish(plan.plan_id, 0.0)
+    monkeypatch.setattr(limits, "MAX_PARTS_UNDER_WAY", 10)
+    under_way = [planner.plan(ReadRequest("r", 1, 1_000, 64, "p"), 0.0).plan_id for _ in range(5)]
+    with pytest.raises(CapacityExceeded):
+        planner.plan(ReadRequest("r", 1, 1_000, 64, "p"), 0.0)
+    assert planner.abort(under_way[0], 0.0)
+    assert planner.plan(ReadRequest("r", 1, 1_000, 64, "p"), 0.0).plan_id not in under_way
+
+
+def test_ids_are_those_that_are_drawn_and_no_plan_gets_that_of_another() -> None:
+    drawn = iter([7, 3, 7, 3, 5])
+    planner = Planner(PrefillOnly(), draw=lambda: next(drawn))
+    planner.node_here("p", 1e9, 8e9)
+    assert [planner.plan(ReadRequest("r", 1, 1, 1, "p"), 0.0).plan_id for _ in range(3)] == [7, 3, 5]
 
 
 def test_bad_reports_are_refused() -> None:

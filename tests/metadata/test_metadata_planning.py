@@ -17,11 +17,13 @@ from kvclient.directory import Directory
 from kvclient.incidents import Incidents
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
+from kvstore.core import limits
 from kvstore.core.clock import ManualClock, MonotonicClock
-from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.dualpath.contract import LoadPlan
-from kvstore.dualpath.planner import DEADLINE_GRACE_S, PLAN_LIFE_S
+from kvstore.dualpath.planner import DEADLINE_GRACE_S, PATIENCE_S, PLAN_LIFE_S
+from kvstore.dualpath.queues import QUEUE_S
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.server import MetadataServer
@@ -295,6 +297,55 @@ async def test_another_server_knows_none_of_these_plans(running: Running, tmp_pa
             with pytest.raises(NotFound):
                 await replan(fresh, one.plan_id, one.parts[0].index)
     await server.stop(0.0)
+
+
+async def test_nobody_can_guess_the_plan_of_another(running: Running) -> None:
+    p = (await hosts(running))["p"]
+    made = [(await plan(p, asked())).plan_id for _ in range(20)]
+    near = {plan_id + step for plan_id in made for step in (-2, -1, 1, 2)}
+    assert near.isdisjoint(made)
+    assert max(made) > 1 << 55
+    assert set(await report(p, *(pb.LoadReport(plan_id=one, finished=True) for one in near))) == near
+    assert await pending(p) == 2_000
+    assert await report(p, *(pb.LoadReport(plan_id=one, finished=True) for one in made)) == []
+
+
+async def test_a_new_plan_is_bounded_in_its_gaps(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = (await hosts(running))["p"]
+    one = await plan(p, asked(65_536, policy="prefill_only", block_bytes=100))
+    with pytest.raises(InvalidArgument, match="leave out the smallest"):
+        await replan(p, one.plan_id, 0, *((at, 1) for at in range(0, 65_536, 2)))
+    again = await replan(p, one.plan_id, 0, *((at, 1) for at in range(0, 2 * limits.MAX_REPLAN_RANGES, 2)))
+    assert covered(again) == [*range(1, 2 * limits.MAX_REPLAN_RANGES, 2), *range(2 * limits.MAX_REPLAN_RANGES, 65_536)]
+    monkeypatch.setattr(limits, "MAX_PLAN_PARTS", 2_000)
+    largest = max(again.parts, key=lambda part: part.count)
+    with pytest.raises(CapacityExceeded):
+        await replan(p, one.plan_id, largest.index, *((at, 1) for at in range(largest.start, largest.start + 2_000, 2)))
+    monkeypatch.setattr(limits, "MAX_PARTS_UNDER_WAY", 100)
+    with pytest.raises(CapacityExceeded):
+        await plan(p, asked())
+    assert (await p.counters())["metadata_plans_refused_total"] == 2
+    assert await report(p, pb.LoadReport(plan_id=one.plan_id, finished=True)) == []
+    assert await pending(p) == 0
+
+
+async def test_a_plan_that_nobody_reads_is_soon_in_nobodys_way(running: Running) -> None:
+    made = await hosts(running)
+    p = made["p"]
+    dead = await plan(p, asked(60_000, budget_ms=600_000, policy="prefill_only"))
+    assert await pending(p) == pytest.approx(QUEUE_S * 1e9 / (1 << 20), abs=1), "and never in it for longer than this"
+    running.clock.advance(PATIENCE_S + 0.1)
+
+    async def doubted() -> bool:
+        for host in made.values():
+            await host.beat()
+        return await pending(p) == 0
+
+    await until(doubted)
+    assert (await p.counters())["metadata_plans_doubted_total"] == 1
+    moved = pb.LoadReport(plan_id=dead.plan_id, parts=[pb.PartReport(index=dead.parts[0].index, blocks_done=59_000)])
+    assert await report(p, moved) == []
+    assert await pending(p) == 1_000
 
 
 async def test_random_calls_never_break_the_planner(running: Running) -> None:
