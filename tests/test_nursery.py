@@ -25,7 +25,7 @@ def nurseries() -> Iterator[Nurseries]:
     made.close()
 
 
-def start(launcher: Launcher, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def started(launcher: Launcher, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         return launcher([*KVSTORE, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
@@ -34,7 +34,7 @@ def serving(launcher: Launcher, folder: Path) -> subprocess.Popen[bytes]:
     """A metadata server that serves."""
     ready = folder / "ready"
     ready.unlink(missing_ok=True)
-    process = start(
+    process = started(
         launcher, folder, "metadata", "--listen", "127.0.0.1:0", "--index", str(folder / "index"), "--ready-file", "ready"
     )
     end_s = time.monotonic() + WAIT_S
@@ -62,7 +62,7 @@ def test_outputs_and_exit_codes_are_the_same(
     monkeypatch.chdir(tmp_path)
     said = []
     for launcher in (start, nurseries):
-        process = start(launcher, tmp_path, *arguments)
+        process = started(launcher, tmp_path, *arguments)
         said.append((process.wait(WAIT_S), (tmp_path / "out").read_text(), (tmp_path / "err").read_text()))
         assert isinstance(process, Nursling) == (launcher is nurseries)
     assert said[0] == said[1]
@@ -89,7 +89,7 @@ def test_what_imports_may_look_at_makes_a_plain_child(
     nurseries: Nurseries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPC_TRACE", "api")
-    process = start(nurseries, tmp_path, "metadata", "--help")
+    process = started(nurseries, tmp_path, "metadata", "--help")
     assert not isinstance(process, Nursling)
     assert process.wait(WAIT_S) == 0
 

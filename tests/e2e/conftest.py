@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -20,7 +21,7 @@ from kvstore.workload.payload import Payloads
 
 WAIT_S = 30.0
 HANG_S = 60.0
-"""Whoever is not back by then hangs: many times every deadline given in these tests, however slow the machine."""
+"""Whoever is not back by then hangs: many times the deadlines in these tests, or less than one where none is to be waited for."""
 
 
 class Engine:
@@ -43,7 +44,7 @@ class Engine:
     def room(self, blocks: int) -> np.ndarray:  # type: ignore[type-arg]
         return np.zeros((blocks, self.spec.block_bytes), np.uint8)
 
-    def store(self, chain: str, blocks: int, **how: bool) -> StoreResult:
+    def store(self, chain: str, blocks: int, **how: Any) -> StoreResult:
         keys = self.keys(chain, blocks)
         data = self.room(blocks)
         self.payloads.fill(keys, data)

@@ -283,5 +283,5 @@ def test_a_store_that_can_never_fit_does_not_wait(make_store: MakeStore) -> None
     engine.store("c", 80)
     begun_s = time.monotonic()
     for _ in range(5):
-        assert StoreOutcome.SKIPPED in set(engine.store("c", 80).outcomes)
+        assert StoreOutcome.SKIPPED in set(engine.store("c", 80, deadline_s=HANG_S).outcomes)
     assert time.monotonic() - begun_s < HANG_S

@@ -440,7 +440,7 @@ def test_a_cancelled_load_leaves_the_buffer_alone(ready: Ready, proxies: Proxies
     dice = random.Random(5)
     for _ in range(4):
         data = engine.room(BLOCKS)
-        handle = engine.client.start_load(slow, data, paths=paths("split", layer_group), deadline_s=8.0)
+        handle = engine.client.start_load(slow, data, paths=paths("split", layer_group), deadline_s=2 * HANG_S)
         time.sleep(dice.random() * 0.3)  # somewhere in the middle
         begun_s = time.monotonic()
         result = handle.cancel()
