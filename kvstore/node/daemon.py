@@ -498,7 +498,7 @@ class NodeDaemon:
         flushed, saved = make_durable(self.table, self._clock, deadline_s)
         if saved:
             self.counters.add("node_stopped_saved_blocks_total", saved)
-            log.info("%d blocks that had been given up are durable now", saved)
+            log.info("%d blocks that lay in DRAM alone are durable now", saved)
         return flushed
 
     def _part_of(self, until_s: float, parts: int = 1) -> float:

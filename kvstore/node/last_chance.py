@@ -1,9 +1,11 @@
 """What is not durable when a node ends gets another chance: whoever did not take it may do so by now.
 
 Write-behind gives a batch up where its target fails: a storage node that is being restarted, a disk that is full for a moment.
-Such blocks stay in DRAM and are not tried again while the node runs; they would end with it. So at the end they are sent once
-more, until all are durable or their part of the time is over. While nothing is taken, one block alone goes out and the others
-wait for its fate: each try sums the bytes of what it sends, and an arena takes long to sum.
+Such blocks stay in DRAM and are not tried again while the node runs; and what is used in DRAM all the time is cold on its volume
+and leaves that first. Both would end with the node. So at the end they are sent once more, until all are durable or their part
+of the time is over. While nothing is taken, one block alone goes out and the others wait for its fate: each try sums the bytes
+of what it sends, and an arena takes long to sum. What leaves a volume for their sake is not sent in turn: where DRAM holds more
+than the volumes do, that would have no end.
 """
 
 from __future__ import annotations
@@ -47,8 +49,11 @@ def make_durable(
         Whether all was written or given up in time, and how many blocks were sent again and became durable.
     """
     won, stuck = 0, False
-    while table.wait_written(deadline_s):
-        left = [block for block in table.snapshot() if _can_be_saved(block)]
+    if not table.wait_written(deadline_s):
+        return False, 0
+    meant = {block.key for block in table.snapshot() if _can_be_saved(block)}
+    while True:
+        left = [block for block in table.snapshot() if block.key in meant and _can_be_saved(block)]
         if not left or clock.now_s() >= deadline_s:
             return True, won
         tried = left
@@ -56,13 +61,15 @@ def make_durable(
             sleep(min(PAUSE_S, max(0.0, deadline_s - clock.now_s())))
             tried = [min(left, key=lambda block: block.depth)]
         elif not won:
-            log.warning("%d blocks were given up before and are not durable: they are sent again", len(left))
+            log.warning("%d blocks lie in DRAM only, given up before or gone from their volume: they are sent again", len(left))
         for domain, keys in by_domain(tried):
             table.write_again(domain, keys)
         if not table.wait_written(deadline_s):
             break
-        taken = sum(block.durable for block in tried)
-        won, stuck = won + taken, not taken
+        taken = {block.key for block in tried if block.durable}
+        meant -= taken
+        won += len(taken)
+        stuck = not taken
     return False, won
 
 

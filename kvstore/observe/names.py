@@ -293,7 +293,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "drain_pulled_blocks_total": ("counter", "blocks taken over from nodes that drain"),
     "drain_not_pulled_blocks_total": ("counter", "blocks of nodes that drain that were to be taken over and were not"),
     "node_stopped_not_durable_blocks_total": ("counter", "blocks that were not durable when the node ended"),
-    "node_stopped_saved_blocks_total": ("counter", "blocks given up before that became durable as the node ended"),
+    "node_stopped_saved_blocks_total": ("counter", "blocks that lay in DRAM alone and became durable as the node ended"),
     "stores_expired_total": ("counter", "stores that took too long"),
     "leases_expired_total": ("counter", "leases that engines did not give back"),
     "sessions_ended_total": ("counter", "sessions that ended"),

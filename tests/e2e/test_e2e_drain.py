@@ -290,7 +290,7 @@ def test_what_the_storage_node_did_not_take_goes_there_at_the_end(make_store: Ma
         store.cluster.start_node("disk")
     assert process.wait(50) == 0
     log = store.cluster.node("memory").log_tail()
-    assert "100 blocks that had been given up are durable now" in log
+    assert "100 blocks that lay in DRAM alone are durable now" in log
     assert "lost with this process" not in log
     other = store.engine(None)
     until(lambda: all_there(other, [keys]), "they are found where they are durable")
@@ -302,6 +302,25 @@ def test_a_storage_node_that_stays_away_holds_nobody_up(make_store: MakeStore) -
     given_up(store, "disk", "memory", 20)
     assert stop_in_order(store.cluster.node("memory")) == 0
     assert "20 blocks are not durable, and lost with this process" in store.cluster.node("memory").log_tail()
+
+
+@pytest.mark.parametrize("dram", [DRAM, 4 * DRAM])
+def test_what_is_used_in_dram_all_the_time_outlives_its_node(make_store: MakeStore, dram: int) -> None:
+    """On its volume it is cold, and leaves that first; also where the volume cannot take all that DRAM holds."""
+    store = make_store(NodeSpec("a", dram_bytes=dram, nvme_bytes=DRAM, settings=(("stop_grace", "60s"),)))
+    engine = store.engine("a", layer_bytes=16384)
+    engine.store("used", 100, durable=True)
+    used = engine.keys("used", 100)
+    for number in range(10):
+        assert engine.store(f"passing {number}", 100, durable=True).durable
+        assert engine.load_keys(used).hit_blocks == len(used)
+    assert store.node_stats("a").counters.get("evicted_nvme_blocks_total", 0) > 0
+    assert stop_in_order(store.cluster.node("a")) == 0
+    log = store.cluster.node("a").log_tail()
+    assert "lay in DRAM alone are durable now" in log
+    store.cluster.start_node("a")
+    if dram == DRAM:
+        until(lambda: all_there(engine, [used]), "what was used is found")
 
 
 def test_the_second_signal_ends_a_node_at_once(make_store: MakeStore) -> None:
