@@ -41,6 +41,7 @@ class EngineProcess:
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs, driver), daemon=True)
         self._process.start()
+        self._is_asked = False
         theirs.close()
         try:
             self.open(store, options)
@@ -49,9 +50,9 @@ class EngineProcess:
             raise
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the process is there."""
-        return self._process.is_alive()
+    def is_ready(self) -> bool:
+        """Whether the process is there, and owes no answer."""
+        return self._process.is_alive() and not self._is_asked
 
     def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> None:
         """Opens an engine, where there is none at the moment.
@@ -70,6 +71,7 @@ class EngineProcess:
     def begin(self, method: str, *arguments: object) -> None:
         """Asks without waiting; ``end`` waits."""
         try:
+            self._is_asked = True
             self._pipe.send((method, arguments))
         except OSError as error:
             raise Unavailable("the engine's process has ended") from error
@@ -124,6 +126,7 @@ class EngineProcess:
             if not self._pipe.poll(timeout_s):
                 raise DeadlineExceeded("the engine's process does not answer", seconds=timeout_s)
             answer = self._pipe.recv()
+            self._is_asked = False
         except (EOFError, OSError) as error:
             raise Unavailable("the engine's process has ended") from error
         if isinstance(answer, _Failed):

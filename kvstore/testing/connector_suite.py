@@ -92,10 +92,10 @@ class ConnectorSuite(ABC):
         else:
             processes.append(EngineProcess(kit.driver, store.address, {}))
         yield processes[0]
-        if processes[0].is_alive:
+        if processes[0].is_ready:
             processes[0].leave()
         else:
-            processes.clear()
+            processes.pop().kill()
 
     # ---- the same tokens ----
     def test_stored_by_another_process_loaded_by_this_one_and_cached_by_the_engine(

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvstore.testing.cluster import LocalCluster
 
 _MIB = 1 << 20
+START_S = 300
+"""Of any one test: engines that are started in it, or before it, take half a minute, and several times that on a machine whose
+processors others have."""
 
 # Before any engine is imported: no hub, no telemetry, one thread each, engines in this process where a test asks for no other.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
@@ -29,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))  # engines warn of much that is not ours
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(START_S))
 
 
 # ---- of the transformers hook; imported where used, for the environment above must be set first, and be enough for others ----

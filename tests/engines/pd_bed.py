@@ -21,8 +21,8 @@ from kvstore.testing.tiny_models import PAD
 
 STORAGE, PREFILL, DECODE = "storage-0", "prefill-0", "decode-0"
 BLOCK = 32
-PROMPT_DEADLINE_S = 8.0
-HANDOFF_DEADLINE_S = 5.0
+PROMPT_DEADLINE_S = 4.0
+HANDOFF_DEADLINE_S = 2.5
 MIB = 1 << 20
 
 
