@@ -41,7 +41,8 @@ def on_config(config: MkDocsConfig) -> None:
         for path in included.REPOSITORY.glob(pattern):
             link = Path(_sources.name) / path.relative_to(included.REPOSITORY).as_posix().removeprefix("clients/")
             link.parent.mkdir(exist_ok=True)
-            link.symlink_to(path)
+            if not link.exists():  # built again, while somebody looks (``mkdocs serve``)
+                link.symlink_to(path)
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [_sources.name]
 
 
