@@ -202,8 +202,8 @@ class Scheduling:
     def _take_members(self, group: Group, request: pb.ReportEnginesRequest, engines: dict[str, Engine]) -> None:
         """Engines that are new join, those that are no longer reported (or have moved) are gone. More or less room is no move."""
         for name, engine in engines.items():
-            known = group.engines.get(name)
-            if known is not None and known.hbm_bytes != engine.hbm_bytes and known.node == engine.node:
+            before = group.engines.get(name)
+            if before is not None and before.hbm_bytes != engine.hbm_bytes and before.node == engine.node:
                 self._scheduler.resize(name, engine.hbm_bytes)
                 group.engines[name] = engine
                 self._counters.add("metadata_engines_resized_total")
