@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from kvclient import AsyncSchedulerClient, EngineRequest
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.router.config import EngineConfig, Role, RouterConfig
-from kvstore.router.engine_metrics import EngineMetrics
 from kvstore.router.main import make_parts
 from kvstore.router.reporter import Reporter
 from kvstore.rpc.client import call_aio, connect_aio
@@ -237,7 +237,8 @@ async def test_a_request_that_ends_as_its_engines_are_lost_is_not_kept(store: Lo
         await reporter._report(leaders)
         for _ in range(10):
             parts.pool.check_failed("p0", parts.now_s(), "gone")
-        parts.metrics["d0"] = EngineMetrics(capacity_tokens=1_000)  # as another engine of this name
+        health = parts.pool.engines["d0"]
+        health.config = replace(health.config, node="host-3")  # as another engine of this name
         report = asyncio.create_task(reporter._report(leaders))
         await asyncio.sleep(0)  # it is sent
         reporter.ended(request)
