@@ -33,8 +33,6 @@ from kvstore.rpc.errors import FailedCall, from_rpc_error
 
 MAX_SOURCES = 4_096
 """Runs that one load names to the node; more than these are left out (a node reads at most so many)."""
-_ARENA_SHARE = 16
-"""Leases are given back at the latest when they hold 1/16 of the arena, so that large loads flow through it."""
 _LAYERWISE_ARENA_SHARE = 4
 """A layer-wise load holds all its blocks until its end; beyond 1/4 of the arena it is done block by block instead."""
 COPY_THREADS = 2
@@ -83,7 +81,6 @@ class LocalLoad:
         self._want_checksums = session.verifies_copies(verify)
         self._step = max(1, core.options.copy_chunk_bytes // core.shape.block_bytes)
         """Blocks copied between two looks at the clock; a device is waited for as often, so it gets all there is at once."""
-        self._release_bytes = min(core.options.release_bytes, session.arena.size // _ARENA_SHARE)
         self._layerwise = board is not None and self._fits_layerwise(len(tally.outcomes))
         self._board = board
         self._leased: list[_Leased] = []  # layer-wise: what is copied layer by layer after the stream
@@ -148,7 +145,7 @@ class LocalLoad:
                 self._copy_layers(start + np.flatnonzero(answered))
         finally:
             self._settle()  # whatever ended it: nobody may have the leases back before
-            self._give_back(urgent=False)
+            self._give_back()
             if not answered.all():
                 fate = Outcome.TIMEOUT if operation.over else Outcome.UNAVAILABLE
                 for first, last in spans(np.flatnonzero(~answered)):
@@ -183,7 +180,7 @@ class LocalLoad:
 
     # ---- what it answers ----
     def _take(self, progress: node_pb2.LoadProgress, base: int, answered: npt.NDArray[np.bool_]) -> bool:
-        """Handles one message: checks it, copies what is leased, gives leases back now and then. False: time is over."""
+        """Handles one message: checks it, copies what is leased, gives the lease back. False: time is over."""
         if progress.lease_id:
             self._lease_ids.append(progress.lease_id)
         shape = self._core.shape
@@ -209,8 +206,8 @@ class LocalLoad:
             else:
                 self._copy_blocks(leased)
             self._lease_bytes += count * shape.block_bytes
-        if not self._layerwise and self._lease_bytes >= self._release_bytes:
-            self._give_back(urgent=True)
+        if not self._layerwise:
+            self._give_back()
         return not self._over
 
     def _settle(self) -> None:
@@ -218,9 +215,10 @@ class LocalLoad:
         if self._far is not None:
             self._far.drain()
 
-    def _give_back(self, *, urgent: bool) -> None:
+    def _give_back(self) -> None:
+        """What was copied may go: also what is to come may be waiting for its room."""
         if self._lease_ids:
-            self._session.returner.release(self._lease_ids, urgent=urgent)
+            self._session.returner.release(self._lease_ids, self._lease_bytes)
             self._lease_ids, self._lease_bytes = [], 0
 
     def _copy_blocks(self, leased: _Leased) -> None:

@@ -43,7 +43,7 @@ class ClientOptions:
         room_wait_s: a store waits at most so long for room in the local node, each chunk; then it is skipped.
         store_chunk_bytes: a store asks for slots for about so many bytes at a time.
         load_chunk_bytes: a load asks the local node for about so many bytes at a time: they must be copied within one lease.
-        release_bytes: a load gives leases back after about so many bytes, while later blocks still arrive.
+        release_bytes: leases that loads have done with go back at once when they hold so many bytes, else after milliseconds.
         copy_chunk_bytes: between two looks at the deadline and at a cancellation, at most about so many bytes are copied.
         lease_margin_s: how long before its nominal end a lease is taken to be over.
         layer_group: without a local node: layers that arrive together in a layer-wise load.

@@ -8,8 +8,10 @@ into slots, and the end of that connection is what tells the node that they may 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from kvclient.far import ArenaWatcher
 from kvclient.incidents import Incidents
 from kvclient.near import StoredVolume
 from kvclient.options import ClientOptions, Verify
+from kvclient.returns import ReturnTimes
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseLost, NotFound, Unavailable
@@ -37,8 +40,9 @@ MAX_PENDING_RETURNS = 4_096
 """Leases and stores waiting to be given back; more are left to the session's end."""
 MAX_STORED_VOLUMES = 255
 """Of one node; a byte numbers them."""
+_ARENA_SHARE = 16
+"""Leases are given back at the latest when they hold 1/16 of the arena, so that large loads flow through it."""
 _RETURN_TIMEOUT_S = 2.0
-_RETURN_DELAY_S = 0.005
 _LEAST_S = 0.001
 _WHILE_CONNECTING = RetryPolicy(attempts=100)
 """A node just restarted may be refused for a moment, by a connection in back-off: tried again, within the deadline."""
@@ -47,30 +51,30 @@ _WHILE_CONNECTING = RetryPolicy(attempts=100)
 class Returner:
     """Gives leases and unwritten slots back, off the critical path, in a thread of its own.
 
-    Leases of many loads go in one call where nothing presses. (Not with ``stub.Release.future``: starting a call that way costs
+    Leases of many loads go in one call where nothing presses (``kvclient.returns``). (Not with ``stub.Release.future``: starting a call that way costs
     the loading thread a good part of a millisecond, and gRPC cancels it when the future is dropped.)
     """
 
-    def __init__(self, stub: node_pb2_grpc.NodeStub, session_id: bytes, incidents: Incidents) -> None:
+    def __init__(
+        self, stub: node_pb2_grpc.NodeStub, opened: node_pb2.OpenSessionResponse, options: ClientOptions, incidents: Incidents
+    ) -> None:
         self._stub = stub
-        self._session_id = session_id
+        self._session_id = opened.session_id
         self._incidents = incidents
+        self._times = ReturnTimes(min(options.release_bytes, opened.arena_bytes // _ARENA_SHARE))
         self._changed = threading.Condition()
         self._leases: list[int] = []
         self._aborts: list[bytes] = []
-        self._urgent = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def release(self, lease_ids: list[int], *, urgent: bool) -> None:
-        """Ends leases. ``urgent``: a load waits for the room; otherwise the call may wait a moment for company."""
+    def release(self, lease_ids: list[int], nbytes: int = 0, *, urgent: bool = False) -> None:
+        """Ends leases, of blocks of so many bytes. ``urgent``: now; otherwise the call may wait a moment for company."""
         with self._changed:
             if self._dropped(len(lease_ids)):
                 return
-            wake = not self._leases or urgent
             self._leases += lease_ids
-            self._urgent |= urgent
-            self._wake(wake)
+            self._added(nbytes, urgent=urgent)
 
     def abort(self, operation_id: bytes) -> None:
         """Gives the slots of a ``Prepare`` back. Nobody may touch them any more."""
@@ -78,8 +82,7 @@ class Returner:
             if self._dropped(1):
                 return
             self._aborts.append(operation_id)
-            self._urgent = True
-            self._wake(True)
+            self._added(0, urgent=True)
 
     def close(self) -> None:
         """Ends the thread; what is pending is given back by the session's end."""
@@ -94,23 +97,26 @@ class Returner:
             return True
         return self._closed
 
-    def _wake(self, wake: bool) -> None:
+    def _added(self, nbytes: int, *, urgent: bool) -> None:
+        now_s = time.monotonic()
+        before_s = self._times.left_s(now_s)
+        self._times.added(now_s, nbytes, urgent=urgent)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvclient-return", daemon=True)
             self._thread.start()
-        elif wake:
+        elif self._times.left_s(now_s) < before_s:  # else it looks again by itself
             self._changed.notify()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._leases or self._aborts or self._closed)
-                self._changed.wait_for(lambda: self._urgent or self._closed, _RETURN_DELAY_S)
+                while not self._closed and (left_s := self._times.left_s(time.monotonic())) > 0:
+                    self._changed.wait(None if left_s == math.inf else left_s)
                 if self._closed:
                     return
                 leases, self._leases = self._leases, []
                 aborts, self._aborts = self._aborts, []
-                self._urgent = False
+                self._times.sent()
             try:
                 self._send(leases, aborts)
             except KVStoreError:  # a lost session is found by the next load or store, and its end gives everything back
@@ -134,6 +140,7 @@ class Session:
         opened: node_pb2.OpenSessionResponse,
         volumes: Sequence[StoredVolume],
         arena: ClientArena,
+        options: ClientOptions,
         incidents: Incidents,
     ) -> None:
         self.stub = stub
@@ -144,7 +151,7 @@ class Session:
         self.volumes = volumes
         """The node's on NVMe, where it tells of them."""
         self._arena_exposed = opened.arena_exposed
-        self.returner = Returner(stub, opened.session_id, incidents)
+        self.returner = Returner(stub, opened, options, incidents)
         self._lock = threading.Lock()
         self._users = 0
         self._retired = False
@@ -316,7 +323,7 @@ class LocalNode:
             watcher=self._watcher,
         )
         _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
-        return Session(stub, opened, volumes, arena, self._incidents)
+        return Session(stub, opened, volumes, arena, self._options, self._incidents)
 
     def _left_s(self, end_s: float) -> float:
         return max(_LEAST_S, end_s - self._clock.now_s())

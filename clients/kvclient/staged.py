@@ -325,7 +325,7 @@ class LocalPart(StagedPart):
         return good
 
     def _release(self, lease_id: int) -> None:
-        self._session.returner.release([lease_id], urgent=False)
+        self._session.returner.release([lease_id])
 
 
 class RemotePart(StagedPart):
@@ -419,4 +419,4 @@ class RemotePart(StagedPart):
         return good
 
     def _release(self, lease_id: int) -> None:
-        self._stage.returner.release([lease_id], urgent=False)
+        self._stage.returner.release([lease_id])

@@ -41,6 +41,7 @@ class Stages:
     def __init__(self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents) -> None:
         self._request = node_pb2.OpenSessionRequest(client_name=options.client_name, spec=spec_to_proto(spec), remote=True)
         self._tls = tls
+        self._options = options
         self._incidents = incidents
         self._lock = threading.Lock()
         self._open: OrderedDict[NodeRef, Stage] = OrderedDict()
@@ -69,7 +70,7 @@ class Stages:
         if len(opened.session_id) != _SESSION_BYTES:
             channel.close()
             raise Internal("the node opened a session that makes no sense")
-        stage = Stage(node, stub, opened.session_id, channel, Returner(stub, opened.session_id, self._incidents))
+        stage = Stage(node, stub, opened.session_id, channel, Returner(stub, opened, self._options, self._incidents))
         retired = None
         with self._lock:
             if self._closed or node in self._open:

@@ -124,7 +124,7 @@ class StoredLoad:
             yield found
         finally:
             if lease_ids:
-                session.returner.release(lease_ids, urgent=False)
+                session.returner.release(lease_ids)
 
     def _checked(self, answer: node_pb2.LocateResponse, start: int, stop: int) -> Sequence[Located]:
         """What the node answered: it steers what is read where."""

@@ -159,9 +159,9 @@ def test_leases_are_held_until_the_device_is_done(connect: Connect, layerwise: b
     given_back: list[int] = []
     release = session.returner.release
 
-    def watch(lease_ids: list[int], *, urgent: bool) -> None:
+    def watch(lease_ids: list[int], nbytes: int) -> None:
         given_back.append(sum(len(stream.work) for stream in engine.device.streams))
-        release(lease_ids, urgent=urgent)
+        release(lease_ids, nbytes)
 
     session.returner.release = watch  # type: ignore[method-assign]
     engine.device.paused = True

@@ -1,0 +1,66 @@
+"""Prompts larger than the arena that they pass through: loads and stores, one by one, layer by layer, and many at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from conftest import Engine, Store
+from kvstore.testing.cluster import NodeSpec
+
+MIB = 1 << 20
+ARENA = 4 * MIB
+LAYERS = 4
+SLACK_S = 60.0
+"""Deadline of what needs a second at most: who waits for its own leases sees its end."""
+
+
+@pytest.fixture
+def store(make_store: Callable[..., Store]) -> Store:
+    return make_store(NodeSpec("n1", dram_bytes=ARENA, nvme_bytes=128 * MIB))
+
+
+def filled(store: Store, seed: int, chains: int) -> tuple[Engine, int]:
+    """Chains of a seeded number of blocks of a seeded size, none of which fits the arena; durable, and none in DRAM."""
+    draw = random.Random(seed)
+    engine = store.engine("n1", layers=LAYERS, layer_bytes=4096 * draw.choice((1, 3, 8, 16)))
+    blocks = int(ARENA * draw.uniform(1.3, 3.0)) // engine.spec.block_bytes
+    for chain in range(chains):
+        stored = engine.store(f"{seed}/{chain}", blocks, durable=True, deadline_s=SLACK_S)
+        assert stored.held_blocks == blocks, stored.error
+        assert stored.durable
+    store.cluster.stop("n1")
+    store.cluster.start_node("n1")
+    return store.engine("n1", layers=LAYERS, layer_bytes=engine.spec.layer_block_bytes), blocks
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_a_load_larger_than_the_arena_flows_through_it(store: Store, seed: int) -> None:
+    engine, blocks = filled(store, seed, 1)
+    for _ in range(3):  # from the disk alone, then with something of its beginning in DRAM
+        loaded = engine.load(f"{seed}/0", blocks, deadline_s=SLACK_S)
+        assert loaded.hit_blocks == blocks, loaded.error
+    assert engine.client.stats().get("client_lease_expired_blocks_total", 0) == 0
+
+
+@pytest.mark.parametrize("seed", [10, 11])
+def test_many_such_loads_at_once_all_end_whole(store: Store, seed: int) -> None:
+    engine, blocks = filled(store, seed, 4)
+    with ThreadPoolExecutor(8) as pool:  # each chain twice: what one load brings another waits for
+        loads = [pool.submit(engine.load, f"{seed}/{chain}", blocks, deadline_s=SLACK_S) for chain in (0, 1, 2, 3, 3, 2, 1, 0)]
+    assert [load.result().hit_blocks for load in loads] == [blocks] * len(loads)
+
+
+def test_what_is_too_large_for_layers_comes_block_by_block(store: Store) -> None:
+    engine, blocks = filled(store, 20, 1)
+    keys, data, wanted = engine.keys("20/0", blocks), engine.room(blocks), engine.room(blocks)
+    engine.payloads.fill(keys, wanted)
+    handle = engine.client.start_load(engine.client.lookup(keys), data, deadline_s=SLACK_S)
+    handle.wait_layer(LAYERS - 1)
+    assert handle.result().hit_blocks == blocks
+    assert np.array_equal(data, wanted)
+    assert engine.client.stats()["client_layerwise_too_large_total"] == 1
