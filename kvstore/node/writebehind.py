@@ -1,9 +1,9 @@
 """Write-behind: takes completed blocks from DRAM to where they are durable, in batches, in the order of their completion.
 
 Order is what makes it safe. Per batch: verify the bytes in DRAM against the producer's checksums, write header and data, commit
-(sync data, then the catalog's transaction), and only then does the table call the blocks durable. Two batches are written at
-once, so that the disk has work while one of them ends and commits; but they commit and are reported in the order of completion:
-a batch waits for its *turn*. Where room is needed, victims leave the catalog first, in a commit of their own, and only then are
+(sync data, then the catalog's transaction), and only then does the table call the blocks durable. ``WRITERS`` batches are
+written at once, so that the disk has work while one of them ends and commits; but they commit and are reported in the order of
+completion: a batch waits for its *turn*. Where room is needed, victims leave the catalog first, in a commit of their own, and only then are
 their slots used again: at no instant does the catalog name a slot with other content.
 
 A target that fails is left alone for ``REST_S``; blocks that come meanwhile stay in DRAM only, counted: stores are skipped, reads
@@ -67,7 +67,7 @@ class Target(Protocol):
 
 
 class LocalTarget:
-    """This node's own NVMe volumes; each batch goes to the one with the most room."""
+    """This node's own NVMe volumes; each batch goes to the one with the most room, of those that can hold such blocks at all."""
 
     def __init__(self, table: BlockTable, counters: Counters, clock: Clock) -> None:
         self._table = table
@@ -75,7 +75,12 @@ class LocalTarget:
         self._clock = clock
 
     def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
-        for home in sorted(self._table.homes, key=self._room, reverse=True):
+        shape = blocks[0].domain.shape
+        homes = [home for home in self._table.homes if home.volume.fits(shape)]
+        if not homes:
+            self._counters.add("write_behind_unfit_blocks_total", len(blocks))
+            _limited.warning("blocks of %d bytes fit no volume of this node: they stay in DRAM only", shape.block_bytes)
+        for home in sorted(homes, key=self._room, reverse=True):
             if home.resting_until_s > self._clock.now_s():
                 continue
             left = self._write(home, blocks, turn)

@@ -307,6 +307,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "write_behind_corrupt_blocks_total": ("counter", "blocks whose bytes in DRAM were not what was stored: dropped"),
     "write_behind_dropped_blocks_total": ("counter", "blocks that did not become durable: they stay in DRAM only"),
     "write_behind_errors_total": ("counter", "rounds of write-behind that failed: a full or failing disk, a storage node away"),
+    "write_behind_unfit_blocks_total": ("counter", "blocks larger than every NVMe volume of the node: they stay in DRAM only"),
     "write_behind_stalls_total": ("counter", "pauses of write-behind after failures"),
     "nvme_watch_bugs_total": ("counter", "looks after volumes that failed in a way nobody meant"),
     "janitor_bugs_total": ("counter", "rounds of the janitor that failed in a way nobody meant"),

@@ -230,6 +230,9 @@ class FaultyVolume(_Faulty, DurableVolume):
         self.volume_id = inner.volume_id
         self.tier = inner.tier
 
+    def fits(self, shape: BlockShape) -> bool:
+        return self._inner.fits(shape)
+
     def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
         fault = self.plan.draw(Operation.COMMIT, None)
         if fault is not None and fault in _WRITE_ERRORS:

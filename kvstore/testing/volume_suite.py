@@ -299,6 +299,13 @@ class DurableVolumeSuite(VolumeSuite):
             pass
         return volume
 
+    def test_it_says_which_shapes_it_can_hold(self, volume: DurableVolume) -> None:
+        assert all(volume.fits(shape) for shape in SHAPES)
+        largest = max(size for size in range(4096, self.CAPACITY + 4096, 4096) if volume.fits(BlockShape(1, size)))
+        assert len(volume.allocate(BlockShape(1, largest), 1) or []) == 1
+        with pytest.raises(InvalidArgument):
+            volume.allocate(BlockShape(1, largest + 4096), 1)
+
     def test_what_was_committed_comes_back(self, tmp_path: Path) -> None:
         volume = self.open_volume(tmp_path, self.CAPACITY)
         kept: list[Item] = []

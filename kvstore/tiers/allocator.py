@@ -317,6 +317,10 @@ class SlotAllocator:
             found += hint * self.chunk_bytes // size_class.size
         return found
 
+    def fits(self, size: int) -> bool:
+        """Whether a slot of this size has room in an empty volume."""
+        return 0 < -(-round_up(size) // self.chunk_bytes) <= self.chunk_count
+
     # ---- spans ----
     def _class_of(self, size: int) -> _SizeClass:
         rounded = round_up(size)
@@ -325,7 +329,7 @@ class SlotAllocator:
             return known
         chunk = self.chunk_bytes
         least = -(-rounded // chunk)
-        if size <= 0 or least > self.chunk_count:
+        if not self.fits(size):
             raise InvalidArgument(
                 "a slot of this size does not fit the volume", slot_bytes=rounded, capacity_bytes=self.capacity_bytes
             )

@@ -105,6 +105,10 @@ class DurableVolume(Volume):
     """A volume that outlives the process."""
 
     @abstractmethod
+    def fits(self, shape: BlockShape) -> bool:
+        """Whether a block of this shape has room on it at all, were it empty."""
+
+    @abstractmethod
     def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
         """Group commit: first ``removed`` leave the catalog, then ``stored`` enter it, atomically.
 

@@ -182,6 +182,9 @@ class NvmeSlab(DurableVolume):
         )  # fmt: skip
 
     # ---- room ----
+    def fits(self, shape: BlockShape) -> bool:
+        return self._allocator.fits(slot_bytes(shape))
+
     def allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
         check_shape(shape)
         with self._lock:

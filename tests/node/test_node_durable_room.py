@@ -40,13 +40,18 @@ class Failing(NvmeSlab):
 
 
 class Node:
-    def __init__(self, folder: Path, policy: str = "gap") -> None:
-        names = [VolumeId(f"n/nvme{number}") for number in range(3)]
+    def __init__(
+        self, folder: Path, policy: str = "gap", sizes: Sequence[int] = (1 << 20,) * 3, shape: BlockShape = SHAPE
+    ) -> None:
+        names = [VolumeId(f"n/nvme{number}") for number in range(len(sizes))]
         self.clock = ManualClock()
-        counters = Counters()
+        self.counters = counters = Counters()
         log = ReplicaLog([VolumeId("n/dram"), *names], counters, self.clock, keep=False)
         self.arena = DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)
-        self.slabs = [Failing.open(folder / name[2:], volume_id=name, capacity_bytes=1 << 20, io_threads=1) for name in names]
+        self.slabs = [
+            Failing.open(folder / name[2:], volume_id=name, capacity_bytes=size, io_threads=1)
+            for name, size in zip(names, sizes, strict=True)
+        ]
         for slab in self.slabs:
             assert list(slab.recover()) == []
         self.table = BlockTable(
@@ -60,7 +65,7 @@ class Node:
             durable_policy=make_policy(policy),
         )
         self.target = LocalTarget(self.table, counters, self.clock)
-        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), shape)
         self.lengths: dict[int, int] = {}
 
     def close(self) -> None:
@@ -72,6 +77,7 @@ class Node:
 
     def turn(self, chain: int, more: int) -> None:
         """A session goes on: what is no longer held of it is computed and stored again, and some blocks more."""
+        shape = self.domain.shape
         length = self.lengths[chain] = self.lengths.get(chain, 0) + more
         keys = tuple(key_of(chain, depth) for depth in range(length))
         known = {block.key for block in self.table.snapshot()}
@@ -82,9 +88,9 @@ class Node:
             prepared = self.table.prepare(self.domain, run, self.clock.now_s())
             sums = []
             for key, slot in prepared.slots.items():
-                payload = hashlib.sha256(key).digest() * (SHAPE.block_bytes // 32)
-                self.arena.view(slot, SHAPE.block_bytes)[:] = payload
-                sums.append(layer_checksums(memoryview(payload), SHAPE))
+                payload = hashlib.sha256(key).digest() * (shape.block_bytes // 32)
+                self.arena.view(slot, shape.block_bytes)[:] = payload
+                sums.append(layer_checksums(memoryview(payload), shape))
             self.table.complete(prepared, list(prepared.slots), sums)
             while blocks := self.table.take_pending(BATCH, 1 << 20, 0.0):
                 self.target.persist(blocks, lambda: None)
@@ -164,3 +170,29 @@ def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: Node) ->
     assert node.slabs[0].usage().used_bytes <= capacity // 4
     assert node.blocks_on() == [before[0] - done.blocks, *before[1:]]
     node.table.check()
+
+
+def test_blocks_go_to_the_volumes_that_can_hold_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node = Node(tmp_path, sizes=(64 << 10, 1 << 20), shape=BlockShape(2, 64 << 10))
+    for chain in range(20):  # more than the large one holds: once it has less room than the small one, it makes room
+        node.turn(chain, 1)
+        node.clock.advance(1.0)
+        assert key_of(chain, 0) in node.durable()
+    small, large = node.blocks_on()
+    assert small == 0
+    assert 0 < large < 20
+    assert node.counters.get("write_behind_unfit_blocks_total") == node.counters.get("write_behind_errors_total") == 0
+    node.close()
+    assert not caplog.records
+
+
+def test_blocks_that_no_volume_can_hold_are_given_up_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node = Node(tmp_path, sizes=(64 << 10, 32 << 10), shape=BlockShape(2, 64 << 10))
+    for chain in range(3):
+        node.turn(chain, 1)
+    assert not node.durable()
+    assert node.table.counts() == (3, 0)
+    assert node.counters.get("write_behind_unfit_blocks_total") == node.counters.get("write_behind_dropped_blocks_total") == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert not any(home.resting_until_s for home in node.table.homes)
+    node.close()
