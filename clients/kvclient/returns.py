@@ -23,7 +23,9 @@ class ReturnTimes:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self.sent()
+        self._first_s = self._last_s = math.inf
+        self._nbytes = 0
+        self._urgent = False
 
     def added(self, now_s: float, nbytes: int, *, urgent: bool) -> None:
         """Something to send has come, which holds so many bytes in the arena; ``urgent``: it may not wait for company."""

@@ -51,8 +51,8 @@ _WHILE_CONNECTING = RetryPolicy(attempts=100)
 class Returner:
     """Gives leases and unwritten slots back, off the critical path, in a thread of its own.
 
-    Leases of many loads go in one call where nothing presses (``kvclient.returns``). (Not with ``stub.Release.future``: starting a call that way costs
-    the loading thread a good part of a millisecond, and gRPC cancels it when the future is dropped.)
+    Leases of many loads go in one call where nothing presses (``kvclient.returns``). (Not with ``stub.Release.future``: starting
+    a call that way costs the loading thread a good part of a millisecond, and gRPC cancels it when the future is dropped.)
     """
 
     def __init__(

@@ -4,8 +4,9 @@ One load is a stream of *parts*: consecutive keys with one fate each. What lies 
 this node's NVMe, volumes that it mounts, and other nodes, in windows, as many in flight as the read-ahead allows, so that the
 disk or the wire works on while the caller copies what came before. Windows that a disk reads are small: it starts at once, and
 never runs dry because a window must be complete; those that have come by the time the caller asks go out as one part. A window
-takes its slots all or none and holds nothing while it waits for them; a caller gives back each part by itself; so loads larger
-than the arena flow through it and no two loads can block each other for ever.
+takes its slots all or none, and takes none while it waits for them; one that has come is not kept for one before it that takes
+its time, perhaps for room; a caller gives back each part by itself, also the last: what is to come may wait for its room, for
+the ancestors of what is held stay too. So loads larger than the arena flow through it, and at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +32,7 @@ from kvstore.node.mount_load import MountLoads
 from kvstore.node.mounts import Mount, Mounts
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.table import BlockTable
-from kvstore.node.wanted import ending, over, result
+from kvstore.node.wanted import ending, over
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
@@ -44,6 +46,8 @@ DISK_WINDOWS = 16
 """A window that a disk reads is this fraction (1/n) of the read-ahead."""
 PEER_WINDOWS = 2
 """A window that a peer sends is this fraction of it: each is a request over all connections to that peer."""
+PATIENCE_S = 0.01
+"""So long what has come waits for what lies before it, so that parts come in order and are few."""
 TRIES = 3
 """A block that others were to bring, and that is not there when they are done, is claimed so often in all."""
 
@@ -184,15 +188,18 @@ class Loader:
                     if held:
                         yield held.popleft()
                         continue
+                    at = _come([future for _, future in in_flight])
                     try:
-                        part = result(in_flight[0][1])
+                        part = in_flight[at][1].result()
                     except CancelledError:  # nobody waits for it any more, and it had not begun
                         return
-                    ahead -= in_flight.popleft()[0].nbytes
-                    while in_flight and in_flight[0][1].done() and in_flight[0][1].exception() is None:
-                        if not part.extend(in_flight[0][1].result()):
+                    ahead -= in_flight[at][0].nbytes
+                    del in_flight[at]
+                    while at < len(in_flight) and in_flight[at][1].done() and in_flight[at][1].exception() is None:
+                        if not part.extend(in_flight[at][1].result()):
                             break
-                        ahead -= in_flight.popleft()[0].nbytes
+                        ahead -= in_flight[at][0].nbytes
+                        del in_flight[at]
                     yield part
             finally:
                 for _, future in in_flight:  # the caller stopped early, or a window failed: what still comes is given back
@@ -410,6 +417,22 @@ class Loader:
         for mount in self._mounts:
             if mount.volume_id not in named:
                 left = self._from_mount(chain, start, left, part, mount, read_on=True)
+
+
+def _come(futures: Sequence[Future[Part]]) -> int:
+    """Waits until one is done, and says which: the first, where that does not take long.
+
+    Where nobody waits for them any more, those that have not begun are cancelled.
+    """
+
+    def give_up() -> None:
+        for future in futures:
+            future.cancel()
+
+    with ending(give_up):
+        if not futures[0].done() and not wait_for(futures[:1], PATIENCE_S).done:
+            wait_for(futures, return_when=FIRST_COMPLETED)
+    return next(at for at, future in enumerate(futures) if future.done())
 
 
 def offsets_of(blocks: Sequence[Block]) -> bytes:

@@ -3,8 +3,8 @@
 Order is what makes it safe. Per batch: verify the bytes in DRAM against the producer's checksums, write header and data, commit
 (sync data, then the catalog's transaction), and only then does the table call the blocks durable. ``WRITERS`` batches are
 written at once, so that the disk has work while one of them ends and commits; but they commit and are reported in the order of
-completion: a batch waits for its *turn*. Where room is needed, victims leave the catalog first, in a commit of their own, and only then are
-their slots used again: at no instant does the catalog name a slot with other content.
+completion: a batch waits for its *turn*. Where room is needed, victims leave the catalog first, in a commit of their own, and
+only then are their slots used again: at no instant does the catalog name a slot with other content.
 
 A target that fails is left alone for ``REST_S``; blocks that come meanwhile stay in DRAM only, counted: stores are skipped, reads
 go on.

@@ -1,0 +1,111 @@
+"""Loads from this node's own disks: what has come is not kept for what has not."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.checksum import layer_checksums
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, VolumeId
+from kvstore.node.block import Home
+from kvstore.node.domain import Domains
+from kvstore.node.loader import Loader
+from kvstore.node.mounts import make_mounts
+from kvstore.node.peers import Peers
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.table import BlockTable
+from kvstore.node.writebehind import LocalTarget
+from kvstore.observe.counters import Counters
+from kvstore.tiers.arena import DramArena
+from kvstore.tiers.contract import BlockRecord, Slot
+from kvstore.tiers.policy import make_policy
+from kvstore.tiers.slab import NvmeSlab
+from kvstore.transport.tcp_peer import TcpPeer
+
+SHAPE = BlockShape(2, 2048)
+BLOCKS = 32
+"""Eight windows: 1/16 of the read-ahead, which is 1/4 of the arena, each."""
+ARENA = 1 << 20
+WAIT_S = 20.0
+DRAM, NVME = VolumeId("n/dram"), VolumeId("n/nvme0")
+KEYS = tuple(BlockKey(hashlib.sha256(bytes((depth,))).digest()[:16]) for depth in range(BLOCKS))
+
+
+class Slow(NvmeSlab):
+    """A disk on which some blocks take their time."""
+
+    slow: frozenset[BlockKey] = frozenset()
+    gate: threading.Event
+
+    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
+        if any(record.key in self.slow for _, record, _ in items):
+            self.gate.wait(WAIT_S)
+        return super().read(items, verify=verify)
+
+
+class Node:
+    """Table, arena, disk and loader; the blocks of one chain are on the disk alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock, counters = MonotonicClock(), Counters()
+        self.slab = Slow.open(folder / "nvme0", volume_id=NVME, capacity_bytes=ARENA, io_threads=1)
+        assert list(self.slab.recover()) == []
+        self.slab.gate = threading.Event()
+        self.arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA)
+        log = ReplicaLog([DRAM, NVME], counters, self.clock, keep=False)
+        home = Home(self.slab)
+        self.table = BlockTable(self.arena, make_policy("gap"), [home], log, counters, self.clock, writes_behind=True)
+        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+        prepared = self.table.prepare(self.domain, BlockRun(self.domain.namespace, None, 0, KEYS), self.clock.now_s())
+        sums = []
+        for key, slot in prepared.slots.items():
+            payload = hashlib.sha256(key).digest() * (SHAPE.block_bytes // 32)
+            self.arena.view(slot, SHAPE.block_bytes)[:] = payload
+            sums.append(layer_checksums(memoryview(payload), SHAPE))
+        self.table.complete(prepared, KEYS, sums)
+        LocalTarget(self.table, counters, self.clock).persist(self.table.take_pending(BLOCKS, ARENA, 0.0), lambda: None)
+        assert self.table.evict_dram() == BLOCKS
+        self.peers = Peers(lambda address, _: TcpPeer(address.data_address))
+        mounts = make_mounts((), io_threads=1, counters=counters, clock=self.clock)
+        self.loader = Loader(NodeId("n"), self.table, self.peers, mounts, counters, self.clock, window_bytes=ARENA, threads=4)
+
+    def close(self) -> None:
+        self.slab.gate.set()
+        self.loader.close()
+        self.table.check()
+        self.table.close()
+        self.slab.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("slow", [0, 9, BLOCKS - 1])
+def test_what_has_come_is_not_kept_for_what_takes_its_time(node: Node, slow: int) -> None:
+    node.slab.slow = frozenset((KEYS[slow],))
+    parts = node.loader.load(node.domain, KEYS, node.clock.now_s() + WAIT_S)
+    window = range(slow // 4 * 4, slow // 4 * 4 + 4)
+    came: set[int] = set()
+    while len(came) < BLOCKS - len(window):
+        part = next(parts)
+        positions = range(part.first, part.first + len(part.blocks))
+        assert came.isdisjoint(positions)
+        assert not set(positions) & set(window)
+        came.update(positions)
+        node.table.unpin(part.pinned())
+    assert not any(block.pins for block in node.table.snapshot() if block.key != KEYS[slow] and block.dram is not None)
+    node.slab.gate.set()
+    (last,) = parts
+    assert range(last.first, last.first + len(last.blocks)) == window
+    assert last.outcomes == [Outcome.HIT] * len(window)
+    node.table.unpin(last.pinned())
