@@ -34,7 +34,8 @@ from kvstore.rpc.errors import FailedCall, from_rpc_error
 MAX_SOURCES = 4_096
 """Runs that one load names to the node; more than these are left out (a node reads at most so many)."""
 _LAYERWISE_ARENA_SHARE = 4
-"""A layer-wise load holds all its blocks until its end; beyond 1/4 of the arena it is done block by block instead."""
+"""A layer-wise load holds all its blocks until its end; beyond 1/4 of the arena it is done block by block instead, and so is what
+is left of one that waits: what it holds may keep the very room that it waits for, or that another such load does."""
 COPY_THREADS = 2
 """Copy what lies in DRAM already: one reaches about half of what the memory gives."""
 FINAL_LOCALLY = outcome_table(Outcome.MISS, Outcome.CORRUPT, Outcome.TIMEOUT)
@@ -206,9 +207,19 @@ class LocalLoad:
             else:
                 self._copy_blocks(leased)
             self._lease_bytes += count * shape.block_bytes
+        if self._leased and not progress.runs:
+            self._stop_layers()
         if not self._layerwise:
             self._give_back()
         return not self._over
+
+    def _stop_layers(self) -> None:
+        """The node has nothing yet of what is to come: what is held is copied whole and goes; so does what comes from here on."""
+        self._core.incidents.counters.add("client_layerwise_held_up_total")
+        self._layerwise = False
+        leased, self._leased = self._leased, []
+        for one in leased:
+            self._copy_blocks(one)
 
     def _settle(self) -> None:
         """Waits for a device's copies out of the arena."""

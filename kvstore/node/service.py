@@ -53,7 +53,7 @@ SHUT_PROMPT_S = 0.5
 MAX_STAGED = 256
 """Loads in layer groups under way at once."""
 SIGN_OF_LIFE_S = 0.2
-"""How often a load that waits tells that bytes come in."""
+"""How often a load that waits says so, and how many bytes have come in meanwhile."""
 _RECEIVED = "transport_peer_bytes_received_total"
 
 
@@ -294,7 +294,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
         The waiting for them is done in a thread of ``lanes``, which the caller has entered (they are left when no thread works
         for the load any more), or (None) of the common pool. While the next part takes its time, a message without runs shows
-        from time to time that bytes still come in.
+        from time to time that a load waits, or that bytes still come in.
         """
         began_s = self._clock.now_s()
         taken: Part | None = None
@@ -324,7 +324,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 while not (await asyncio.wait((coming,), timeout=SIGN_OF_LIFE_S))[0]:
                     session.used_s = self._clock.now_s()
                     received = self._counters.get(_RECEIVED)
-                    if received != told:
+                    if received != told or account is not None:  # an engine gives back what it holds when it hears of waiting
                         told = received
                         yield node_pb2.LoadProgress(bytes_received=received)
                 part = coming.result()

@@ -132,6 +132,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "client_handoff_skipped_blocks_total": ("counter", "blocks of prompts that decode hosts had no room for, or did not take"),
     "client_handoffs_failed_total": ("counter", "hand-overs that failed"),
     "client_abandons_failed_total": ("counter", "decode nodes not told that a prompt will not come: who awaits it waits in vain"),
+    "client_layerwise_held_up_total": ("counter", "layer-wise loads that waited and went on block by block, to keep no room"),
     "client_layerwise_too_large_total": ("counter", "layer-wise loads done block by block, as they are large"),
     "client_locate_failed_total": ("counter", "times that the node did not say where on its disks blocks lie: it reads them"),
     "client_lease_expired_blocks_total": ("counter", "blocks copied too late to trust them"),

@@ -333,6 +333,43 @@ def test_a_layerwise_load_too_large_for_the_arena_flows_through_it(
     assert client.stats()["client_layerwise_too_large_total"] == 1
 
 
+def test_whatever_was_copied_goes_back_while_the_load_waits(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 12)
+    near.blocks.hold(keys)
+
+    def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> Progress:
+        for at in range(12):  # far less than a sixteenth of the arena, and yet what comes needs its room
+            yield near.progress(keys[at : at + 1], at)
+            near.wait_called("Release", at + 1)
+
+    near.load_script = script
+    out = fresh(spec, 12)
+    assert make_client(near).load(keys, out).hit_blocks == 12
+    assert np.array_equal(out, payloads(keys, spec.shape))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_layerwise_load_that_waits_keeps_no_room(spec: CacheSpec, near: FakeNode, make_client: MakeClient, waits: bool) -> None:
+    keys = chain(spec, 12)
+    near.blocks.hold(keys)
+
+    def script(request: node_pb2.LoadRequest, _: grpc.ServicerContext) -> Progress:
+        yield node_pb2.LoadProgress()  # nothing is held yet
+        yield near.progress(keys[:4], 0)
+        yield near.progress(keys[4:8], 4)
+        if waits:
+            yield node_pb2.LoadProgress()
+            near.wait_called("Release", 1)
+        yield near.progress(keys[8:], 8)
+
+    near.load_script = script
+    client = make_client(near)
+    out = fresh(spec, 12)
+    assert client.start_load(keys, out).result().hit_blocks == 12
+    assert np.array_equal(out, payloads(keys, spec.shape))
+    assert client.stats().get("client_layerwise_held_up_total", 0) == waits
+
+
 # ---------------------------------------------------------------- other nodes
 def test_without_a_local_node_bytes_come_over_tcp(
     spec: CacheSpec, metadata: FakeMetadata, make_node: MakeNode, make_client: MakeClient

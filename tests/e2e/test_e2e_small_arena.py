@@ -64,3 +64,21 @@ def test_what_is_too_large_for_layers_comes_block_by_block(store: Store) -> None
     assert handle.result().hit_blocks == blocks
     assert np.array_equal(data, wanted)
     assert engine.client.stats()["client_layerwise_too_large_total"] == 1
+
+
+def test_the_rest_of_a_prompt_layer_by_layer_where_its_head_fills_the_arena(store: Store) -> None:
+    engine = store.engine("n1", layers=LAYERS, layer_bytes=16384)
+    most = ARENA // engine.spec.block_bytes
+    blocks = most + most // 4
+    assert engine.store("rest", blocks, durable=True, deadline_s=SLACK_S).durable
+    keys, wanted = engine.keys("rest", blocks), engine.room(blocks)
+    engine.payloads.fill(keys, wanted)
+    for head in range(most - 12, most):  # it leaves room for a few of the others, whose ancestors may not leave before them
+        store.evict("n1")
+        assert engine.load_keys(keys[:head], deadline_s=SLACK_S).hit_blocks == head
+        rest = keys[head : head + most // 4]
+        data = engine.room(len(rest))
+        handle = engine.client.start_load(rest, data, parent=keys[head - 1], depth=head, deadline_s=SLACK_S)
+        assert handle.result().hit_blocks == len(rest)
+        assert np.array_equal(data, wanted[head : head + len(rest)])
+    assert "client_layerwise_too_large_total" not in engine.client.stats()
