@@ -3,7 +3,7 @@
 The blocks of a chain lie on all volumes of a node, so that one load reads from all of them. Hence one order over all volumes:
 children leave before their parents wherever they lie, or what is left of a chain would take room that no lookup finds. Room on a
 volume is made by what is coldest, down to enough of that volume; what is colder on the others leaves with it, which makes
-room there for the batches that come next.
+room there for the batches that come next. Where blocks of other sizes are in the way: ``kvstore.node.room``.
 
 A volume that takes no changes (read-only, or left alone after an error) does not hold up the others: what is met of it is set
 aside, out of the order, until it takes changes again.
@@ -12,15 +12,12 @@ aside, out of the order, until it takes changes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.block import Block, Home
+from kvstore.node.room import PLAN_LIMIT, Room
 from kvstore.tiers.contract import EvictionPolicy, Slot
-
-PLAN_LIMIT = 65_536
-"""Blocks that one search for room may look at, on the volume and on the others."""
 
 
 class DurableRoom:
@@ -38,16 +35,21 @@ class DurableRoom:
         self._policy = policy
         self._homes = homes
         self._clock = clock
+        self._rooms = {id(home): Room(home.volume, blocks, policy) for home in homes}
 
     def __len__(self) -> int:
         return len(self._policy) + sum(len(home.aside) for home in self._homes)
 
     def insert(self, block: Block) -> None:
         """A block has come to a volume."""
+        if block.nvme is not None and block.nvme_home is not None:
+            self.by_offset(block.nvme_home)[block.nvme.offset] = block
         self._policy.insert(block.key, block.parent)
 
     def remove(self, block: Block, home: Home) -> None:
         """A block has left a volume."""
+        if block.nvme is not None:
+            del self.by_offset(home)[block.nvme.offset]
         if home.aside.pop(block.key, None) is None:
             self._policy.remove(block.key)
 
@@ -55,15 +57,21 @@ class DurableRoom:
         """Blocks were used on their volumes."""
         self._policy.touch(keys)
 
+    def by_offset(self, home: Home) -> dict[int, Block]:
+        """The blocks of a volume by where they lie on it."""
+        return self._rooms[id(home)].by_offset
+
     def coldest(self, home: Home, may_leave: Callable[[Block], bool]) -> Iterator[tuple[BlockKey, Slot]]:
         """What may leave one volume, with its slots, coldest first; children before their parents where both lie there."""
         self._take_back()
-        for block in self._order(lambda block: block.nvme_home is not home or may_leave(block)):
+        blocks = self._blocks
+        for key in self._policy.coldest(lambda key: blocks[key].nvme_home is not home or may_leave(blocks[key])):
+            block = blocks[key]
             if block.nvme_home is home and block.nvme is not None:
-                yield block.key, block.nvme
+                yield key, block.nvme
 
     def victims(self, home: Home, shape: BlockShape, counts: Sequence[int], *may_leave: Callable[[Block], bool]) -> list[Block]:
-        """Blocks of all volumes that leave for the sake of slots on one; empty: no room can be made.
+        """Blocks of all volumes that leave for the sake of slots on one, or of some of them; empty: no room can be made.
 
         Args:
             home: the volume.
@@ -72,34 +80,29 @@ class DurableRoom:
             may_leave: whether a block may; by preference, all counts with the first rule before any with the next.
         """
         self._take_back()
-        for rule, count in product(may_leave, counts):
-            others: list[Block] = []
+        fit = {id(each) for each in self._homes if each.takes_changes(self._clock.now_s())} | {id(home)}
+
+        def slot_of(block: Block) -> Slot | None:
+            return block.nvme if block.nvme_home is home else None
+
+        def passing(rule: Callable[[Block], bool]) -> Callable[[BlockKey], bool]:
+            return lambda key: id(self._blocks[key].nvme_home) not in fit or rule(self._blocks[key])
+
+        rules = [passing(rule) for rule in may_leave]
+        for number, rule in enumerate(rules):
             unfit: list[Block] = []
-            plan = home.volume.room_plan(shape, count, self._down_to(home, rule, others, unfit), PLAN_LIMIT)
+            order = (self._blocks[key] for key in self._policy.coldest(rule))
+            met = _up_to_limit(order, lambda block: id(block.nvme_home) in fit, slot_of, unfit)
+            found = self._rooms[id(home)].victims(shape, counts, met, slot_of, rules[number:])
+            unfit += (block for block in found if id(block.nvme_home) not in fit)
             for block in unfit:
                 if block.nvme_home is not None:
                     self._policy.remove(block.key)
                     block.nvme_home.aside[block.key] = block
-            if plan:
-                return [*others, *(self._blocks[key] for key in plan)]
+            victims = [block for block in found if id(block.nvme_home) in fit]
+            if victims:
+                return victims
         return []
-
-    def _down_to(
-        self, home: Home, may_leave: Callable[[Block], bool], others: list[Block], unfit: list[Block]
-    ) -> Iterator[tuple[BlockKey, Slot]]:
-        """As ``coldest``, noting what is met on other volumes: what is to leave, and what cannot now."""
-        fit = {id(each) for each in self._homes if each.takes_changes(self._clock.now_s())} | {id(home)}
-        for block in self._order(lambda block: id(block.nvme_home) not in fit or may_leave(block)):
-            if block.nvme_home is home and block.nvme is not None:
-                yield block.key, block.nvme
-                continue
-            met = others if id(block.nvme_home) in fit else unfit
-            met.append(block)
-            if len(met) == PLAN_LIMIT:
-                return
-
-    def _order(self, passes: Callable[[Block], bool]) -> Iterator[Block]:
-        return (self._blocks[key] for key in self._policy.coldest(lambda key: passes(self._blocks[key])))
 
     def _take_back(self) -> None:
         """What was set aside of volumes that take changes again is in the order again, as newcomers."""
@@ -108,3 +111,18 @@ class DurableRoom:
                 for block in home.aside.values():
                     self._policy.insert(block.key, block.parent)
                 home.aside.clear()
+
+
+def _up_to_limit(
+    order: Iterator[Block], fit: Callable[[Block], bool], slot_of: Callable[[Block], Slot | None], unfit: list[Block]
+) -> Iterator[Block]:
+    """What may leave now, on a volume and on others, with a limit on what is passed by there; into ``unfit`` goes what cannot."""
+    others = 0
+    for block in order:
+        if not fit(block):
+            unfit.append(block)
+        else:
+            yield block
+            others += slot_of(block) is None
+        if PLAN_LIMIT in (others, len(unfit)):
+            return

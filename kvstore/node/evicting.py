@@ -46,7 +46,7 @@ def evict_down_to(table: BlockTable, home: Home | None, down_to_bytes: int) -> E
     while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not over():  # others may store as fast as this evicts
         with table._lock:
             victims = []
-            for key, slot in islice(table._coldest() if home is None else table._durable.coldest(home, table._idle), batch):
+            for key, slot in islice(table._arena.coldest() if home is None else table._durable.coldest(home, table._idle), batch):
                 if excess <= 0:
                     break
                 victims.append(table._blocks[key])

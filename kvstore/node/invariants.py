@@ -30,8 +30,11 @@ def check_invariants(table: BlockTable) -> None:
         for vigil in vigils:
             assert key in vigil.missing, "a vigil that nobody keeps"
             assert held is None or held.dram is None or held.domain is not vigil.domain, "a vigil for what is there"
+    assert table._arena.room.by_offset == {block.dram.offset: block for block in table._blocks.values() if block.dram is not None}
     for home in table.homes:
-        durable = {block.nvme.offset for block in table._blocks.values() if block.nvme is not None and block.nvme_home is home}
-        assert durable.isdisjoint(slot.offset for slot in home.outdated.slots()), "a slot that the catalog names twice"
+        mine = (block for block in table._blocks.values() if block.nvme_home is home)
+        durable = {block.nvme.offset: block for block in mine if block.nvme is not None}
+        assert table._durable.by_offset(home) == durable
+        assert durable.keys().isdisjoint(slot.offset for slot in home.outdated.slots()), "a slot that the catalog names twice"
         assert all(block.nvme_home is home for block in home.aside.values()), "aside, and not there"
     assert len(table._durable) == sum(block.nvme_home is not None for block in table._blocks.values())

@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
+from kvstore.node.arena_room import ArenaRoom
 from kvstore.node.block import Block, Claim, Home, Prepared, Recent, Vigil
 from kvstore.node.cascade import with_parents
 from kvstore.node.domain import Domain
-from kvstore.node.durable_room import PLAN_LIMIT, DurableRoom
+from kvstore.node.durable_room import DurableRoom
 from kvstore.node.invariants import check_invariants
 from kvstore.node.places import make_way
 from kvstore.node.replicas import ReplicaLog
@@ -38,8 +39,6 @@ from kvstore.tiers.policy import LruPolicy
 
 PIECE_BLOCKS = 64
 """Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""
-CASCADE_AT_ONCE = 256
-"""Blocks that one search for room sends to write-behind at most."""
 PENDING_SHARE = 0.75
 """Share of the arena that blocks waiting for write-behind may take before stores are skipped."""
 
@@ -77,6 +76,7 @@ class BlockTable:
         self._blocks: dict[BlockKey, Block] = {}
         order = LruPolicy() if durable_policy is None else durable_policy  # an empty one is false
         self._durable = DurableRoom(self._blocks, order, self.homes, clock)
+        self._arena = ArenaRoom(dram, self._blocks, dram_policy, self._idle)
         self._preparing: dict[BlockKey, Prepared] = {}
         self._loading: set[BlockKey] = set()
         self._gone: Recent[BlockKey] = Recent()  # left this node, durable on the storage node
@@ -464,7 +464,7 @@ class BlockTable:
         """Slots in a durable volume, or (None, victims): blocks whose removal must be committed first (``evicted_nvme``).
 
         They lie on any durable volume, and make room for ``ahead`` times the count where so many can leave, so that few commits
-        only remove.
+        only remove; or for some of the count, where blocks of other sizes are in the way: then ask again.
         """
         with self._lock:
             slots = home.volume.allocate(shape, count)
@@ -537,7 +537,7 @@ class BlockTable:
     def evict_dram(self) -> int:
         """Drops from DRAM whatever is not pinned and may leave as it is. Returns how many blocks."""
         with self._lock:
-            victims = list(self._coldest())
+            victims = list(self._arena.coldest())
             for key, _ in victims:
                 self._evict_dram(self._blocks[key])
             self._changed.notify_all()
@@ -587,21 +587,18 @@ class BlockTable:
         return left_s > 0 and not self._closed and wait(condition, left_s, self._counters)
 
     def _allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
-        slots = self.dram.allocate(shape, count)
-        if slots is None:
-            cold: list[Block] = []
-            plan = self.dram.room_plan(shape, count, self._coldest(cold), PLAN_LIMIT)
+        while (slots := self.dram.allocate(shape, count)) is None:
+            leaving, cold = self._arena.victims(shape, count)
             if self._cascades_chains:
                 cold = with_parents(self._blocks, cold, self._idle, max(PIECE_BLOCKS, 2 * count))
             for block in cold:  # those that lie in DRAM only are written behind, so that they may leave
                 self._enqueue(block)
             self._counters.add("cascaded_blocks_total", len(cold))
-            if plan is None:
+            if not leaving:
                 return None
-            for key in plan:
-                self._evict_dram(self._blocks[key])
-            self._counters.add("evicted_dram_blocks_total", len(plan))
-            slots = self.dram.allocate(shape, count)
+            for block in leaving:
+                self._evict_dram(block)
+            self._counters.add("evicted_dram_blocks_total", len(leaving))
         return slots
 
     @staticmethod
@@ -612,31 +609,9 @@ class BlockTable:
         """Whether a block may leave its durable volume without leaving children in DRAM that no lookup finds."""
         return self._idle(block) and (block.dram is not None or not self._dram_policy.is_parent(block.key))
 
-    def _coldest(self, passed: list[Block] | None = None) -> Iterator[tuple[BlockKey, Slot]]:
-        """Evictable blocks of the arena, with their slots there.
-
-        Into ``passed`` go those colder ones that would have to be written behind first, ``CASCADE_AT_ONCE`` of them at most.
-        """
-        blocks, idle = self._blocks, self._idle
-
-        def evictable(key: BlockKey) -> bool:
-            block = blocks[key]
-            if not idle(block):
-                return False
-            if block.expendable:
-                return True
-            if passed is not None and len(passed) < CASCADE_AT_ONCE:
-                passed.append(block)
-            return False
-
-        for key in self._dram_policy.coldest(evictable):
-            slot = blocks[key].dram
-            assert slot is not None
-            yield key, slot
-
     def _set_dram(self, block: Block, slot: Slot) -> None:
         block.dram = slot
-        self._dram_policy.insert(block.key, block.parent)
+        self._arena.insert(block, slot)
         self._log.stored(self.dram.volume_id, block)
         if block.key in self._vigils:
             self._end_vigils(block)
@@ -671,7 +646,7 @@ class BlockTable:
     def _evict_dram(self, block: Block) -> None:
         assert block.dram is not None
         self._log.removed(self.dram.volume_id, block.key)
-        self._dram_policy.remove(block.key)
+        self._arena.remove(block, block.dram)
         self.dram.free((block.dram,))
         block.dram = None
         self._drop_if_nowhere(block)

@@ -181,6 +181,31 @@ class PolicyMachine(RuleBasedStateMachine):
         assert parents == {parent for parent in self.parents.values() if parent is not None}
 
     @precondition(lambda self: self.parents)
+    @rule(data=st.data(), pinned=st.sets(st.integers(0, 40), max_size=2))
+    def knows_descendants(self, data: st.DataObject, pinned: set[int]) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.parents)), unique=True, max_size=6))
+        expected = set(chosen)
+        while below := {child for child, parent in self.parents.items() if parent in expected} - expected:
+            expected |= below
+        asked: list[BlockKey] = []
+
+        def evictable(key: BlockKey) -> bool:
+            asked.append(key)
+            return int.from_bytes(key, "big") not in pinned
+
+        found = self.policy.with_descendants([policy_key(number) for number in chosen], evictable)
+        assert len(set(asked)) == len(asked)
+        if expected & pinned:
+            assert found is None
+            return
+        assert found is not None
+        order = [int.from_bytes(key, "big") for key in found]
+        assert sorted(order) == sorted(expected)
+        for number in order:
+            parent = self.parents[number]
+            assert parent not in expected or order.index(number) < order.index(parent), "a parent before its child"
+
+    @precondition(lambda self: self.parents)
     @rule(pinned=st.sets(st.integers(0, 40), max_size=4))
     def yields_all_that_may_leave(self, pinned: set[int]) -> None:
         keys = {policy_key(number): number for number in self.parents}

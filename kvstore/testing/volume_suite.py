@@ -231,6 +231,22 @@ class VolumeSuite(ABC):
         assert volume.room_plan(shape, 5, iter(coldest), 5) == [block_key(at) for at in range(5)]
         assert volume.room_plan(shape, 5, iter(coldest[:4]), 100) is None
 
+    def test_a_place_that_is_emptied_takes_another_size(self, volume: Volume) -> None:
+        small, large = SHAPES[0], SHAPES[2]
+        held: list[Slot] = []
+        while slots := volume.allocate(small, 1):
+            held += slots
+        assert volume.vacancies(small, held[:9]) == [], "slots of its own leave one by one"
+        before = volume.usage()
+        place = volume.vacancies(large, held[:9])[0]
+        leaving = volume.held_in(place)
+        assert set(leaving) <= set(held)
+        assert sum(slot.size for slot in leaving) == place.used_bytes
+        assert volume.usage() == before
+        assert volume.allocate(large, 1) is None
+        volume.free(leaving)
+        assert volume.allocate(large, 1) is not None
+
     def test_threads_share_a_volume(self, volume: Volume) -> None:
         shape = SHAPES[1]
         failures: list[BaseException] = []

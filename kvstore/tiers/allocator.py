@@ -15,17 +15,20 @@ comes back. Volumes that outlive the process start the counter above everything 
 A starved class (one that finds the volume full of other classes' blocks) gets room by ``room_plan``: the owner evicts the
 coldest blocks, of whatever class, until a long enough run of chunks would be empty. Plans are prefixes of the order in which
 the policy yields blocks, children first: any prefix leaves no child without its parent, and needs no knowledge of the tree.
+
+Where blocks of many chains lie mixed, such a prefix is most of the volume. ``vacancies`` therefore says which spans could be
+emptied by themselves, and ``held_in`` by freeing what; the owner, who knows the tree, adds what must leave with it.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice, repeat
+from itertools import chain, islice, repeat, zip_longest
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.contract import Slot
+from kvstore.tiers.contract import Slot, Vacancy
 
 ALIGNMENT = 4096
 """Offsets and sizes of slots and chunks are multiples of it: the unit of direct I/O and of a page."""
@@ -37,6 +40,8 @@ MAX_SPAN_CHUNKS = 16
 _TOLERATED_LOSS = 16
 _FREE = b"\x01"
 _CANDIDATE_SPANS = 8
+MAX_VACANCIES = 1024
+"""Places looked at for one to be emptied, besides those where something cold lies."""
 
 
 def round_up(size: int) -> int:
@@ -64,6 +69,12 @@ class _Span:
         self.free = self.slots
         self.flags = bytearray(_FREE * self.slots)
         self.generations = array("Q", bytes(8 * self.slots))
+
+
+def _youth(span: _Span) -> int:
+    """About how late the slots of a span were given out: the mean generation of a few."""
+    sample = [number for number in span.generations[:: max(1, span.slots // 4)] if number]
+    return sum(sample) // max(1, len(sample))
 
 
 class _SizeClass:
@@ -302,6 +313,60 @@ class SlotAllocator:
                 pool[span.first : span.first + span.chunks] = _FREE * span.chunks
                 from_pool = self._slots_in_pool(size_class, pool, count - free)
         return plan
+
+    def vacancies(self, size: int, cold: Sequence[Slot]) -> list[Vacancy]:
+        """See ``Volume.vacancies``. Takes time for ``cold`` and for ``MAX_VACANCIES`` at most, not for what the volume holds."""
+        size_class = self._class_of(size)
+        least = size_class.least_chunks
+        cold_bytes: dict[int, int] = {}  # by first chunk of a span
+        for slot in cold:
+            span = self._span_of_chunk[slot.offset // self.chunk_bytes]
+            if span is None or span.size != slot.size:
+                raise Internal("a cold block lies in a slot that is not held", slot=slot)
+            cold_bytes[span.first] = cold_bytes.get(span.first, 0) + span.size
+        spare = bytearray(self._pool)  # free chunks that are too few where they lie to give a slot without others
+        while (run := self._free_run(spare, least, size_class.span_chunks)) is not None:
+            spare[run[0] : run[0] + run[1]] = bytes(run[1])
+        last = self.chunk_count - least
+        starts = {*range(0, last + 1, last // MAX_VACANCIES + 1), *(min(first, last) for first in cold_bytes)}
+        found: dict[Vacancy, int] = {}  # with its youth
+        for start in sorted(starts):
+            spans = self._spans_in(start, start + least)
+            if any(span.size == size_class.size for span in spans):
+                continue  # of its own slots each is room by itself
+            if any(not spare[at] and self._span_of_chunk[at] is None for at in range(start, start + least)):
+                continue  # room already: it would not be more
+            first, end = min(start, spans[0].first), max(start + least, spans[-1].first + spans[-1].chunks)
+            vacancy = Vacancy(
+                first * self.chunk_bytes,
+                (end - first) * self.chunk_bytes,
+                sum((span.slots - span.free) * span.size for span in spans),
+                sum(cold_bytes.get(span.first, 0) for span in spans),
+            )
+            found[vacancy] = sum(map(_youth, spans)) // len(spans)
+        by_warmth = sorted(found, key=lambda each: each.used_bytes - each.cold_bytes)
+        by_youth = sorted(found, key=found.__getitem__, reverse=True)
+        turns = chain.from_iterable(zip_longest(by_youth, by_warmth))
+        return list(dict.fromkeys(each for each in turns if each is not None))
+
+    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+        """See ``Volume.held_in``."""
+        first = vacancy.offset // self.chunk_bytes
+        held: list[Slot] = []
+        for span in self._spans_in(first, first + vacancy.size // self.chunk_bytes):
+            offsets = range(span.offset, span.offset + span.slots * span.size, span.size)
+            held += [Slot(at, span.size, number) for at, number in zip(offsets, span.generations, strict=True) if number]
+        return held
+
+    def _spans_in(self, first: int, end: int) -> list[_Span]:
+        """Spans that have one of these chunks."""
+        found: list[_Span] = []
+        while first < end:
+            span = self._span_of_chunk[first]
+            if span is not None:
+                found.append(span)
+            first = first + 1 if span is None else span.first + span.chunks
+        return found
 
     def _slots_in_pool(self, size_class: _SizeClass, pool: bytearray, wanted: int) -> int:
         """Slots that ``allocate`` would cut out of the free chunks, counted the way it does, up to ``wanted``."""

@@ -25,7 +25,7 @@ from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator
-from kvstore.tiers.contract import BlockRecord, MappedVolume, Slot, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, MappedVolume, Slot, Vacancy, VolumeUsage
 from kvstore.tiers.header import check_shape
 
 _log = logging.getLogger(__name__)
@@ -195,6 +195,15 @@ class DramArena(MappedVolume):
         check_shape(shape)
         with self._lock:
             return self._allocator.room_plan(shape.block_bytes, count, coldest, limit)
+
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+        check_shape(shape)
+        with self._lock:
+            return self._allocator.vacancies(shape.block_bytes, cold)
+
+    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+        with self._lock:
+            return self._allocator.held_in(vacancy)
 
     def usage(self) -> VolumeUsage:
         with self._lock:

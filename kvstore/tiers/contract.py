@@ -7,7 +7,7 @@ A volume is mechanism only. *Which* block goes or stays is decided by its owner 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -47,6 +47,18 @@ class VolumeUsage:
     blocks: int
 
 
+class Vacancy(NamedTuple):
+    """Adjacent room that slots of another size could have, were those free that lie in it."""
+
+    offset: int
+    size: int
+    """Bytes, of whole spans."""
+    used_bytes: int
+    """Of the slots given out there now."""
+    cold_bytes: int
+    """How much of that is cold, as far as the asker knew."""
+
+
 class Volume(ABC):
     """Room for blocks. The conformance suite is ``kvstore.testing.volume_suite``."""
 
@@ -71,6 +83,18 @@ class Volume(ABC):
         among the first ``limit`` of them (whoever evicts the plan leaves no child without its parent). An empty list: there is
         room already. None: not within ``limit``. Changes nothing.
         """
+
+    @abstractmethod
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+        """Where room for at least one more block of a shape could be made by freeing all slots of other sizes that lie there.
+
+        ``cold`` are held slots whose blocks may well leave. The most promising first: by turns those filled last,
+        whose blocks have the fewest descendants elsewhere, and those where the least is warm. Of very many a bounded choice.
+        """
+
+    @abstractmethod
+    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+        """The slots given out there now. Once all are free, ``allocate`` finds room."""
 
     @abstractmethod
     def usage(self) -> VolumeUsage:
@@ -170,6 +194,12 @@ class EvictionPolicy(Protocol):
 
         May reorder its queues, but removes nothing; the owner calls ``remove`` for those it evicts. The iterator is used
         at once, with no other call in between, and ends when nothing evictable is left.
+        """
+
+    def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
+        """Blocks held and all below them, each once, children before parents: what leaves if ``keys`` do.
+
+        None where one of them is not ``evictable``, which is asked once for each. Takes time for what it looks at alone.
         """
 
     def is_parent(self, key: BlockKey) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
@@ -31,13 +31,16 @@ from kvstore.tiers.contract import EvictionPolicy
 class _Node:
     """One block, or the place of an absent parent whose children are here (``present`` is False)."""
 
-    __slots__ = ("children", "entry", "key", "main", "parent", "position", "present", "uses")
+    __slots__ = ("after", "before", "children", "entry", "first", "key", "main", "parent", "position", "present", "uses")
 
     def __init__(self, key: BlockKey) -> None:
         self.key = key
         self.parent: _Node | None = None
         self.present = False
-        self.children = 0  # in the volume
+        self.children = 0  # in the volume: ``first``, the one ``after`` it, and so on
+        self.first: _Node | None = None
+        self.before: _Node | None = None
+        self.after: _Node | None = None
         self.position = 0
         self.entry = 0  # number of its one entry in a heap that counts; 0: none
         self.main = False
@@ -73,6 +76,9 @@ class _TreePolicy(ABC):
                 above = self._nodes[parent] = _Node(parent)
             above.children += 1
             node.parent = above
+            node.after, above.first = above.first, node
+            if node.after is not None:
+                node.after.before = node
         node.present = True
         node.uses = 0
         self._count += 1
@@ -94,6 +100,13 @@ class _TreePolicy(ABC):
             del self._nodes[key]
         if above is not None:
             above.children -= 1
+            before, after, node.before, node.after = node.before, node.after, None, None
+            if after is not None:
+                after.before = before
+            if before is not None:
+                before.after = after
+            else:
+                above.first = after
             if not above.children:
                 if not above.present:
                     del self._nodes[above.key]
@@ -103,6 +116,27 @@ class _TreePolicy(ABC):
     def is_parent(self, key: BlockKey) -> bool:
         node = self._nodes.get(key)
         return node is not None and node.children > 0
+
+    def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
+        found: list[BlockKey] = []
+        seen: set[BlockKey] = set()
+        for key in keys:
+            below: list[BlockKey] = []  # each after its parent
+            waiting = [self._nodes[key]]
+            while waiting:
+                node = waiting.pop()
+                if node.key in seen:
+                    continue  # and so is all below it
+                seen.add(node.key)
+                if not evictable(node.key):
+                    return None
+                below.append(node.key)
+                child = node.first
+                while child is not None:
+                    waiting.append(child)
+                    child = child.after
+            found += reversed(below)
+        return found
 
     def coldest(self, evictable: Callable[[BlockKey], bool]) -> Iterator[BlockKey]:
         for node in self._taken:

@@ -36,7 +36,7 @@ from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
 from kvstore.tiers.catalog import Catalog
-from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, Vacancy, VolumeUsage
 from kvstore.tiers.header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
@@ -206,6 +206,17 @@ class NvmeSlab(DurableVolume):
             if self._read_only is not None:
                 return None  # nothing can leave, for the catalog could not forget it
             return self._allocator.room_plan(slot_bytes(shape), count, coldest, limit)
+
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+        check_shape(shape)
+        with self._lock:
+            if self._read_only is not None:
+                return []
+            return self._allocator.vacancies(slot_bytes(shape), cold)
+
+    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+        with self._lock:
+            return self._allocator.held_in(vacancy)
 
     def usage(self) -> VolumeUsage:
         with self._lock:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator, chunk_bytes_for
+from kvstore.tiers.allocator import ALIGNMENT, MAX_VACANCIES, SlotAllocator, chunk_bytes_for
 from kvstore.tiers.contract import Slot
 
 CAPACITY = 256 * ALIGNMENT
@@ -91,6 +91,41 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocate(size, count)
         assert self.allocator.slots_used == len(order) - len(plan) + count
 
+    @precondition(lambda self: self.held)
+    @rule(size=st.sampled_from(SIZES), data=st.data())
+    def vacate(self, size: int, data: st.DataObject) -> None:
+        """What a place is said to hold is what lies there, and without it there is room."""
+        cold = data.draw(st.lists(st.sampled_from(self.held), unique=True, max_size=12))
+        places = self.allocator.vacancies(size, cold)
+        assert len(set(places)) == len(places)
+        rounded = -(-size // ALIGNMENT) * ALIGNMENT
+        if not places:  # as many chunks beside each other as it takes are free, or have slots of its own
+            assert self.allocator.allocate(size, 1) or any(slot.size == rounded for slot in self.held)
+            self.allocator = self._anew()
+            return
+        for place in places:
+            inside = [slot for slot in self.held if place.offset <= slot.offset < place.offset + place.size]
+            assert inside
+            assert sorted(self.allocator.held_in(place)) == sorted(inside)
+            assert all(slot.size != rounded and slot.offset + slot.size <= place.offset + place.size for slot in inside)
+            assert place.used_bytes == sum(slot.size for slot in inside)
+            assert place.cold_bytes == sum(slot.size for slot in inside if slot in cold)
+        chosen = data.draw(st.sampled_from(places))
+        leaving = self.allocator.held_in(chosen)
+        self.allocator.free(leaving)
+        self.held = [slot for slot in self.held if slot not in leaving]
+        came = self.allocator.allocate(size, 1)
+        assert came is not None
+        self.last_generation = came[0].generation
+        self.held += came
+
+    def _anew(self) -> SlotAllocator:
+        """An allocator that holds what is held."""
+        again = SlotAllocator(CAPACITY, chunk_bytes=self.allocator.chunk_bytes, first_generation=self.last_generation + 1)
+        for slot in self.held:
+            assert again.take(slot, *self.allocator.span_at(slot.offset))
+        return again
+
     @rule()
     def recover(self) -> None:
         """A new allocator takes the same slots, in any order, and goes on from there."""
@@ -99,10 +134,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert fresh.take(slot, *self.allocator.span_at(slot.offset))
             assert not fresh.take(slot, *self.allocator.span_at(slot.offset))
         assert (fresh.used_bytes, fresh.slots_used) == (self.allocator.used_bytes, self.allocator.slots_used)
-        again = SlotAllocator(CAPACITY, chunk_bytes=self.allocator.chunk_bytes, first_generation=self.last_generation + 1)
-        for slot in self.held:
-            assert again.take(slot, *self.allocator.span_at(slot.offset))
-        self.allocator = again
+        self.allocator = self._anew()
 
     @invariant()
     def sane(self) -> None:
@@ -153,6 +185,16 @@ def test_a_starved_size_gets_whole_spans_of_others() -> None:
     assert plan is not None
     assert len(plan) == 2 * (1 << 20) // 4096
     assert allocator.room_plan(1 << 20, 2, iter(coldest), len(plan) - 1) is None
+
+
+def test_places_to_empty_are_few_on_a_large_volume() -> None:
+    """Looking for one takes time for what is cold and for a bounded number of places, and one that is cold is among them."""
+    allocator = SlotAllocator(4096 * 4096, chunk_bytes=4096)
+    held = allocator.allocate(4096, 4096) or []
+    places = allocator.vacancies(8192, held[3000:3002])
+    assert len(places) <= MAX_VACANCIES + 2
+    assert any(place.cold_bytes == place.used_bytes == 8192 for place in places[:3])
+    assert all(len(allocator.held_in(place)) == 2 for place in places)
 
 
 def test_a_batch_lies_together() -> None:

@@ -1,0 +1,250 @@
+"""Room on volumes full of blocks of another size: one place is emptied, with what must leave before it, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.core.clock import ManualClock
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
+from kvstore.node.block import Block, Home
+from kvstore.node.domain import Domain, Domains
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.room import LOOK, Room
+from kvstore.node.table import BlockTable
+from kvstore.node.writebehind import LocalTarget
+from kvstore.observe.counters import Counters
+from kvstore.tiers.arena import DramArena
+from kvstore.tiers.contract import BlockRecord, Slot
+from kvstore.tiers.policy import POLICY_NAMES, make_policy
+from kvstore.tiers.slab import NvmeSlab
+
+SMALL, LARGE = BlockShape(1, 4096), BlockShape(1, 1 << 20)
+SIZES = (SMALL, BlockShape(1, 5 * 4096), BlockShape(1, 16 * 4096))
+
+
+def key_of(*what: object) -> BlockKey:
+    return BlockKey(hashlib.sha256(repr(what).encode()).digest()[:16])
+
+
+def closure(blocks: Mapping[BlockKey, Block], chosen: Iterable[BlockKey]) -> set[BlockKey]:
+    """Blocks and all below them."""
+    found = set(chosen)
+    while below := {key for key, block in blocks.items() if block.parent in found} - found:
+        found |= below
+    return found
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(POLICY_NAMES), st.integers(0, 1 << 30), st.sampled_from(SIZES), st.sampled_from([0.0, 0.01, 0.1]))
+def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
+    policy_name: str, seed: int, shape: BlockShape, pinned: float
+) -> None:
+    draw = random.Random(seed)
+    policy = make_policy(policy_name)
+    domains = [Domains().of_shape(NamespaceId(b"n" * 16), each) for each in SIZES]
+    blocks: dict[BlockKey, Block] = {}
+    with closing(DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)) as arena:
+        room = Room(arena, blocks, policy)
+        chains: list[Block | None] = [None] * 12
+        odds = [draw.random() ** 3 for _ in SIZES]
+        while True:
+            chain = draw.randrange(len(chains))
+            above, domain = chains[chain], draw.choices(domains, odds)[0]
+            slots = arena.allocate(domain.shape, 1)
+            if slots is None:
+                break
+            block = Block(domain, key_of(len(blocks)), above.key if above else None, 0, b"")
+            block.dram, block.pins = slots[0], int(draw.random() < pinned)
+            blocks[block.key] = room.by_offset[slots[0].offset] = block
+            policy.insert(block.key, block.parent)
+            chains[chain] = block if draw.random() < 0.9 else None
+
+        def may_leave(key: BlockKey) -> bool:
+            return not blocks[key].pins
+
+        if arena.allocate(shape, 1) is not None:
+            return  # it was full for another size only
+        order = [blocks[key] for key in policy.coldest(may_leave)]
+        by_place = {
+            frozenset(closure(blocks, (room.by_offset[slot.offset].key for slot in arena.held_in(place))))
+            for place in arena.vacancies(shape, [])
+        }
+        leaving = room.victims(shape, (4, 1), iter(order), lambda block: block.dram, (may_leave,))
+        keys = [block.key for block in leaving]
+        assert not any(block.pins for block in leaving)
+        if not leaving:
+            assert not any(all(map(may_leave, each)) for each in by_place), "a place could have been emptied"
+            return
+        assert leaving == order[: len(leaving)] or frozenset(keys) in by_place
+        for key in keys:
+            parent = blocks[key].parent
+            assert parent not in keys or keys.index(key) < keys.index(parent), "a parent leaves before its child"
+        assert closure(blocks, keys) == set(keys), "a child is left behind"
+        arena.free([slot for block in leaving if (slot := block.dram) is not None])
+        assert arena.allocate(shape, 1) is not None
+
+
+class Full:
+    """A node whose volumes are full of small blocks of sessions that took turns, so that chains lie mixed."""
+
+    def __init__(self, folder: Path, volumes: int, small_blocks: int, dram: int = 40 << 20) -> None:
+        names = [VolumeId(f"n/nvme{number}") for number in range(volumes)]
+        self.clock, self.counters = ManualClock(), Counters()
+        self.arena = DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=dram)
+        capacity = small_blocks * 8192 // volumes
+        self.slabs = [NvmeSlab.open(folder / name[2:], volume_id=name, capacity_bytes=capacity, io_threads=1) for name in names]
+        for slab in self.slabs:
+            assert list(slab.recover()) == []
+        log = ReplicaLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
+        homes = [Home(slab) for slab in self.slabs]
+        self.table = BlockTable(
+            *(self.arena, make_policy("gap"), homes, log, self.counters, self.clock),
+            writes_behind=True, durable_policy=make_policy("gap"),
+        )  # fmt: skip
+        self.target = LocalTarget(self.table, self.counters, self.clock)
+        domains = Domains()
+        self.small = domains.of_shape(NamespaceId(b"s" * 16), SMALL)
+        self.large = domains.of_shape(NamespaceId(b"l" * 16), LARGE)
+        self._fill(homes)
+
+    def _fill(self, homes: list[Home]) -> None:
+        draw = random.Random(5)
+        lengths = [0] * 60
+        full: set[int] = set()
+        turn = 0
+        while len(full) < len(homes):
+            turn += 1
+            at, session = turn % len(homes), draw.randrange(len(lengths))
+            slots = homes[at].volume.allocate(SMALL, 8)
+            if slots is None:
+                full.add(at)
+                continue
+            for slot in slots:
+                depth = lengths[session]
+                above = key_of(session, depth - 1) if depth else None
+                record = BlockRecord(self.small.namespace, key_of(session, depth), above, depth, SMALL, bytes(8))
+                assert self.table.restore(homes[at], self.small, record, slot)
+                lengths[session] += 1
+
+    def store(self, name: str, count: int) -> int:
+        """A chain of large blocks. How many of them became durable."""
+        run = BlockRun(self.large.namespace, None, 0, tuple(key_of(name, depth) for depth in range(count)))
+        prepared = self.table.prepare(self.large, run, self.clock.now_s())
+        assert prepared.outcomes == [StoreOutcome.STORED] * count
+        self.table.complete(prepared, list(prepared.slots), [self._sum(slot) for slot in prepared.slots.values()])
+        blocks = self.table.take_pending(count, 1 << 30, 0.0)
+        self.target.persist(blocks, lambda: None)
+        self.table.check()
+        return sum(block.nvme is not None for block in blocks)
+
+    def _sum(self, slot: Slot) -> bytes:
+        self.arena.view(slot, LARGE.block_bytes)[:] = bytes(LARGE.block_bytes)
+        return bytes(8)
+
+    def durable(self, domain: Domain) -> dict[BlockKey, tuple[Block, Home]]:
+        found = (block for block in self.table.snapshot() if block.domain is domain)
+        return {block.key: (block, block.nvme_home) for block in found if block.nvme_home is not None}
+
+    def members(self) -> int:
+        """About how many small blocks lie where one large block takes room, at most."""
+        chunk = self.slabs[0]._allocator.chunk_bytes
+        chunks = -(-(LARGE.block_bytes + 4096) // chunk)
+        return chunks * chunk // 8192
+
+    def close(self) -> None:
+        self.table.check()
+        self.table.close()
+        for slab in self.slabs:
+            slab.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Full]:
+    made = Full(tmp_path, request.param, 3 * LOOK)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("full", [1, 3], indirect=True)
+def test_larger_blocks_become_durable_where_more_small_ones_lie_than_a_search_looks_at(full: Full) -> None:
+    before = full.durable(full.small)
+    assert len(before) > 2 * LOOK
+    searches = 0
+    asked = full.table._durable.victims
+
+    def counted(*arguments: object) -> list[Block]:
+        nonlocal searches
+        searches += 1
+        return asked(*arguments)  # type: ignore[arg-type]
+
+    full.table._durable.victims = counted  # type: ignore[method-assign]
+    for count in (1, 4, 8):
+        assert full.store(f"L{count}", count) == count
+    assert searches <= 13, "one for each block at most"
+    gone = len(before) - len(full.durable(full.small))
+    assert gone <= 13 * 3 * full.members()
+
+
+@pytest.mark.parametrize("full", [1, 3], indirect=True)
+def test_one_larger_block_takes_one_place_with_what_hangs_on_it(full: Full) -> None:
+    before = full.durable(full.small)
+    assert full.store("L", 1) == 1
+    home = full.table.homes[next(at for at, slab in enumerate(full.slabs) if any(
+        block.nvme_home is full.table.homes[at] for block, _ in full.durable(full.large).values()))]  # fmt: skip
+    gone = before.keys() - full.durable(full.small).keys()
+    assert 0 < len(gone) <= 3 * full.members()
+    here = {key for key in gone if before[key][1] is home}
+    blocks = {key: block for key, (block, _) in before.items()}
+    assert gone == closure(blocks, here), "others lose descendants alone, and all of them"
+
+
+@pytest.mark.parametrize("full", [1], indirect=True)
+def test_a_place_in_which_something_is_in_use_is_passed_by(full: Full) -> None:
+    """The place that would have been emptied, and with one block of it pinned another is; with all pinned, none."""
+    table, home = full.table, full.table.homes[0]
+    _, first = table.allocate_nvme(home, LARGE, 1, ahead=1)
+    table.stay_on_nvme(first)
+    first[-1].pins = 1
+    _, second = table.allocate_nvme(home, LARGE, 1, ahead=1)
+    assert second
+    assert first[-1] not in second
+    table.stay_on_nvme(second)
+    for block in table.snapshot():
+        block.pins = 1
+    assert table.allocate_nvme(home, LARGE, 1, ahead=1) == (None, [])
+    for block in table.snapshot():
+        block.pins = 0
+
+
+def test_the_arena_gives_room_to_larger_blocks_than_it_is_full_of(tmp_path: Path) -> None:
+    blocks = 3 * LOOK
+    full = Full(tmp_path, 1, 64, dram=blocks * 4096)
+    draw = random.Random(5)
+    depths = [0] * 40
+    while full.arena.usage().blocks < blocks:
+        session = draw.randrange(len(depths))
+        first = depths[session]
+        keys = tuple(key_of("a", session, depth) for depth in range(first, first + 16))
+        run = BlockRun(full.small.namespace, key_of("a", session, first - 1) if first else None, first, keys)
+        prepared = full.table.prepare(full.small, run, full.clock.now_s())
+        full.table.complete(prepared, list(prepared.slots), [bytes(8)] * len(prepared.slots))
+        full.table.give_up_pending()
+        depths[session] += 16
+    chunk = full.arena._allocator.chunk_bytes
+    members = -(-LARGE.block_bytes // chunk) * chunk // 4096
+    for number in range(3):
+        before = full.arena.usage().blocks
+        slots = full.table.reserve(LARGE, 1, full.clock.now_s())
+        assert slots is not None, number
+        assert before - full.arena.usage().blocks < 3 * members
+        full.table.check()
+    full.close()
