@@ -6,7 +6,7 @@ import math
 
 QUIET_S = 0.005
 """So long after the last lease that was done with, no other is coming: the load waits, perhaps for this very room."""
-LONGEST_S = 0.02
+LONGEST_S = 0.05
 """No lease that is done with is kept for longer, however many come."""
 
 

@@ -112,8 +112,13 @@ def page(browser: Any, store: Working) -> Iterator[Any]:
 
 
 def said(page: Any, where: str, text: str) -> None:
-    """Waits until an element says something."""
-    page.locator(where).filter(has_text=text).first.wait_for()
+    """Waits until an element says something; fails with what it says instead."""
+    from playwright.sync_api import TimeoutError as PlaywrightTimeoutError  # not above: it may not be there
+
+    try:
+        page.locator(where).filter(has_text=text).first.wait_for()
+    except PlaywrightTimeoutError:
+        pytest.fail(f"{where} says {page.locator(where).all_inner_texts()}, the page {page.locator('main').inner_text()}")
 
 
 def focused(page: Any) -> str:
