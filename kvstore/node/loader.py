@@ -195,9 +195,7 @@ class Loader:
                         return
                     ahead -= in_flight[at][0].nbytes
                     del in_flight[at]
-                    while at < len(in_flight) and in_flight[at][1].done() and in_flight[at][1].exception() is None:
-                        if not part.extend(in_flight[at][1].result()):
-                            break
+                    while at < len(in_flight) and _is_there(in_flight[at][1]) and part.extend(in_flight[at][1].result()):
                         ahead -= in_flight[at][0].nbytes
                         del in_flight[at]
                     yield part
@@ -433,6 +431,11 @@ def _come(futures: Sequence[Future[Part]]) -> int:
         if not futures[0].done() and not wait_for(futures[:1], PATIENCE_S).done:
             wait_for(futures, return_when=FIRST_COMPLETED)
     return next(at for at, future in enumerate(futures) if future.done())
+
+
+def _is_there(future: Future[Part]) -> bool:
+    """Whether it is done, and was neither cancelled nor failed: asking a cancelled one for its error raises."""
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def offsets_of(blocks: Sequence[Block]) -> bytes:
