@@ -98,6 +98,7 @@ class SchedulerClient:
         self._guard = _Guard(metadata, options or ClientOptions())
         self._channel = connect(metadata, tls=tls)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
+        self._calling_off: set[object] = set()
 
     def assign(self, request: EngineRequest, deadline_s: float) -> Assignment:
         """Waits for a prefill and a decode engine. Called again with the same request, it answers what was found.
@@ -113,7 +114,9 @@ class SchedulerClient:
         except DeadlineExceeded:  # the server may have found some in the last moment, and would keep them for us
             message = pb.CancelRequestRequest(operation_id=request.operation_id, request_id=request.request_id)
             with suppress(ValueError):  # the channel was closed
-                self._stub.CancelRequest.future(message, timeout=_CLOSE_S)
+                calling_off = self._stub.CancelRequest.future(message, timeout=_CLOSE_S)
+                self._calling_off.add(calling_off)  # gRPC cancels a call whose future is dropped
+                calling_off.add_done_callback(self._calling_off.discard)
             raise
 
     def again(self, request: EngineRequest, lost: Assignment, deadline_s: float) -> Assignment:
