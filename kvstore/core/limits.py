@@ -27,6 +27,8 @@ MAX_AGENT_BYTES = 256 << 10
 MAX_TRANSFER_ID_BYTES = 64
 """The name of one hand-over of a prompt."""
 MAX_DATA_CONNECTIONS = 256
+MAX_HELD_CONNECTIONS = 64
+"""Of one client to one node: hand-overs under way. Each has a connection while its prompt is computed."""
 MAX_SESSIONS = 256
 MAX_WATCH_FILTER = 1_024
 """Namespaces, and nodes, that a subscriber to block events may name."""

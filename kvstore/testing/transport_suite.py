@@ -30,6 +30,7 @@ import pytest
 from kvstore.core.buffers import BlockBuffer, DenseBlocks, ScatteredBlocks
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Internal, InvalidArgument, NotFound, PermissionDenied, Unauthenticated, Unavailable
+from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, BootId, NamespaceId, Outcome, StoreOutcome, Tier
 from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload, checksums_of
 from kvstore.transport.contract import BlockPeer, BlockProvider, ReadRequest, ReadResult, WriteRequest
@@ -444,6 +445,20 @@ class TransportSuite(ABC):
         assert list(write.commit()) == [StoreOutcome.EXISTS]
         provider.settle()
         assert (provider.commits, provider.aborts) == (0, 1)
+
+    def test_writes_layer_by_layer_under_way_leave_room_for_others(self, provider: MemoryProvider, peer: BlockPeer) -> None:
+        shape = BlockShape(2, 64)
+        provider.declare(NAMESPACE, shape)
+        provider.put(NAMESPACE, [99])
+        source = filled(dense, [0], shape)
+        writes = [peer.begin_write(write_of([number], shape)) for number in range(MAX_HELD_CONNECTIONS)]
+        for write in writes:
+            write.put(0, layers_of(source, 0, 1))
+        assert peer.read(ask([99], shape.layers), dense(1, shape)).outcomes == [Outcome.HIT]
+        assert store(peer, filled(dense, [100], shape), [100]) == [StoreOutcome.STORED]
+        for write in writes:
+            write.put(1, layers_of(source, 1, 1))
+            assert list(write.commit()) == [StoreOutcome.STORED]
 
     # ---------------------------------------------------------------- trouble
 

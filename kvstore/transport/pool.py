@@ -1,6 +1,7 @@
 """A bounded pool of connections to one data-plane address: dials, greets, keeps idle ones, notices broken ones, fails fast.
 
-A connection is taken by one thread for one exchange and given back only if both sides are in step; else it is dropped. After
+A connection is taken by one thread for one exchange and given back only if both sides are in step; else it is dropped. Those that
+are held while somebody computes have room of their own, so that they never keep a read from its connection. After
 ``failures`` in a row (dials that fail, connections that break, answers that never begin) the circuit breaker refuses
 for a short time.
 """
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
+from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.observe.counters import Counters
 from kvstore.transport import frames
 from kvstore.transport.addresses import parse_address
@@ -33,6 +35,8 @@ class Connection:
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
+        self.held = False
+        """Whether it counts among those that are held while the caller does something else between its frames."""
         self.reused = False
         """Whether it was idle before: then it may have died meanwhile, and its first failure says nothing of the peer."""
         self._last_id = 0
@@ -78,7 +82,8 @@ class ConnectionPool:
         tls: client-side context; None: clear text.
         server_name: the name expected in the server's certificate; None: the host of ``address``.
         connect_timeout_s: for the dial, TLS and HELLO together.
-        max_connections: in use at once, and idle at once.
+        max_connections: in use at once, and idle at once, besides those held.
+        max_held: held at once.
         socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
         traffic: class of the traffic; None: like any other.
         breaker: when to fail fast.
@@ -98,6 +103,7 @@ class ConnectionPool:
         breaker: CircuitBreaker,
         counters: Counters,
         traffic: KvTraffic | None = None,
+        max_held: int = MAX_HELD_CONNECTIONS,
     ) -> None:
         self.address = address
         self._host, self._port = parse_address(address)
@@ -111,18 +117,19 @@ class ConnectionPool:
         self._traffic = traffic
         self._lock = threading.Lock()
         self._max_connections = max_connections
-        self._room = threading.Semaphore(max_connections)
+        self._room = {False: threading.Semaphore(max_connections), True: threading.Semaphore(max_held)}
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._closed = False
 
-    def take(self, deadline_s: float, *, wait: bool = True, fresh: bool = False) -> Connection | None:
+    def take(self, deadline_s: float, *, wait: bool = True, fresh: bool = False, held: bool = False) -> Connection | None:
         """A connection, idle or new. None: ``wait`` is False and all are in use.
 
         Args:
             deadline_s: when to give up.
             wait: whether to wait for one that is in use.
             fresh: dial, even where an idle one could be had.
+            held: for an exchange that waits, between its frames, for what the caller does meanwhile.
 
         Raises:
             Unavailable: cannot be reached, fails fast, or the pool is closed.
@@ -131,29 +138,33 @@ class ConnectionPool:
         """
         if self._closed:
             raise Unavailable("the data-plane peer is closed", address=self.address)
-        if not self._room.acquire(blocking=wait, timeout=max(0.0, deadline_s - time.monotonic()) if wait else None):
+        room = self._room[held]
+        if not room.acquire(blocking=wait, timeout=max(0.0, deadline_s - time.monotonic()) if wait else None):
             if not wait:
                 return None
             self._counters.add("transport_peer_pool_timeouts_total")
             raise DeadlineExceeded("no data connection came free in time", address=self.address)
         try:
             connection = None if fresh else self._take_idle()
-            return connection if connection is not None else self._dial(deadline_s)
+            if connection is None:
+                connection = self._dial(deadline_s)
         except BaseException:
-            self._room.release()
+            room.release()
             raise
+        connection.held = held
+        return connection
 
     def give_back(self, connection: Connection) -> None:
         """Returns a connection that is in step: nothing asked on it is unanswered."""
         with self._lock:
             self._busy.remove(connection)
-            keep = not self._closed and len(self._idle) < self._max_connections
+            keep, held = not self._closed and len(self._idle) < self._max_connections, connection.held
             if keep:
                 connection.reused = True
                 self._idle.append(connection)
         if not keep:
             connection.wire.close()
-        self._room.release()
+        self._room[held].release()
 
     def drop(self, connection: Connection) -> None:
         """Ends a connection that is not in step. Idempotent."""
@@ -162,7 +173,7 @@ class ConnectionPool:
                 return
             self._busy.remove(connection)
         connection.wire.close()
-        self._room.release()
+        self._room[connection.held].release()
 
     def went_well(self) -> None:
         """An exchange was answered: the breaker closes."""

@@ -74,7 +74,8 @@ class TcpPeer(BlockPeer):
         tls: client-side context (``kvstore.transport.tls.ssl_context``); None: clear text.
         server_name: the name in the peer's certificate; None: the host of ``address``.
         connect_timeout_s: for the dial, TLS and the greeting together.
-        max_connections: open at once, for all reads and writes (None: four reads' worth).
+        max_connections: open at once, for all reads and writes (None: four reads' worth), besides those of layer-wise writes
+            (``MAX_HELD_CONNECTIONS``), which are held while somebody computes.
         breaker_failures: failures in a row after which calls fail at once ...
         breaker_open_s: ... for this long.
         socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
@@ -209,7 +210,7 @@ class TcpPeer(BlockPeer):
         self._check_open()
         fresh = False
         while True:
-            connection = self._pool.take(request.deadline_s, fresh=fresh)
+            connection = self._pool.take(request.deadline_s, fresh=fresh, held=True)
             assert connection is not None, "take waits"
             reused = connection.reused
             try:

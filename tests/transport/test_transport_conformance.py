@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ssl
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvstore.core.errors import InvalidArgument, Unavailable
+from kvstore.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
 from kvstore.testing.certificates import make_certificates
 from kvstore.testing.memory_provider import MemoryProvider
-from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, ask, dense
+from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, ask, dense, write_of
 from kvstore.transport.contract import BlockPeer, BlockProvider
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
@@ -34,6 +36,26 @@ class TestTcp(TransportSuite):
 
     def connect(self, served: TcpServer, ticket: bytes = b"") -> BlockPeer:
         return TcpPeer(served.address, ticket=ticket, streams=self.streams, cores=2 * self.streams, tls=self.client_tls)
+
+
+def test_writes_layer_by_layer_are_bounded_by_themselves() -> None:
+    """One more than there is room for waits for one that ends, no longer than its deadline."""
+    shape, provider = BlockShape(1, 100), MemoryProvider()
+    provider.declare(NAMESPACE, shape)
+    server = TcpServer(provider)
+    server.start()
+    peer = TcpPeer(server.address)
+    try:
+        writes = [peer.begin_write(write_of([number], shape)) for number in range(MAX_HELD_CONNECTIONS)]
+        with pytest.raises(DeadlineExceeded):
+            peer.begin_write(replace(write_of([99], shape), deadline_s=time.monotonic() + 0.05))
+        writes.pop().abort()
+        writes.append(peer.begin_write(write_of([99], shape)))
+        for write in writes:
+            write.abort()
+    finally:
+        peer.close()
+        server.stop()
 
 
 class TestTls(TestTcp):
