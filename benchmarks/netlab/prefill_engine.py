@@ -24,6 +24,8 @@ from netlab.stepping import Processor, Speaker
 Bytes = npt.NDArray[np.uint8]
 DEADLINE_S = 60.0
 """Of each load and hand-over."""
+_AGAIN = 3
+"""A hand-over that came to nothing, or not to all, is tried so often again."""
 
 
 @dataclass(slots=True)
@@ -47,6 +49,8 @@ class Job:
     first_s: float = 0.0
     handed_s: float = 0.0
     sent: int = 0
+    again: int = 0
+    """Hand-overs that had to be tried once more."""
     paths: dict[str, int] | None = None
     error: str | None = None
 
@@ -132,6 +136,7 @@ class PrefillEngine:
             first_s=job.first_s,
             handed_s=job.handed_s,
             sent=job.sent,
+            again=job.again,
             paths=job.paths or {},
             error=job.error,
         )
@@ -239,6 +244,15 @@ class PrefillEngine:
     def _commit(self, job: Job, handoff: Handoff) -> None:
         job.sent = handoff.bytes_sent_a_layer * self._client.spec.layers
         result = handoff.commit()
+        for _ in range(_AGAIN):  # as engines do: only what the decode host lacks travels
+            if result.error is None:
+                break
+            with self._hand_over(job) as again:
+                for layer in range(self._client.spec.layers):
+                    again.put_layer(layer, self._layer(job, layer))
+                job.sent += again.bytes_sent_a_layer * self._client.spec.layers
+                result = again.commit()
+            job.again += 1
         job.handed_s = time.monotonic()
         if result.error is not None:
             job.error = str(result.error)

@@ -106,17 +106,20 @@ class Handoff:
         if self._write is None:
             if self._node is None:
                 raise Unavailable("no node to hand over to")
-            run = BlockRun(self._core.namespace, self._parent, self._depth, tuple(self._keys))
-            request = WriteRequest(run, self._core.shape, False, self._operation.deadline_s, self._tail)
-            self._write = self._core.peers.peer(self._node).begin_write(request)
+            self._write = self._core.peers.peer(self._node).begin_write(self._request())
         self._write.put(layer, rows)
+
+    def _request(self) -> WriteRequest:
+        run = BlockRun(self._core.namespace, self._parent, self._depth, tuple(self._keys))
+        return WriteRequest(run, self._core.shape, False, self._operation.deadline_s, self._tail)
 
     def commit(self) -> StoreResult:
         """Makes the prompt whole on the decode host. Every layer must have been put.
 
         Returns:
-            What became of each block. Where that host did not take all of them, ``skipped_blocks`` says how many, and ``error``
-            (``CapacityExceeded``) that the prompt is not whole there.
+            What became of each block. Where that host did not take all of them, or a load over that host was to bring some and
+            did not, ``skipped_blocks`` says how many, and ``error`` (``CapacityExceeded``, ``Unavailable``) that the prompt is
+            not whole there: hand it over again, of which only what is lacking travels. ``IN_PROGRESS``: still on their way.
 
         Raises:
             InvalidArgument: a layer is missing, or the hand-over is finished.
@@ -131,11 +134,12 @@ class Handoff:
             if self._write is not None and result.error is None:
                 try:
                     outcomes: Outcomes = np.array(self._write.commit(), np.uint8)
+                    lost = self._not_brought(outcomes)
                     skip_rest(outcomes)
                     result.outcomes = outcomes
                     stored = int(np.count_nonzero(outcomes[self._write.granted] == StoreOutcome.STORED))
                     result.bytes_stored = stored * self._core.shape.block_bytes
-                    self._note_skipped(result)
+                    self._note_skipped(result, lost)
                 except KVStoreError as error:
                     self._give_up(error)
             result.seconds = self._operation.elapsed_s()
@@ -143,11 +147,31 @@ class Handoff:
             self._core.incidents.counters.add("client_handoff_bytes_total", result.bytes_stored)
             return result
 
-    def _note_skipped(self, result: StoreResult) -> None:
-        """Blocks that the decode host did not take: whoever waits for the prompt there waits in vain."""
+    def _not_brought(self, outcomes: Outcomes) -> int:
+        """Marks, and counts, blocks that were left to a load over that host which has ended without them.
+
+        Such a load is planned again over other hosts when its part stalls or fails, and these bring nothing to the decode host.
+        """
+        coming = outcomes == StoreOutcome.IN_PROGRESS
+        if not coming.any() or self._node is None or self._operation.over:
+            return 0
+        probe = self._core.peers.peer(self._node).begin_write(self._request())
+        now: Outcomes = np.array(probe.outcomes, np.uint8)
+        probe.abort()
+        outcomes[coming & (now == StoreOutcome.EXISTS)] = StoreOutcome.EXISTS
+        lost = coming & (now != StoreOutcome.EXISTS) & (now != StoreOutcome.IN_PROGRESS)
+        outcomes[lost] = StoreOutcome.SKIPPED
+        return int(np.count_nonzero(lost))
+
+    def _note_skipped(self, result: StoreResult, lost: int) -> None:
+        """Blocks that the decode host does not have: whoever waits for the prompt there waits in vain."""
         if skipped := result.skipped_blocks:
-            why = "the decode host did not take all of the prompt: it has no room, or drains"
-            result.error = CapacityExceeded(why, skipped=skipped, blocks=len(self._keys))
+            facts = {"skipped": skipped, "blocks": len(self._keys)}
+            if lost:
+                result.error = Unavailable("a load over the decode host did not bring what it was to bring", lost=lost, **facts)
+            else:
+                why = "the decode host did not take all of the prompt: it has no room, or drains"
+                result.error = CapacityExceeded(why, **facts)
             self._core.incidents.report(
                 "client_handoff_skipped_blocks_total", "a prompt is not handed over whole", result.error, amount=skipped
             )

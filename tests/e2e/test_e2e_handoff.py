@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import Engine, Store, until
-from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome
+from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import NodeSpec
@@ -131,6 +131,47 @@ def test_prefill_that_dies_half_way_leaves_nothing_behind(store: Store) -> None:
         taken = decode.room(len(prompt.keys))
         assert awaited.take(taken, verify="always").hit_blocks == len(prompt.keys)
     assert (taken == prompt.bytes).all()
+
+
+def test_what_was_left_to_another_that_gave_up_is_told_and_handed_over_again(store: Store) -> None:
+    """As with a load over the decode host that is planned again over others: nobody brings its blocks to decode any more."""
+    writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
+    one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
+    prompt = Prompt(writer, "left to another", hit=1, new=5)
+
+    def handed_over(by: Engine, before_commit: Callable[[], None] = lambda: None) -> StoreResult:
+        with by.client.begin_handoff(prompt.keys, "decode-0", tail=True) as handoff:
+            for layer in range(LAYERS):
+                handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
+            before_commit()
+            return handoff.commit()
+
+    first = one.client.begin_handoff(prompt.keys, "decode-0", tail=True)
+    first.put_layer(0, np.ascontiguousarray(prompt.layers[:, 0]))
+    meanwhile = handed_over(other)
+    assert meanwhile.count(StoreOutcome.IN_PROGRESS) == len(prompt.keys)
+    assert meanwhile.error is None, "it may still come"
+
+    def give_up() -> None:
+        first.abort()
+        until(lambda: in_progress(decode, prompt) == 0, "the decode host knows that the first was given up")
+
+    told = handed_over(other, give_up)
+    assert (told.held_blocks, told.skipped_blocks) == (0, len(prompt.keys))
+    assert isinstance(told.error, Unavailable)
+    assert handed_over(other).held_blocks == len(prompt.keys)
+    with decode.client.await_prompt(prompt.keys, deadline_s=10) as awaited:
+        assert awaited.wait()
+        taken = decode.room(len(prompt.keys))
+        assert awaited.take(taken, verify="always").hit_blocks == len(prompt.keys)
+    assert (taken == prompt.bytes).all()
+
+
+def in_progress(decode: Engine, prompt: Prompt) -> int:
+    """Blocks of a prompt that somebody is about to bring to the decode host."""
+    with decode.client.begin_handoff(prompt.keys, "decode-0", tail=True) as probe:
+        probe.put_layer(0, np.ascontiguousarray(prompt.layers[:, 0]))
+        return len(prompt.keys) - probe.bytes_sent_a_layer // LAYER_BYTES
 
 
 def test_a_decode_node_that_is_not_there_costs_the_prefill_nothing(store: Store) -> None:
