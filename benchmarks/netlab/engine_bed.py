@@ -39,7 +39,7 @@ ALPHA_S, BETA_S = 3.0, 5.0
 _ANSWER_S = 90.0
 BYTES_PER_MBIT = 125_000.0
 PREFILL_BUFFER, DECODE_BUFFER = 288 * MIB, 512 * MIB
-"""Of a prefill and of a decode host's arena, for what is on its way."""
+"""Of a prefill and of a decode host's arena, for what is on its way; more where a dilation above 1 makes blocks larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,11 +285,13 @@ class EngineBed:
             self._node(name, "storage", 256 * MIB, 0 if number else int(blocks * slot * 1.1) + 128 * MIB, None, shared)
             for number, name in enumerate(self.bed.storage_hosts)
         ]
-        prefill = {**shared, **links, "prefill_buffer": str(PREFILL_BUFFER)}
-        nodes += [self._node(name, "prefill", 384 * MIB, 0, None, prefill) for name in self.bed.prefill_hosts]
-        decode = {**shared, **links, "prefill_buffer": str(DECODE_BUFFER), "decode_buffer": str(DECODE_BUFFER)}
+        larger = max(1, round(self.settings.dilation))
+        prefill_buffer, decode_buffer = PREFILL_BUFFER * larger, DECODE_BUFFER * larger
+        prefill = {**shared, **links, "prefill_buffer": str(prefill_buffer)}
+        nodes += [self._node(name, "prefill", prefill_buffer + 96 * MIB, 0, None, prefill) for name in self.bed.prefill_hosts]
+        decode = {**shared, **links, "prefill_buffer": str(decode_buffer), "decode_buffer": str(decode_buffer)}
         storage = self.bed.storage_hosts[0]
-        nodes += [self._node(name, "decode", 768 * MIB, 0, storage, decode) for name in self.bed.decode_hosts]
+        nodes += [self._node(name, "decode", decode_buffer + 256 * MIB, 0, storage, decode) for name in self.bed.decode_hosts]
         return nodes
 
     def _node(self, name: str, role: str, dram: int, nvme: int, behind: str | None, settings: Mapping[str, str]) -> NodeSpec:
