@@ -334,7 +334,7 @@ ROWS: dict[str, Callable[[Options], None]] = {
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="which scenarios (default: all; two of them with --smoke)")
     parser.add_argument(
-        "--snic-mbit", type=float, default=500.0, help="storage link of each prefill and decode host (default 500)"
+        "--snic-mbit", type=float, default=300.0, help="storage link of each prefill and decode host (default 300)"
     )
     parser.add_argument(
         "--traces",
