@@ -123,7 +123,10 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """Work that is wanted no longer: this attempt. A later generation of the request, told before or after, stays."""
+    """Work that is wanted no longer: this attempt, and those before it of the same request, which it had replaced.
+
+    A later generation of the request, told before or after, stays.
+    """
 
     request_id: str
     generation: int
@@ -144,13 +147,22 @@ class GroupNews:
 
     @property
     def assigned(self) -> list[Assigned]:
-        """Of the events, those that are work and were not called off in the same answer."""
-        off = {event.generation for event in self.revoked}
-        return [event for event in self.events if isinstance(event, Assigned) and event.generation not in off]
+        """Of the events, those that are work after all of them: the last of each request, unless that one was called off.
+
+        One that a later event of the same answer replaced is none, also where its successor was called off.
+        """
+        work: dict[str, Assigned] = {}
+        for event in self.events:
+            before = work.pop(event.request_id, None)
+            if isinstance(event, Assigned):
+                work[event.request_id] = event
+            elif before is not None and before.generation > event.generation:
+                work[event.request_id] = before
+        return list(work.values())
 
     @property
     def revoked(self) -> list[Revoked]:
-        """Of the events, those that call work off: of that generation alone, a later one of the same request may be in force."""
+        """Of the events, those that call work off: up to that generation, a later one of the same request may be in force."""
         return [event for event in self.events if isinstance(event, Revoked)]
 
 
