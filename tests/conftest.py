@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--plain-daemons"):
         nurseries = Nurseries()
-        Children.launcher = nurseries
+        Children.launcher, Children.engines = nurseries, nurseries.serve
         config.add_cleanup(nurseries.close)
 
 

@@ -1,10 +1,10 @@
 """Daemons for tests, forked from a process that has imported what they run: a start then takes a tenth of the processor time.
 
-A daemon takes a second of a core to import its modules, and the tests start more than a thousand. So a test process keeps a
-*nursery* for each kind of daemon: a Python that has imported that daemon and nothing else, has one thread, and forks a child for
-each start. The child is a process like any other: its arguments, environment, folder, outputs and exit code are as they would be,
-and it runs the same ``main``. Where the environment has variables that might have made imports differ, a daemon is started the
-plain way; with ``--plain-daemons`` all are.
+A daemon takes a second of a core to import its modules, and the tests start more than a thousand; a served vLLM takes ten. So a
+test process keeps a *nursery* for each kind of them: a Python that has imported that one and nothing else, has one thread, and
+forks a child for each start. The child is a process like any other: its arguments, environment, folder, outputs and exit code are
+as they would be, and it runs the same ``main``. Where the environment has variables that might have made imports differ, it is
+started the plain way; with ``--plain-daemons`` all are.
 
 A nursery ends when its test process does, and its children end with it.
 """
@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import secrets
 import select
 import signal
@@ -23,7 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
@@ -36,10 +37,25 @@ IMPORTED = {
     "admin": ("kvstore.cli.admin", "kvstore.admin.main"),
 }
 """What each daemon imports until it serves; the first is the module of its command."""
+SERVER = "vllm.entrypoints.openai.api_server"
+SERVES = (
+    SERVER,
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "kvclient.engines.vllm.pd_connector",
+)
+"""What a served engine imports until it serves."""
 MESSAGE_BYTES = 1 << 18
 PLAIN = [sys.executable, "-m", "kvstore.cli"]
+SERVED = [sys.executable, "-m", SERVER]
+TASKSET = ["taskset", "--cpu-list"]
 READY = b"ready"
 SEEN_BY_IMPORTS = ("GRPC_", "LC_", "LANG", "LD_", "NPY_", "OTEL_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON")
+OF_ONE_ENGINE = "VLLM_CPU_OMP_THREADS_BIND"
+"""Looked at once it has its cores, not by imports."""
 
 
 class Nursling(subprocess.Popen[bytes]):
@@ -81,11 +97,11 @@ class Nursling(subprocess.Popen[bytes]):
 
 @dataclass(frozen=True)
 class _Nursery:
-    """One kind of daemon's: its process, where it is asked, and the environment that it was started with."""
+    """One kind's: its process, where it is asked, and what its imports saw of the environment."""
 
     process: subprocess.Popen[bytes]
     asked: socket.socket
-    environment: dict[str, str]
+    seen: dict[str, str]
 
 
 class Nurseries:
@@ -98,13 +114,35 @@ class Nurseries:
     def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
         command = argv[len(PLAIN)] if list(argv[: len(PLAIN)]) == PLAIN else ""
         if command in IMPORTED:
-            with self._lock:
-                nursery = self._begun.get(command)
-                if nursery is None:
-                    nursery = self._begun[command] = _begin(command)
-                if nursery.environment == _seen_by_imports():
-                    return _fork(nursery, argv, stdin, stdout, stderr)
+            assert stdin == subprocess.DEVNULL
+            asked = {"arguments": list(argv[len(PLAIN) :]), "environment": dict(os.environ)}
+            process = self._from(command, _seen_by_imports(), asked, argv, stdout, stderr)
+            if process is not None:
+                return process
         return start(argv, stdin=stdin, stdout=stdout, stderr=stderr)
+
+    def serve(
+        self, argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], env: Mapping[str, str], new_session: bool
+    ) -> subprocess.Popen[bytes]:
+        """An ``EngineLauncher``."""
+        cores, words = ([int(argv[2])], argv[3:]) if list(argv[:2]) == TASKSET else (None, argv)
+        if list(words[: len(SERVED)]) == SERVED:
+            asked = {"arguments": list(words[len(SERVED) :]), "environment": dict(env), "session": new_session, "cores": cores}
+            seen = {name: value for name, value in env.items() if name != OF_ONE_ENGINE and not name.startswith("PYTEST_")}
+            process = self._from(SERVER, seen, asked, argv, stdout, stderr)
+            if process is not None:
+                return process
+        return start(argv, stdout=stdout, stderr=stderr, env=env, new_session=new_session)
+
+    def _from(
+        self, kind: str, seen: dict[str, str], asked: dict[str, Any], argv: Sequence[str], stdout: IO[bytes], stderr: IO[bytes]
+    ) -> Nursling | None:
+        """A child of a kind's nursery; None: imports may have gone otherwise in this environment."""
+        with self._lock:
+            nursery = self._begun.get(kind)
+            if nursery is None:
+                nursery = self._begun[kind] = _begin(kind, seen)
+            return _fork(nursery, argv, asked, stdout, stderr) if nursery.seen == seen else None
 
     def close(self) -> None:
         """Ends them."""
@@ -120,27 +158,25 @@ def _seen_by_imports() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(SEEN_BY_IMPORTS)}
 
 
-def _begin(command: str) -> _Nursery:
+def _begin(kind: str, seen: dict[str, str]) -> _Nursery:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, __file__, command, str(theirs.fileno())],
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it would start threads when it is imported
+            [sys.executable, __file__, kind, str(theirs.fileno())],
+            env={**os.environ, **seen, "OPENBLAS_NUM_THREADS": "1"},  # it would start threads when it is imported
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
-    assert ours.recv(16) == READY, f"the nursery of {command} does not begin: see its error above"
-    return _Nursery(process, ours, _seen_by_imports())
+    assert ours.recv(16) == READY, f"the nursery of {kind} does not begin: see its error above"
+    return _Nursery(process, ours, seen)
 
 
-def _fork(nursery: _Nursery, argv: Sequence[str], stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> Nursling:
-    assert stdin == subprocess.DEVNULL
-    asked = {"arguments": list(argv[len(PLAIN) :]), "environment": dict(os.environ), "folder": os.getcwd()}
+def _fork(nursery: _Nursery, argv: Sequence[str], asked: dict[str, Any], stdout: IO[bytes], stderr: IO[bytes]) -> Nursling:
     ended, says = os.pipe()
     try:
         fds = [stdout.fileno(), stderr.fileno(), says]
-        socket.send_fds(nursery.asked, [json.dumps(asked).encode()], fds)
+        socket.send_fds(nursery.asked, [json.dumps({**asked, "folder": os.getcwd()}).encode()], fds)
         pid = int(nursery.asked.recv(16))
     finally:
         os.close(says)
@@ -148,13 +184,14 @@ def _fork(nursery: _Nursery, argv: Sequence[str], stdin: int, stdout: IO[bytes],
 
 
 # ---------------------------------------------------------------- in the nursery
-def keep(command: str, asked: socket.socket) -> None:
-    """Forks children until the test process has ended; returns in each child, which then runs its daemon."""
+def keep(kind: str, asked: socket.socket) -> None:
+    """Forks children until the test process has ended; returns in each child, which then runs what it is."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as `main` does, before gRPC is imported
-    app = importlib.import_module("kvstore.cli.app")
-    app.root.get_command(None, command)
-    for module in IMPORTED[command]:
+    sys.path[0] = os.getcwd()  # not the tests' folder: what lies there is no module of theirs
+    if kind in IMPORTED:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as `main` does, before gRPC is imported
+        importlib.import_module("kvstore.cli.app").root.get_command(None, kind)
+    for module in IMPORTED.get(kind, SERVES):
         importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads cannot be forked"
@@ -201,6 +238,10 @@ def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if asked.get("session"):
+        os.setsid()
+    if asked.get("cores"):
+        os.sched_setaffinity(0, asked["cores"])
     os.chdir(asked["folder"])
     for name in set(os.environ) - set(asked["environment"]):
         del os.environ[name]
@@ -212,10 +253,13 @@ def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
 
 
 def main() -> NoReturn:
-    """``nursery.py COMMAND FD``."""
-    command, asked = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    keep(command, asked)
-    importlib.import_module("kvstore.cli.app").main()
+    """``nursery.py KIND FD``."""
+    kind, asked = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    keep(kind, asked)
+    if kind == SERVER:
+        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    else:
+        importlib.import_module("kvstore.cli.app").main()
     raise SystemExit(0)
 
 

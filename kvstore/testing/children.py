@@ -120,14 +120,24 @@ class Launcher(Protocol):
     def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]: ...
 
 
+class EngineLauncher(Protocol):
+    """Starts a served engine's process, which must end with this one."""
+
+    def __call__(
+        self, argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], env: Mapping[str, str], new_session: bool
+    ) -> subprocess.Popen[bytes]: ...
+
+
 class Children:
-    """How daemons that are given no launcher are started in this process.
+    """How daemons and served engines that are given no launcher are started in this process.
 
     Attributes:
-        launcher: starts them; whoever starts very many may have a quicker one.
+        launcher: starts daemons; whoever starts very many may have a quicker one.
+        engines: starts engines, likewise.
     """
 
     launcher: ClassVar[Launcher] = start
+    engines: ClassVar[EngineLauncher] = start
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
-from kvstore.testing import children
-from kvstore.testing.children import Launcher
+from kvstore.testing.children import Children, Launcher
 from kvstore.testing.cluster import LOOPBACK
 
 START_TIMEOUT_S = 180.0
@@ -298,7 +297,7 @@ class EngineBed:
                 command = ["setsid", "env", *variables, *spec.command(port)]
                 process = spec.launcher(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             else:
-                process = children.start(spec.command(port), stdout=log, stderr=log, env=spec.variables(), new_session=True)
+                process = Children.engines(spec.command(port), stdout=log, stderr=log, env=spec.variables(), new_session=True)
         engine = ServedEngine(spec, port, process, log_path, log_start)
         self._engines[spec.name] = engine
         return engine
