@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, settings
 from kvstore.observe import counters
 from kvstore.testing.children import Children
 from nursery import Nurseries
+from samples import be_thorough
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLES, ALL_EXAMPLES = 40, 100
+"""Of each search that says no other number, ordinarily and with ``--thorough``."""
 
 # What is counted under a name that nobody declared fails the test that counts it.
 counters.strict = True
@@ -23,7 +26,7 @@ counters.strict = True
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # Machines differ in speed, so no example has a deadline of its own: pytest-timeout bounds the test.
-settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 # The same examples each time: a red build can be repeated.
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True, database=None, print_blob=True)
 # A long search for new examples: pytest --hypothesis-profile=nightly
@@ -39,13 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="folder of the public request traces (default: ../shared/traces beside the repository)",
     )
     parser.addoption("--page-images", type=Path, help="folder that images of the web page are made in (default: none are made)")
-    parser.addoption("--thorough", action="store_true", help="all seeds, and soaks of half a minute")
+    parser.addoption("--thorough", action="store_true", help="all seeds and examples, and soaks of half a minute")
     parser.addoption(
         "--plain-daemons", action="store_true", help="every daemon imports its modules itself (see tests/nursery.py)"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--thorough"):
+        be_thorough()
+        most = max(settings.default.max_examples, ALL_EXAMPLES)
+        settings.register_profile("thorough", parent=settings.default, max_examples=most)
+        settings.load_profile("thorough")
     if not config.getoption("--plain-daemons"):
         nurseries = Nurseries()
         Children.launcher, Children.engines = nurseries, nurseries.serve

@@ -15,6 +15,7 @@ from kvclient import CacheSpec
 from kvclient.hbm import HbmPool
 from kvclient.hbm.blocks import Pinned, PoolBlocks
 from kvstore.core.types import BlockKey
+from samples import sample
 
 SPECS = (
     CacheSpec(model="model-a", block_tokens=4, layers=2, layer_block_bytes=4096),
@@ -141,4 +142,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TestPool(PoolMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=40, stateful_step_count=30, phases=[Phase.generate])
+    settings = settings(max_examples=sample(15, of=40), stateful_step_count=30, phases=[Phase.generate])

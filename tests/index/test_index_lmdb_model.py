@@ -9,6 +9,7 @@ from hypothesis import settings
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.testing.index_machine import ClosedIndexMachine, TornIndexMachine
+from samples import sample
 
 
 class LmdbClosedMachine(ClosedIndexMachine):
@@ -22,6 +23,6 @@ class LmdbTornMachine(TornIndexMachine):
 
 
 TestLmdbAgainstModel = LmdbClosedMachine.TestCase
-TestLmdbAgainstModel.settings = settings(max_examples=60, stateful_step_count=30)
+TestLmdbAgainstModel.settings = settings(max_examples=sample(20, of=60), stateful_step_count=30)
 TestLmdbWithHolesAgainstModel = LmdbTornMachine.TestCase
-TestLmdbWithHolesAgainstModel.settings = settings(max_examples=60, stateful_step_count=30)
+TestLmdbWithHolesAgainstModel.settings = settings(max_examples=sample(20, of=60), stateful_step_count=30)
