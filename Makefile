@@ -8,6 +8,8 @@ VENV_BENCH := .venv-bench
 VENV_ENGINES := .venv-engines
 BIN := $(VENV)/bin
 TEST_ARGS ?=
+# Tests at once; files go as a whole, in the order of tests/conftest.py. Many of the store's wait more than they work.
+SPREAD := --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 ENGINE_TEST_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
@@ -20,6 +22,8 @@ TRITON := triton==3.9.0
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Of some ten thousand modules in each environment most are never imported: those that are, are compiled then.
+export PIP_NO_COMPILE := 1
 
 .PHONY: help install install-engines run test test-store test-engines test-gpu bench-gpu docs lint format types stubs check bench clean
 
@@ -87,11 +91,11 @@ run: install  ## starts the store, runs the demo workload with every byte checke
 test: test-store test-engines  ## all tests that this machine can run
 
 test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy  ## the tests of the store itself
-	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 2 --dist loadfile)
+	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 4 $(SPREAD))
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(TEST_ARGS),)
 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU
-	$(call tested,$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS),-n 2 --dist loadfile)
+	$(call tested,$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS),-n 3 $(SPREAD))
 
 test-gpu: $(GPU_SETUP)  ## the tests that need a CUDA device; GPU_PYTHON=... names a Python whose torch has CUDA
 	@$(GPU_PYTHON) -c $(NEED_CUDA)

@@ -18,6 +18,31 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES, ALL_EXAMPLES = 40, 100
 """Of each search that says no other number, ordinarily and with ``--thorough``."""
 
+LONGEST = (
+    "test_benchmarks_smoke",
+    "test_nixl",
+    "test_e2e_drain",
+    "test_docs_commands",
+    "test_e2e_faults",
+    "test_cli_commands",
+    "test_e2e_paths",
+    "test_admin_page",
+    "test_vllm_worker_side",
+    "test_index_lmdb_model",
+    "test_gds_conformance",
+    "test_deploy_cluster",
+    "test_hbm_model",
+    "test_vllm_pd",
+    "test_vllm_failures",
+    "test_transformers_cache",
+    "test_vllm_ranks",
+    "test_sglang_alone",
+    "test_vllm_router",
+    "test_vllm_same_tokens",
+    "test_vllm_weights",
+)
+"""Files that take long, the longest first: whoever has one of them last is not waited for by all others."""
+
 # What is counted under a name that nobody declared fails the test that counts it.
 counters.strict = True
 
@@ -87,6 +112,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
+    rank = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     for item in items:
         if (REPOSITORY / "tests" / "netlab") in item.path.parents:
             item.add_marker(pytest.mark.alone)

@@ -13,9 +13,7 @@ import run_all
 from kvstore.testing.netlab import available
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=pytest.mark.alone if name.startswith("netlab") else ()) for name in run_all.SCRIPTS]
-)
+@pytest.mark.parametrize("script", run_all.SCRIPTS)
 def test_runs_tiny_and_keeps_records(script: str, tmp_path: Path) -> None:
     if script.startswith("netlab") and (reason := available()) is not None:
         pytest.skip(f"NO NETWORK LAB CAN RUN HERE: {reason}")
