@@ -118,7 +118,9 @@ def said(page: Any, where: str, text: str) -> None:
     try:
         page.locator(where).filter(has_text=text).first.wait_for()
     except PlaywrightTimeoutError:
-        pytest.fail(f"{where} says {page.locator(where).all_inner_texts()}, the page {page.locator('main').inner_text()}")
+        dialog = page.locator("dialog[open]").all_inner_texts()
+        shown = page.locator("main").inner_text()
+        pytest.fail(f"{where} says {page.locator(where).all_inner_texts()}, a dialog {dialog}, the page {shown}")
 
 
 def focused(page: Any) -> str:
