@@ -12,6 +12,7 @@ A nursery ends when its test process does, and its children end with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -53,6 +54,7 @@ PLAIN = [sys.executable, "-m", "kvstore.cli"]
 SERVED = [sys.executable, "-m", SERVER]
 TASKSET = ["taskset", "--cpu-list"]
 READY = b"ready"
+CLONE_NEWNET = 0x40000000
 SEEN_BY_IMPORTS = ("GRPC_", "LC_", "LANG", "LD_", "NPY_", "OTEL_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON")
 OF_ONE_ENGINE = "VLLM_CPU_OMP_THREADS_BIND"
 """Looked at once it has its cores, not by imports."""
@@ -111,15 +113,17 @@ class Nurseries:
         self._lock = threading.Lock()
         self._begun: dict[str, _Nursery] = {}
 
-    def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+    def __call__(
+        self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], netns: int | None = None
+    ) -> subprocess.Popen[bytes]:
         command = argv[len(PLAIN)] if list(argv[: len(PLAIN)]) == PLAIN else ""
         if command in IMPORTED:
             assert stdin == subprocess.DEVNULL
             asked = {"arguments": list(argv[len(PLAIN) :]), "environment": dict(os.environ)}
-            process = self._from(command, _seen_by_imports(), asked, argv, stdout, stderr)
+            process = self._from(command, _seen_by_imports(), asked, argv, stdout, stderr, netns)
             if process is not None:
                 return process
-        return start(argv, stdin=stdin, stdout=stdout, stderr=stderr)
+        return start(argv, stdin=stdin, stdout=stdout, stderr=stderr, netns=netns)
 
     def serve(
         self, argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], env: Mapping[str, str], new_session: bool
@@ -135,14 +139,24 @@ class Nurseries:
         return start(argv, stdout=stdout, stderr=stderr, env=env, new_session=new_session)
 
     def _from(
-        self, kind: str, seen: dict[str, str], asked: dict[str, Any], argv: Sequence[str], stdout: IO[bytes], stderr: IO[bytes]
+        self,
+        kind: str,
+        seen: dict[str, str],
+        asked: dict[str, Any],
+        argv: Sequence[str],
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        netns: int | None = None,
     ) -> Nursling | None:
         """A child of a kind's nursery; None: imports may have gone otherwise in this environment."""
         with self._lock:
             nursery = self._begun.get(kind)
             if nursery is None:
                 nursery = self._begun[kind] = _begin(kind, seen)
-            return _fork(nursery, argv, asked, stdout, stderr) if nursery.seen == seen else None
+            if nursery.seen != seen:
+                return None
+            given = [stdout.fileno(), stderr.fileno(), *([] if netns is None else [netns])]
+            return _fork(nursery, argv, asked, given)
 
     def close(self) -> None:
         """Ends them."""
@@ -172,11 +186,11 @@ def _begin(kind: str, seen: dict[str, str]) -> _Nursery:
     return _Nursery(process, ours, seen)
 
 
-def _fork(nursery: _Nursery, argv: Sequence[str], asked: dict[str, Any], stdout: IO[bytes], stderr: IO[bytes]) -> Nursling:
+def _fork(nursery: _Nursery, argv: Sequence[str], asked: dict[str, Any], given: Sequence[int]) -> Nursling:
     ended, says = os.pipe()
     try:
-        fds = [stdout.fileno(), stderr.fileno(), says]
-        socket.send_fds(nursery.asked, [json.dumps({**asked, "folder": os.getcwd()}).encode()], fds)
+        message = json.dumps({**asked, "folder": os.getcwd()}).encode()
+        socket.send_fds(nursery.asked, [message], [says, *given])
         pid = int(nursery.asked.recv(16))
     finally:
         os.close(says)
@@ -211,7 +225,7 @@ def keep(kind: str, asked: socket.socket) -> None:
                     os.write(says, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
                 os.close(says)
                 continue
-            message, fds, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 3)
+            message, fds, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 4)
             if not message:
                 os._exit(0)
             pid = os.fork()
@@ -223,18 +237,21 @@ def keep(kind: str, asked: socket.socket) -> None:
                 asked.close()
                 _become(json.loads(message), fds)
                 return
-            for output in fds[:2]:
-                os.close(output)
+            for given in fds[1:]:
+                os.close(given)
             pidfd = os.pidfd_open(pid)
-            says_of[pidfd] = pid, fds[2]
+            says_of[pidfd] = pid, fds[0]
             poll.register(pidfd, select.POLLIN)
             asked.send(str(pid).encode())
 
 
 def _become(asked: dict[str, Any], fds: Sequence[int]) -> None:
-    """Takes over what a process of its own would have been started with."""
-    for number, fd in zip((1, 2), fds, strict=False):
+    """Takes over what a process of its own would have been started with; it may run on a lab's host."""
+    for number, fd in zip((1, 2), fds[1:3], strict=True):
         os.dup2(fd, number)
+    for netns in fds[3:]:
+        if ctypes.CDLL(None, use_errno=True).setns(netns, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "the host's namespace cannot be entered")
     for fd in fds:
         os.close(fd)
     signal.signal(signal.SIGINT, signal.default_int_handler)

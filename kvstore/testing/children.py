@@ -120,6 +120,14 @@ class Launcher(Protocol):
     def __call__(self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]: ...
 
 
+class DaemonLauncher(Protocol):
+    """A ``Launcher`` on any host of a lab: ``netns`` is as of ``start``."""
+
+    def __call__(
+        self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], netns: int | None = None
+    ) -> subprocess.Popen[bytes]: ...
+
+
 class EngineLauncher(Protocol):
     """Starts a served engine's process, which must end with this one."""
 
@@ -136,7 +144,7 @@ class Children:
         engines: starts engines, likewise.
     """
 
-    launcher: ClassVar[Launcher] = start
+    launcher: ClassVar[DaemonLauncher] = start
     engines: ClassVar[EngineLauncher] = start
 
 

@@ -31,6 +31,7 @@ from typing import IO, Self, get_args
 
 from kvstore.core.errors import Conflict, Internal, InvalidArgument, KVStoreError, NotFound
 from kvstore.testing import children, netns
+from kvstore.testing.children import Children
 from kvstore.testing.netlab_links import MTU, LinkSettings, TrafficClass, change_lines, check_rate
 from kvstore.testing.netlab_traffic import DEFAULT_INTERVAL_S, CounterFile, Counts, Network, Nic, Recording
 
@@ -123,6 +124,9 @@ class Host:
         Raises:
             OSError: no such program.
         """
+        log = stdout if stdout is stderr and not isinstance(stdout, int) else None
+        if log is not None and stdin == subprocess.DEVNULL and env is None and cwd is None:  # as daemons are started
+            return Children.launcher(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, netns=self._fd)
         return children.start(argv, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd=cwd, netns=self._fd)
 
     def run(self, argv: Sequence[str], *, timeout_s: float = 60.0, stdin: bytes = b"") -> bytes:
