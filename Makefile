@@ -22,8 +22,6 @@ TRITON := triton==3.9.0
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Of some ten thousand modules in each environment most are never imported: those that are, are compiled then.
-export PIP_NO_COMPILE := 1
 
 .PHONY: help install install-engines run test test-store test-engines test-gpu bench-gpu docs lint format types stubs check bench clean
 
@@ -66,9 +64,12 @@ $(VENV_ENGINES)/.stamp: pyproject.toml requirements-engines.txt scripts/name_vll
 	$(need_python)
 	@echo "making $(VENV_ENGINES), with vLLM, transformers and SGLang for CPUs: about 1.5 GB to fetch, some minutes"
 	@$(PYTHON) -m venv $(VENV_ENGINES)
-	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps --requirement requirements-engines.txt
+	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps --no-compile --requirement requirements-engines.txt
 	@PIP_CONSTRAINT= $(VENV_ENGINES)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@$(VENV_ENGINES)/bin/python scripts/name_vllm.py
+	@# Of 26,000 modules most are never imported; the rest are compiled here, once, and not by several tests at once.
+	@HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR \
+	  $(VENV_ENGINES)/bin/python -W ignore -c 'import vllm.entrypoints.openai.api_server'
 	@touch $@
 
 # Runs tests; those that fail are tried once more, by themselves and said so, and what fails again has failed: on two busy cores one
