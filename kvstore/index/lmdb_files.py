@@ -67,6 +67,7 @@ DAMAGE = (
     lmdb.BadValsizeError,
     lmdb.CursorFullError,
     lmdb.PageFullError,
+    lmdb.BadDbiError,  # no database of ours is ever dropped: the page that names it is another
 )
 """What LMDB says of a file that is not as it left it."""
 

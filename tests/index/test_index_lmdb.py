@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -217,6 +218,22 @@ def test_damage_that_lmdb_finds_at_work_drops_the_index_at_the_next_opening(tmp_
     again, _, events = reopened(tmp_path)
     assert again != epoch
     assert events["index_dropped_total"] == 1
+
+
+def test_a_page_that_names_no_databases_any_more_is_damage(tmp_path: Path) -> None:
+    told: list[int] = []
+    index = LmdbIndex.open(tmp_path, on_damage=lambda: told.append(1))
+    life = begin(index)
+    data = tmp_path / "data.mdb"
+    with data.open("r+b") as file:
+        for page in range(2, data.stat().st_size // 4096):
+            file.seek(page * 4096)
+            file.write(struct.pack("<QHHHH", page, 0, 0x02, 16, 4096) + bytes(4080))  # a leaf, and sound, with nothing in it
+    with pytest.raises(Unavailable):
+        ask(index, CHAIN, {life})
+    assert told == [1]
+    index.close()
+    assert reopened(tmp_path)[2]["index_dropped_total"] == 1
 
 
 def test_damage_is_told_once(tmp_path: Path) -> None:
