@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 from pathlib import Path
 
 from vllm_bed import VllmDriver, text, tiny
@@ -13,9 +14,21 @@ from kvstore.testing.connector_kit import StoreAddress
 TOKENS = 500
 
 
+def fork_children() -> None:
+    """On CPUs vLLM spawns its processes, three here, and each imports vLLM for ten seconds of a core: forked, they have it."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import kvclient.engines.vllm.connector  # noqa: F401
+
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
+
+
 def main() -> None:
     """Answers three times, and forgets its own cache each time; says what it counted."""
     from vllm import SamplingParams
+
+    fork_children()
 
     parser = argparse.ArgumentParser()
     for name in ("metadata", "node", "folder", "family"):
