@@ -93,7 +93,7 @@ test: test-store test-engines  ## all tests that this machine can run
 
 test-store: $(VENV)/.stamp-hardware $(VENV)/.stamp-deploy  ## the tests of the store itself
 	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m 'not alone' $(TEST_ARGS),-n 4 $(SPREAD))
-	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(TEST_ARGS),)
+	$(call tested,$(BIN)/python -m pytest --ignore=tests/engines -m alone $(or $(TEST_ARGS),tests/netlab),)
 
 test-engines: install-engines  ## the tests of the hooks, with real vLLM, transformers and SGLang on the CPU
 	$(call tested,$(VENV_ENGINES)/bin/python -m pytest tests/engines $(ENGINE_TEST_ARGS),-n 3 $(SPREAD))

@@ -117,6 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (REPOSITORY / "tests" / "netlab") in item.path.parents:
             item.add_marker(pytest.mark.alone)
+        elif item.get_closest_marker("alone"):
+            raise pytest.UsageError(f"{item.nodeid}: what must run alone lies in tests/netlab, and is collected there only")
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not _cuda_device_count():
         for item in wanting:
