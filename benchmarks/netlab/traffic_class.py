@@ -298,7 +298,7 @@ def ping(ip: str, port: int, seconds: float) -> None:
 def measure(options: Options, mbit: float) -> None:
     """All cases in turn, as often as asked for."""
     seconds = options.pick(full=1.5, quick=1.0, smoke=0.5)
-    chosen = cases(mbit)
+    chosen = cases(mbit)[: options.pick(full=4, quick=4, smoke=2)]
     seen: dict[str, list[Seen]] = {"alone": [], **{case.name: [] for case in chosen}}
     with TrafficBed(mbit, chosen) as bed:
         names = list(seen)
