@@ -241,6 +241,21 @@ def test_a_drain_is_confirmed_and_lifted_by_keyboard_alone(page: Any, store: Wor
     assert state() == "active"
 
 
+def test_a_dialog_that_is_opened_at_once_after_another_can_be_confirmed(page: Any) -> None:
+    """The browser tells that one is closed a frame later: the next one may be open by then."""
+    opener = page.get_by_role("button", name="Drain node host-3 …", exact=True)
+    opener.click()
+    said(page, "#dialog-body", "takes no new blocks")
+    opener.evaluate("""opener => {
+      document.querySelector("#dialog").close();
+      opener.click();
+      return new Promise((shown) => requestAnimationFrame(() => requestAnimationFrame(shown)));
+    }""")
+    assert "takes no new blocks" in page.locator("#dialog-body").inner_text()
+    page.keyboard.press("Escape")
+    page.locator("dialog").wait_for(state="hidden")
+
+
 def test_evictions_say_what_they_bring(page: Any, store: Working) -> None:
     page.get_by_role("button", name="Evict from host-2/nvme0 …").click()
     assert "is lost, and is computed anew" in page.locator("#dialog-body").inner_text()

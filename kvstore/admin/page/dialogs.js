@@ -52,6 +52,7 @@ async function confirmed(event) {
 }
 
 function closed() {
+  if ($("dialog").open) return; // word of it comes a frame later: another is open by now
   perform = null;
   asking += 1;
   $("dialog-body").replaceChildren(); // a token does not stay in the page
