@@ -1,0 +1,167 @@
+"""What lookups pay for an admin server that is asked 200 times a second: p50 and p99 with and without, in the same run.
+
+A store as ``kvstore up`` starts it: metadata server, a node and an admin server, each a process; a client in this one looks up
+chains of 1,600 blocks, one after the other, and every answer is checked. In every other round a process beside it asks the admin
+server, at a fixed rate whatever it answers (open loop): what the web page and dashboards ask for, and blocks by key. Left out is
+``/v1/namespaces/ID/usage``, for which nodes count all their blocks. The processes' use of the processors is told beside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+import harness
+from harness import Figure, Reference, Target
+from kvclient import KVClient
+from kvstore.core.types import BlockKey
+from kvstore.testing.cluster import NodeSpec
+from rig import OPTIONS, Chains, cluster, found, room_for, spec, stored
+from rig.rest_load import Asked, Outcome, RestLoad
+
+CHAIN = 1_600
+CHAINS = 8
+BLOCK_BYTES = 4_096
+RATE = 200.0
+REACHED = 0.99
+"""Of the rate, or it was no such load."""
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def processor_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def requests(namespace_id: str, keys: list[BlockKey], seed: int) -> list[Asked]:
+    """A mix: lists and figures as the page and dashboards ask for them, and as many questions for one of something."""
+    draw = random.Random(seed)
+    looks = [
+        *("/v1/overview", "/v1/cluster", "/v1/nodes", "/v1/volumes", "/v1/activity", "/v1/namespaces", "/v1/loads/slow"),
+        *("/v1/decisions", "/v1/plans", "/v1/queues", "/v1/index", "/v1/config", "/v1/path-policy", "/metrics", "/readyz"),
+        *("/v1/nodes/bench", "/v1/nodes/bench/config", "/v1/volumes/bench/dram", "/v1/volumes/bench/nvme0"),
+        f"/v1/namespaces/{namespace_id}",
+    ]
+    mix = [Asked("GET", path) for path in looks * 10]
+    mix += [Asked("GET", f"/v1/blocks/{draw.choice(keys).hex()}") for _ in range(len(mix) // 2)]
+    short = json.dumps({"namespace_id": namespace_id, "keys": [key.hex() for key in keys[:16]]})
+    mix += [Asked("POST", "/v1/blocks/lookup", short) for _ in range(len(mix) // 20)]
+    draw.shuffle(mix)
+    return mix
+
+
+class Bed:
+    """The store, its client, and who asks the admin server."""
+
+    def __init__(self, stack: ExitStack, options: harness.Options) -> None:
+        cache = spec(BLOCK_BYTES, 4)
+        room = room_for(CHAINS * CHAIN, BLOCK_BYTES)
+        # volumes and index in a folder of the options', or a temporary one
+        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-rest-")))
+        node = NodeSpec("bench", roles=("prefill", "decode", "storage"), dram_bytes=room, nvme_bytes=room)
+        store = stack.enter_context(cluster(node, scratch))
+        admin = store.start_admin()
+        self.pids = {name: store.node(name).process.pid for name in ("metadata", "bench", "admin")}
+        client = KVClient.connect(store.metadata_address, cache, node=store.node("bench").local_socket, options=OPTIONS)
+        self.client = stack.enter_context(client)
+        chains = Chains(cache, CHAIN, options.seed)
+        self.chains: list[list[BlockKey]] = []
+        for _ in range(CHAINS):
+            chain = chains.next()
+            stored(self.client.store(chain.keys, chain.payload))
+            self.chains.append(chain.keys)
+        for keys in self.chains:
+            found(self.client, keys)
+        every = [key for keys in self.chains for key in keys]
+        mix = requests(self.client.spec.namespace.hex(), every, options.seed)
+        self.load = stack.enter_context(RestLoad(admin.address, mix, RATE))
+        self.pids |= {"who asks": self.load.pid, "client": os.getpid()}
+
+    def lookups_ms(self, count: int) -> list[float]:
+        """Times of lookups, one after the other."""
+        times = []
+        for number in range(count):
+            keys = self.chains[number % CHAINS]
+            start = time.perf_counter()
+            answer = self.client.lookup(keys)
+            times.append((time.perf_counter() - start) * 1e3)
+            if answer.hit_blocks != CHAIN:
+                sys.exit(f"a lookup found {answer.hit_blocks} of {CHAIN} blocks: {answer.error}")
+        return times
+
+
+def p99(times: list[float]) -> float:
+    """99th percentile."""
+    return float(np.percentile(times, 99))
+
+
+def main() -> None:
+    """Command line."""
+    options = harness.options("rest_cost", __doc__, repetitions=9)
+    lookups = options.pick(full=5_000, quick=3_000, smoke=200)
+    with ExitStack() as stack:
+        bed = Bed(stack, options)
+        times: dict[str, list[list[float]]] = {"with": [], "without": []}
+        outcomes: list[Outcome] = []
+        shares: dict[str, dict[str, list[float]]] = {name: {process: [] for process in bed.pids} for name in times}
+
+        def look(name: str) -> float:
+            before, start = {process: processor_s(pid) for process, pid in bed.pids.items()}, time.perf_counter()
+            times[name].append(bed.lookups_ms(lookups))
+            seconds = time.perf_counter() - start
+            for process, pid in bed.pids.items():
+                shares[name][process].append((processor_s(pid) - before[process]) / seconds)
+            return p99(times[name][-1])
+
+        def asked() -> float:
+            bed.load.begin()
+            try:
+                return look("with")
+            finally:
+                outcomes.append(bed.load.end())
+
+        samples = harness.interleave({"with": asked, "without": lambda: look("without")}, options.repetitions)
+    outcomes = outcomes[-options.repetitions :]
+    rates = [len(one.latencies_s) / one.seconds for one in outcomes]
+    failed = sum(one.failed for one in outcomes)
+    answers_ms = [latency_s * 1e3 for one in outcomes for latency_s in one.latencies_s]
+    if failed or (options.mode != "smoke" and min(rates) < REACHED * RATE):
+        sys.exit(f"this was no load of {RATE:g} requests/s: {rates} reached, {failed} failed: {outcomes[-1].statuses}")
+    busy = {name: {process: statistics.median(some) for process, some in found.items()} for name, found in shares.items()}
+    used = ", ".join(f"{process} {busy['with'][process]:.2f} ({busy['without'][process]:.2f})" for process in bed.pids)
+    told = (
+        f"{statistics.median(rates):.0f} requests/s were answered (least {min(rates):.0f} in a round), {failed} failed,"
+        f" p50 {statistics.median(answers_ms):.1f} ms, p99 {p99(answers_ms):.1f} ms;"
+        f" processors used, with (and without) requests: {used}"
+    )
+    print(told)
+    parameters = {"requests_s": RATE, "keys": CHAIN, "lookups": lookups, "in_flight": 1}
+    quiet = {name: some[-options.repetitions :] for name, some in times.items()}
+    options.keep(
+        Figure("rest_lookup_p99", "Lookup p99 while the REST is asked", parameters, "ms", lower_is_better=True),
+        samples["with"],
+        peer=Reference("nobody asks", samples["without"]),
+        target=Target("peer", 1.05),
+        transport="gRPC, loopback TCP",
+        notes=told,
+    )
+    options.keep(
+        Figure("rest_lookup_p50", "Lookup p50 while the REST is asked", parameters, "ms", lower_is_better=True),
+        [statistics.median(some) for some in quiet["with"]],
+        peer=Reference("nobody asks", [statistics.median(some) for some in quiet["without"]]),
+        transport="gRPC, loopback TCP",
+    )
+
+
+if __name__ == "__main__":
+    main()

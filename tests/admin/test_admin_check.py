@@ -1,0 +1,145 @@
+"""Checking a volume while its node serves: real damage in a real slab, found by the REST and by the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from admin_client import AdminHttp
+from click.testing import CliRunner
+
+from kvclient import CacheSpec, KVClient
+from kvstore.cli.app import root
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+WAIT_S = 30.0
+SPEC = CacheSpec(model="checked", block_tokens=16, layers=4, layer_block_bytes=16384)
+BLOCKS = 32
+CHECK = "/v1/volumes/a/nvme0/check"
+
+
+@dataclass
+class Store:
+    cluster: LocalCluster
+    http: AdminHttp
+    engine: KVClient
+
+    def fill(self, seed: int) -> tuple[list[bytes], np.ndarray[Any, np.dtype[np.uint8]]]:
+        """A chain of its own, durable and in DRAM."""
+        draw = np.random.default_rng(seed)
+        keys = list(self.engine.keys(draw.integers(0, 1 << 32, BLOCKS * SPEC.block_tokens, np.uint32)))
+        data = draw.integers(0, 256, (BLOCKS, SPEC.block_bytes), np.uint8)
+        assert self.engine.store(keys, data, wait_visible=True, durable=True).durable
+        return keys, data
+
+    def damage(self, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """A bit flips in the slab, where the block lies."""
+        slab = self.cluster.volume_path("a") / "slab.kv"
+        at = slab.read_bytes().index(block.tobytes()) + 5_000
+        with slab.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([block[5_000] ^ 0x10]))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def ended(self) -> Any:
+        until(lambda: self.http.get(CHECK)["state"] not in ("waiting", "running"), "the check ends")
+        return self.http.get(CHECK)
+
+    def command(self, *arguments: str, code: int = 0) -> str:
+        """What ``kvstore volumes check`` prints."""
+        given = ["volumes", "check", "a/nvme0", *arguments, "--metadata", self.cluster.metadata_address]
+        done = CliRunner().invoke(root, given)
+        assert done.exit_code == code, (arguments, done.output, done.exception)
+        return done.stdout
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    node = NodeSpec("a", dram_bytes=16 << 20, nvme_bytes=32 << 20)
+    with LocalCluster([node], tmp_path_factory.mktemp("store")) as cluster:
+        http = AdminHttp(cluster.start_admin().address)
+        with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("a").local_socket) as engine:
+            yield Store(cluster, http, engine)
+
+
+def test_what_cannot_be_checked_is_refused(store: Store) -> None:
+    assert store.http.get(CHECK)["state"] == "none"
+    assert "no check was begun" in store.command("--status")
+    assert store.http.ask("DELETE", CHECK).json["state"] == "none"
+    store.http.post("/v1/volumes/a/dram/check", {}, 400)
+    store.http.post("/v1/volumes/a/nvme7/check", {}, 404)
+    store.http.get("/v1/volumes/b/nvme0/check", 404)
+    store.http.post(CHECK, {"bytes_per_s": 0}, 400)
+    store.command("--status", "--cancel", code=2)
+
+
+def test_damage_is_found_taken_out_and_written_anew_where_dram_has_it(store: Store) -> None:
+    warm, warm_data = store.fill(1)
+    cold, cold_data = store.fill(2)
+    store.damage(cold_data[7])
+    store.http.post("/v1/volumes/a/dram/evict", {"to_percent": 0})
+    buffer = np.zeros_like(warm_data)
+    assert store.engine.load(store.engine.lookup(warm), buffer).hit_blocks == BLOCKS, "back in DRAM"
+    store.damage(warm_data[3])
+    begun = store.http.ask("POST", CHECK, {}, x_request_id="check-1")
+    assert begun.status == 202
+    found = store.ended()
+    assert (found["state"], found["blocks"], found["checked_blocks"]) == ("done", 2 * BLOCKS, 2 * BLOCKS)
+    assert (found["good_blocks"], found["bad_blocks"], found["rewritten_blocks"]) == (2 * BLOCKS - 2, 2, 1)
+    assert found["checked_bytes"] == 2 * BLOCKS * SPEC.block_bytes
+    assert store.http.get("/v1/volumes/a/nvme0")["quarantined_blocks"] == 2
+    until(lambda: store.http.get("/v1/volumes/a/nvme0")["blocks"] == 2 * BLOCKS - 1, "the one in DRAM is written anew")
+    until(lambda: store.engine.lookup(cold).hit_blocks == 7, "lookups end at the other")
+    store.http.post("/v1/volumes/a/dram/evict", {"to_percent": 0})
+    for keys, data, hits in ((warm, warm_data, BLOCKS), (cold, cold_data, 7)):
+        buffer[:] = 0
+        assert store.engine.load(store.engine.lookup(keys), buffer).hit_blocks == hits
+        assert np.array_equal(buffer[:hits], data[:hits]), "and no byte is wrong"
+    log = store.cluster.node("admin").log_path.read_text()
+    (line,) = [line for line in log.splitlines() if '"action": "volume.check"' in line and '"outcome": "done"' in line]
+    assert "request_id=check-1" in line
+    assert '"target": "a/nvme0"' in line
+    assert "2 bad and taken out" in store.cluster.node("a").log_path.read_text()
+
+
+def test_the_command_waits_and_says_by_its_exit_code_what_it_found(store: Store) -> None:
+    _, data = store.fill(3)
+    assert "bad" not in store.command("--wait")
+    store.damage(data[5])
+    found = json.loads(store.command("--wait", "--json", code=1))
+    assert (found["state"], found["bad_blocks"]) == ("done", 1)
+    assert "1 bad and taken out" in store.command("--status", code=1)
+
+
+def test_a_check_is_slow_if_asked_and_can_be_called_off(store: Store) -> None:
+    store.command("--rate", "1")
+    until(lambda: store.http.get(CHECK)["checked_blocks"] > 0, "it has read once")
+    assert store.http.get(CHECK)["state"] == "running"
+    store.http.post(CHECK, {}, 409)
+    store.command("--wait", code=3)
+    assert store.http.ask("DELETE", CHECK).status == 200
+    assert store.ended()["state"] == "cancelled"
+    store.command("--status", code=4)
+    assert "cancelled" in store.command("--cancel")
+
+
+def test_nothing_of_a_check_outlives_its_node(store: Store) -> None:
+    """The last one: it starts the node again."""
+    store.cluster.stop("a")
+    store.cluster.start_node("a")
+    until(lambda: store.http.ask("GET", CHECK).status == 200 and store.http.get(CHECK)["state"] == "none", "the node is back")
+    assert "no check was begun" in store.command("--status")
