@@ -10,6 +10,7 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.metadata_pb2 import NodeStatus
 from kvstore.admin import models, shapes
 from kvstore.admin.audit import audited
+from kvstore.admin.checks import BeginCheck, Checks, VolumeCheck
 from kvstore.admin.etags import IfMatch, check_match, tag_of
 from kvstore.admin.operations import Operations
 from kvstore.admin.problems import changed_meanwhile
@@ -30,6 +31,7 @@ class Changes:
     def __init__(self, upstream: Upstream, counters: Counters) -> None:
         self._upstream = upstream
         self._operations = Operations(upstream)
+        self._checks = Checks(upstream)
         self._counters = counters
 
     def routes(self) -> APIRouter:
@@ -42,6 +44,23 @@ class Changes:
             methods=["POST"],
             tags=["volumes"],
             summary="Evict a volume's coldest blocks down to a fill",
+            responses=NODE,
+        )
+        add(
+            "/volumes/{node_id}/{name}/check",
+            self.check_volume,
+            methods=["POST"],
+            tags=["volumes"],
+            summary="Read every block of a durable volume and compare it with its checksums, while it serves",
+            responses={**NODE, 409: {"description": "the volume is being checked already"}},
+            status_code=202,
+        )
+        add(
+            "/volumes/{node_id}/{name}/check",
+            self.cancel_check,
+            methods=["DELETE"],
+            tags=["volumes"],
+            summary="Cancel the check of a volume",
             responses=NODE,
         )
         add(
@@ -193,6 +212,28 @@ class Changes:
             if made.invalidated is not None:
                 result.update(_summary(made.invalidated))
         return made
+
+    # ---- checking ----
+    async def check_volume(self, request: Request, node_id: NodeId, name: VolumeName, wanted: BeginCheck) -> VolumeCheck:
+        """In the background, beside all else, and no faster than asked: `GET` the same path to see how far it is.
+
+        What is bad is taken out as a load would take it out: a miss from then on, and its slot rests until the node is started
+        again. Nothing of a check outlives the node's process. For volumes that no node has open there is
+        `kvstore volume check`, which also mends.
+        """
+        with audited(
+            request, self._counters, "volume.check", f"{node_id}/{name}", bytes_per_s=wanted.bytes_per_s
+        ) as result:  # fmt: skip
+            done = await self._checks.begin(node_id, name, wanted.bytes_per_s)
+            result.update(state=done.state)
+        return done
+
+    async def cancel_check(self, request: Request, node_id: NodeId, name: VolumeName) -> VolumeCheck:
+        """It ends after the read that is under way; what it found until then stays out. Where there is none, nothing is done."""
+        with audited(request, self._counters, "volume.check.cancel", f"{node_id}/{name}") as result:
+            done = await self._checks.cancel(node_id, name)
+            result.update(state=done.state, checked_blocks=done.checked_blocks, bad_blocks=done.bad_blocks)
+        return done
 
     # ---- taking part ----
     async def drain(self, request: Request, node_id: NodeId, wanted: models.SetDrain) -> models.Participation:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Response
 
 from kvproto.v1 import admin_pb2 as pb
 from kvstore.admin import models, shapes
+from kvstore.admin.checks import Checks, VolumeCheck
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.etags import tag_of
 from kvstore.admin.models import HEX_ID
@@ -42,6 +43,7 @@ class Reads:
     def __init__(self, upstream: Upstream, config: AdminConfig) -> None:
         self._upstream = upstream
         self._questions = Questions(upstream)
+        self._checks = Checks(upstream)
         self._config = config
 
     def routes(self) -> APIRouter:
@@ -71,6 +73,14 @@ class Reads:
         )
         add("/volumes", self.volumes, methods=["GET"], tags=["volumes"], summary="Volumes")
         add("/volumes/{node_id}/{name}", self.volume, methods=["GET"], tags=["volumes"], summary="A volume", responses=MISSING)
+        add(
+            "/volumes/{node_id}/{name}/check",
+            self.volume_check,
+            methods=["GET"],
+            tags=["volumes"],
+            summary="How far the check of a durable volume is, or what the last one found",
+            responses=NODE,
+        )
         add(
             "/namespaces",
             self.namespaces,
@@ -183,6 +193,10 @@ class Reads:
     async def volume(self, node_id: NodeId, name: VolumeName) -> models.Volume:
         """A volume as its node says now or, where it does not answer, as it said last."""
         return await self._questions.volume(node_id, name)
+
+    async def volume_check(self, node_id: NodeId, name: VolumeName) -> VolumeCheck:
+        """As its node says now. It is in that process's memory: a node that was started again knows of no check."""
+        return await self._checks.look(node_id, name)
 
     # ---- namespaces ----
     async def namespaces(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Namespace]:

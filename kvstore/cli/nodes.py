@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli import show
+from kvstore.cli import parameters, show
 from kvstore.cli.help import Command, Group
 from kvstore.cli.store import (
+    EXIT_IN_PART,
     Store,
     ask,
     complete_nodes,
@@ -22,9 +25,11 @@ from kvstore.cli.store import (
 from kvstore.core.config import Config
 
 if TYPE_CHECKING:
+    from kvstore.admin.checks import VolumeCheck
     from kvstore.admin.models import Node, NodeDetail, Volume
 
 _BOOT_DIGITS = 8
+_POLL_S = 0.3
 
 
 @click.group(cls=Group, invoke_without_command=True)
@@ -136,9 +141,7 @@ def evict(config: Config, *, volume: str, percent: int, yes: bool, as_json: bool
       kvstore volumes evict host-1/nvme0 --to 50
       kvstore volumes evict host-1/dram --to 0 --yes
     """
-    node_id, _, name = volume.partition("/")
-    if not name:
-        raise click.BadParameter("a volume is NODE/NAME, as kvstore volumes shows it", param_hint="VOLUME")
+    node_id, name = _parts(volume)
     confirm(f"Evict the coldest blocks of {volume} down to {percent} % of its capacity", yes=yes)
     done = ask(config, lambda store: store.operations.evict_volume(node_id, name, percent))
     if as_json:
@@ -146,6 +149,95 @@ def evict(config: Config, *, volume: str, percent: int, yes: bool, as_json: bool
     else:
         kept = f", {done.kept_blocks:,} stay as they are in use or not durable" if done.kept_blocks else ""
         show.line(f"{volume}: {done.evicted_blocks:,} blocks evicted{kept}; {show.size(done.used_bytes)} used")
+
+
+@volumes.command(cls=Command)
+@click.argument("volume", shell_complete=complete_volumes)
+@click.option("--wait", is_flag=True, help="Returns once it has ended. Ctrl-C ends the waiting, not the check.")
+@click.option("--status", "look", is_flag=True, help="Begins none: shows how far it is, or what the last one found.")
+@click.option("--cancel", is_flag=True, help="Ends the one that is under way.")
+@click.option("--rate", callback=parameters.some_size, metavar="SIZE", help="The most to read a second (default: 200MB).")
+@json_option
+@store_options
+def check(config: Config, *, volume: str, wait: bool, look: bool, cancel: bool, rate: int | None, as_json: bool) -> None:
+    """Reads every block of the running VOLUME (NODE/NAME) and compares it with its checksums, in the background.
+
+    What is bad is taken out as a load would take it out, and is a miss from then on. A node that is started again knows of no
+    check. Volumes that no node has open are for kvstore volume check, which also mends.
+
+    Examples:
+      kvstore volumes check host-1/nvme0 --wait
+      kvstore volumes check host-1/nvme0 --rate 50MB
+      kvstore volumes check host-1/nvme0 --status --json | jq .bad_blocks
+
+    With --wait or --status, 1 says that it found bad or unreadable blocks, or failed; 4 that it was cancelled.
+    """
+    if look + cancel + (wait or rate is not None) > 1:
+        raise click.UsageError("--status, --cancel, and --wait with --rate are for one call each")
+    node_id, name = _parts(volume)
+
+    async def found(store: Store) -> VolumeCheck:
+        if look:
+            return await store.checks.look(node_id, name)
+        if cancel:
+            return await store.checks.cancel(node_id, name)
+        begun = await store.checks.begin(node_id, name, *([] if rate is None else [rate]))
+        return await _checked(store, node_id, name) if wait else begun
+
+    done = ask(config, found)
+    if as_json:
+        show.as_json(done)
+    else:
+        show.line(_said(done))
+    if cancel or not done.ended:
+        return
+    if done.state == "cancelled":
+        sys.exit(EXIT_IN_PART)
+    if done.state == "failed" or done.bad_blocks or done.unreadable_blocks:
+        sys.exit(1)
+
+
+async def _checked(store: Store, node_id: str, name: str) -> VolumeCheck:
+    """Shows how far a check is until it has ended."""
+    from rich.console import Console
+
+    from kvstore.replay.progress import progress
+
+    with progress("checking", 1, Console(file=sys.stderr), unit="blocks") as report:
+        while True:
+            done = await store.checks.look(node_id, name)
+            if done.state == "none":
+                raise click.ClickException(f"{done.volume_id}: the node was started again, and with its process the check ended")
+            report(done.checked_blocks, "", done.blocks)
+            if done.ended:
+                return done
+            await asyncio.sleep(_POLL_S)
+
+
+def _said(done: VolumeCheck) -> str:
+    """A check in one line."""
+    if done.state == "none":
+        return f"{done.volume_id}: no check was begun since the node was started"
+    told = [f"{done.volume_id}: {done.state}", f"{done.checked_blocks:,} of {done.blocks:,} blocks looked at"]
+    if done.bad_blocks:
+        told.append(f"{done.bad_blocks:,} bad and taken out")
+    if done.rewritten_blocks:
+        told.append(f"{done.rewritten_blocks:,} of them written anew from DRAM")
+    if done.unreadable_blocks:
+        told.append(f"{done.unreadable_blocks:,} unreadable")
+    if done.gone_blocks:
+        told.append(f"{done.gone_blocks:,} had left")
+    if done.checked_bytes:
+        told.append(f"{show.size(done.checked_bytes)} read in {show.duration(done.took_s)}")
+    return ", ".join([*told, *([done.why] if done.why else [])])
+
+
+def _parts(volume: str) -> tuple[str, str]:
+    """Node and name of a volume as it is given."""
+    node_id, _, name = volume.partition("/")
+    if not name:
+        raise click.BadParameter("a volume is NODE/NAME, as kvstore volumes shows it", param_hint="VOLUME")
+    return node_id, name
 
 
 def state_of(node: Node) -> str:

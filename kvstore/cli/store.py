@@ -25,6 +25,7 @@ from kvstore.core.errors import DeadlineExceeded, ErrorKind, KVStoreError, Unava
 from kvstore.core.node_id import is_plain
 
 if TYPE_CHECKING:
+    from kvstore.admin.checks import Checks
     from kvstore.admin.models import NamespaceEvicted, Unreached
     from kvstore.admin.operations import Operations
     from kvstore.admin.questions import Questions
@@ -64,6 +65,7 @@ class Store:
     upstream: Upstream
     questions: Questions
     operations: Operations
+    checks: Checks
 
 
 metadata_option = setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Address of the metadata server.")
@@ -119,6 +121,7 @@ def ask(config: Config, question: Callable[[Store], Awaitable[T]], *, refusal: t
 
 
 async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
+    from kvstore.admin.checks import Checks
     from kvstore.admin.config import AdminConfig
     from kvstore.admin.operations import Operations
     from kvstore.admin.questions import Questions
@@ -142,7 +145,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
                 f"no metadata server answers at {config.client.metadata} ({error.kind}): kvstore up starts a store on this "
                 "machine, --metadata HOST:PORT names another"
             ) from error
-        return await question(Store(upstream, Questions(upstream), Operations(upstream)))
+        return await question(Store(upstream, Questions(upstream), Operations(upstream), Checks(upstream)))
     finally:
         await upstream.close()
 

@@ -17,6 +17,7 @@ from kvstore.core.in_force import InForce
 from kvstore.core.types import NamespaceId, VolumeId
 from kvstore.node.block import Home
 from kvstore.node.buffers import StagingBuffer
+from kvstore.node.checking import Check, CheckState, VolumeChecks
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.evicting import Evicted, evict_down_to, evict_namespace, invalidate
 from kvstore.node.gauges import Links
@@ -39,6 +40,13 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["NodeAdmin"].full_name
 THREADS: Final = 2
 """Calls at work at once; others wait their turn, within their deadlines: people ask, not programs."""
 MAX_WAIT_S: Final = 60.0
+_CHECK_STATES: Final = {
+    CheckState.WAITING: pb.CHECK_STATE_WAITING,
+    CheckState.RUNNING: pb.CHECK_STATE_RUNNING,
+    CheckState.DONE: pb.CHECK_STATE_DONE,
+    CheckState.CANCELLED: pb.CHECK_STATE_CANCELLED,
+    CheckState.FAILED: pb.CHECK_STATE_FAILED,
+}
 _LOAD_SECONDS: Final = f"{PREFIX}node_load_seconds"
 
 
@@ -60,6 +68,7 @@ class AdminParts:
     in_force: Sequence[InForce]
     counters: Counters
     links: Links
+    checks: VolumeChecks
 
 
 class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
@@ -73,6 +82,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     def close(self) -> None:
         """Ends the pool; waits in it are ended by ``BlockTable.close``."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._parts.checks.close()
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
         return await apart(self._pool, work)
@@ -189,6 +199,21 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             done = await self._apart(lambda: invalidate(self._parts.table, domain, deadline_s))
         return pb.InvalidateNamespaceResponse(dropped_blocks=done.blocks, kept_blocks=done.kept)
 
+    async def CheckVolume(self, request: pb.CheckVolumeRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
+        operation_id = check_id(request.operation_id, "operation_id")
+        if not request.bytes_per_s:
+            raise InvalidArgument("a check takes a bound of its rate above 0", field="bytes_per_s")
+        home = self._durable(request.volume_id)
+        return self._told(home, self._parts.checks.begin(home, operation_id, request.bytes_per_s))
+
+    async def DescribeCheck(self, request: pb.DescribeCheckRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
+        home = self._durable(request.volume_id)
+        return self._told(home, self._parts.checks.last(home))
+
+    async def CancelCheck(self, request: pb.CancelCheckRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
+        home = self._durable(request.volume_id)
+        return self._told(home, self._parts.checks.cancel(home))
+
     async def SetTrafficCap(self, request: pb.SetTrafficCapRequest, context: Context) -> pb.SetTrafficCapResponse:  # noqa: N802, ARG002
         expected = request.expected if request.HasField("expected") else None
         before = self._parts.traffic.change_cap(request.bytes_per_s, expected)
@@ -203,6 +228,40 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
     # ---------------------------------------------------------------- inside
     def _domain(self, namespace_id: bytes) -> Domain | None:
         return self._parts.domains.find(NamespaceId(check_id(namespace_id, "namespace_id")))
+
+    def _durable(self, volume_id: str) -> Home:
+        """A durable volume.
+
+        Raises:
+            NotFound: there is none of that id.
+            InvalidArgument: it is the arena, whose bytes no disk can lose.
+        """
+        home = self._home(volume_id)
+        if home is None:
+            raise InvalidArgument("the arena is no durable volume: there is nothing to check", volume_id=volume_id[:64])
+        return home
+
+    def _told(self, home: Home, check: Check | None) -> pb.VolumeCheck:
+        volume_id = home.volume.volume_id
+        if check is None:
+            return pb.VolumeCheck(volume_id=volume_id, state=pb.CHECK_STATE_NONE)
+        now_s = self._parts.clock.now_s()
+        return pb.VolumeCheck(
+            volume_id=volume_id,
+            state=_CHECK_STATES[check.state],
+            blocks=check.blocks,
+            checked_blocks=check.checked_blocks,
+            good_blocks=check.good,
+            bad_blocks=check.bad,
+            unreadable_blocks=check.unreadable,
+            gone_blocks=check.gone,
+            rewritten_blocks=check.rewritten_blocks,
+            checked_bytes=check.checked_bytes,
+            bytes_per_s=check.bytes_per_s,
+            began_ago_ms=int((now_s - check.began_s) * 1000),
+            took_ms=int(((now_s if check.ended_s is None else check.ended_s) - check.began_s) * 1000),
+            why=check.why,
+        )
 
     def _home(self, volume_id: str) -> Home | None:
         """A durable volume; None: the arena.

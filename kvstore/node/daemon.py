@@ -27,6 +27,7 @@ from kvstore.node.admin import SERVICE_NAME as NODE_ADMIN
 from kvstore.node.admin import AdminParts, NodeAdminServicer
 from kvstore.node.block import Home
 from kvstore.node.buffers import StagingBuffer
+from kvstore.node.checking import VolumeChecks
 from kvstore.node.config import NodeConfig
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.drain import Drainer
@@ -440,6 +441,7 @@ class NodeDaemon:
             in_force=self.config.in_force,
             counters=self.counters,
             links=self._links,
+            checks=VolumeChecks(self.table, self.counters, self._clock),
         )
         return NodeAdminServicer(parts)
 

@@ -10,6 +10,7 @@ The table's lock is held for ``BATCH`` blocks at a time, so that loads and store
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -20,6 +21,10 @@ from kvstore.node.block import Block, Home
 from kvstore.node.domain import Domain
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import over
+from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import Slot
+
+log = logging.getLogger(__name__)
 
 BATCH = 1_024
 BATCHES_AMONG_SEVERAL = 64
@@ -129,6 +134,20 @@ def leave_nvme(table: BlockTable, home: Home, victims: Sequence[Block]) -> None:
         table.stay_on_nvme(victims)
         raise
     table.evicted_nvme(home, victims)
+
+
+def quarantine(table: BlockTable, home: Home, block: Block, slot: Slot, counters: Counters) -> None:
+    """Forgets a replica that proved bad in ``slot``, unless somebody has.
+
+    The slot rests until the next start, which does not find it in the catalog any more.
+    """
+    if not table.lost_replica(block, slot):
+        return
+    counters.add("quarantined_blocks_total")
+    try:
+        home.volume.commit([], [block.key])
+    except (OSError, KVStoreError) as error:
+        log.warning("the catalog of %s still names the bad block %s: %s", home.volume.volume_id, block.key.hex(), error)
 
 
 def evict_all_nvme(table: BlockTable) -> int:

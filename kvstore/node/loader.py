@@ -26,8 +26,9 @@ from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
-from kvstore.node.block import Block, Claim, Home
+from kvstore.node.block import Block, Claim
 from kvstore.node.domain import Domain
+from kvstore.node.evicting import quarantine
 from kvstore.node.mount_load import MountLoads
 from kvstore.node.mounts import Mount, Mounts
 from kvstore.node.peers import PeerAddress, Peers
@@ -318,7 +319,7 @@ class Loader:
                 items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
             with tracing.span("volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None):
                 outcomes = home.volume.read(items)
-            for index, outcome in zip(indices, outcomes, strict=True):
+            for index, outcome, (slot, _, _) in zip(indices, outcomes, items, strict=True):
                 position, block = todo[index]
                 part.outcomes[position] = outcome
                 if outcome is Outcome.HIT:
@@ -329,16 +330,7 @@ class Loader:
                 log.warning("block %s on %s: %s", block.key.hex(), home.volume.volume_id, outcome.name)
                 table.unreserve((slots[index],))
                 if outcome is Outcome.CORRUPT:
-                    self._quarantine(home, block)
-
-    def _quarantine(self, home: Home, block: Block) -> None:
-        """Forgets a bad replica. Its slot stays out of use until the next start, which no longer finds it in the catalog."""
-        self._table.lost_replica(block)
-        self._counters.add("quarantined_blocks_total")
-        try:
-            home.volume.commit([], [block.key])
-        except (OSError, KVStoreError) as error:
-            log.warning("the catalog of %s still names the bad block %s: %s", home.volume.volume_id, block.key.hex(), error)
+                    quarantine(table, home, block, slot, self._counters)
 
     def _from_mount(self, chain: _Chain, start: int, wanted: list[int], part: Part, mount: Mount, *, read_on: bool) -> list[int]:
         """Brings what a mounted volume has of some claimed absent blocks; answers which of them it did not bring."""

@@ -412,17 +412,18 @@ class BlockTable:
                 block.pins -= 1
             self._changed.notify_all()
 
-    def lost_replica(self, block: Block) -> None:
-        """The NVMe replica of a block proved bad: it is forgotten and its slot kept out of use (quarantine)."""
+    def lost_replica(self, block: Block, slot: Slot) -> bool:
+        """A block's NVMe replica in ``slot`` proved bad: it is forgotten, its slot kept out of use. False: it was already."""
         with self._lock:
-            if block.nvme is None or block.nvme_home is None:
-                return
+            if block.nvme != slot or block.nvme_home is None:
+                return False
             home = block.nvme_home
             home.quarantined += 1
             self._durable.remove(block, home)
             self._log.removed(home.volume.volume_id, block.key)
             block.nvme = block.nvme_home = None
             self._drop_if_nowhere(block)
+            return True
 
     # ---------------------------------------------------------------- write-behind
     def take_pending(self, max_blocks: int, max_bytes: int, wait_s: float) -> list[Block]:
@@ -512,10 +513,11 @@ class BlockTable:
         """How many blocks that were stored here would not outlive this process."""
         return sum(block.ours and not block.durable for block in self.snapshot())
 
-    def write_again(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
-        """Sends those of the keys to write-behind that lie in DRAM only: given up before, or not meant to be kept."""
+    def write_again(self, domain: Domain, keys: Sequence[BlockKey]) -> int:
+        """Sends those of the keys to write-behind that lie in DRAM only: given up before, or not meant to be kept. How many."""
         if not self._writes_behind:
-            return
+            return 0
+        sent = 0
         with self._lock:
             for key in keys:
                 block = self._blocks.get(key)
@@ -523,6 +525,8 @@ class BlockTable:
                     continue
                 if not block.elsewhere and not block.pending:
                     self._enqueue(block)
+                    sent += 1
+        return sent
 
     def give_up_pending(self) -> int:
         """Nothing that waits for write-behind now is written any more: as if each had failed. What is being written goes on."""

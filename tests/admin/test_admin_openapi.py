@@ -115,6 +115,9 @@ def test_known_names_too(http: AdminHttp) -> None:
         ("POST", "/v1/nodes/{node_id}/anti-entropy", {"path_parameters": node}),
         ("GET", "/v1/volumes/{node_id}/{name}", {"path_parameters": volume}),
         ("POST", "/v1/volumes/{node_id}/{name}/evict", {"path_parameters": volume, "body": {"to_percent": 50}}),
+        ("POST", "/v1/volumes/{node_id}/{name}/check", {"path_parameters": volume, "body": {"bytes_per_s": 10**9}}),
+        ("GET", "/v1/volumes/{node_id}/{name}/check", {"path_parameters": volume}),
+        ("DELETE", "/v1/volumes/{node_id}/{name}/check", {"path_parameters": volume}),
         ("GET", "/v1/namespaces/{namespace_id}", {"path_parameters": namespace}),
         ("GET", "/v1/namespaces/{namespace_id}/usage", {"path_parameters": namespace}),
         ("POST", "/v1/blocks/lookup", {"body": {**namespace, "tokens": list(range(200))}}),
@@ -128,7 +131,8 @@ def test_known_names_too(http: AdminHttp) -> None:
     ]
     for method, path, given_ in asked:
         answer = schema[path][method].Case(**given_).call_and_validate(checks=CHECKS)
-        assert answer.status_code == (412 if path.endswith("rebuild") else 200), (path, answer.content)
+        expected = 412 if path.endswith("rebuild") else 202 if (method, path[-6:]) == ("POST", "/check") else 200
+        assert answer.status_code == expected, (path, answer.content)
 
 
 @pytest.mark.parametrize(

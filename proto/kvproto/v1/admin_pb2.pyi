@@ -17,12 +17,29 @@ class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BLOCK_STATE_GONE: _ClassVar[BlockState]
     BLOCK_STATE_MISPLACED: _ClassVar[BlockState]
     BLOCK_STATE_UNKNOWN: _ClassVar[BlockState]
+
+class CheckState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHECK_STATE_UNSPECIFIED: _ClassVar[CheckState]
+    CHECK_STATE_NONE: _ClassVar[CheckState]
+    CHECK_STATE_WAITING: _ClassVar[CheckState]
+    CHECK_STATE_RUNNING: _ClassVar[CheckState]
+    CHECK_STATE_DONE: _ClassVar[CheckState]
+    CHECK_STATE_CANCELLED: _ClassVar[CheckState]
+    CHECK_STATE_FAILED: _ClassVar[CheckState]
 BLOCK_STATE_UNSPECIFIED: BlockState
 BLOCK_STATE_HELD: BlockState
 BLOCK_STATE_SILENT: BlockState
 BLOCK_STATE_GONE: BlockState
 BLOCK_STATE_MISPLACED: BlockState
 BLOCK_STATE_UNKNOWN: BlockState
+CHECK_STATE_UNSPECIFIED: CheckState
+CHECK_STATE_NONE: CheckState
+CHECK_STATE_WAITING: CheckState
+CHECK_STATE_RUNNING: CheckState
+CHECK_STATE_DONE: CheckState
+CHECK_STATE_CANCELLED: CheckState
+CHECK_STATE_FAILED: CheckState
 
 class SettingInForce(_message.Message):
     __slots__ = ("key", "value", "source", "detail", "description")
@@ -490,6 +507,60 @@ class InvalidateNamespaceResponse(_message.Message):
     dropped_blocks: int
     kept_blocks: int
     def __init__(self, dropped_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+
+class CheckVolumeRequest(_message.Message):
+    __slots__ = ("operation_id", "volume_id", "bytes_per_s")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    volume_id: str
+    bytes_per_s: int
+    def __init__(self, operation_id: _Optional[bytes] = ..., volume_id: _Optional[str] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
+
+class DescribeCheckRequest(_message.Message):
+    __slots__ = ("volume_id",)
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    def __init__(self, volume_id: _Optional[str] = ...) -> None: ...
+
+class CancelCheckRequest(_message.Message):
+    __slots__ = ("volume_id",)
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    def __init__(self, volume_id: _Optional[str] = ...) -> None: ...
+
+class VolumeCheck(_message.Message):
+    __slots__ = ("volume_id", "state", "blocks", "checked_blocks", "good_blocks", "bad_blocks", "unreadable_blocks", "gone_blocks", "rewritten_blocks", "checked_bytes", "bytes_per_s", "began_ago_ms", "took_ms", "why")
+    VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GOOD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BAD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    UNREADABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GONE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REWRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_AGO_MS_FIELD_NUMBER: _ClassVar[int]
+    TOOK_MS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    volume_id: str
+    state: CheckState
+    blocks: int
+    checked_blocks: int
+    good_blocks: int
+    bad_blocks: int
+    unreadable_blocks: int
+    gone_blocks: int
+    rewritten_blocks: int
+    checked_bytes: int
+    bytes_per_s: int
+    began_ago_ms: int
+    took_ms: int
+    why: str
+    def __init__(self, volume_id: _Optional[str] = ..., state: _Optional[_Union[CheckState, str]] = ..., blocks: _Optional[int] = ..., checked_blocks: _Optional[int] = ..., good_blocks: _Optional[int] = ..., bad_blocks: _Optional[int] = ..., unreadable_blocks: _Optional[int] = ..., gone_blocks: _Optional[int] = ..., rewritten_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., bytes_per_s: _Optional[int] = ..., began_ago_ms: _Optional[int] = ..., took_ms: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class SetTrafficCapRequest(_message.Message):
     __slots__ = ("bytes_per_s", "expected")

@@ -352,6 +352,21 @@ class NodeAdminStub:
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceResponse.FromString,
                 _registered_method=True)
+        self.CheckVolume = channel.unary_unary(
+                '/kvstore.v1.NodeAdmin/CheckVolume',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.CheckVolumeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.VolumeCheck.FromString,
+                _registered_method=True)
+        self.DescribeCheck = channel.unary_unary(
+                '/kvstore.v1.NodeAdmin/DescribeCheck',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeCheckRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.VolumeCheck.FromString,
+                _registered_method=True)
+        self.CancelCheck = channel.unary_unary(
+                '/kvstore.v1.NodeAdmin/CancelCheck',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.CancelCheckRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.VolumeCheck.FromString,
+                _registered_method=True)
         self.SetTrafficCap = channel.unary_unary(
                 '/kvstore.v1.NodeAdmin/SetTrafficCap',
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.SetTrafficCapRequest.SerializeToString,
@@ -403,6 +418,28 @@ class NodeAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckVolume(self, request, context):
+        """Begins to read every block of a durable volume and to compare it with its checksums, in the background. What is bad is taken
+        out as a load would. One check of a volume at a time; nothing of it outlives the node's process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeCheck(self, request, context):
+        """How far the check of a volume is, or what the last one found.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelCheck(self, request, context):
+        """Ends the check of a volume; what it found bad stays out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetTrafficCap(self, request, context):
         """Changes the cap on KV over the compute network, until the node is started again.
         """
@@ -444,6 +481,21 @@ def add_NodeAdminServicer_to_server(servicer, server):
                     servicer.InvalidateNamespace,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceResponse.SerializeToString,
+            ),
+            'CheckVolume': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckVolume,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.CheckVolumeRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.VolumeCheck.SerializeToString,
+            ),
+            'DescribeCheck': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeCheck,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeCheckRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.VolumeCheck.SerializeToString,
+            ),
+            'CancelCheck': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelCheck,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.CancelCheckRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.VolumeCheck.SerializeToString,
             ),
             'SetTrafficCap': grpc.unary_unary_rpc_method_handler(
                     servicer.SetTrafficCap,
@@ -591,6 +643,87 @@ class NodeAdmin:
             '/kvstore.v1.NodeAdmin/InvalidateNamespace',
             kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.InvalidateNamespaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckVolume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeAdmin/CheckVolume',
+            kvstore_dot_v1_dot_admin__pb2.CheckVolumeRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.VolumeCheck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeCheck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeAdmin/DescribeCheck',
+            kvstore_dot_v1_dot_admin__pb2.DescribeCheckRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.VolumeCheck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelCheck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.NodeAdmin/CancelCheck',
+            kvstore_dot_v1_dot_admin__pb2.CancelCheckRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.VolumeCheck.FromString,
             options,
             channel_credentials,
             insecure,
