@@ -44,7 +44,7 @@ def processor_s(pid: int) -> float:
 
 
 def requests(namespace_id: str, keys: list[BlockKey], seed: int) -> list[Asked]:
-    """A mix: lists and figures as the page and dashboards ask for them, and as many questions for one of something."""
+    """A mix: what the page, dashboards and scripts ask for again and again, and one question in seven for some block."""
     draw = random.Random(seed)
     looks = [
         *("/v1/overview", "/v1/cluster", "/v1/nodes", "/v1/volumes", "/v1/activity", "/v1/namespaces", "/v1/loads/slow"),
@@ -52,8 +52,8 @@ def requests(namespace_id: str, keys: list[BlockKey], seed: int) -> list[Asked]:
         *("/v1/nodes/bench", "/v1/nodes/bench/config", "/v1/volumes/bench/dram", "/v1/volumes/bench/nvme0"),
         f"/v1/namespaces/{namespace_id}",
     ]
-    mix = [Asked("GET", path) for path in looks * 10]
-    mix += [Asked("GET", f"/v1/blocks/{draw.choice(keys).hex()}") for _ in range(len(mix) // 2)]
+    mix = [Asked("GET", path) for path in looks * 20]
+    mix += [Asked("GET", f"/v1/blocks/{draw.choice(keys).hex()}") for _ in range(len(mix) // 10)]
     short = json.dumps({"namespace_id": namespace_id, "keys": [key.hex() for key in keys[:16]]})
     mix += [Asked("POST", "/v1/blocks/lookup", short) for _ in range(len(mix) // 20)]
     draw.shuffle(mix)

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -42,7 +41,7 @@ class Outcome:
 
     seconds: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
-    statuses: dict[str, int] = field(default_factory=Counter)
+    statuses: dict[str, int] = field(default_factory=dict)
     """Answers by status, and requests without one by why."""
 
     @property

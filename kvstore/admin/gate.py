@@ -14,7 +14,7 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
+from kvstore.admin.reuse import Answers
 from kvstore.admin.tokens import LOCAL, Caller, Role, Tokens
 from kvstore.core.errors import (
     CapacityExceeded,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json"})
 QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
 """POSTs that change nothing: what is asked about does not fit an address."""
+REUSED: Final = "/v1/"
+"""Where answers may be told again, where a question comes again and again (``kvstore.admin.reuse``)."""
 BODY_S: Final = 10.0
 """How long a client may take to send its request."""
 _SPARE_S: Final = 5.0
@@ -68,6 +71,7 @@ class Gate:
         self._config = config
         self._tokens = tokens
         self._counters = counters
+        self._answers = Answers()
         self._inflight = 0
         self._public = 0
 
@@ -117,12 +121,27 @@ class Gate:
         if max(self._inflight, self._public) > self._config.max_inflight:
             raise CapacityExceeded("as many requests are under way as this server takes", most=self._config.max_inflight)
         scope.setdefault("state", {})["caller"] = self._admit(scope, headers)
-        body = b""
+        body, send = b"", cast("Send", answer)
+        if _changes(scope):
+            self._answers.forget()
+        elif scope["method"] == "GET" and scope["path"].startswith(REUSED):
+            question = (scope["path"], scope["query_string"])
+            told = self._answers.again(question)
+            if told is not None:
+                self._counters.add("admin_answers_reused_total")
+                for message in told:
+                    await answer(message)
+                return
+            send = self._answers.keeping(question, answer)
         if scope["path"] not in PUBLIC:
             async with asyncio.timeout(BODY_S):
                 body = await self._body(receive, headers)
         async with asyncio.timeout(self._config.timeout_s + self._config.change_timeout_s + _SPARE_S):
-            await self._app(scope, _replayed(body, receive), answer)
+            try:
+                await self._app(scope, _replayed(body, receive), send)
+            finally:
+                if _changes(scope):
+                    self._answers.forget()  # what was asked while the change was under way may be what was before it
 
     def malformed(self) -> Response:
         """The answer to what is no HTTP: as to all else that cannot be served. Nobody's business is done for it."""
@@ -152,7 +171,6 @@ class Gate:
         path: str = scope["path"]
         if path in PUBLIC:
             return None
-        changes = scope["method"] not in {"GET", "HEAD"} and path not in QUESTIONS
         if self._tokens is None:
             _check_local(headers)
             return LOCAL
@@ -160,7 +178,7 @@ class Gate:
         caller = self._tokens.caller(token.strip()) if scheme.lower() == "bearer" else None
         if caller is None:
             raise Unauthenticated("give a token of the server's file: Authorization: Bearer TOKEN")
-        if changes and caller.role is not Role.OPERATOR:
+        if _changes(scope) and caller.role is not Role.OPERATOR:
             raise PermissionDenied("this takes the role operator", role=caller.role.value)
         return caller
 
@@ -179,6 +197,11 @@ class Gate:
                 raise _TooLong
             if not message.get("more_body", False):
                 return bytes(raw)
+
+
+def _changes(scope: Scope) -> bool:
+    """Whether a request is no mere question."""
+    return scope["method"] not in {"GET", "HEAD"} and scope["path"] not in QUESTIONS
 
 
 class _Left(Exception):

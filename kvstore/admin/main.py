@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from typing import Final
 
 from kvstore.admin.app import make_app
 from kvstore.admin.config import AdminConfig
@@ -11,6 +13,9 @@ from kvstore.admin.upstream import Upstream
 from kvstore.observe.counters import Counters
 from kvstore.rpc import http_server
 from kvstore.rpc.descriptors import raise_limit
+
+NICENESS: Final = 10
+"""Where an engine or a daemon of the store wants a processor that this server has, it has it at once: people can wait."""
 
 
 def run(config: AdminConfig) -> None:
@@ -21,6 +26,7 @@ def run(config: AdminConfig) -> None:
         InvalidArgument: tokens or TLS files that cannot be read.
     """
     raise_limit()
+    os.nice(NICENESS)
     asyncio.run(_serve(config))
 
 
