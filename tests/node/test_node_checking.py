@@ -109,8 +109,9 @@ def test_what_is_good_stays_as_it_is_and_is_not_used(node: Node) -> None:
 
 def test_what_is_bad_leaves_and_comes_back_from_dram(node: Node) -> None:
     """Position 3 lies in DRAM too, 11 does not."""
+    cold = node.block(11)
     with node.table._lock:
-        node.table._evict_dram(node.block(11))
+        node.table._evict_dram(cold)
     node.plan.add(Fault.BIT_FLIP, operation=Operation.READ, keys=[node.keys[3], node.keys[11]], times=2)
     found = node.check()
     assert (found.good, found.bad, found.rewritten_blocks, found.unreadable) == (BLOCKS - 2, 2, 1, 0)
