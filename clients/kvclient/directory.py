@@ -61,7 +61,7 @@ class Directory:
         self.address = address
         self._spec = spec
         self._clock = clock
-        self._channel = connect(address, tls=tls)
+        self._channel = connect(address, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
         self._registered = False

@@ -32,6 +32,7 @@ from kvstore.observe.counters import Counters
 from kvstore.rpc.client import connect
 from kvstore.rpc.codec import check_id, keys_from_packed, run_from_proto, tier_from_proto, tier_to_proto
 from kvstore.rpc.errors import FailedCall, from_rpc_error
+from kvstore.rpc.tokens import Shown
 
 _log = logging.getLogger(__name__)
 
@@ -259,6 +260,7 @@ class BlockWatcher:
         nodes: volumes of these nodes alone; none: of all.
         tiers: volumes of these tiers alone; none: of all.
         tls: as for every channel of a client.
+        token: what the server is shown (``ClientOptions.shown_token``); with a tenant's, ``namespaces`` takes its own, by name.
         on_change: called after each message, in the watcher's thread, with the mirror and what may have changed. While it runs
             the mirror stands still; if it is slower than changes come, the server makes the mirror begin anew.
 
@@ -274,6 +276,7 @@ class BlockWatcher:
         nodes: Sequence[NodeId] = (),
         tiers: Sequence[Tier] = (),
         tls: TlsConfig | None = None,
+        token: Shown | None = None,
         on_change: Callable[[BlockMirror, Change], None] | None = None,
     ) -> None:
         self.counters = Counters()
@@ -287,7 +290,7 @@ class BlockWatcher:
         self._stopped = threading.Event()
         self._refused: KVStoreError | None = None
         self._stream: Stream | None = None
-        self._channel = connect(address, tls=tls, own_connection=True)
+        self._channel = connect(address, tls=tls, token=token, own_connection=True)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._thread = threading.Thread(target=self._run, name="kvstore-events", daemon=True)
         self._thread.start()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
+from kvstore.rpc.tokens import Shown
 from kvstore.transport.marking import CS1
 from kvstore.transport.nixl.port import NEEDS_TRUST, NixlOptions
 from kvstore.transport.traffic import TrafficClass
@@ -65,6 +67,8 @@ class ClientOptions:
         slow_load_s: a load that takes longer is logged with its breakdown.
         metrics_listen: address, ``host:port``, of ``/metrics`` and ``/loads`` of this client over plain HTTP, on this host; None:
             not served. In an engine that shows metrics of its own, ``kvclient.metrics.collector`` joins those instead.
+        token: shown to metadata server and nodes with every call; never printed or logged. Empty: nothing is shown.
+        token_file: a file that holds it instead; it may change.
     """
 
     client_name: str = "kvclient"
@@ -101,6 +105,8 @@ class ClientOptions:
     log_interval_s: float = 10.0
     slow_load_s: float = 1.0
     metrics_listen: str | None = None
+    token: str = field(default="", repr=False)
+    token_file: Path | None = None
 
     def __post_init__(self) -> None:
         positive = (
@@ -124,11 +130,20 @@ class ClientOptions:
         for name in ("room_wait_s", "lease_margin_s", "log_interval_s", "slow_load_s"):
             object.__setattr__(self, name, check_seconds(name, getattr(self, name), zero=True))
         check_metrics_address(self.metrics_listen, allow_remote=False)
+        self.shown_token()
         self.traffic_class()
         if self.nixl is not None and not self.nixl_trusted_network:
             raise InvalidArgument(NEEDS_TRUST, option="nixl", needs="nixl_trusted_network=True")
         if self.verify not in VERIFY_CHOICES:
             raise InvalidArgument("unknown choice", option="verify", value=self.verify, choices=VERIFY_CHOICES)
+
+    def shown_token(self) -> Shown | None:
+        """The token for a channel; None: there is none.
+
+        Raises:
+            InvalidArgument: given twice, cannot be read, or no token.
+        """
+        return Shown.of(self.token, self.token_file)
 
     def traffic_class(self) -> TrafficClass:
         """The class of this client's KV traffic.

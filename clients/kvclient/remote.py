@@ -89,7 +89,7 @@ class PeerPool:
         return int(call(stub.AbandonPrompt, request, timeout_s, RetryPolicy(max_backoff_s=2.0)).awaited)
 
     def _connect(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
-        channel = connect(node.control_address, tls=self._tls)
+        channel = connect(node.control_address, tls=self._tls, token=self._options.shown_token())
         stub = node_pb2_grpc.NodeStub(channel)
 
         def ticket() -> bytes:

@@ -91,12 +91,13 @@ class SchedulerClient:
     Args:
         metadata: address of the metadata server.
         tls: as for every channel of the client.
-        options: bounds; of them those of the circuit breaker.
+        options: bounds; of them those of the circuit breaker, and the token.
     """
 
     def __init__(self, metadata: str, *, tls: TlsConfig | None = None, options: ClientOptions | None = None) -> None:
-        self._guard = _Guard(metadata, options or ClientOptions())
-        self._channel = connect(metadata, tls=tls)
+        options = options or ClientOptions()
+        self._guard = _Guard(metadata, options)
+        self._channel = connect(metadata, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._calling_off: set[object] = set()
 
@@ -225,8 +226,9 @@ class AsyncSchedulerClient:
     """As ``SchedulerClient``, for the running event loop: thousands of requests wait without a thread each."""
 
     def __init__(self, metadata: str, *, tls: TlsConfig | None = None, options: ClientOptions | None = None) -> None:
-        self._guard = _Guard(metadata, options or ClientOptions())
-        self._channel = connect_aio(metadata, tls=tls)
+        options = options or ClientOptions()
+        self._guard = _Guard(metadata, options)
+        self._channel = connect_aio(metadata, tls=tls, token=options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._calling_off: set[asyncio.Task[None]] = set()
 

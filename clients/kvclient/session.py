@@ -335,7 +335,7 @@ class LocalNode:
             if self._channel is None or self._channel_address != address:
                 if self._channel is not None:
                     self._channel.close()
-                self._channel = connect(address, tls=self._tls)
+                self._channel = connect(address, tls=self._tls, token=self._options.shown_token())
                 self._channel_address = address
             return self._channel
 

@@ -60,7 +60,7 @@ class Stages:
             if found is not None:
                 self._open.move_to_end(node)
                 return found
-        channel = connect(node.control_address, tls=self._tls)
+        channel = connect(node.control_address, tls=self._tls, token=self._options.shown_token())
         stub = node_pb2_grpc.NodeStub(channel)
         try:
             opened = call(stub.OpenSession, self._request, timeout_s)

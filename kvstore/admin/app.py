@@ -21,11 +21,11 @@ from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.page import WebPage
 from kvstore.admin.problems import MEDIA_TYPE, Problem, Refused, problem
 from kvstore.admin.reads import Reads
-from kvstore.admin.tokens import Tokens
 from kvstore.admin.upstream import Upstream
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, NotFound, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
+from kvstore.rpc.tokens import Tokens, Watched
 
 OPENAPI: Final = "/v1/openapi.json"
 _ABOUT: Final = """\
@@ -46,7 +46,7 @@ _WITH_BODY: Final = {"413": "the request is too long"}
 _NOT_FOUND: Final = 404
 
 
-def make_app(upstream: Upstream, config: AdminConfig, tokens: Tokens | None, counters: Counters) -> Gate:
+def make_app(upstream: Upstream, config: AdminConfig, tokens: Watched[Tokens] | None, counters: Counters) -> Gate:
     """One admin server's application, behind its gate."""
     app = FastAPI(
         title="kvstore admin",

@@ -12,9 +12,9 @@ from typing import Final
 from starlette.requests import Request
 
 from kvstore.admin.problems import Refused
-from kvstore.admin.tokens import Caller
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.counters import Counters
+from kvstore.rpc.tokens import Caller
 
 logger: Final = logging.getLogger("kvstore.audit")
 logger.setLevel(logging.INFO)  # whatever level the other logs begin at

@@ -9,6 +9,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.in_force import InForce
 from kvstore.core.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix, stays_on_host
+from kvstore.rpc.tokens import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +19,14 @@ class AdminConfig:
     Args:
         listen: ``"host:port"`` (port 0: any).
         metadata: address of the metadata server.
-        tokens_file: who may do what (``kvstore.admin.tokens``); None: whoever reaches it, which is this host alone.
+        tokens_file: who may do what (``kvstore.rpc.tokens``); None: whoever reaches it, which is this host alone.
         timeout_s: of a question to the metadata server or a node.
         change_timeout_s: of a change at one of them, such as an eviction.
         max_body_bytes: of a request.
         max_inflight: requests at once; one more is refused.
         stop_grace_s: how long requests under way may take when it ends.
         tls: of the channels to metadata server and nodes.
+        token: what they are shown; None: nothing.
         serve_tls: this server's own certificate; None: plain HTTP.
         allow_insecure_remote: listen without TLS where other hosts can reach it. Never without tokens.
         ready_file: written as JSON ``{"address", "pid"}`` once it answers.
@@ -43,6 +45,7 @@ class AdminConfig:
     max_inflight: int = 64
     stop_grace_s: float = 5.0
     tls: TlsConfig | None = None
+    token: Shown | None = None
     serve_tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     ready_file: Path | None = None

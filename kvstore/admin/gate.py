@@ -25,7 +25,6 @@ from kvstore.admin.config import AdminConfig
 from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.problems import TOO_LONG, problem
 from kvstore.admin.reuse import Answers
-from kvstore.admin.tokens import LOCAL, Caller, Role, Tokens
 from kvstore.core.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -38,6 +37,7 @@ from kvstore.core.errors import (
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.rpc.address import stays_on_host
+from kvstore.rpc.tokens import LOCAL, Caller, Role, Tokens, Watched
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Gate:
         counters: of the process.
     """
 
-    def __init__(self, app: ASGIApp, config: AdminConfig, tokens: Tokens | None, counters: Counters) -> None:
+    def __init__(self, app: ASGIApp, config: AdminConfig, tokens: Watched[Tokens] | None, counters: Counters) -> None:
         self._app = app
         self._config = config
         self._tokens = tokens
@@ -175,9 +175,11 @@ class Gate:
             _check_local(headers)
             return LOCAL
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        caller = self._tokens.caller(token.strip()) if scheme.lower() == "bearer" else None
+        caller = self._tokens.get().caller(token.strip()) if scheme.lower() == "bearer" else None
         if caller is None:
             raise Unauthenticated("give a token of the server's file: Authorization: Bearer TOKEN")
+        if caller.role not in (Role.READ, Role.OPERATOR):
+            raise PermissionDenied("this takes the role read or operator", role=caller.role.value)
         if _changes(scope) and caller.role is not Role.OPERATOR:
             raise PermissionDenied("this takes the role operator", role=caller.role.value)
         return caller

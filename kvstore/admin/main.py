@@ -8,11 +8,11 @@ from typing import Final
 
 from kvstore.admin.app import make_app
 from kvstore.admin.config import AdminConfig
-from kvstore.admin.tokens import Tokens
 from kvstore.admin.upstream import Upstream
 from kvstore.observe.counters import Counters
 from kvstore.rpc import http_server
 from kvstore.rpc.descriptors import raise_limit
+from kvstore.rpc.tokens import tokens_file
 
 NICENESS: Final = 10
 """Where an engine or a daemon of the store wants a processor that this server has, it has it at once: people can wait."""
@@ -31,7 +31,7 @@ def run(config: AdminConfig) -> None:
 
 
 async def _serve(config: AdminConfig) -> None:
-    tokens = None if config.tokens_file is None else await asyncio.to_thread(Tokens.read, config.tokens_file)
+    tokens = None if config.tokens_file is None else await asyncio.to_thread(tokens_file, config.tokens_file)
     door = http_server.bind(config.listen, "admin server")
     counters = Counters()
     upstream = Upstream(config, counters)

@@ -46,7 +46,7 @@ class Upstream:
     def __init__(self, config: AdminConfig, counters: Counters) -> None:
         self._config = config
         self._counters = counters
-        self._channel = connect_aio(config.metadata, tls=config.tls)
+        self._channel = connect_aio(config.metadata, tls=config.tls, token=config.token)
         self._metadata = MetadataStub(self._channel)
         self._admin = MetadataAdminStub(self._channel)
         self._slots = asyncio.Semaphore(NODES_AT_ONCE)
@@ -156,7 +156,9 @@ class Upstream:
         """
         if not status.alive:
             raise Unavailable("the node is silent", node_id=status.node.node_id)
-        async with self._slots, connect_aio(status.node.control_address, tls=self._config.tls, own_connection=True) as channel:
+        tls, token = self._config.tls, self._config.token
+        address = status.node.control_address
+        async with self._slots, connect_aio(address, tls=tls, token=token, own_connection=True) as channel:
             return await ask(Ask(status, channel, self._config.timeout_s if timeout_s is None else timeout_s, self._counters))
 
     async def change_node(self, status: metadata_pb2.NodeStatus, ask: Callable[[Ask], Awaitable[T]]) -> T:

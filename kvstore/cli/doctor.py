@@ -13,7 +13,7 @@ import click
 
 from kvstore.cli.help import Command
 from kvstore.cli.options import setting_option, with_quiet_config
-from kvstore.cli.settings import tls
+from kvstore.cli.settings import tls, token
 from kvstore.core.config import Config, NodeSection
 from kvstore.core.errors import KVStoreError
 from kvstore.doctor.facts import Wanted, WantedNixl, WantedVolume
@@ -107,7 +107,7 @@ def running_nodes(config: Config) -> list[RunningNode]:
     from kvstore.rpc.client import call, connect
 
     try:
-        with connect(config.client.metadata, tls=tls(config.client.tls)) as channel:
+        with connect(config.client.metadata, tls=tls(config.client.tls), token=token(config.client)) as channel:
             known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), _NODE_S).nodes
     except (KVStoreError, OSError):
         return []  # nothing need run for a host to be looked at
@@ -120,7 +120,7 @@ def _ask_node(config: Config, address: str) -> RunningNode:
     from kvstore.rpc.client import call, connect
 
     try:
-        with connect(address, tls=tls(config.client.tls)) as channel:
+        with connect(address, tls=tls(config.client.tls), token=token(config.client)) as channel:
             said = call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), _NODE_S)
     except (KVStoreError, OSError) as error:
         return RunningNode(address, error=str(error))

@@ -12,7 +12,7 @@ import click
 
 from kvstore.cli.help import Command
 from kvstore.cli.options import setting_option, with_config
-from kvstore.cli.settings import tls
+from kvstore.cli.settings import tls, token
 from kvstore.core.config import Config
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import KEY_BYTES, NamespaceId, NodeId, Tier
@@ -81,6 +81,7 @@ def events_config(config: Config, endpoint: str) -> EventsConfig:
         high_water=section.high_water,
         heartbeat_s=section.heartbeat / 1000,
         tls=tls(config.client.tls),
+        token=token(config.client),
         metrics_listen=None if section.metrics_listen in {"", "none"} else section.metrics_listen,
         ready_file=section.ready_file,
         allow_insecure_remote=section.allow_insecure_remote,
@@ -129,6 +130,7 @@ def _print_events(config: Config) -> None:
         nodes=[NodeId(node) for node in config.events.nodes],
         tiers=[Tier[tier.upper()] for tier in config.events.tiers],
         tls=tls(config.client.tls),
+        token=token(config.client),
         on_change=show,
     ) as watcher:
         while not stop.wait(_WATCH_S):

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvclient.options import ClientOptions
 from kvstore.admin.config import AdminConfig
 from kvstore.cli.logs import set_up_logs
-from kvstore.core.config import Config, NodeSection, TlsSection
+from kvstore.core.config import ClientSection, Config, NodeSection, TlsSection
 from kvstore.core.config_sources import Provenance, leaves
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.in_force import InForce
@@ -21,6 +21,7 @@ from kvstore.metadata.config import MetadataConfig
 from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
 from kvstore.observe import tracing
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
+from kvstore.rpc.tokens import Shown
 from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
@@ -60,6 +61,15 @@ def tls(section: TlsSection) -> TlsConfig | None:
     )
 
 
+def token(section: ClientSection | NodeSection) -> Shown | None:
+    """The token that a process shows to metadata server and nodes, or None.
+
+    Raises:
+        InvalidArgument: the file cannot be read, or holds none.
+    """
+    return Shown.of(file=section.token_file)
+
+
 def in_force(config: Config, provenance: Provenance | None, *sections: str) -> tuple[InForce, ...]:
     """What a process shows of its configuration; passwords in addresses are masked.
 
@@ -95,6 +105,7 @@ def metadata_config(config: Config, provenance: Provenance | None = None) -> Met
         max_requests=section.max_requests,
         workers=section.workers,
         stop_grace_ms=section.stop_grace,
+        tokens_file=section.tokens_file,
         events_bytes=section.events_memory,
         max_subscribers=section.max_subscribers,
         tls=tls(section.tls),
@@ -146,6 +157,8 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
         stop_grace_s=section.stop_grace / 1000,
         move_bytes_per_s=section.move_bandwidth,
         move_window_bytes=section.move_window,
+        tokens_file=section.tokens_file,
+        token_file=section.token_file,
         tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
         metrics_listen=_listen_or_none(section.metrics_listen),
@@ -227,6 +240,7 @@ def router_config(config: Config) -> RouterConfig:
         ),
         engine_tls_ca=section.engine_ca,
         tls=tls(config.client.tls),
+        token_file=config.client.token_file,
         serve_tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
         ready_file=section.ready_file,
@@ -246,10 +260,11 @@ def admin_config(config: Config, provenance: Provenance | None = None) -> AdminC
         max_inflight=section.max_inflight,
         stop_grace_s=section.stop_grace / 1000,
         tls=tls(config.client.tls),
+        token=token(config.client),
         serve_tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
         ready_file=section.ready_file,
-        in_force=in_force(config, provenance, "admin.", "client.tls.", "log."),
+        in_force=in_force(config, provenance, "admin.", "client.tls.", "client.token_file", "log."),
     )
 
 
@@ -259,4 +274,5 @@ def client_options(config: Config, name: str) -> ClientOptions:
         client_name=name,
         default_deadline_s=config.client.deadline / 1000,
         lookup_deadline_s=config.client.lookup_deadline / 1000,
+        token_file=config.client.token_file,
     )

@@ -18,7 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvstore.cli.options import configuration, setting_option, with_quiet_config
-from kvstore.cli.settings import tls
+from kvstore.cli.settings import tls, token
 from kvstore.cli.show import clean, note
 from kvstore.core.config import Config
 from kvstore.core.errors import DeadlineExceeded, ErrorKind, KVStoreError, Unavailable
@@ -99,7 +99,8 @@ def ask(config: Config, question: Callable[[Store], Awaitable[T]], *, refusal: t
     """Asks, on an event loop of its own.
 
     Args:
-        config: where the metadata server is (``client.metadata``), by what TLS (``client.tls``), and how long answers may take
+        config: where the metadata server is (``client.metadata``), by what TLS and token
+            (``client.tls``, ``client.token_file``), and how long answers may take
             (``admin.timeout``, and no longer than ``client.deadline``; ``admin.change_timeout``).
         question: what to ask.
         refusal: what is raised where the store says no, or has no such thing.
@@ -134,6 +135,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
             timeout_s=min(config.admin.timeout, config.client.deadline) / 1000,
             change_timeout_s=config.admin.change_timeout / 1000,
             tls=tls(config.client.tls),
+            token=token(config.client),
         ),
         Counters(),
     )

@@ -36,6 +36,12 @@ class TlsSection(Section):
     server_name: str | None = Field(default=None, description="clients: name expected in the server's certificate")
 
 
+_TOKENS = (
+    "who may call what: lines of ROLE NAME TOKEN, roles read, operator, node, engine and tenant; read again when it changes."
+    " Unset: whoever reaches it, everything"
+)
+
+
 class MetadataSection(Section):
     """The metadata server."""
 
@@ -80,6 +86,7 @@ class MetadataSection(Section):
         default=32 << 20, ge=1 << 20, description="the most that past block events may take: how far a subscriber may fall behind"
     )
     max_subscribers: int = Field(default=64, ge=1, le=1_024, description="to block events, at once; one more is refused")
+    tokens_file: Path | None = Field(default=None, description=_TOKENS)
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
     metrics_listen: str = Field(
@@ -209,6 +216,10 @@ class NodeSection(Section):
         description="the most bytes a second that others copy from it while it drains (kvstore drain --move); 0: no bound",
     )
     move_window: Size = Field(default=32 << 20, gt=0, description="bytes that others copy from it at once while it drains")
+    tokens_file: Path | None = Field(default=None, description=_TOKENS)
+    token_file: Path | None = Field(
+        default=None, description="file with the token that it shows to the metadata server and other nodes: role node"
+    )
     tls: TlsSection = TlsSection()
     allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
     metrics_listen: str = Field(
@@ -226,6 +237,10 @@ class ClientSection(Section):
     node: str | None = Field(default=None, description="address or unix socket of the node on this host; unset: none")
     deadline: DurationMs = Field(default=10_000, gt=0, description="bound of a load or store")
     lookup_deadline: DurationMs = Field(default=1_000, gt=0, description="bound of a lookup")
+    token_file: Path | None = Field(
+        default=None,
+        description="file with the token shown to metadata server and nodes, also by admin server and router",
+    )
     tls: TlsSection = TlsSection()
 
 

@@ -13,6 +13,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import NamespaceId, NodeId, Tier
 from kvstore.rpc.address import check_address, check_metrics_address, stays_on_host
+from kvstore.rpc.tokens import Shown
 
 _ENDPOINT: Final = re.compile(r"(?P<kind>tcp|ipc)://(?P<rest>.+)")
 
@@ -42,6 +43,7 @@ class EventsConfig:
         first: number of the first batch; None: the clock's microseconds, so that a publisher that was started again leaves a gap
             in the numbers, which its subscribers have replayed like any other.
         tls: as for every channel to the metadata server.
+        token: what it is shown; None: nothing.
         metrics_listen: address of ``/metrics``; None: not served.
         ready_file: written as JSON ``{"zmq", "replay", "pid"}`` once the first snapshot is published.
         allow_insecure_remote: bind where other hosts can reach it: ZeroMQ has no TLS here and checks nobody.
@@ -66,6 +68,7 @@ class EventsConfig:
     heartbeat_s: float = 5.0
     first: int | None = None
     tls: TlsConfig | None = None
+    token: Shown | None = None
     metrics_listen: str | None = None
     ready_file: Path | None = None
     allow_insecure_remote: bool = False

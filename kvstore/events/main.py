@@ -44,7 +44,9 @@ class BlockTokens:
         if tokens is None and time.monotonic() - self._asked_s >= _ASK_AGAIN_S:
             self._asked_s = time.monotonic()
             try:
-                specs = list_namespaces(self._config.metadata, timeout_s=_ASK_TIMEOUT_S, tls=self._config.tls)
+                specs = list_namespaces(
+                    self._config.metadata, timeout_s=_ASK_TIMEOUT_S, tls=self._config.tls, token=self._config.token
+                )
             except KVStoreError as error:
                 logger.warning("the namespaces are not known, so that events say a block size of 0: %s", error)
                 specs = []
@@ -77,6 +79,7 @@ def run(config: EventsConfig) -> None:
         nodes=config.nodes,
         tiers=config.tiers,
         tls=config.tls,
+        token=config.token,
         on_change=publisher.take,
     )
 

@@ -35,6 +35,7 @@ class MetadataConfig:
         request_ttl_ms: requests are forgotten so long after they came, if engines never said that they are done.
         max_requests: requests that wait or are under way; one more is refused.
         workers: server processes that share the port and the index.
+        tokens_file: who may call what (``kvstore.rpc.tokens``); None: whoever reaches it.
         stop_grace_ms: how long calls under way may take when it ends.
         events_bytes: the most memory that past block events may take; it bounds how far a subscriber may fall behind.
         max_subscribers: to block events, at once; one more is refused.
@@ -64,6 +65,7 @@ class MetadataConfig:
     stop_grace_ms: int = 5_000
     events_bytes: int = 32 << 20
     max_subscribers: int = 64
+    tokens_file: Path | None = None
     tls: TlsConfig | None = None
     metrics_listen: str | None = None
     ready_file: Path | None = None

@@ -31,6 +31,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.rpc.server import BoundServer, build_aio_server
+from kvstore.rpc.tokens import tokens_file
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class MetadataServer:
                 services=[SERVICE_NAME, METADATA_ADMIN],
                 counters=self.counters,
                 tls=config.tls,
+                tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
                 reuse_port=config.workers > 1,
             )
             also: list[Callable[[], None]] = [] if scheduling is None else [scheduling.expire]

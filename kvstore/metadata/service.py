@@ -28,10 +28,12 @@ from kvstore.metadata.orders import NodeOrders, check_progress, refuse_removed
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.publishing import PublishStream
 from kvstore.metadata.scheduling import MAX_BUDGET_S, Scheduling
+from kvstore.metadata.tenants import Tenants
 from kvstore.metadata.watching import BlockWatch, tell_served
 from kvstore.metadata.writer import IndexThread
 from kvstore.metadata.writes import register_node, repair_range
 from kvstore.observe.counters import Counters
+from kvstore.rpc.access import confine, tenant
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, spec_to_proto, tier_from_proto
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
@@ -78,6 +80,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._lookups = parts.lookups
+        self._tenants = Tenants(parts.index)
         self._streams: set[PublishStream] = set()
 
     def end_streams(self) -> None:
@@ -171,6 +174,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest, context: object) -> pb.RegisterNamespaceResponse:
         check_id(request.operation_id, "operation_id")
         spec = spec_from_proto(request.spec)
+        confine(spec.tenant)
         namespace = spec.namespace
         index = self._parts.index
         known = {namespace_id for namespace_id, _ in index.namespaces()}
@@ -182,15 +186,19 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         return pb.RegisterNamespaceResponse(namespace_id=namespace)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: object) -> pb.ListNamespacesResponse:
-        entries = self._parts.index.namespaces()
+        entries = [(key, CacheSpec.FromString(spec)) for key, spec in self._parts.index.namespaces()]
+        only = tenant()
         return pb.ListNamespacesResponse(
-            namespaces=[pb.NamespaceInfo(namespace_id=key, spec=CacheSpec.FromString(spec)) for key, spec in entries]
+            namespaces=[
+                pb.NamespaceInfo(namespace_id=key, spec=spec) for key, spec in entries if only is None or spec.tenant == only
+            ]
         )
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: object) -> pb.ListNodesResponse:
         return pb.ListNodesResponse(nodes=self._parts.nodes.statuses())
 
     async def Lookup(self, request: pb.LookupRequest, context: object) -> bytes:  # see add_to_server
+        self._tenants.check(request.namespace_id)
         return self._lookups.answer(request)
 
     async def PlanLoad(self, request: pb.PlanLoadRequest, context: object) -> pb.LoadPlan:
@@ -220,6 +228,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         parts = self._parts
         if parts.feed is None:
             raise Unsupported("block events are told by one process that sees all changes: set metadata.workers to 1")
+        self._tenants.check_all(request.namespace_ids)
         watch = BlockWatch(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
         async with aclosing(watch.run()) as messages:
             async for message in messages:

@@ -111,6 +111,10 @@ class NodeConfig:
     """The most that others pull from this node while it drains; 0: no bound."""
     move_window_bytes: int = 32 << 20
     """Bytes that others pull from it at once."""
+    tokens_file: Path | None = None
+    """Who may call what (``kvstore.rpc.tokens``); None: whoever reaches it."""
+    token_file: Path | None = None
+    """The token that it shows to the metadata server and other nodes; None: none."""
     tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     """Listen on other than loopback without TLS."""

@@ -33,6 +33,7 @@ from kvstore.node.domain import Domain, Domains
 from kvstore.node.drain import Drainer
 from kvstore.node.gate import Gate
 from kvstore.node.gauges import Links, NodeGauges
+from kvstore.node.known import KnownNodes
 from kvstore.node.last_chance import make_durable
 from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Loader
@@ -58,6 +59,7 @@ from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
+from kvstore.rpc.tokens import Shown, tokens_file
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import DurableVolume, Slot
 from kvstore.tiers.io_engines.probe import choose_gds
@@ -110,6 +112,8 @@ class NodeDaemon:
                     address=address,
                 )
         check_metrics_address(config.metrics_listen, allow_remote=config.allow_insecure_remote)
+        self._tokens = None if config.tokens_file is None else tokens_file(config.tokens_file)
+        self._token = Shown.of(file=config.token_file)
         config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._socket = config.run_dir / f"{config.node_id}.sock"
         self._arena_socket = config.run_dir / f"{config.node_id}.arena"
@@ -176,7 +180,8 @@ class NodeDaemon:
         self._recover(homes)
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
-        self._peers = Peers(self._make_peer)
+        known = None if self._token is None else KnownNodes(config.metadata, config.tls, self._token)
+        self._peers = Peers(self._make_peer, None if known is None else known.check)
         self._mounts = make_mounts(config.mounts, io_threads=config.io_threads, counters=counters, clock=clock)
         self._loader = Loader(
             NodeId(config.node_id),
@@ -273,7 +278,7 @@ class NodeDaemon:
         spec = domain.spec
         if spec is None:
             raise NotFound("the spec of the namespace is not known here", namespace=domain.namespace.hex())
-        channel = connect(address.control_address, tls=self.config.tls)
+        channel = connect(address.control_address, tls=self.config.tls, token=self._token)
         stub = node_pb2_grpc.NodeStub(channel)
         request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
 
@@ -299,7 +304,7 @@ class NodeDaemon:
         wanted = self.config.write_behind_to
         if self.config.metadata is None or wanted is None:
             raise Unavailable("a storage node is found through the metadata server: set node.metadata")
-        with connect(self.config.metadata, tls=self.config.tls) as channel:
+        with connect(self.config.metadata, tls=self.config.tls, token=self._token) as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             for status in call(stub.ListNodes, metadata_pb2.ListNodesRequest(), RPC_TIMEOUT_S).nodes:
                 if status.node.node_id == wanted and status.alive:
@@ -379,6 +384,7 @@ class NodeDaemon:
             services=["kvstore.v1.Node", NODE_ADMIN],
             counters=self.counters,
             tls=config.tls,
+            tokens=self._tokens,
         )
         self.info.control_address = next(self._advertised(one) for one in self._server.addresses if not is_unix(one))
         await self._server.start()
@@ -394,6 +400,7 @@ class NodeDaemon:
                 self.counters,
                 self._clock,
                 tls=config.tls,
+                token=self._token,
                 window_bytes=min(config.move_window_bytes, config.dram_bytes // MOVE_SHARE),
                 bytes_per_s=config.move_bytes_per_s,
                 pause=self._drainer.pause,
@@ -406,6 +413,7 @@ class NodeDaemon:
                 self._log,
                 self.counters,
                 tls=config.tls,
+                token=self._token,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
                 drainer=self._drainer,
             )

@@ -26,6 +26,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto, spec_to_proto
+from kvstore.rpc.tokens import Shown
 
 log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
@@ -56,6 +57,7 @@ class Mover:
         counters: events.
         clock: time.
         tls: as for every channel of the node.
+        token: likewise.
         window_bytes: the most in flight.
         bytes_per_s: the most over time; 0: no bound.
         pause: waits so many seconds; True: stop what you are doing.
@@ -69,18 +71,20 @@ class Mover:
         clock: Clock,
         *,
         tls: TlsConfig | None,
+        token: Shown | None,
         window_bytes: int,
         bytes_per_s: int,
         pause: Callable[[float], bool],
     ) -> None:
         self._node = node
         self._tls = tls
+        self._token = token
         self._counters = counters
         self._clock = clock
         self._window_bytes = window_bytes
         self._bytes_per_s = bytes_per_s
         self._pause = pause
-        self._channel = connect(metadata, tls=tls)
+        self._channel = connect(metadata, tls=tls, token=token)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._taken: dict[BlockKey, NodeId] = {}
         self.left = 0
@@ -180,7 +184,7 @@ class Mover:
                 control_address=self._node.control_address,
                 data_address=self._node.data_address,
             )
-            with connect(taker.control_address, tls=self._tls) as channel:
+            with connect(taker.control_address, tls=self._tls, token=self._token) as channel:
                 answer = call(node_pb2_grpc.NodeStub(channel).PullBlocks, request, PULL_TIMEOUT_S, _RETRY)
         except KVStoreError as error:
             self._counters.add("drain_moves_failed_total")

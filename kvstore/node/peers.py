@@ -28,10 +28,16 @@ MakePeer = Callable[[PeerAddress, Domain], BlockPeer]
 
 
 class Peers:
-    """Open peers, one a (node, namespace), the least recently used closed beyond ``MAX_PEERS``. Thread-safe."""
+    """Open peers, one a (node, namespace), the least recently used closed beyond ``MAX_PEERS``. Thread-safe.
 
-    def __init__(self, make: MakePeer) -> None:
+    Args:
+        make: opens one.
+        check: refuses addresses; None: all are good.
+    """
+
+    def __init__(self, make: MakePeer, check: Callable[[PeerAddress], None] | None = None) -> None:
         self._make = make
+        self._check = check
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[PeerAddress, NamespaceId], BlockPeer] = OrderedDict()
 
@@ -40,10 +46,13 @@ class Peers:
 
         Raises:
             NotFound: this node has not seen the namespace's spec, without which no ticket is to be had.
+            KVStoreError: the address is refused.
         """
         if domain.spec is None:
             raise NotFound("the spec of the namespace is not known here", namespace=domain.namespace.hex())
         key = (address, domain.namespace)
+        if self._check is not None and key not in self._open:  # it may ask others: not in the lock
+            self._check(address)
         with self._lock:
             peer = self._open.get(key)
             if peer is None:

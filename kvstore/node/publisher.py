@@ -34,6 +34,7 @@ from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.errors import from_rpc_error
+from kvstore.rpc.tokens import Shown
 from kvstore.tiers.contract import DurableVolume
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Publisher:
         counters: Counters,
         *,
         tls: TlsConfig | None,
+        token: Shown | None = None,
         anti_entropy_interval_s: float,
         drainer: Drainer | None = None,
     ) -> None:
@@ -71,7 +73,7 @@ class Publisher:
         self._log = replica_log
         self._counters = counters
         self._anti_entropy_interval_s = anti_entropy_interval_s
-        self._channel = connect(address, tls=tls)
+        self._channel = connect(address, tls=tls, token=token)
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._anti_entropy = AntiEntropy(self._stub, node.node_id, table, replica_log, counters)
         self._comparing = threading.Lock()

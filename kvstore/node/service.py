@@ -35,6 +35,7 @@ from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import Wanted, apart
 from kvstore.observe.counters import Counters
+from kvstore.rpc.access import confine
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
 
@@ -129,7 +130,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         return self._clock.now_s() + (MAX_WAIT_S if left_s is None else max(0.0, min(left_s, MAX_WAIT_S)))
 
     def _session(self, session_id: bytes) -> Session:
-        return self._sessions.get(SessionId(check_id(session_id, "session_id")))
+        session = self._sessions.get(SessionId(check_id(session_id, "session_id")))
+        spec = session.domain.spec
+        assert spec is not None, "sessions are opened with a spec"
+        confine(spec.tenant)
+        return session
 
     # ---------------------------------------------------------------- who
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> common_pb2.NodeInfo:  # noqa: N802, ARG002
@@ -140,7 +145,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         request: node_pb2.IssueTicketRequest,
         context: Context,  # noqa: ARG002
     ) -> node_pb2.IssueTicketResponse:
-        domain = self._domains.of_spec(spec_from_proto(request.spec))
+        spec = spec_from_proto(request.spec)
+        confine(spec.tenant)
+        domain = self._domains.of_spec(spec)
         ticket = self._authority.issue(domain.namespace, TICKET_VALID_S)
         return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
 
@@ -151,7 +158,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.OpenSessionResponse:
         if len(request.client_name.encode()) > MAX_NAME_BYTES:
             raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
-        domain = self._domains.of_spec(spec_from_proto(request.spec))
+        spec = spec_from_proto(request.spec)
+        confine(spec.tenant)
+        domain = self._domains.of_spec(spec)
         over_tcp = not context.peer().startswith("unix:")
         session = self._sessions.open(domain, request.client_name, remote=request.remote, over_tcp=over_tcp)
         return node_pb2.OpenSessionResponse(

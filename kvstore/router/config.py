@@ -139,6 +139,7 @@ class RouterConfig:
         health: of engines.
         engine_tls_ca: PEM file for ``https`` engines; None: the system's.
         tls: of the metadata server's channel.
+        token_file: a file with the token that it is shown; None: none.
         serve_tls: this server's own certificate; None: plain HTTP.
         allow_insecure_remote: listen without TLS where other hosts can reach it.
         ready_file: written as JSON ``{"address", "pid"}`` once it answers.
@@ -168,6 +169,7 @@ class RouterConfig:
     health: HealthLimits = HealthLimits()
     engine_tls_ca: Path | None = None
     tls: TlsConfig | None = None
+    token_file: Path | None = None
     serve_tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     ready_file: Path | None = None

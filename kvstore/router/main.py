@@ -11,7 +11,7 @@ from typing import Final
 
 from fastapi import FastAPI
 
-from kvclient import AsyncSchedulerClient
+from kvclient import AsyncSchedulerClient, ClientOptions
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe.counters import Counters
 from kvstore.router.config import RouterConfig
@@ -71,12 +71,14 @@ async def router(config: RouterConfig) -> AsyncIterator[FastAPI]:
         placement: Placement = LocalPlacement(parts, round_robin=config.policy == "round_robin")
         index: KVStoreIndex | None = None
         if config.metadata is not None and config.policy == "scheduler":
-            client = await stack.enter_async_context(AsyncSchedulerClient(config.metadata, tls=config.tls))
+            client = await stack.enter_async_context(
+                AsyncSchedulerClient(config.metadata, tls=config.tls, options=ClientOptions(token_file=config.token_file))
+            )
             placement = scheduled = ScheduledPlacement(parts, client, LocalPlacement(parts, round_robin=False))
             scheduled.reporter.start()
             stack.push_async_callback(scheduled.reporter.stop)
         if config.metadata is not None and config.lookup and config.policy != "round_robin":
-            index = KVStoreIndex(parts, config.metadata, config.tls)
+            index = KVStoreIndex(parts, config.metadata, config.tls, config.token_file)
             stack.push_async_callback(index.close)
             index.start()
         yield make_app(parts, placement, PromptReader(parts, index))

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVStoreError, Lookup, Tier, encode_extra
@@ -58,13 +59,17 @@ class KVStoreIndex:
         parts: of the router.
         metadata: address of the metadata server.
         tls: of the channels to it.
+        token_file: what it is shown; None: nothing.
     """
 
-    def __init__(self, parts: Parts, metadata: str, tls: TlsConfig | None) -> None:
+    def __init__(self, parts: Parts, metadata: str, tls: TlsConfig | None, token_file: Path | None = None) -> None:
         self._parts = parts
         self._metadata = metadata
         self._tls = tls
-        self._channel = connect_aio(metadata, tls=tls)
+        self._options = ClientOptions(
+            client_name="router", require_store=False, lookup_deadline_s=BUDGET_S, token_file=token_file
+        )
+        self._channel = connect_aio(metadata, tls=tls, token=self._options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._specs: list[CacheSpec] = []
         self._clients: dict[bytes, AsyncKVClient] = {}
@@ -164,9 +169,8 @@ class KVStoreIndex:
             await self._clients.pop(namespace).close()
         for namespace, spec in wanted.items():
             if namespace not in self._clients:
-                options = ClientOptions(client_name="router", require_store=False, lookup_deadline_s=BUDGET_S)
                 self._clients[namespace] = await AsyncKVClient.connect(
-                    self._metadata, spec, node=None, tls=self._tls, options=options
+                    self._metadata, spec, node=None, tls=self._tls, options=self._options
                 )
                 _logger.info("prompts of %s are looked up in a namespace of %d tokens a block", spec.model, spec.block_tokens)
 

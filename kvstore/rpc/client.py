@@ -28,7 +28,9 @@ from kvstore.core.tls import TlsConfig
 from kvstore.observe.context import outgoing
 from kvstore.rpc.address import check_address, is_unix
 from kvstore.rpc.errors import FailedCall, from_rpc_error
+from kvstore.rpc.showing import ShowsToken, shows_token
 from kvstore.rpc.tls import channel_credentials
+from kvstore.rpc.tokens import Shown
 
 _Request = TypeVar("_Request", contravariant=True)
 _Response = TypeVar("_Response", covariant=True)
@@ -92,6 +94,7 @@ def connect(
     address: str,
     *,
     tls: TlsConfig | None = None,
+    token: Shown | None = None,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
     own_connection: bool = False,
 ) -> grpc.Channel:
@@ -100,6 +103,7 @@ def connect(
     Args:
         address: ``"host:port"`` or ``"unix:/path"``.
         tls: this side's identity and whom it trusts; None: plain text. Unix sockets are always plain.
+        token: shown with every call; None: nothing is.
         max_message_bytes: longest request and response.
         own_connection: use a connection of its own instead of the process's one to that address, so that several
             channels spread over the processes behind one port.
@@ -109,22 +113,26 @@ def connect(
     """
     options = _options(tls, max_message_bytes, own_connection=own_connection)
     if tls is None or is_unix(check_address(address)):
-        return grpc.insecure_channel(check_address(address), options=options)
-    return grpc.secure_channel(address, channel_credentials(tls), options=options)
+        channel = grpc.insecure_channel(check_address(address), options=options)
+    else:
+        channel = grpc.secure_channel(address, channel_credentials(tls), options=options)
+    return channel if token is None else grpc.intercept_channel(channel, ShowsToken(token))
 
 
 def connect_aio(
     address: str,
     *,
     tls: TlsConfig | None = None,
+    token: Shown | None = None,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
     own_connection: bool = False,
 ) -> grpc.aio.Channel:
     """As :func:`connect`, for the running event loop."""
     options = _options(tls, max_message_bytes, own_connection=own_connection)
+    shows = None if token is None else shows_token(token)
     if tls is None or is_unix(check_address(address)):
-        return grpc.aio.insecure_channel(check_address(address), options=options)
-    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
+        return grpc.aio.insecure_channel(check_address(address), options=options, interceptors=shows)
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options, interceptors=shows)
 
 
 def call(method: UnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry: RetryPolicy = NO_RETRY) -> _Res:

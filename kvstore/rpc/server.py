@@ -26,10 +26,12 @@ from kvstore.core.tls import TlsConfig
 from kvstore.observe import context as request_context
 from kvstore.observe import tracing
 from kvstore.observe.metrics import EVENTS
+from kvstore.rpc.access import Doorkeeper
 from kvstore.rpc.address import check_address, is_unix
 from kvstore.rpc.descriptors import connections_allowed
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.tls import server_credentials
+from kvstore.rpc.tokens import Tokens, Watched
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +207,7 @@ async def build_aio_server(
     services: Sequence[str],
     counters: CounterSink,
     tls: TlsConfig | None = None,
+    tokens: Watched[Tokens] | None = None,
     reuse_port: bool = False,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
 ) -> BoundServer:
@@ -216,6 +219,7 @@ async def build_aio_server(
         services: full names of the services, for health and reflection.
         counters: where errors are counted.
         tls: identity for the TCP addresses; unix sockets stay plain, file permission guards them.
+        tokens: who may do what (``kvstore.rpc.access``), over unix sockets too; None: whoever reaches an address.
         reuse_port: let several processes bind one port, the kernel spreads connections over them.
         max_message_bytes: longest request and response.
 
@@ -225,7 +229,7 @@ async def build_aio_server(
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_GONE_CALLERS)  # once, however often
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(counters)],
+        interceptors=[*([] if tokens is None else [Doorkeeper(tokens, counters.add)]), ErrorInterceptor(counters)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),

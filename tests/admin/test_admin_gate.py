@@ -20,11 +20,12 @@ from kvstore.admin.etags import check_match
 from kvstore.admin.gate import Gate
 from kvstore.admin.paging import after, cursor_for, page_of
 from kvstore.admin.problems import Refused
-from kvstore.admin.tokens import Role, Tokens
 from kvstore.admin.upstream import Upstream
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
+from kvstore.rpc.tokens import Role, Tokens, Watched
+from kvstore.rpc.tokens import tokens_file as watched
 
 ALICE, BOB = "operators-token-1", "readers-token-2-x"
 NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_s=0.5)
@@ -32,7 +33,9 @@ NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_s=0.5)
 
 
 @asynccontextmanager
-async def served(config: AdminConfig = NOBODY, tokens: Tokens | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
+async def served(
+    config: AdminConfig = NOBODY, tokens: Watched[Tokens] | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
     counters = Counters()
     upstream = Upstream(config, counters)
     transport = httpx.ASGITransport(make_app(upstream, config, tokens, counters))
@@ -49,8 +52,8 @@ def tokens_file(folder: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Tokens:
-    return Tokens.read(tokens_file(tmp_path, f"# who\noperator alice {ALICE}\n\n  read bob   {BOB}\n"))
+def tokens(tmp_path: Path) -> Watched[Tokens]:
+    return watched(tokens_file(tmp_path, f"# who\noperator alice {ALICE}\n\n  read bob   {BOB}\n"))
 
 
 def problem(answer: httpx.Response, status: int, kind: str) -> Any:
@@ -63,13 +66,13 @@ def problem(answer: httpx.Response, status: int, kind: str) -> Any:
     return body
 
 
-def test_tokens_stand_for_people(tokens: Tokens) -> None:
-    alice, bob = tokens.caller(ALICE), tokens.caller(BOB)
+def test_tokens_stand_for_people(tokens: Watched[Tokens]) -> None:
+    alice, bob = tokens.get().caller(ALICE), tokens.get().caller(BOB)
     assert alice is not None
     assert bob is not None
     assert (alice.name, alice.role, bob.name, bob.role) == ("alice", Role.OPERATOR, "bob", Role.READ)
     for nobodys in ("", ALICE[:-1], ALICE + "x", ALICE.upper(), "\udc80"):
-        assert tokens.caller(nobodys) is None
+        assert tokens.get().caller(nobodys) is None
 
 
 @pytest.mark.parametrize(
@@ -79,21 +82,21 @@ def test_tokens_stand_for_people(tokens: Tokens) -> None:
 )  # fmt: skip
 def test_files_of_tokens_that_are_none(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        Tokens.read(tokens_file(tmp_path, text))
+        watched(tokens_file(tmp_path, text))
     assert "0123456789" not in str(refused.value)
     assert ALICE not in str(refused.value)
 
 
 def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tokens_file(tmp_path, f"read bob {BOB}\n")
-    Tokens.read(file)
+    watched(file)
     assert not caplog.records
     file.chmod(0o644)
-    Tokens.read(file)
+    watched(file)
     assert "chmod 600" in caplog.text
     assert BOB not in caplog.text
     with pytest.raises(InvalidArgument, match="cannot be read"):
-        Tokens.read(tmp_path / "none")
+        watched(tmp_path / "none")
 
 
 def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> None:
@@ -106,10 +109,10 @@ def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> Non
     for path, why in ((pipe, "no regular file"), (folder, "no regular file"), (Path("/dev/zero"), "no regular file"),
                       (huge, "too long")):  # fmt: skip
         with pytest.raises(InvalidArgument, match=why):
-            Tokens.read(path)
+            watched(path)
     link = tmp_path / "link"  # as Kubernetes mounts secrets
     link.symlink_to(tokens_file(tmp_path, f"read bob {BOB}\n"))
-    assert Tokens.read(link).caller(BOB) is not None
+    assert watched(link).get().caller(BOB) is not None
 
 
 def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
             AdminConfig(**wrong)  # type: ignore[arg-type]
 
 
-async def test_roles(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
+async def test_roles(tokens: Watched[Tokens], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     change = {"url": "/v1/path-policy", "json": {"policy": "split"}}
     async with served(tokens=tokens) as (client, counters):

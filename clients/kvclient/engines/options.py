@@ -44,6 +44,7 @@ class HookOptions:
         tls_cert: PEM file of this client's certificate, where the store asks for one.
         tls_key: its key.
         tls_server_name: name expected in the store's certificates, where it is not the host name.
+        token_file: file with the token that the store is shown; empty: none. (Not the token itself: engines log their options.)
     """
 
     metadata: str = "127.0.0.1:7400"
@@ -65,6 +66,7 @@ class HookOptions:
     tls_cert: str = ""
     tls_key: str = ""
     tls_server_name: str = ""
+    token_file: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -111,6 +113,7 @@ class HookOptions:
             default_deadline_s=max(self.load_deadline_s, self.store_deadline_s),
             require_store=self.require_store,
             verify=self.verify,  # type: ignore[arg-type]  # checked there
+            token_file=Path(self.token_file) if self.token_file else None,
         )
 
     def spec(

@@ -6,6 +6,7 @@ import logging
 import secrets
 import socket
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -28,6 +29,8 @@ from kvstore.node.domain import Domains
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.rpc.tokens import Shown
+from kvstore.rpc.tokens import tokens_file as known_tokens
 from kvstore.tiers.contract import VolumeUsage
 from kvstore.tiers.policy import make_policy
 
@@ -52,6 +55,8 @@ class HbmPool:
         advertise_host: what it tells others to dial; None: the host of ``listen``.
         allow_insecure_remote: listen beyond this host without TLS.
         tls: for all of that.
+        token_file: file with the token that the metadata server is shown, of the role ``node``; None: none.
+        tokens_file: who may ask the pool (``kvstore.rpc.tokens``), as nodes' own; None: whoever reaches it.
         policy: which blocks leave first; see ``kvstore.tiers.policy``.
         demote: what leaves is offered to the tiers below before; False: it is dropped, as where those hold everything anyway.
         room_wait_s: a copy into the pool waits at most so long for room (for what is being demoted); then it is left out.
@@ -85,7 +90,10 @@ class HbmPool:
         anti_entropy_interval_s: float = 60.0,
         gds: DiskMode = "auto",
         gds_in_flight: int = 8,
+        token_file: Path | None = None,
+        tokens_file: Path | None = None,
     ) -> None:
+        token, tokens = Shown.of(file=token_file), None if tokens_file is None else known_tokens(tokens_file)
         where = memory.find_device(device)
         capacity = memory.pool_bytes(where, capacity_bytes, share)
         self.node_id = check_node_id(node_id or _own_name(str(where)))
@@ -124,6 +132,8 @@ class HbmPool:
                     advertise_host=advertise_host,
                     allow_insecure_remote=allow_insecure_remote,
                     tls=tls,
+                    token=token,
+                    tokens=tokens,
                     parts=self._parts,
                     io_engines=self.io_engines,
                     replica_log=self._log,

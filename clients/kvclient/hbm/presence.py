@@ -24,9 +24,11 @@ from kvstore.node.domain import Domains
 from kvstore.node.publisher import Publisher
 from kvstore.node.replicas import ReplicaLog
 from kvstore.observe.counters import Counters
+from kvstore.rpc.access import confine
 from kvstore.rpc.address import stays_on_host
 from kvstore.rpc.codec import spec_from_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
+from kvstore.rpc.tokens import Shown, Tokens, Watched
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import ssl_context
@@ -55,6 +57,8 @@ class Presence:
         replica_log: what came and went.
         domains: namespaces of its clients.
         anti_entropy_interval_s: how often the index is compared with the table.
+        token: what the metadata server is shown; None: nothing.
+        tokens: who may ask; None: whoever reaches it.
 
     Raises:
         InvalidArgument: it would listen beyond this host without TLS.
@@ -74,6 +78,8 @@ class Presence:
         replica_log: ReplicaLog,
         domains: Domains,
         anti_entropy_interval_s: float,
+        token: Shown | None = None,
+        tokens: Watched[Tokens] | None = None,
     ) -> None:
         if tls is None and not allow_insecure_remote and not stays_on_host(listen):
             raise InvalidArgument("refusing to listen beyond this host without TLS, unless allow_insecure_remote", address=listen)
@@ -81,6 +87,8 @@ class Presence:
         self._host = listen.rpartition(":")[0]
         self._advertised = advertise_host or self._host
         self._tls = tls
+        self._token = token
+        self._tokens = tokens
         self._table = parts.table
         self._log = replica_log
         self._volume = parts.volume
@@ -112,7 +120,7 @@ class Presence:
         try:
             self._data.start()
             register = partial(node_pb2_grpc.add_NodeServicer_to_server, self._servicer)
-            self._door = _Door(f"{self._host}:0", register, self._counters, self._tls)
+            self._door = _Door(f"{self._host}:0", register, self._counters, self._tls, self._tokens)
             control = self._door.start()
             self.info.control_address = f"{self._advertised}:{control.rpartition(':')[2]}"
             self.info.data_address = f"{self._advertised}:{self._data.address.rpartition(':')[2]}"
@@ -128,6 +136,7 @@ class Presence:
                 self._log,
                 self._counters,
                 tls=self._tls,
+                token=self._token,
                 anti_entropy_interval_s=self._anti_entropy_interval_s,
             )
         except BaseException:
@@ -179,7 +188,9 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
         request: node_pb2.IssueTicketRequest,
         context: Any,  # noqa: ANN401, ARG002
     ) -> node_pb2.IssueTicketResponse:
-        namespace = spec_from_proto(request.spec).namespace
+        spec = spec_from_proto(request.spec)
+        confine(spec.tenant)
+        namespace = spec.namespace
         if self._domains.find(namespace) is None:  # a pool knows the namespaces of its engine, and learns none from outside
             raise NotFound("this pool has no such namespace", namespace=namespace.hex())
         ticket = self._authority.issue(namespace, TICKET_VALID_S)
@@ -207,11 +218,19 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
 class _Door:
     """The control door: an asyncio server in a thread of its own, for an engine's process need not have a loop."""
 
-    def __init__(self, listen: str, register: Callable[[Any], None], counters: Counters, tls: TlsConfig | None) -> None:
+    def __init__(
+        self,
+        listen: str,
+        register: Callable[[Any], None],
+        counters: Counters,
+        tls: TlsConfig | None,
+        tokens: Watched[Tokens] | None,
+    ) -> None:
         self._listen = listen
         self._register = register
         self._counters = counters
         self._tls = tls
+        self._tokens = tokens
         self._ready = threading.Event()
         self._address = ""
         self._failed: KVStoreError | None = None
@@ -253,7 +272,12 @@ class _Door:
 
     async def _serve(self) -> None:
         server: BoundServer = await build_aio_server(
-            [self._register], addresses=[self._listen], services=["kvstore.v1.Node"], counters=self._counters, tls=self._tls
+            [self._register],
+            addresses=[self._listen],
+            services=["kvstore.v1.Node"],
+            counters=self._counters,
+            tls=self._tls,
+            tokens=self._tokens,
         )
         await server.start()
         self._address = server.addresses[0]

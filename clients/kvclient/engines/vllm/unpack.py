@@ -33,7 +33,7 @@ from typing import Self
 
 import torch
 
-from kvclient import CacheSpec, InvalidArgument, TlsConfig, list_namespaces
+from kvclient import CacheSpec, ClientOptions, InvalidArgument, TlsConfig, list_namespaces
 from kvclient.engines.options import HookOptions
 from kvclient.engines.torch_blocks import KV
 
@@ -153,7 +153,13 @@ def _in_a_row(parts: torch.Tensor) -> torch.Tensor:
 
 
 def find_pages(
-    metadata: str, *, model: str, weights_epoch: str | None = None, tenant: str = "", tls: TlsConfig | None = None
+    metadata: str,
+    *,
+    model: str,
+    weights_epoch: str | None = None,
+    tenant: str = "",
+    tls: TlsConfig | None = None,
+    options: ClientOptions | None = None,
 ) -> CacheSpec:
     """The namespace of a model's pages that vLLM stored and that can be read here; where there are several, the last.
 
@@ -163,13 +169,14 @@ def find_pages(
         weights_epoch: whose weights; None: whichever was registered last.
         tenant: whose KV.
         tls: as for ``KVClient.connect``.
+        options: of them the token.
 
     Raises:
         InvalidArgument: there is none; why those there are cannot be read.
         KVStoreError: the metadata server does not answer.
     """
     why: InvalidArgument | None = None
-    for spec in reversed(list_namespaces(metadata, tls=tls)):
+    for spec in reversed(list_namespaces(metadata, tls=tls, token=None if options is None else options.shown_token())):
         wanted = spec.model == model and spec.tenant == tenant and spec.layout.startswith(f"{_FAMILY}=")
         if wanted and weights_epoch in {None, spec.weights_epoch}:
             try:

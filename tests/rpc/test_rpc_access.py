@@ -1,0 +1,159 @@
+"""Tokens: what a file of them says and how it is read again, and that every method takes something."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from kvclient import ClientOptions
+from kvclient.engines.options import HookOptions
+from kvproto.v1 import admin_pb2, metadata_pb2, node_pb2
+from kvstore.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from kvstore.observe.counters import Counters
+from kvstore.rpc.access import ALSO_LOOKS, MAY, NEEDS, Doorkeeper, Need
+from kvstore.rpc.tokens import LOOK_S, Role, Shown, Tokens, Watched, tokens_file
+
+SERVED = (
+    *(metadata_pb2.DESCRIPTOR.services_by_name[name] for name in ("Metadata",)),
+    *(node_pb2.DESCRIPTOR.services_by_name[name] for name in ("Node",)),
+    *(admin_pb2.DESCRIPTOR.services_by_name[name] for name in ("MetadataAdmin", "NodeAdmin")),
+    health_pb2.DESCRIPTOR.services_by_name["Health"],
+    reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+)
+TOKENS = {role: f"the-token-of-{role.value}" for role in Role}
+LOOKUP = "/kvstore.v1.Metadata/Lookup"
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Watched[Tokens]:
+    lines = [f"{role.value} some-{role.value} {token}" for role, token in TOKENS.items()]
+    return tokens_file(written(tmp_path / "tokens", "\n".join(lines)))
+
+
+def shown(token: str) -> list[tuple[str, str | bytes]]:
+    return [("other", b"x"), ("authorization", f"Bearer {token}")]
+
+
+def test_every_method_that_is_served_takes_something() -> None:
+    """A method that is added takes a line in the mapping, or it is refused to everybody."""
+    assert {f"/{service.full_name}/{method.name}" for service in SERVED for method in service.methods} == set(NEEDS)
+
+
+def test_changes_take_the_operator_and_nothing_but_probes_takes_nothing() -> None:
+    for method, need in NEEDS.items():
+        assert (need is Need.NOTHING) == method.startswith("/grpc.health.")
+        name = method.rpartition("/")[2]
+        if name.startswith(("Drain", "Undrain", "Remove", "Set", "Rebuild", "Evict", "Invalidate", "Compare", "Cancel", "Check")):
+            machines = {Need.SERVE, Need.SCHEDULE} if name in {"CompareDigests", "CancelRequest"} else {Need.CHANGE, Need.NOTHING}
+            assert need in machines, method
+    assert [role for role in Role if Need.CHANGE in MAY[role]] == [Role.OPERATOR]
+    assert set(MAY) == set(Role)
+
+
+def test_a_caller_is_admitted_by_its_role(known: Watched[Tokens]) -> None:
+    keeper = Doorkeeper(known, Counters().add)
+    for method, need in NEEDS.items():
+        for role, token in TOKENS.items():
+            looks = role is Role.READ and method.rpartition("/")[2] in ALSO_LOOKS
+            if need is Need.NOTHING:
+                assert keeper.admit(method, None) is None
+            elif need in MAY[role] or looks:
+                caller = keeper.admit(method, shown(token))
+                assert caller is not None
+                assert (caller.role, caller.name) == (role, f"some-{role.value}")
+            else:
+                with pytest.raises(PermissionDenied, match="does not reach"):
+                    keeper.admit(method, shown(token))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        [],
+        [("authorization", b"Bearer the-token-of-operator")],
+        [("authorization", "the-token-of-operator")],
+        [("authorization", "Basic the-token-of-operator")],
+        shown(""),
+        shown("the-token-of-operato"),
+        shown("the-token-of-operator2"),
+    ],
+)
+def test_who_shows_no_token_that_is_known_is_nobody(known: Watched[Tokens], metadata: list[tuple[str, str | bytes]]) -> None:
+    with pytest.raises(Unauthenticated) as refused:
+        Doorkeeper(known, Counters().add).admit(LOOKUP, metadata)
+    assert "the-token" not in str(refused.value)
+
+
+def test_a_method_of_no_mapping_is_refused_to_everybody(known: Watched[Tokens]) -> None:
+    keeper = Doorkeeper(known, Counters().add)
+    for token in TOKENS.values():
+        with pytest.raises(PermissionDenied):
+            keeper.admit("/kvstore.v1.Metadata/New", shown(token))
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    file = written(tmp_path / "tokens", f"read a {TOKENS[Role.READ]}")
+    found = Watched(file, Tokens.parse, lambda: now_s)
+    assert found.get().caller(TOKENS[Role.READ]) is not None
+    fresh = written(tmp_path / "new", f"operator b {TOKENS[Role.OPERATOR]}")
+    fresh.replace(file)
+    assert found.get().caller(TOKENS[Role.OPERATOR]) is None, "not looked at again yet"
+    now_s += LOOK_S
+    assert found.get().caller(TOKENS[Role.OPERATOR]) is not None
+    assert found.get().caller(TOKENS[Role.READ]) is None, "taken out"
+    for wrong in ("nonsense", ""):
+        written(file, wrong)
+        now_s += LOOK_S
+        assert found.get().caller(TOKENS[Role.OPERATOR]) is not None, "what was read before holds"
+    file.unlink()
+    now_s += LOOK_S
+    assert found.get().caller(TOKENS[Role.OPERATOR]) is not None
+    assert "what was read before holds" in caplog.text
+    written(file, f"read c {TOKENS[Role.READ]}")
+    now_s += LOOK_S
+    assert found.get().caller(TOKENS[Role.OPERATOR]) is None
+    assert "the-token" not in caplog.text
+
+
+def test_a_token_that_is_shown_is_not_printed_and_follows_its_file(tmp_path: Path) -> None:
+    file = written(tmp_path / "token", "  the-token-of-today-1\n")
+    options = ClientOptions(token_file=file)
+    token = options.shown_token()
+    assert token is not None
+    assert token.get() == "the-token-of-today-1"
+    told = f"{token} {token!r} {options} {ClientOptions(token='a-token-in-the-code')}"
+    assert "the-token-of" not in told
+    assert "a-token-in" not in told
+    assert ClientOptions().shown_token() is None
+    assert HookOptions(token_file=str(file)).client_options().token_file == file
+    other = written(tmp_path / "next", "the-token-of-tomorrow")
+    os.replace(other, file)
+    again = options.shown_token()
+    assert again is not None
+    assert again.get() == "the-token-of-tomorrow"
+
+
+@pytest.mark.parametrize("text", ["", "short", "two words-of-a-token", "x" * 513, "nön-ascii-0123456789"])
+def test_what_cannot_be_a_token(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(InvalidArgument) as refused:
+        Shown(file=written(tmp_path / "token", text))
+    assert text not in str(refused.value) or not text
+    if text:
+        with pytest.raises(InvalidArgument):
+            ClientOptions(token=text)
+    with pytest.raises(InvalidArgument):
+        ClientOptions(token="a-token-that-is-fine", token_file=tmp_path / "token")

@@ -1,0 +1,332 @@
+"""A store whose daemons take tokens, as real processes: every method, every role, two tenants, every door."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from google.protobuf import message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvclient import CacheSpec, ClientOptions, KVClient, list_namespaces
+from kvclient.events import BlockWatcher
+from kvproto.v1 import admin_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvstore.cli.app import root
+from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
+from kvstore.core.types import Outcome
+from kvstore.rpc.access import MAY, NEEDS, Need
+from kvstore.rpc.client import call, connect
+from kvstore.rpc.codec import spec_to_proto
+from kvstore.rpc.tokens import Role, Shown
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+WAIT_S = 30.0
+CALL_S = 10.0
+BLOCKS = 8
+TOKENS = {role: f"the-token-of-{role.value}" for role in Role}
+ACME, OTHER = "the-token-of-tenant", "the-token-of-other-tenant"
+
+
+def spec(tenant: str) -> CacheSpec:
+    return CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096, tenant=tenant)
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+@dataclass
+class Store:
+    """Metadata server and two nodes; the second one's engines read from the first."""
+
+    cluster: LocalCluster
+    folder: Path
+
+    def client(self, tenant: str, token: str, node: str | None = "a", **more: Any) -> KVClient:
+        options = ClientOptions(token=token, **more)
+        where = None if node is None else self.cluster.node(node).local_socket
+        return KVClient.connect(self.cluster.metadata_address, spec(tenant), node=where, options=options)
+
+    def channel(self, daemon: str, token: str = "") -> grpc.Channel:
+        address = self.cluster.metadata_address if daemon == "metadata" else self.cluster.node(daemon).address
+        return connect(address, token=Shown(token) if token else None)
+
+    def command(self, *arguments: str, token: str = "", code: int = 0) -> str:
+        given = [*arguments, "--metadata", self.cluster.metadata_address]
+        if token:
+            given += ["--set", f"client.token_file={written(self.folder / 'shown', token)}"]
+        done = CliRunner().invoke(root, given)
+        assert done.exit_code == code, (arguments, done.output, done.exception)
+        return done.output
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    folder = tmp_path_factory.mktemp("store")
+    lines = [f"{role.value} {'acme' if role is Role.TENANT else 'some'} {token}" for role, token in TOKENS.items()]
+    tokens = written(folder / "tokens", "\n".join([*lines, f"tenant other {OTHER}"]))
+    shown = written(folder / "node-token", TOKENS[Role.NODE])
+    settings = (("tokens_file", str(tokens)), ("token_file", str(shown)))
+    nodes = [NodeSpec(name, dram_bytes=16 << 20, nvme_bytes=32 << 20, settings=settings) for name in ("a", "b")]
+    with LocalCluster(nodes, folder / "data", metadata_settings=[("tokens_file", str(tokens))]) as cluster:
+        made = Store(cluster, folder)
+        stub = metadata_pb2_grpc.MetadataStub(made.channel("metadata", TOKENS[Role.OPERATOR]))
+        until(lambda: len(call(stub.ListNodes, metadata_pb2.ListNodesRequest(), CALL_S).nodes) == 2, "nodes show their token")
+        yield made
+
+
+def refused(method: Any, request: Any) -> bool:
+    try:
+        call(method, request, CALL_S)
+    except Unauthenticated:
+        return True
+    return False
+
+
+def filled(client: KVClient, seed: int = 1) -> tuple[list[bytes], np.ndarray[Any, np.dtype[np.uint8]]]:
+    draw = np.random.default_rng(seed)
+    keys = list(client.keys(draw.integers(0, 1 << 32, BLOCKS * 16, np.uint32)))
+    data = draw.integers(0, 256, (BLOCKS, client.spec.block_bytes), np.uint8)
+    assert client.store(keys, data, wait_visible=True).held_blocks == BLOCKS
+    return keys, data
+
+
+DAEMONS = {"Metadata": "metadata", "MetadataAdmin": "metadata", "Node": "a", "NodeAdmin": "a"}
+FILES = {"Metadata": metadata_pb2, "Node": node_pb2, "MetadataAdmin": admin_pb2, "NodeAdmin": admin_pb2}
+
+
+def error_of(channel: grpc.Channel, method: str) -> KVStoreError | None:
+    """What an empty request to a method brings; None: an answer."""
+    service, name = method.rpartition(".")[2].split("/")
+    found = FILES[service].DESCRIPTOR.services_by_name[service].methods_by_name[name]
+    asked, answer = (message_factory.GetMessageClass(one) for one in (found.input_type, found.output_type))
+    codec = {"request_serializer": asked.SerializeToString, "response_deserializer": answer.FromString}
+    kinds = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, True): channel.stream_stream,
+    }
+    made = kinds[found.client_streaming, found.server_streaming](method, **codec)
+    given: Any = iter([asked()]) if found.client_streaming else asked()
+
+    def run(_request: object, timeout: float | None = None, **more: Any) -> Any:
+        answered = made(given, timeout=timeout, **more)
+        return next(iter(answered), None) if found.server_streaming else answered
+
+    try:
+        call(run, given, CALL_S)
+    except KVStoreError as error:
+        return error
+    return None
+
+
+OURS = sorted(method for method in NEEDS if method.startswith("/kvstore."))
+
+
+def test_nobody_gets_anything_without_a_token(store: Store) -> None:
+    for token in ("", "a-token-that-nobody-has"):
+        channels = {daemon: store.channel(daemon, token) for daemon in ("metadata", "a")}
+        for method in OURS:
+            service = method.rpartition(".")[2].split("/")[0]
+            assert isinstance(error_of(channels[DAEMONS[service]], method), Unauthenticated), (method, token)
+        for channel in channels.values():
+            assert call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(), CALL_S).status, "probes do"
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_roles_reach_what_the_mapping_says(store: Store, role: Role) -> None:
+    """Requests are empty: most are answered as malformed, which is behind the door. What would change a lot is not sent."""
+    channels = {daemon: store.channel(daemon, TOKENS[role]) for daemon in ("metadata", "a")}
+    for method in OURS:
+        service, name = method.rpartition(".")[2].split("/")
+        reaches = NEEDS[method] in MAY[role] or (role is Role.READ and name in {"ListNamespaces", "ListNodes", "GetNode"})
+        if reaches and (NEEDS[method] is Need.CHANGE or name in {"WatchBlocks", "Publish", "AwaitPrompt", "Flush"}):
+            continue
+        error = error_of(channels[DAEMONS[service]], method)
+        if reaches:
+            assert not isinstance(error, Unauthenticated), method
+            assert not isinstance(error, Internal), (method, error)
+            assert error is None or "does not reach" not in str(error), method
+        else:
+            assert isinstance(error, PermissionDenied), (method, error)
+
+
+def test_an_engine_of_a_tenant_stores_loads_and_hits(store: Store) -> None:
+    with store.client("acme", ACME) as engine, store.client("acme", ACME, node="b") as far:
+        keys, data = filled(engine)
+        out = np.zeros_like(data)
+        until(lambda: far.lookup(keys).hit_blocks == BLOCKS, "it is published")
+        assert engine.load(engine.lookup(keys), out).hit_blocks == BLOCKS
+        assert np.array_equal(out, data)
+        out[:] = 0
+        loaded = far.load(far.lookup(keys), out)  # node b fetches from node a, with a ticket that its own token brings
+        assert loaded.hit_blocks == BLOCKS, loaded.error
+        assert np.array_equal(out, data)
+    with store.client("acme", ACME, node=None) as remote:  # over the data plane, tickets by its own token
+        out[:] = 0
+        assert remote.load(remote.lookup(keys), out).hit_blocks == BLOCKS
+        assert np.array_equal(out, data)
+    with store.client("", TOKENS[Role.ENGINE]) as engine:
+        filled(engine, 2)
+
+
+def test_another_tenant_gets_nothing_over_any_door(store: Store) -> None:
+    mine = spec("acme")
+    with store.client("acme", ACME) as engine:
+        keys, _ = filled(engine, 3)
+        packed = b"".join(keys)
+        session = engine._core.local.session() if engine._core.local is not None else None
+        assert session is not None
+        metadata = metadata_pb2_grpc.MetadataStub(store.channel("metadata", OTHER))
+        node = node_pb2_grpc.NodeStub(store.channel("a", OTHER))
+        operation = secrets.token_bytes(16)
+        asked: list[tuple[Any, Any]] = [
+            (metadata.RegisterNamespace, metadata_pb2.RegisterNamespaceRequest(operation_id=operation, spec=spec_to_proto(mine))),
+            (metadata.Lookup, metadata_pb2.LookupRequest(namespace_id=mine.namespace, keys=packed)),
+            (metadata.LocateBlocks, metadata_pb2.LocateBlocksRequest(namespace_id=mine.namespace, keys=packed)),
+            (node.IssueTicket, node_pb2.IssueTicketRequest(spec=spec_to_proto(mine))),
+            (node.OpenSession, node_pb2.OpenSessionRequest(client_name="x", spec=spec_to_proto(mine), remote=True)),
+        ]
+        sid = session.session_id
+        asked += [
+            (node.Complete, node_pb2.CompleteRequest(session_id=sid, operation_id=operation, keys=packed)),
+            (node.Abort, node_pb2.AbortRequest(session_id=sid, operation_id=operation)),
+            (node.Locate, node_pb2.LocateRequest(session_id=sid, keys=packed)),
+            (node.Release, node_pb2.ReleaseRequest(session_id=sid, lease_ids=[1])),
+            (node.Prepare, node_pb2.PrepareRequest(session_id=sid, operation_id=operation)),
+            (node.Flush, node_pb2.FlushRequest(session_id=sid, keys=packed)),
+        ]
+        for method, request in asked:
+            with pytest.raises(PermissionDenied):
+                call(method, request, CALL_S)
+        for stream, request in (
+            (node.Load, node_pb2.LoadRequest(session_id=sid, keys=packed)),
+            (node.AwaitPrompt, node_pb2.AwaitPromptRequest(session_id=sid, operation_id=operation, keys=packed)),
+            (metadata.WatchBlocks, metadata_pb2.WatchBlocksRequest(namespace_ids=[mine.namespace])),
+            (metadata.WatchBlocks, metadata_pb2.WatchBlocksRequest()),
+        ):
+            with pytest.raises(PermissionDenied):
+                call(
+                    lambda request, timeout=None, stream=stream, **_: next(iter(stream(request, timeout=timeout))),
+                    request,
+                    CALL_S,
+                )
+        with pytest.raises(NotFound):
+            call(metadata.Lookup, metadata_pb2.LookupRequest(namespace_id=b"x" * 16, keys=packed), CALL_S)
+        assert engine.lookup(keys).hit_blocks == BLOCKS
+    address = store.cluster.metadata_address
+    assert {one.tenant for one in list_namespaces(address, token=Shown(OTHER))} <= {"other"}
+    assert "acme" in {one.tenant for one in list_namespaces(address, token=Shown(TOKENS[Role.READ]))}
+    with store.client("other", OTHER) as engine:
+        filled(engine, 3)
+    with BlockWatcher(address, namespaces=[spec("other").namespace], token=Shown(OTHER)) as watcher:
+        watcher.wait_complete(WAIT_S)
+
+
+def test_a_client_that_is_refused_misses_and_says_so(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """As engines have it: nothing is raised, everything is a miss, counted and logged; the token is not."""
+    for tenant, token in (("acme", OTHER), ("acme", "a-token-that-nobody-has"), ("acme", "")):
+        with store.client(tenant, token, require_store=False, log_interval_s=0.0) as client:
+            keys = list(client.keys(np.arange(BLOCKS * 16, dtype=np.uint32)))
+            buffer = np.zeros((BLOCKS, client.spec.block_bytes), np.uint8)
+            assert client.lookup(keys).hit_blocks == 0
+            loaded = client.load(keys, buffer)
+            assert loaded.hit_blocks == 0
+            assert Outcome.HIT not in loaded.outcomes
+            assert client.store(keys, buffer).held_blocks == 0
+            assert client.stats()["client_connect_failed_total"] >= 1
+        with pytest.raises((PermissionDenied, Unauthenticated)):
+            store.client(tenant, token)
+    assert "not of your tenant" in caplog.text
+    assert "that-nobody-has" not in caplog.text
+    assert OTHER not in caplog.text
+
+
+def test_a_node_shows_its_token_to_nodes_alone(store: Store) -> None:
+    """A tenant that names a server of its own as a source is not shown the node's token there."""
+    seen: list[Any] = []
+
+    class Thief(node_pb2_grpc.NodeServicer):
+        def IssueTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
+            seen.append(context.invocation_metadata())
+            context.abort(grpc.StatusCode.NOT_FOUND, "no")
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    node_pb2_grpc.add_NodeServicer_to_server(Thief(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with store.client("acme", ACME) as engine:
+            session = engine._core.local.session() if engine._core.local is not None else None
+            assert session is not None
+            stub = node_pb2_grpc.NodeStub(connect(store.cluster.node("a").local_socket, token=Shown(ACME)))
+            source = node_pb2.LoadSource(
+                start=0, count=1, node_id="b", control_address=f"127.0.0.1:{port}", data_address=f"127.0.0.1:{port}"
+            )
+            request = node_pb2.LoadRequest(session_id=session.session_id, keys=secrets.token_bytes(16), sources=[source])
+            answers = list(stub.Load(request, timeout=CALL_S))
+            assert [run.outcome for answer in answers for run in answer.runs] == [Outcome.UNAVAILABLE]
+    finally:
+        server.stop(None)
+    assert seen == []
+    assert "no node of this store has this address" in store.cluster.node("a").log_path.read_text()
+
+
+def test_a_session_of_another_server_life_is_lost_not_denied(store: Store) -> None:
+    stub = node_pb2_grpc.NodeStub(store.channel("a", ACME))
+    with pytest.raises(LeaseLost):
+        call(stub.Release, node_pb2.ReleaseRequest(session_id=b"s" * 16), CALL_S)
+
+
+def test_commands_and_the_admin_server_carry_a_token(store: Store) -> None:
+    assert "token" in store.command("nodes", code=3)
+    assert "a" in store.command("nodes", token=TOKENS[Role.READ])
+    store.command("drain", "b", token=TOKENS[Role.READ], code=1)
+    assert "b" in store.command("volumes", "check", "b/nvme0", "--wait", token=TOKENS[Role.OPERATOR])
+    shown = written(store.folder / "admin-token", TOKENS[Role.OPERATOR])
+    store.cluster._arguments = ("--set", f"client.token_file={shown}")
+    address = store.cluster.start_admin().address
+    with urllib.request.urlopen(f"http://{address}/v1/overview", timeout=WAIT_S) as answer:
+        told = json.loads(answer.read())
+    assert [one["node_id"] for one in told["activity"]] == ["a", "b"], "nodes are asked with it, too"
+    store.cluster.stop("admin")
+
+
+def test_tokens_are_exchanged_without_a_restart(store: Store) -> None:
+    """The last one: it changes the file."""
+    file = store.folder / "tokens"
+    lines = file.read_text().splitlines()
+    fresh = "the-token-of-acme-tomorrow"
+    with store.client("acme", ACME) as engine:
+        keys, _ = filled(engine, 9)
+        assert engine.lookup(keys).hit_blocks == BLOCKS
+        written(
+            store.folder / "tokens.new", "\n".join([one for one in lines if ACME not in one] + [f"tenant acme {fresh}"])
+        ).replace(file)
+        until(lambda: engine.lookup(keys).hit_blocks == 0, "the old one is nobody's")
+    node = node_pb2_grpc.NodeStub(store.channel("a", fresh))
+    until(lambda: not refused(node.GetNode, node_pb2.GetNodeRequest()), "the node has read the new one")
+    with store.client("acme", fresh) as engine:
+        assert engine.lookup(keys).hit_blocks == BLOCKS
+    for daemon in ("metadata", "a", "b"):
+        assert "the-token-of" not in store.cluster.node(daemon).log_path.read_text()
