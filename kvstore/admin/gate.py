@@ -14,6 +14,7 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Final, cast
 from urllib.parse import urlsplit
 
@@ -71,7 +72,7 @@ class Gate:
         self._config = config
         self._tokens = tokens
         self._counters = counters
-        self._answers = Answers()
+        self._answers: Answers[tuple[str, bytes], list[Message]] = Answers()
         self._inflight = 0
         self._public = 0
 
@@ -130,9 +131,9 @@ class Gate:
             if told is not None:
                 self._counters.add("admin_answers_reused_total")
                 for message in told:
-                    await answer(message)
+                    await answer(_copied(message))
                 return
-            send = self._answers.keeping(question, answer)
+            send = self._keeping(question, answer)
         if scope["path"] not in PUBLIC:
             async with asyncio.timeout(BODY_S):
                 body = await self._body(receive, headers)
@@ -184,6 +185,21 @@ class Gate:
             raise PermissionDenied("this takes the role operator", role=caller.role.value)
         return caller
 
+    def _keeping(self, question: tuple[str, bytes], send: Send) -> Send:
+        """Sends an answer on, and keeps it where it is a good one and whole. Whoever may ask for a path is told the same."""
+        messages: list[Message] = []
+        changes = self._answers.changes
+
+        async def sending(message: Message) -> None:
+            messages.append(_copied(message))
+            await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if whole and messages[0]["status"] == HTTPStatus.OK:
+                nbytes = sum(len(one.get("body", b"")) for one in messages)
+                self._answers.keep(question, messages, nbytes, changes)
+
+        return sending
+
     async def _body(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
         most = self._config.max_body_bytes
         told = headers.get("content-length", "0")
@@ -223,6 +239,11 @@ class _Answer:
             self.begun = True
             _mark(MutableHeaders(scope=message), self._name)
         await self._send(message)
+
+
+def _copied(message: Message) -> Message:
+    """Headers are added to on the way out."""
+    return {**message, "headers": list(message["headers"])} if "headers" in message else dict(message)
 
 
 def _mark(headers: MutableHeaders, name: str) -> None:

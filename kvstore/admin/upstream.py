@@ -6,9 +6,10 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar, cast
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import metadata_pb2
@@ -16,6 +17,7 @@ from kvproto.v1.admin_pb2_grpc import MetadataAdminStub, NodeAdminStub
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvproto.v1.node_pb2_grpc import NodeStub
 from kvstore.admin.config import AdminConfig
+from kvstore.admin.reuse import Answers
 from kvstore.core.errors import KVStoreError, NotFound, Unavailable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
@@ -41,9 +43,11 @@ class Upstream:
     Args:
         config: where the metadata server is, and how long answers may take.
         counters: of the process.
+        reuse: the metadata server is not asked the same again and again (``kvstore.admin.reuse``); False: each time.
     """
 
-    def __init__(self, config: AdminConfig, counters: Counters) -> None:
+    def __init__(self, config: AdminConfig, counters: Counters, *, reuse: bool = False) -> None:
+        self._told: Answers[tuple[str, bytes], Message] | None = Answers() if reuse else None
         self._config = config
         self._counters = counters
         self._channel = connect_aio(config.metadata, tls=config.tls, token=config.token)
@@ -95,12 +99,13 @@ class Upstream:
     async def register_namespace(self, request: metadata_pb2.RegisterNamespaceRequest) -> bytes:
         """Makes a namespace known; its id."""
         request.operation_id = operation_id()
-        answer: metadata_pb2.RegisterNamespaceResponse = await self._ask(self._metadata.RegisterNamespace, request)
+        answer: metadata_pb2.RegisterNamespaceResponse = await self._change(self._metadata.RegisterNamespace, request)
         return answer.namespace_id
 
     async def blocks(self, namespace_id: bytes, keys: bytes) -> pb.DescribeBlocksResponse:
         """What the index says of packed keys."""
-        return await self._ask(self._admin.DescribeBlocks, pb.DescribeBlocksRequest(namespace_id=namespace_id, keys=keys))
+        request = pb.DescribeBlocksRequest(namespace_id=namespace_id, keys=keys)  # long, and seldom the same twice: not kept
+        return await self._call(self._admin.DescribeBlocks, request, self._config.timeout_s, _QUESTION)
 
     async def planning(self, *, decisions: int = 0, live: int = 0, after_plan: int = 0) -> pb.DescribePlanningResponse:
         """Load plans."""
@@ -190,11 +195,25 @@ class Upstream:
         return await self.ask_nodes(statuses, ask, self._config.change_timeout_s)
 
     # ---- inside ----
-    async def _ask(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        return await self._call(method, request, self._config.timeout_s, _QUESTION)
+    async def _ask(self, method: Callable[..., Awaitable[T]], request: Message) -> T:
+        if self._told is None:
+            return await self._call(method, request, self._config.timeout_s, _QUESTION)
+        question = (type(request).__name__, request.SerializeToString(deterministic=True))
+        told = self._told.again(question)
+        if told is not None:
+            return cast("T", told)
+        changes = self._told.changes
+        answer = await self._call(method, request, self._config.timeout_s, _QUESTION)
+        assert isinstance(answer, Message)
+        self._told.keep(question, answer, answer.ByteSize(), changes)
+        return answer
 
     async def _change(self, method: Callable[..., Awaitable[T]], request: object) -> T:
-        return await self._call(method, request, self._config.change_timeout_s, RetryPolicy(attempts=1))
+        try:
+            return await self._call(method, request, self._config.change_timeout_s, RetryPolicy(attempts=1))
+        finally:
+            if self._told is not None:
+                self._told.forget()
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: object, timeout_s: float, retry: RetryPolicy) -> T:
         return await _counted(self._counters, call_aio(method, request, timeout_s, retry))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from starlette.types import Message
+import httpx
 
-from kvstore.admin.reuse import FRESH_S, MOST_ANSWERS, OFTEN, Answers
-
-PATH = ("/v1/nodes", b"limit=1")
+from kvstore.admin.config import AdminConfig
+from kvstore.admin.gate import Gate
+from kvstore.admin.reuse import BURST, FRESH_S, MOST_ANSWERS, MOST_BYTES, Answers
+from kvstore.observe.counters import Counters
 
 
 class Asking:
@@ -14,64 +15,84 @@ class Asking:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.answers = Answers(lambda: self.now_s)
+        self.answers: Answers[str, int] = Answers(lambda: self.now_s)
         self.found = 0
 
-    async def ask(self, question: tuple[str, bytes] = PATH, status: int = 200, *, change: bool = False) -> bytes:
+    def ask(self, question: str = "nodes", *, change: bool = False, nbytes: int = 1) -> int:
         told = self.answers.again(question)
-        if told is None:
-            self.found += 1
-            told = []
-
-            async def send(message: Message) -> None:
-                told.append(message)
-
-            sending = self.answers.keeping(question, send)
-            await sending({"type": "http.response.start", "status": status, "headers": []})
-            if change:
-                self.answers.forget()
-            await sending({"type": "http.response.body", "body": b"%d" % self.found, "more_body": True})
-            await sending({"type": "http.response.body", "body": b"."})
-        told[0]["headers"].append((b"x-request-id", b"mine"))
-        assert len(told[0]["headers"]) == 1, "what is added on the way out is this request's alone"
-        return b"".join(message.get("body", b"") for message in told)
+        if told is not None:
+            return told
+        self.found += 1
+        changes = self.answers.changes
+        if change:
+            self.answers.forget()
+        self.answers.keep(question, self.found, nbytes, changes)
+        return self.found
 
 
-async def test_now_and_then_every_answer_is_new() -> None:
+def test_now_and_then_every_answer_is_new() -> None:
     asking = Asking()
     for number in range(1, 20):
-        assert await asking.ask() == b"%d." % number
-        asking.now_s += 1 / OFTEN
+        assert asking.ask() == number
+        asking.now_s += 1.0
+    asking.now_s += 60.0
+    assert [asking.ask() for _ in range(BURST)] == list(range(20, 20 + BURST)), "and some in a row"
 
 
-async def test_again_and_again_it_is_told_for_a_moment() -> None:
+def test_again_and_again_it_is_told_for_a_moment() -> None:
     asking = Asking()
-    told = [await asking.ask() for _ in range(3 * OFTEN)]
-    assert told == [b"%d." % number for number in range(1, OFTEN + 1)] + [b"%d." % OFTEN] * 2 * OFTEN
-    asking.now_s += FRESH_S + 0.01
-    assert await asking.ask() == b"%d." % (OFTEN + 1), "it has become old"
-    assert await asking.ask(("/v1/nodes", b"limit=2")) == b"%d." % (OFTEN + 2), "another question"
-    for _ in range(20):  # ten seconds of two hundred a second: so many new ones a second, and no more
-        for _ in range(100):
-            await asking.ask()
-            asking.now_s += 0.005
-    assert asking.found < OFTEN + 3 + 11 * OFTEN
+    assert [asking.ask() for _ in range(3 * BURST)] == [*range(1, BURST + 1), *[BURST] * 2 * BURST]
+    assert asking.ask("volumes") == BURST + 1, "another question"
+    asking.now_s += FRESH_S + 0.001
+    assert asking.ask() == BURST + 2, "it has become old"
+    found = asking.found
+    for _ in range(2_000):  # ten seconds of two hundred a second
+        asking.ask()
+        asking.now_s += 0.005
+    assert 8 <= asking.found - found <= 12, "about one a second"
 
 
-async def test_a_change_forgets_what_was_told_and_what_is_being_found_out() -> None:
+def test_a_change_forgets_what_was_told_and_what_is_being_found_out() -> None:
     asking = Asking()
-    for _ in range(3 * OFTEN):
-        last = await asking.ask()
+    last = [asking.ask() for _ in range(3 * BURST)][-1]
     asking.answers.forget()
-    assert await asking.ask(change=True) != last
-    fresh = await asking.ask()
-    assert int(fresh[:-1]) == asking.found, "the answer before may be what was before the change"
+    assert asking.ask(change=True) > last
+    assert asking.ask() == asking.found, "the answer before may be what was before the change"
 
 
-async def test_errors_are_found_out_anew_and_answers_kept_are_bounded() -> None:
+def test_answers_kept_are_bounded() -> None:
     asking = Asking()
-    told = [await asking.ask(status=503) for _ in range(3 * OFTEN)]
-    assert len(set(told)) == len(told)
     for number in range(2 * MOST_ANSWERS):
-        await asking.ask(("/v1/blocks", b"%d" % number))
+        asking.ask(f"block {number}")
     assert len(asking.answers._asked) <= MOST_ANSWERS
+    for number in range(20):
+        asking.ask(f"large {number}", nbytes=MOST_BYTES // 4)
+    assert asking.answers._nbytes <= MOST_BYTES
+    assert len(asking.answers._asked) <= 4
+
+
+async def test_a_gate_tells_again_what_was_good_with_a_name_of_its_own() -> None:
+    asked: list[str] = []
+    status = 200
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        asked.append(scope["method"])  # type: ignore[index]
+        await send({"type": "http.response.start", "status": status, "headers": [(b"etag", b"x")]})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b"%d" % len(asked), "more_body": True})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b"."})  # type: ignore[operator]
+
+    counters = Counters()
+    gate = Gate(app, AdminConfig(), None, counters)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://127.0.0.1:7470") as client:  # type: ignore[arg-type]
+        told = [await client.get("/v1/nodes", headers={"x-request-id": f"r{number}"}) for number in range(3 * BURST)]
+        assert [one.text for one in told[: BURST + 1]] == [*(f"{number}." for number in range(1, BURST + 1)), f"{BURST}."]
+        assert len(asked) == BURST
+        assert [one.headers.get_list("x-request-id") for one in told] == [[f"r{number}"] for number in range(3 * BURST)]
+        assert {one.headers["etag"] for one in told} == {"x"}
+        assert counters.snapshot()["admin_answers_reused_total"] == 2 * BURST
+        await client.post("/v1/nodes/a/undrain")
+        assert (await client.get("/v1/nodes")).text == f"{len(asked)}.", "anew, after a change"
+        assert asked[-2:] == ["POST", "GET"]
+        status = 503
+        found = [(await client.get("/v1/volumes")).text for _ in range(2 * BURST)]
+        assert len(set(found)) == len(found), "errors are found out anew"
