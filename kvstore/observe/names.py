@@ -49,6 +49,7 @@ _METHODS = (
     "Release", "Flush", "Evict", "GetNodeStats",
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
     "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",
+    "CheckVolume", "DescribeCheck", "CancelCheck",
 )  # fmt: skip
 """Methods that are timed. ``Publish`` is one call for a node's whole life, ``WatchBlocks`` for a subscriber's."""
 _MOST_VOLUMES = 64
