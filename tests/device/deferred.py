@@ -136,6 +136,9 @@ class DeferredDevice:
         while not event.done():
             assert time.monotonic() < until_s
 
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
     def check_work(self) -> None:
         if self.work_after is not None:
             if not self.work_after:
@@ -168,15 +171,43 @@ class DeferredDevice:
                 ready.append(stream)
         if not ready:
             return False
-        work = self.random.choice(ready).work.popleft()
+        work = self.choose(ready).work.popleft()
         assert not isinstance(work, DeferredEvent)
         work()
         return True
+
+    def choose(self, ready: list[DeferredStream]) -> DeferredStream:
+        return self.random.choice(ready)
 
     def run_all(self) -> None:
         while self.step():
             pass
         assert not any(stream.work for stream in self.streams), "work that waits for ever"
+
+
+class ComputingDevice(DeferredDevice):
+    """One whose current stream, on which an engine computes, does its work late as well.
+
+    ``first``: what is done first where either may be: ``compute``, ``copies``; else whatever is drawn.
+    """
+
+    def __init__(self, seed: int = 0, first: str = "") -> None:
+        super().__init__(seed)
+        self.compute = self.stream()
+        self._first = first
+
+    def mark(self) -> DeferredEvent:
+        return self.compute.record()
+
+    def follow(self, event: DeferredEvent) -> None:
+        self.compute.wait(event)
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.compute.work.append(work)
+
+    def choose(self, ready: list[DeferredStream]) -> DeferredStream:
+        wanted = [stream for stream in ready if (stream is self.compute) == (self._first == "compute")]
+        return super().choose(wanted if self._first and wanted else ready)
 
 
 def bytes_of(count: int, seed: int) -> np.ndarray:

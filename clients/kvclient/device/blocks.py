@@ -235,7 +235,15 @@ class DeviceBlocks(FarBlocks):
     def drain(self) -> None:
         with self._lock:
             events, self._events = self._events, []
-        self._copier.wait(events)
+            host = self._host
+        self._wait(events, host)
+
+    def _wait(self, events: Sequence[Event], host: npt.NDArray[np.uint8] | None) -> None:
+        try:
+            self._copier.wait(events)
+        except Internal:
+            self._copier.keep(host)  # copies that did not end may still touch it
+            raise
 
     def follow(self, layer: int) -> None:
         with self._lock:
@@ -259,8 +267,12 @@ class DeviceBlocks(FarBlocks):
         rows = np.empty((self.count, self._shape.block_bytes), np.uint8)
         base = int(rows.__array_interface__["data"][0])
         size = self._shape.block_bytes
-        self._store(base, base + np.arange(self.count) * size, size, np.arange(self.count))
-        self.drain()
+        try:
+            self._store(base, base + np.arange(self.count) * size, size, np.arange(self.count))
+        finally:
+            with self._lock:
+                events, self._events = self._events, []
+            self._wait(events, rows)
         return rows
 
 

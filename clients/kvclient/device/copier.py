@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvclient import BlockShape, CacheSpec, InvalidArgument
@@ -21,7 +22,7 @@ from kvclient.device.plan import Numbers
 from kvclient.device.pooled import Pooled, Slots
 from kvclient.device.rows import RowMover, TorchRows
 from kvclient.device.streams import CpuDevice, CudaDevice, Device, Event
-from kvclient.device.ways import Batched, Blocks, Codec, Direct, Host, OnLayer, Staged, Way
+from kvclient.device.ways import Batched, Blocks, Codec, Direct, Host, OnLayer, Staged, Way, uploaded
 from kvstore.core.errors import Internal, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.transport.layout import address_of
@@ -75,6 +76,9 @@ class DeviceCopier:
         row = cache.row_bytes
         self.shape = BlockShape(len(cache.layers), row if self.codec is None else self.codec.coded_bytes(row))
         self.counters = Counters()
+        self._layout = f"paged/{cache.name}" + (f"/{self.codec.name}" if self.codec is not None else "")
+        self._dtype_name = self.codec.dtype_name if self.codec is not None else cache.dtype_name
+        self._layout_version = LAYOUT_VERSION
         self._checked: CacheSpec | None = None
         """The namespace that was found right last."""
         self.strategy = self._choose(strategy)
@@ -84,6 +88,7 @@ class DeviceCopier:
         self._lock = threading.Lock()
         self._ranges: dict[int, PinnedRange] = {}
         self._stuck: list[Event] = []
+        self._kept: list[npt.NDArray[np.uint8]] = []
         mover = self._mover()
         self._lanes = [
             _Lane(
@@ -131,7 +136,23 @@ class DeviceCopier:
     @property
     def layout(self) -> str:
         """What the namespace's layout must be: page layout, and quantisation, so that neither is ever mixed up."""
-        return f"paged/{self.cache.name}" + (f"/{self.codec.name}" if self.codec is not None else "")
+        return self._layout
+
+    def rename(self, spec: CacheSpec) -> None:
+        """From now on the namespace is one that an engine's hook has named in its own way, for everybody who shares its blocks.
+
+        Args:
+            spec: its layout must keep apart what ``PagedCache.name`` does. ``check`` wants its dtype, layout and version.
+
+        Raises:
+            InvalidArgument: its blocks are not of this cache's layers and sizes, or the cache is quantised, which no other says.
+        """
+        if self.codec is not None or (spec.layers, spec.layer_block_bytes) != (self.shape.layers, self.shape.layer_block_bytes):
+            raise InvalidArgument(
+                "the namespace is not that of this KV cache", layers=spec.layers, layer_block_bytes=spec.layer_block_bytes
+            )
+        self._layout, self._dtype_name, self._layout_version = spec.layout, spec.dtype, spec.layout_version
+        self._checked = None
 
     def spec(self, model: str, block_tokens: int, **fields: object) -> CacheSpec:
         """The namespace of this cache.
@@ -151,7 +172,7 @@ class DeviceCopier:
             layer_block_bytes=self.shape.layer_block_bytes,
             dtype=self._dtype_name,
             layout=self.layout,
-            layout_version=LAYOUT_VERSION,
+            layout_version=self._layout_version,
             **fields,  # type: ignore[arg-type]
         )
 
@@ -169,20 +190,23 @@ class DeviceCopier:
             layer_block_bytes=self.shape.layer_block_bytes,
             dtype=self._dtype_name,
             layout=self.layout,
+            layout_version=self._layout_version,
         )
         self._checked = spec
 
-    @property
-    def _dtype_name(self) -> str:
-        return self.codec.dtype_name if self.codec is not None else self.cache.dtype_name
-
     # ---- buffers ----
-    def blocks(self, page_ids: Sequence[int], *, layer: int | None = None) -> DeviceBlocks:
-        """Pages as the buffer of a load or store. They may be touched behind what the caller has asked the device to do so far.
+    def mark(self) -> Event:
+        """An event behind what the caller has asked the device to do so far, on its current stream; see ``blocks``."""
+        return self.device.mark()
+
+    def blocks(self, page_ids: Sequence[int], *, layer: int | None = None, after: Event | None = None) -> DeviceBlocks:
+        """Pages as the buffer of a load or store.
 
         Args:
             page_ids: ``pages_per_block`` for each block, in order.
             layer: only this one, for stores layer by layer; None: all.
+            after: the pages may be touched behind this event; None: behind what the caller has asked the device to do so far.
+                Streams belong to threads: who computes in another one gives the event of that one.
 
         Raises:
             InvalidArgument: no such page or layer, or a page named twice.
@@ -191,7 +215,31 @@ class DeviceCopier:
         if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.shape.layers):
             raise InvalidArgument("no such layer", layer=layer, layers=self.shape.layers)
         layers = range(self.shape.layers) if layer is None else range(layer, layer + 1)
-        return DeviceBlocks(self, ids, layers, self.device.mark())
+        return DeviceBlocks(self, ids, layers, self.mark() if after is None else after)
+
+    def clear(self, page_ids: Sequence[int]) -> None:
+        """Zeros in some pages: behind what the caller has asked the device to do so far, on its current stream. Does not wait.
+
+        Copies that were given up as they did not end come before it, and before all that the caller asks for from then on: what a
+        late one writes is never seen.
+
+        Raises:
+            InvalidArgument: as ``blocks``.
+            Internal: the device failed.
+        """
+        ids = self.cache.check_pages(page_ids)
+        with self._lock:
+            stuck = list(self._stuck)
+        for event in stuck:
+            if not _done(event):
+                self.device.follow(event)
+
+        def zero() -> None:
+            there = uploaded(ids, self.cache.device)
+            for layer in self.cache.layers:
+                layer.words(layer.word).index_fill_(0, there, 0)
+
+        self.device.run(zero)
 
     def load(self, base: int, starts: Numbers, pitch: int, part: DeviceBlocks.Part, on_layer: OnLayer) -> list[Event]:
         """Begins copies from host memory into pages; for ``DeviceBlocks``.
@@ -330,10 +378,17 @@ class DeviceCopier:
                 self._lose(events[number:])
                 raise Internal("the device does not come to an end with its copies", device=self.cache.device)
 
+    def keep(self, memory: npt.NDArray[np.uint8] | None) -> None:
+        """Host memory that copies may still touch, as they did not end: it is nobody else's for as long as this process lives."""
+        if memory is not None:
+            with self._lock:
+                self._kept.append(memory)
+
     def _lose(self, events: Sequence[Event]) -> None:
         self.counters.add("device_lost_total")
         _log.error("copies to and from %s do not end or failed: it is left alone from now on", self.cache.device)
-        self._stuck.extend(events)
+        with self._lock:
+            self._stuck.extend(events)
         for lane in self._lanes:
             lane.lost = True
 

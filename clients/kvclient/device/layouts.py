@@ -294,7 +294,9 @@ def _part_starts(layer: LayerPages) -> npt.NDArray[np.int64]:
     return np.add.outer(pages, np.arange(layer.page.parts) * layer.part_stride).reshape(-1)
 
 
-def check_spec(spec: CacheSpec, *, layers: int, layer_block_bytes: int, dtype: str, layout: str) -> None:
+def check_spec(
+    spec: CacheSpec, *, layers: int, layer_block_bytes: int, dtype: str, layout: str, layout_version: int = LAYOUT_VERSION
+) -> None:
     """Holds a namespace against what a cache is: a mismatch would serve bytes of another meaning.
 
     Raises:
@@ -305,7 +307,7 @@ def check_spec(spec: CacheSpec, *, layers: int, layer_block_bytes: int, dtype: s
         "layer_block_bytes": layer_block_bytes,
         "dtype": dtype,
         "layout": layout,
-        "layout_version": LAYOUT_VERSION,
+        "layout_version": layout_version,
     }
     for name, value in wanted.items():
         if getattr(spec, name) != value:

@@ -78,6 +78,13 @@ class Device(Protocol):
     def follow(self, event: Event) -> None:
         """What the caller asks for next, on its current stream, begins after an event. Does not wait."""
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Enqueues what ``work`` enqueues, on the caller's current stream.
+
+        Raises:
+            Internal: the device failed.
+        """
+
 
 # ---- a GPU ----
 
@@ -157,6 +164,12 @@ class CudaDevice:
         assert isinstance(event, _CudaEvent)
         torch.cuda.current_stream(self.memory).wait_event(event.event)
 
+    def run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except RuntimeError as error:
+            raise Internal("the CUDA device takes no work", error=error) from error
+
 
 # ---- a CPU ----
 
@@ -203,3 +216,6 @@ class CpuDevice:
 
     def follow(self, event: Event) -> None:
         assert event.done()
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
