@@ -51,6 +51,8 @@ class VllmDriver:
         family: of the model.
         load_mode: of the connector.
         policy: what vLLM does where a load fails.
+        connector: the connector's class.
+        module: where it is.
     """
 
     model: Path
@@ -58,6 +60,8 @@ class VllmDriver:
     block_tokens: int = BLOCK
     load_mode: str = "async"
     policy: str = "recompute"
+    connector: str = "KVStoreConnector"
+    module: str = "kvclient.engines.vllm.connector"
 
     def open(self, store: StoreAddress | None, options: Mapping[str, object] = {}, **engine: object) -> VllmEngine:  # type: ignore[assignment]
         """A new engine in this process; ``engine``: further arguments of ``LLM``."""
@@ -81,8 +85,8 @@ class VllmDriver:
         if store is not None:
             extra = {"metadata": store.metadata, "node": store.node, "load_mode": self.load_mode, **options}
             given["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="KVStoreConnector",
-                kv_connector_module_path="kvclient.engines.vllm.connector",
+                kv_connector=self.connector,
+                kv_connector_module_path=self.module,
                 kv_role="kv_both",
                 kv_load_failure_policy=self.policy,
                 kv_connector_extra_config=extra,

@@ -175,6 +175,7 @@ def test_a_page_whose_axes_lie_in_another_order_is_moved_as_it_lies() -> None:
     cache = memory.transpose(1, 2)
     assert page_order(cache) == (1, 0, 2)
     assert page_order(memory) == (0, 1, 2)
+    assert page_order(memory[:, :, :1].transpose(1, 2)) == (0, 1, 2), "where an axis of one lies says nothing"
     assert bytes(GroupPages([cache], 5).buffer([3]).segments(0, 0, 1)[0]) == memory[3].numpy().tobytes()
     assert group_spec(HookOptions(), replace(FACTS, page_order=(1, 0, 2))).namespace != group_spec(HookOptions(), FACTS).namespace
 
@@ -257,6 +258,8 @@ def test_all_ranks_use_one_chain() -> None:
         {"pinned_share": True},
         {"min_load_tokens": -1},
         {"min_load_tokens": 1.5},
+        {"device_copies": "fast"},
+        {"device_staging_bytes": 0},
         {"weights_epoch_file": 3},
         {"weights_epoch_file": "f", "weights_epoch": "1"},
         {"lod_mode": "async"},

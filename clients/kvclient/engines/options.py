@@ -10,10 +10,13 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, TlsConfig
 from kvclient.operation import check_seconds
+
+if TYPE_CHECKING:
+    from kvclient.far import ArenaWatcher
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "float": (int, float), "int": (int,)}
 
@@ -176,12 +179,13 @@ class HookOptions:
         ca, cert, key = (Path(path) if path else None for path in (self.tls_ca, self.tls_cert, self.tls_key))
         return TlsConfig(ca=ca, cert=cert, key=key, server_name=self.tls_server_name or None)
 
-    def connect(self, spec: CacheSpec, options: ClientOptions | None = None) -> KVClient:
+    def connect(self, spec: CacheSpec, options: ClientOptions | None = None, *, device: ArenaWatcher | None = None) -> KVClient:
         """A client of the store in one namespace. Make it after forking.
 
         Args:
             spec: the namespace.
             options: instead of ``client_options()``.
+            device: whose copies bring blocks to and from the engine's device; None: they lie in host memory.
 
         Raises:
             KVStoreError: the store does not answer and ``require_store`` is set, or an option is impossible.
@@ -192,4 +196,5 @@ class HookOptions:
             node=None if self.node in {"", "none"} else self.node,
             tls=self.tls(),
             options=options or self.client_options(),
+            device=device,
         )

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, Tier
+from kvclient.engines.vllm.device_pages import make_pages
 from kvclient.engines.vllm.engine_view import group_facts, has_replica_of_lower_rank, read_groups, whole_prompts_only
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.events import stored_events
@@ -32,7 +33,7 @@ from kvclient.engines.vllm.lookups import Finder
 from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
 from kvclient.engines.vllm.namespaces import group_spec
 from kvclient.engines.vllm.options import RECONNECT_S, ConnectorOptions
-from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.pages import Pages
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvclient.engines.vllm.scheduler_side import SchedulerSide
 from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
@@ -98,6 +99,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             # the next step is on its way before it is known whether this one's load has failed, and builds on its pages
             raise InvalidArgument("layerwise loads need steps one after the other: use load_mode async, or --no-async-scheduling")
         self._epochs = Epochs(self._options)
+        self._pages: Sequence[Pages] = ()
         self._specs: list[CacheSpec] = []
         self._shards: list[list[CacheSpec]] = []
         self._whole_prompts_only = ""
@@ -121,7 +123,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The worker's pages exist: their namespaces are known, and clients are made."""
         config = self._kv_cache_config
-        pages = [GroupPages([kv_caches[name] for name in group.layers], config.num_blocks) for group in self._groups]
+        pages = self._pages = self._make_pages([[kv_caches[name] for name in group.layers] for group in self._groups])
         epoch = self._epochs.name
         facts = group_facts(self._vllm_config, config, self._groups, pages, kv_caches, sample_weights=not epoch)
         self._specs = [group_spec(self._options.hook.with_epoch(epoch), one) for one in facts]
@@ -132,12 +134,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         stores = self._options.hook.store and not has_replica_of_lower_rank(config)
         self._worker = WorkerSide(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
 
+    def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
+        """The pages of the worker's tensors, wherever those lie."""
+        options = self._options
+        strategy: Any = options.device_copies
+        return make_pages(groups, self._kv_cache_config.num_blocks, strategy=strategy, staging_bytes=options.device_staging_bytes)
+
     def _connect_worker(self, weights_epoch: str) -> Sequence[KVClient]:
         """Clients of one epoch, one a group."""
         options, connect = self._worker_options(), self._options.hook.connect
         if self._worker is not None:  # between two steps of a running engine
             options = replace(options, require_store=False, connect_deadline_s=RECONNECT_S)
-        return [connect(replace(spec, weights_epoch=weights_epoch), options) for spec in self._specs]
+        specs = [replace(spec, weights_epoch=weights_epoch) for spec in self._specs]
+        return [connect(spec, options, device=pages.watcher(spec)) for spec, pages in zip(specs, self._pages, strict=True)]
 
     def _worker_options(self) -> ClientOptions:
         return replace(self._options.hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)
@@ -315,6 +324,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> StoreStats | None:
         """Counts since the last call."""
         side = self._worker or self._scheduler
+        if self._worker is not None:
+            self._worker.count_copies()
         counts = side.tally.take() if side is not None else {}
         return StoreStats(data=counts) if counts else None
 

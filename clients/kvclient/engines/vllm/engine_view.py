@@ -14,7 +14,7 @@ from typing import Any
 
 from kvclient import InvalidArgument
 from kvclient.engines.vllm.namespaces import GroupFacts, digest
-from kvclient.engines.vllm.pages import GroupPages, page_order
+from kvclient.engines.vllm.pages import Pages, page_order
 from kvclient.engines.weights import WeightsSource
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
@@ -95,7 +95,7 @@ def group_facts(
     vllm_config: Any,  # noqa: ANN401
     kv_cache_config: Any,  # noqa: ANN401
     groups: Sequence[GroupView],
-    pages: Sequence[GroupPages],
+    pages: Sequence[Pages],
     kv_caches: Mapping[str, Any],
     *,
     sample_weights: bool,

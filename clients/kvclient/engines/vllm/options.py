@@ -12,6 +12,7 @@ from kvclient.engines.options import HookOptions
 RECONNECT_S = 0.5
 """How long a running engine waits to be connected in another namespace; after that it goes on, and is connected later."""
 LOAD_MODES = ("async", "layerwise")
+DEVICE_COPIES = ("auto", "staged", "batched", "direct")
 _MS = 1_000
 
 
@@ -30,6 +31,9 @@ class ConnectorOptions:
         weights_epoch_file: a file that names the weights epoch, instead of ``weights_epoch``: read at start and at each reset of
             the engine's cache. Without it, a reset begins an epoch that no other engine shares.
         idle_wait_ms: how long a step without tokens waits for a load or store to end, so that an idle engine does not spin.
+        device_copies: the way pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see ``kvclient.device.ways``);
+            ``auto``: ``batched`` where the driver has it, else ``staged``.
+        device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
@@ -39,18 +43,24 @@ class ConnectorOptions:
     pinned_share: float = 0.5
     weights_epoch_file: str = ""
     idle_wait_ms: float = 5.0
+    device_copies: str = "auto"
+    device_staging_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
         if self.load_mode not in LOAD_MODES:
             raise InvalidArgument("unknown choice", option="load_mode", value=self.load_mode, choices=LOAD_MODES)
+        if self.device_copies not in DEVICE_COPIES:
+            raise InvalidArgument("unknown choice", option="device_copies", value=self.device_copies, choices=DEVICE_COPIES)
         for name, most in (("lookup_wait_ms", 100.0), ("pinned_share", 1.0), ("idle_wait_ms", 100.0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
                 raise InvalidArgument("the option takes a number in a range", option=name, value=value, least=0, most=most)
         if not isinstance(self.weights_epoch_file, str) or (self.weights_epoch_file and self.hook.weights_epoch):
             raise InvalidArgument("weights_epoch_file takes a path, and stands instead of weights_epoch")
-        if not isinstance(self.min_load_tokens, int) or isinstance(self.min_load_tokens, bool) or self.min_load_tokens < 0:
-            raise InvalidArgument("the option takes an integer from 0 on", option="min_load_tokens", value=self.min_load_tokens)
+        for name, least in (("min_load_tokens", 0), ("device_staging_bytes", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidArgument(f"the option takes an integer from {least} on", option=name, value=value)
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> Self:

@@ -2,21 +2,70 @@
 
 A page is ``tensor[block_id]``. What lies inside it is the attention kernel's business (on CPUs K is transposed or tiled), so
 nothing smaller is ever named, and hosts whose kernels differ are kept apart by namespace.
+
+``GroupPages`` are in host memory, where what the engine has computed is there; ``device_pages`` are in a device's, where it is
+there behind a mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvclient import BlockShape, InvalidArgument
+from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
+
+if TYPE_CHECKING:
+    from kvclient.far import ArenaWatcher
+
+LAYOUTS = "LBNHC, LBHNC, BLNHC, BLHNC"
+"""Of vLLM's layouts (``VLLM_KV_CACHE_LAYOUT``) those whose pages are in one piece."""
+
+Mark = object
+"""How far the engine had come with its computation; None: in host memory everything is computed when it is asked for."""
+
+
+class Pages(Protocol):
+    """The pages of one KV cache group. Pages of one engine share a device: a mark of one group is good for all."""
+
+    num_blocks: int
+    shape: BlockShape
+
+    def mark(self) -> Mark:
+        """Behind all that the calling thread, which must be the engine's, has asked the device to compute so far."""
+
+    def buffer(self, block_ids: Sequence[int], after: Mark = None) -> BlockBuffer:
+        """Some pages as a block buffer, to be touched behind a mark.
+
+        Raises:
+            InvalidArgument: there is no such page.
+        """
+
+    def layer_buffer(self, layer: int, block_ids: Sequence[int], after: Mark = None) -> BlockBuffer:
+        """One layer of some pages, as a buffer of blocks of one layer."""
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zeros in some pages, ahead of all that the calling thread, the engine's, asks the device to compute from now on.
+
+        What a load that failed has left in a page must not stay there: whoever gets the page next fills a part of it, and
+        kernels multiply the rest by zero, which of a NaN makes a NaN.
+        """
+
+    def watcher(self, spec: CacheSpec) -> ArenaWatcher | None:
+        """Who copies between these pages and arenas, for a client of a namespace; None: the client itself.
+
+        Raises:
+            InvalidArgument: the namespace is not of these pages.
+        """
+
+    def counts(self) -> Mapping[str, int]:
+        """Totals of these copies, by name of a counter."""
 
 
 class GroupPages:
-    """The pages of one KV cache group.
+    """The pages of one KV cache group in host memory; see ``Pages``.
 
     Args:
         tensors: one a layer, in layer order: dense CPU tensors ``[blocks, …]``, or ``[blocks * n, …]`` where kernels use smaller
@@ -36,31 +85,29 @@ class GroupPages:
         self.num_blocks = num_blocks
         self.shape = BlockShape(len(views), sizes.pop())
 
-    def buffer(self, block_ids: Sequence[int]) -> PageBuffer:
-        """Some pages as a block buffer.
+    def mark(self) -> Mark:
+        return None
 
-        Raises:
-            InvalidArgument: there is no such page.
-        """
+    def buffer(self, block_ids: Sequence[int], after: Mark = None) -> PageBuffer:  # noqa: ARG002
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise InvalidArgument("no such page", least=min(block_ids), most=max(block_ids), pages=self.num_blocks)
         return PageBuffer(self._layers, block_ids, self.shape)
 
-    def layer_buffer(self, layer: int, block_ids: Sequence[int]) -> PageBuffer:
-        """One layer of some pages, as a buffer of blocks of one layer."""
+    def layer_buffer(self, layer: int, block_ids: Sequence[int], after: Mark = None) -> PageBuffer:  # noqa: ARG002
         return PageBuffer(self._layers[layer : layer + 1], block_ids, BlockShape(1, self.shape.layer_block_bytes))
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zeros in some pages.
-
-        What a load that failed has left in a page must not stay there: whoever gets the page next fills a part of it, and
-        kernels multiply the rest by zero, which of a NaN makes a NaN.
-        """
         empty = bytes(self.shape.layer_block_bytes)
         pages = self.buffer(block_ids)
         for block in range(pages.count):
             for piece in pages.segments(block, 0, self.shape.layers):
                 piece[:] = empty
+
+    def watcher(self, spec: CacheSpec) -> None:  # noqa: ARG002
+        return None
+
+    def counts(self) -> Mapping[str, int]:
+        return {}
 
 
 class PageBuffer:
@@ -108,9 +155,7 @@ def _page_bytes(tensor: Any, num_blocks: int) -> LayerPages:  # noqa: ANN401  # 
 
     if tensor.device.type != "cpu":
         raise InvalidArgument("the KV cache is not in host memory", device=str(tensor.device))
-    if num_blocks <= 0 or tensor.shape[0] % num_blocks:
-        raise InvalidArgument("the KV cache has not the blocks that were announced", shape=tuple(tensor.shape), blocks=num_blocks)
-    per_block = tensor.shape[0] // num_blocks
+    per_block = pages_per_block(tensor, num_blocks)
     natural = tensor.detach().permute(0, *(axis + 1 for axis in page_order(tensor)))
     if per_block > 1 and natural.stride(0) != natural[0].numel():
         raise InvalidArgument("the kernel's pages of one page lie apart", shape=tuple(tensor.shape), strides=tensor.stride())
@@ -122,7 +167,22 @@ def _page_bytes(tensor: Any, num_blocks: int) -> LayerPages:  # noqa: ANN401  # 
     return LayerPages(memory.data, stride, size)
 
 
+def pages_per_block(tensor: Any, num_blocks: int) -> int:  # noqa: ANN401
+    """How many pages of the kernel's a block of the block manager has.
+
+    Raises:
+        InvalidArgument: the tensor has not the blocks in its first axis.
+    """
+    if num_blocks <= 0 or not tensor.ndim or not tensor.shape[0] or tensor.shape[0] % num_blocks:
+        raise InvalidArgument("the KV cache has not the blocks that were announced", shape=tuple(tensor.shape), blocks=num_blocks)
+    count: int = tensor.shape[0] // num_blocks
+    return count
+
+
 def page_order(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401
     """The axes of a page as they lie in memory, outermost first; ``(0, 1, 2)`` where they lie as they are named."""
-    strides = tensor.stride()[1:]
+    strides, sizes = tensor.stride()[1:], tensor.shape[1:]
+    wide = [axis for axis in range(len(sizes)) if sizes[axis] > 1]  # where an axis of one lies says nothing
+    if sorted(wide, key=lambda axis: -strides[axis]) == wide:
+        return tuple(range(len(sizes)))
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))

@@ -61,6 +61,10 @@ class KVStorePDConnector(KVStoreConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
         """Made by vLLM; errors as of ``KVStoreConnector``."""
         super().__init__(vllm_config, role, kv_cache_config)
+        if getattr(
+            vllm_config.parallel_config, "use_ubatching", False
+        ):  # each half of a batch would say that a layer is complete
+            raise InvalidArgument("prompts are not handed over by engines that split their batches: leave out --enable-dbo")
         self._pd: PdScheduler | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None

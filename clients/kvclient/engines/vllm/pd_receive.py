@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvclient import KVClient, KVStoreError
 from kvclient.engines.vllm.keys import Masked
-from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.pages import Mark, Pages
 from kvclient.engines.vllm.pd_plan import AwaitJob, TakeJob
 from kvclient.engines.vllm.tally import Tally
 from kvclient.engines.vllm.worker_side import Arrivals
@@ -56,14 +56,14 @@ class Receiver:
         tally: where prompts are counted.
     """
 
-    def __init__(self, pages: Sequence[GroupPages], deadline_s: float, tally: Tally, *, verify: Verify) -> None:
+    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: Tally, *, verify: Verify) -> None:
         self._pages = pages
         self._deadline_s = deadline_s
         self._verify = verify
         self._tally = tally
         self._waiting: dict[str, Prompt] = {}
         self._here: dict[str, Prompt] = {}
-        self._taking: dict[str, tuple[TakeJob, Future[list[int]]]] = {}
+        self._taking: dict[str, tuple[TakeJob, Future[list[list[int]]]]] = {}
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-prompt")
 
@@ -104,18 +104,19 @@ class Receiver:
 
     def take(self, jobs: Sequence[TakeJob]) -> None:
         """Copies prompts into pages, in the background."""
+        after = self._pages[0].mark() if jobs else None  # others may still be computed with in these pages
         for job in jobs:
-            future = self._threads.submit(self._take, self._here.pop(job.request_id, None), job)
+            future = self._threads.submit(self._take, self._here.pop(job.request_id, None), job, after)
             future.add_done_callback(self._tell)
             self._taking[job.request_id] = job, future
 
-    def _tell(self, _future: Future[list[int]]) -> None:
+    def _tell(self, _future: Future[list[list[int]]]) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _take(self, prompt: Prompt | None, job: TakeJob) -> list[int]:
-        """Copies one prompt; the pages that are not filled."""
-        missing: list[int] = []
+    def _take(self, prompt: Prompt | None, job: TakeJob, after: Mark) -> list[list[int]]:
+        """Copies one prompt; by group the pages that are not filled."""
+        missing: list[list[int]] = []
         with ExitStack() as stack:
             parts = prompt.parts if prompt is not None else ()
             for part in parts:
@@ -125,13 +126,11 @@ class Receiver:
                 if prompt is None or skip < 0:
                     self._tally.add("bugs")
                     _log.error("a prompt of request %s that is not here, or lacks its beginning, is to be copied", job.request_id)
-                    missing += ids
+                    missing.append(list(ids))
                     continue
-                result = parts[group].take(self._pages[group].buffer(ids), skip=skip, verify=self._verify)
+                result = parts[group].take(self._pages[group].buffer(ids, after), skip=skip, verify=self._verify)
                 self._tally.add("prompt_bytes", result.bytes_loaded)
-                bad = ids[max(0, result.hit_blocks - skip) :]
-                self._pages[group].clear(bad)
-                missing += bad
+                missing.append(ids[max(0, result.hit_blocks - skip) :])
         return missing
 
     def arrivals(self) -> Arrivals:
@@ -143,12 +142,14 @@ class Receiver:
             if future.exception() is not None:
                 self._tally.add("bugs")
                 _log.error("a prompt could not be copied", exc_info=future.exception())
-                missing = [page for ids in job.block_ids for page in ids]
+                missing = [list(ids) for ids in job.block_ids]
             else:
                 missing = future.result()
-            if missing:
-                arrivals.failed.add(request_id)
-                arrivals.missing.update(missing)
+            for pages, ids in zip(self._pages, missing, strict=True):
+                if ids:
+                    pages.clear(ids)  # here, for the engine's thread says what of the device comes before what
+                    arrivals.failed.add(request_id)
+                    arrivals.missing.update(ids)
         return arrivals
 
     def drop(self, request_ids: Sequence[str]) -> None:

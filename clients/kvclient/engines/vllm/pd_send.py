@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvclient import BlockKey, KVClient, KVStoreError, StoreOutcome, StoreResult
 from kvclient.engines.vllm.keys import Masked
-from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.pages import Mark, Pages
 from kvclient.engines.vllm.pd_plan import AbandonJob, SendJob
 from kvclient.engines.vllm.plan import StepAnswer
 from kvclient.engines.vllm.tally import Tally
@@ -40,7 +40,7 @@ class Send:
     """One hand-over: ``layer`` and ``end`` by the model's thread, ``run`` and ``again`` by others."""
 
     def __init__(
-        self, job: SendJob, chain: bytes, clients: Sequence[KVClient], pages: Sequence[GroupPages], deadline_s: float
+        self, job: SendJob, chain: bytes, clients: Sequence[KVClient], pages: Sequence[Pages], deadline_s: float
     ) -> None:
         self.job = job
         self.good = False
@@ -49,6 +49,9 @@ class Send:
         self._clients = clients
         self._pages = pages
         self._events: queue.SimpleQueue[Layer | bool] = queue.SimpleQueue()
+        self._marks: dict[Layer, Mark] = {}
+        self._end_mark: Mark = None
+        """When each layer is computed, and all of them are."""
         self._end_s = time.monotonic() + deadline_s
 
     @property
@@ -56,12 +59,14 @@ class Send:
         """Seconds until it is given up."""
         return max(0.0, self._end_s - time.monotonic())
 
-    def layer(self, layer: Layer) -> None:
-        """A layer of this step is complete."""
+    def layer(self, layer: Layer, after: Mark) -> None:
+        """A layer of this step is complete, at a mark."""
+        self._marks[layer] = after
         self._events.put(layer)
 
-    def end(self, *, good: bool) -> None:
-        """The step is over."""
+    def end(self, after: Mark, *, good: bool) -> None:
+        """The step is over, at a mark."""
+        self._end_mark = after
         self._events.put(good)
 
     def run(self, tally: Tally) -> bool:
@@ -111,7 +116,8 @@ class Send:
 
     def _put(self, handoffs: Sequence[Handoff], layer: Layer) -> None:
         group, number = layer
-        handoffs[group].put_layer(number, self._pages[group].layer_buffer(number, self.job.block_ids[group]))
+        after = self._marks.get(layer, self._end_mark)
+        handoffs[group].put_layer(number, self._pages[group].layer_buffer(number, self.job.block_ids[group], after))
 
     def _commit(self, handoffs: Sequence[Handoff], put: Collection[Layer], tally: Tally) -> list[StoreResult]:
         """Puts the layers that are not ``put`` yet, and ends it."""
@@ -139,7 +145,7 @@ class Sender:
         tally: where they are counted.
     """
 
-    def __init__(self, pages: Sequence[GroupPages], place: Mapping[str, Layer], deadline_s: float, tally: Tally) -> None:
+    def __init__(self, pages: Sequence[Pages], place: Mapping[str, Layer], deadline_s: float, tally: Tally) -> None:
         self._pages = pages
         self._place = place
         self._deadline_s = deadline_s
@@ -170,17 +176,19 @@ class Sender:
     def layer(self, name: str) -> None:
         """The forward pass has completed a layer."""
         if self._in_step and (place := self._place.get(name)) is not None:
+            after = self._pages[place[0]].mark()
             for send in self._in_step:
-                send.layer(place)
+                send.layer(place, after)
 
     def end_step(self, *, good: bool) -> None:
         """The forward pass is over. Not ``good``: some of what it computed is wrong."""
+        after = self._pages[0].mark() if self._in_step else None
         for send in self._in_step:
             adapter = send.job.adapter
             sure = adapter is None or adapter.unchanged()  # else the engine may have computed with others than the keys say
             if not sure:
                 self._tally.add("stores_unsure")
-            send.end(good=good and sure)
+            send.end(after, good=good and sure)
         self._in_step = []
 
     def abandon(self, jobs: Sequence[AbandonJob], clients: Sequence[KVClient]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvclient import BlockKey, KVClient
 from kvclient.engines.vllm.keys import Masked
-from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.pages import Mark, Pages
 from kvclient.engines.vllm.plan import SaveJob, StepAnswer
 from kvclient.engines.vllm.tally import Tally
 from kvclient.operation import Operation
@@ -26,13 +26,14 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A job, and where it goes: clients change with the weights. ``number`` counts them."""
+    """A job, and where it goes: clients change with the weights. ``number`` counts them. Its pages are computed at ``after``."""
 
     number: int
     chain: bytes
     job: SaveJob
     clients: Sequence[KVClient]
     deadline_s: float
+    after: Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Saver:
         tally: where stores are counted.
     """
 
-    def __init__(self, pages: Sequence[GroupPages], deadline_s: float, tally: Tally) -> None:
+    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: Tally) -> None:
         self._pages = pages
         self._deadline_s = deadline_s
         self._tally = tally
@@ -68,13 +69,14 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
         self._thread.start()
 
-    def add(self, chain: bytes, jobs: Sequence[SaveJob], clients: Sequence[KVClient]) -> None:
+    def add(self, chain: bytes, jobs: Sequence[SaveJob], clients: Sequence[KVClient], after: Mark = None) -> None:
         """More to store.
 
         Args:
             chain: the namespace whose chain the jobs' keys are of.
             jobs: in order.
             clients: by group.
+            after: when the jobs' pages are computed.
         """
         with self._changed:
             first = self._added + 1
@@ -82,7 +84,7 @@ class Saver:
             self._pending += len(jobs)
         deadline_s = time.monotonic() + self._deadline_s
         for number, job in enumerate(jobs, first):
-            self._queue.put(_Save(number, chain, job, clients, deadline_s))
+            self._queue.put(_Save(number, chain, job, clients, deadline_s, after))
 
     def retire(self, clients: Sequence[KVClient]) -> None:
         """Closes clients when everything before is done."""
@@ -138,7 +140,7 @@ class Saver:
             _log.exception("a store failed in a way that it should not")
             return False
 
-    def _store(self, save: _Save, client: KVClient, pages: GroupPages, ids: Sequence[int]) -> bool:
+    def _store(self, save: _Save, client: KVClient, pages: Pages, ids: Sequence[int]) -> bool:
         job = save.job
         left_s = save.deadline_s - time.monotonic()
         if left_s <= 0:
@@ -147,7 +149,7 @@ class Saver:
         masked = Masked(save.chain, client.spec.namespace)
         call = client.store_call(
             masked.keys(job.keys),
-            pages.buffer(ids),
+            pages.buffer(ids, save.after),
             BlockKey(masked.keys([job.parent])) if job.parent is not None else None,
             job.first_block,
             left_s,

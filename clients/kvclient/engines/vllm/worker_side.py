@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, Tier
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.pages import Mark, Pages
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
 from kvclient.engines.vllm.saver import Saver
 from kvclient.engines.vllm.tally import Tally
@@ -38,13 +38,14 @@ class GroupFlight:
         pages: of the group.
     """
 
-    def __init__(self, job: GroupLoad, handle: LoadHandle | None, pages: GroupPages) -> None:
+    def __init__(self, job: GroupLoad, handle: LoadHandle | None, pages: Pages) -> None:
         self.group = job.group
         self._block_ids = job.block_ids
         self._behind = job.behind
         self._handle = handle
         self._pages = pages
         self._spoiled = handle is None
+        self._waited: set[int] = set()
 
     @property
     def done(self) -> bool:
@@ -52,7 +53,11 @@ class GroupFlight:
         return self._handle is None or self._handle.done
 
     def wait_layer(self, layer: int) -> None:
-        """Waits until a layer has arrived; where it does not in time, the load ends, and nothing of it counts."""
+        """Waits until a layer has arrived; where it does not in time, the load ends, and nothing of it counts.
+
+        On a device: until it is on its way; what the engine asks of the device next begins when it is there.
+        """
+        self._waited.add(layer)
         if self._handle is not None and not self._spoiled and not self._handle.wait_layer(layer):
             self._spoiled = True
             self._handle.cancel()  # nobody may write into these pages any more: they will be computed
@@ -66,6 +71,14 @@ class GroupFlight:
         """Gives it up. When this has returned, nothing touches the pages any more."""
         if self._handle is not None:
             self._handle.cancel()
+
+    def end_in_step(self, tally: Tally) -> list[int]:
+        """The same as ``end``, of a layer-wise load: it fails if the forward pass has not waited for each layer."""
+        if not self._spoiled and len(self._waited) < self._pages.shape.layers:
+            self._spoiled = True
+            tally.add("bugs")
+            _log.error("a forward pass used layers that it had not waited for: their load counts as failed")
+        return self.end(tally)
 
     def end(self, tally: Tally) -> list[int]:
         """Waits for the end and counts it; the pages that may not be used, in which nothing of it is left."""
@@ -135,7 +148,7 @@ class WorkerSide:
         options: ConnectorOptions,
         connect: Connect,
         weights_epoch: str,
-        pages: Sequence[GroupPages],
+        pages: Sequence[Pages],
         layers: Sequence[Sequence[str]],
         *,
         stores: bool = True,
@@ -154,13 +167,16 @@ class WorkerSide:
         """Whether a layer-wise load of this step failed: some of what the step computed is wrong."""
         self._saver = Saver(pages, options.hook.store_deadline_s, self.tally) if stores else None
         self._answer = StepAnswer()
+        self._copied: dict[str, int] = {}
+        """What ``count_copies`` has counted."""
 
     # ---- loads ----
     def begin_loads(self, plan: StepPlan) -> None:
         """Begins the loads of a step."""
         self.keep_up(plan)
+        after = self.pages[0].mark() if plan.loads else None  # others may still be computed with in pages that are filled now
         for job in plan.loads:
-            (self._in_step if job.layerwise else self._flights).append(self._begin(job))
+            (self._in_step if job.layerwise else self._flights).append(self._begin(job, after))
 
     def keep_up(self, plan: StepPlan) -> None:
         """Sees whether the weights are others since the last step: what is on its way here is of the old ones."""
@@ -178,7 +194,7 @@ class WorkerSide:
             for client in old:
                 client.close()
 
-    def _begin(self, job: LoadJob) -> Flight:
+    def _begin(self, job: LoadJob, after: Mark) -> Flight:
         parts = []
         for part in job.groups:
             client, pages = self.clients[part.group], self.pages[part.group]
@@ -186,7 +202,7 @@ class WorkerSide:
             try:
                 handle = client.start_load(
                     part.lookups[client.spec.namespace],
-                    pages.buffer(part.block_ids),
+                    pages.buffer(part.block_ids, after),
                     deadline_s=self._options.hook.load_deadline_s,
                     layerwise=job.layerwise,
                     paths=job.paths,
@@ -213,7 +229,7 @@ class WorkerSide:
         """The forward pass of a step, if it had one, is over: its blocks are complete."""
         self.step_failed = False
         for flight in self._in_step:
-            missing = [page for part in flight.parts for page in part.end(self.tally)]
+            missing = [page for part in flight.parts for page in part.end_in_step(self.tally)]
             self._arrivals.missing.update(missing)
             self.step_failed |= bool(missing)
         self._in_step = []
@@ -225,7 +241,8 @@ class WorkerSide:
             if unsure:
                 self.tally.add("stores_unsure", len(unsure))
                 self._answer.merge(StepAnswer(dict.fromkeys(unsure, 1), unsure))
-            self._saver.add(plan.chain, [job for job in plan.saves if job.job_id not in unsure], self.clients)
+            jobs = [job for job in plan.saves if job.job_id not in unsure]
+            self._saver.add(plan.chain, jobs, self.clients, self.pages[0].mark())
             return
         self._answer.merge(
             StepAnswer({job.job_id: 1 for job in plan.saves}, {job.job_id for job in plan.saves} if failed else set())
@@ -289,6 +306,17 @@ class WorkerSide:
             self._answer.merge(self._saver.take())
         answer, self._answer = self._answer, StepAnswer()
         return answer
+
+    def count_copies(self) -> None:
+        """Counts what the copies of a device have done since the last call."""
+        totals: dict[str, int] = {}
+        for pages in self.pages:
+            for name, count in pages.counts().items():
+                totals[name] = totals.get(name, 0) + count
+        for name, total in totals.items():
+            if more := total - self._copied.get(name, 0):
+                self.tally.add(name, more)
+        self._copied = totals
 
     @property
     def client_stats(self) -> dict[str, int]:

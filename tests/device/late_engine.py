@@ -1,0 +1,202 @@
+"""A vLLM worker as its device sees it: steps are asked for, never waited for, and what attention read is looked at in the end."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from deferred import DeferredDevice
+
+from kvclient import BlockKey, CacheSpec, ClientOptions, KVClient
+from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.device_pages import device_pages
+from kvclient.engines.vllm.keys import RequestKeys
+from kvclient.engines.vllm.lookups import Finder
+from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
+from kvclient.engines.vllm.tally import Tally
+from kvclient.engines.vllm.worker_side import WorkerSide
+from kvstore.testing.cluster import LocalCluster
+
+BLOCK, LAYERS, PAGES = 4, 3, 24
+HEADS, CONTENT = 2, 16
+PAGE_BYTES = HEADS * BLOCK * CONTENT * 4
+NAMES = [f"l{number}" for number in range(LAYERS)]
+WAIT_S = 30.0
+STAGING = 3 * PAGE_BYTES
+"""Three pages: a copy of more takes turns."""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.001)
+
+
+def written(number: int, layer: int) -> torch.Tensor:
+    """What the model computes for a block, in one layer."""
+    return torch.full((HEADS, BLOCK, CONTENT), 100.0 * number + layer + 1)
+
+
+class Engine:
+    """What vLLM's worker does: it asks the device for steps, never waits for it, and looks at what attention read at the end."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        model: str,
+        device: DeferredDevice,
+        *,
+        node: str = "n",
+        strategy: Any = "staged",
+        load_s: float = 10.0,
+    ) -> None:
+        self.device = device
+        self.layers = [torch.zeros(PAGES, BLOCK, HEADS, CONTENT).transpose(1, 2) for _ in range(LAYERS)]
+        self.pages = device_pages([self.layers], PAGES, device, strategy=strategy, staging_bytes=STAGING)
+        self.spec = CacheSpec(
+            model=model,
+            block_tokens=BLOCK,
+            layers=LAYERS,
+            layer_block_bytes=PAGE_BYTES,
+            dtype="float32",
+            layout="tests",
+        )
+        hook = HookOptions(
+            metadata=cluster.metadata_address, node=cluster.node(node).local_socket, load_deadline_s=load_s, store_deadline_s=10.0
+        )
+        options = ClientOptions(client_name="late", connect_deadline_s=10.0)
+
+        def connect(epoch: str) -> list[KVClient]:
+            spec = replace(self.spec, weights_epoch=epoch)
+            return [hook.connect(spec, options, device=self.pages[0].watcher(spec))]
+
+        self.side = WorkerSide(ConnectorOptions(hook=hook), connect, "", self.pages, [NAMES])
+        self.finder = Finder(HookOptions(metadata=cluster.metadata_address), [[self.spec]], Tally())
+        self.wrong: list[str] = []
+        self._job = itertools.count(1)
+
+    # ---- the device ----
+    def compute(self, pages: Sequence[int], numbers: Sequence[int], layer: int) -> None:
+        """One layer of a forward pass fills pages."""
+
+        def work() -> None:
+            for page, number in zip(pages, numbers, strict=True):
+                self.layers[layer][page] = written(number, layer)
+
+        self.device.run(work)
+
+    def attend(self, pages: Sequence[int], numbers: Sequence[int], layer: int) -> None:
+        """Attention reads pages; what is not what it should be is noted."""
+
+        def work() -> None:
+            for page, number in zip(pages, numbers, strict=True):
+                if not torch.equal(self.layers[layer][page], written(number, layer)):
+                    self.wrong.append(f"block {number} in page {page}, layer {layer}")
+
+        self.device.run(work)
+
+    # ---- steps ----
+    def tokens(self, numbers: Sequence[int]) -> list[int]:
+        return [number * 10 + at for number in numbers for at in range(BLOCK)]
+
+    @property
+    def chain(self) -> bytes:
+        return self.finder.chain.spec.namespace
+
+    def keys(self, numbers: Sequence[int]) -> list[BlockKey]:
+        return RequestKeys(self.finder.chain, {}).upto(self.tokens(numbers), len(numbers))
+
+    def step(self, pages: Sequence[int], numbers: Sequence[int], *, save: bool = False) -> None:
+        """Computes blocks; with ``save`` they are stored."""
+        for layer in range(LAYERS):
+            self.compute(pages, numbers, layer)
+        jobs = [SaveJob(next(self._job), "r", 0, None, self.keys(numbers), [list(pages)])] if save else []
+        self.side.end_forward(StepPlan(chain=self.chain, saves=jobs, has_tokens=True))
+
+    def stored(self, jobs: int = 1) -> set[int]:
+        """Waits for the answers of so many stores; those that failed."""
+        done: dict[int, int] = {}
+        failed: set[int] = set()
+
+        def told() -> bool:
+            answer = self.side.answer()
+            if answer is not None:
+                done.update(answer.saved)
+                failed.update(answer.not_saved)
+            return len(done) >= jobs
+
+        until(told, "stores end")
+        return failed
+
+    def job(self, pages: Sequence[int], numbers: Sequence[int], *, layerwise: bool, found: int | None = None) -> LoadJob:
+        tokens = self.tokens(numbers)
+        keys = RequestKeys(self.finder.chain, {})
+        end_s = time.monotonic() + WAIT_S
+        while True:
+            future = self.finder.begin(keys, tokens, len(numbers))
+            wait((future,), WAIT_S)
+            got = future.result()
+            if got.hit_blocks >= (len(numbers) if found is None else found):
+                break
+            assert time.monotonic() < end_s, got.hit_blocks
+            time.sleep(0.01)
+        lookups = {name: lookup.part(0, len(pages)) for name, lookup in got.by_group[0].items()}
+        return LoadJob("r", [GroupLoad(0, list(pages), 0, lookups)], layerwise)
+
+    def load(self, pages: Sequence[int], numbers: Sequence[int], job: LoadJob | None = None) -> set[int]:
+        """A load outside of the batch, then a step that uses it; the pages that did not come."""
+        job = job or self.job(pages, numbers, layerwise=False)
+        self.side.begin_loads(StepPlan(chain=self.chain, loads=[job]))
+        missing: set[int] = set()
+        received: set[str] = set()
+
+        def told() -> bool:
+            arrivals = self.side.arrivals(StepPlan(has_tokens=True), set())
+            missing.update(arrivals.missing)
+            received.update(arrivals.received)
+            return bool(received)
+
+        until(told, "a load ends")
+        good = [(page, number) for page, number in zip(pages, numbers, strict=True) if page not in missing]
+        for layer in range(LAYERS):
+            self.attend([page for page, _ in good], [number for _, number in good], layer)
+        return missing
+
+    def load_in_step(self, pages: Sequence[int], numbers: Sequence[int]) -> set[int]:
+        job = self.job(pages, numbers, layerwise=True)
+        self.side.begin_loads(StepPlan(chain=self.chain, loads=[job], has_tokens=True))
+        for layer in range(LAYERS):
+            self.side.wait_layer(NAMES[layer])
+            self.attend(pages, numbers, layer)
+        self.side.end_forward(StepPlan(has_tokens=True))
+        return self.side.arrivals(StepPlan(has_tokens=True), set()).missing
+
+    def read_back(self, numbers: Sequence[int]) -> np.ndarray:
+        """What the store holds of blocks, read by a client that has no device."""
+        keys = self.keys(numbers)
+        rows = np.zeros((len(numbers), LAYERS, self.spec.layer_block_bytes), np.uint8)
+        assert self.side.clients[0].load(keys, rows).hit_blocks == len(numbers)
+        return rows
+
+    def settled(self) -> list[str]:
+        """All that was asked of the device is done: what attention read wrongly."""
+        self.device.run_all()
+        return self.wrong
+
+    def close(self) -> None:
+        self.side.close()
+        self.finder.close()
+
+
+def rows_of(numbers: Sequence[int]) -> np.ndarray:
+    """Blocks as the store should hold them: pages lie tokens first."""
+    layers = [[written(number, layer).transpose(0, 1).contiguous() for layer in range(LAYERS)] for number in numbers]
+    return np.stack([np.stack([one.numpy().view(np.uint8).reshape(-1) for one in block]) for block in layers])

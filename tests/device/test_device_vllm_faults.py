@@ -1,0 +1,232 @@
+"""Pages of vLLM's on a device: what is refused at start, and what becomes of loads and stores that fail. See ``late_engine``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deferred import ComputingDevice, DeferredDevice
+from late_engine import LAYERS, NAMES, Engine, until
+
+from kvclient import CacheSpec, InvalidArgument
+from kvclient.device import copier as copier_module
+from kvclient.device.streams import CpuDevice
+from kvclient.device.ways import Staged
+from kvclient.engines.vllm.device_pages import DevicePages, device_pages, make_pages
+from kvclient.engines.vllm.pages import GroupPages
+from kvclient.engines.vllm.plan import StepPlan
+from kvstore.core.errors import Internal
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+FIRST, OTHER = [1, 2, 3, 4, 5], [9, 10, 11, 12, 13]
+PAGES = [10, 11, 12, 13, 14]
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster([NodeSpec("n", dram_bytes=32 << 20)]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def make(cluster: LocalCluster) -> Iterator[Callable[..., Engine]]:
+    """Makes an engine that has stored the first blocks."""
+    made: list[Engine] = []
+
+    def with_blocks(device: DeferredDevice, **how: Any) -> Engine:
+        engine = Engine(cluster, f"f{next(numbers)}", device, **how)
+        made.append(engine)
+        engine.step([3, 4, 5, 6, 7], FIRST, save=True)
+        assert engine.stored() == set()
+        return engine
+
+    yield with_blocks
+    for engine in made:
+        engine.close()
+
+
+# ---- layouts ----
+def laid_out(
+    layout: str, dtype: torch.dtype, *, layers: int = 3, blocks: int = 6, heads: int = 2, tokens: int = 4
+) -> list[torch.Tensor]:
+    """Tensors as vLLM makes them: ``[B, H, N, C]`` a layer, in one piece of memory."""
+    axes = {"L": layers, "B": blocks, "H": heads, "N": tokens, "C": 8}
+    memory = torch.randint(0, 100, [axes[axis] for axis in layout], dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    memory = memory.repeat_interleave(dtype.itemsize, dim=-1).view(dtype)
+    whole = memory.permute(*(layout.index(axis) for axis in "LBHNC"))
+    return list(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_blocks_of_a_device_are_those_of_host_memory(layout: str, dtype: torch.dtype) -> None:
+    """The same bytes in the same order, or one namespace would hold two kinds."""
+    layers = laid_out(layout, dtype)
+    (pages,) = device_pages([layers], 6, CpuDevice(), strategy="staged", staging_bytes=1 << 20)
+    host = GroupPages(layers, 6)
+    assert pages.shape == host.shape
+    wanted = [b"".join(bytes(piece) for piece in host.buffer([4, 1, 0]).segments(at, 0, LAYERS)) for at in range(3)]
+    assert isinstance(pages, DevicePages)
+    assert [row.tobytes() for row in pages._copier.blocks([4, 1, 0]).gather()] == wanted
+
+
+def test_pages_of_kernels_that_are_smaller_than_blocks_move_as_one() -> None:
+    layers = laid_out("LBNHC", torch.float32, blocks=12)
+    (pages,) = device_pages([layers], 6, CpuDevice(), strategy="batched", staging_bytes=1 << 20)
+    host = GroupPages(layers, 6)
+    assert isinstance(pages, DevicePages)
+    for at, row in enumerate(pages._copier.blocks([4, 0]).gather()):
+        assert row.tobytes() == b"".join(bytes(piece) for piece in host.buffer([4, 0]).segments(at, 0, LAYERS))
+
+
+@pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
+def test_a_layout_whose_pages_are_in_pieces_is_refused(layout: str) -> None:
+    with pytest.raises(InvalidArgument, match="not supported"):
+        device_pages([laid_out(layout, torch.float32)], 6, CpuDevice(), strategy="staged", staging_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [torch.zeros(6, 2, 4, 8), torch.zeros(6, 2, 4, 8, dtype=torch.bfloat16)],
+        [torch.zeros(6, 2, 4, 8), torch.zeros(6, 2, 4, 4)],
+        [torch.zeros(5, 2, 4, 8)],
+        [torch.zeros(2, 6, 4, 2, 8)],
+    ],
+    ids=["dtypes", "sizes", "blocks", "keys and values apart"],
+)
+def test_layers_that_are_not_alike_or_not_of_these_blocks_are_refused(layers: list[torch.Tensor]) -> None:
+    with pytest.raises(InvalidArgument, match="supported"):
+        device_pages([layers], 6, CpuDevice(), strategy="staged", staging_bytes=1 << 20)
+
+
+def test_memory_of_other_devices_is_refused() -> None:
+    for groups in ([[torch.zeros(6, 4, device="meta")]], [[torch.zeros(6, 4)], [torch.zeros(6, 4, device="meta")]]):
+        with pytest.raises(InvalidArgument, match="host memory or on one CUDA device"):
+            make_pages(groups, 6, strategy="auto", staging_bytes=1)
+    assert isinstance(make_pages([[torch.zeros(6, 4)]], 6, strategy="auto", staging_bytes=1)[0], GroupPages)
+
+
+# ---- what is tried out at start ----
+def test_copies_that_bring_other_bytes_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = laid_out("LBNHC", torch.bfloat16)
+    before = [layer.clone() for layer in layers]
+    for strategy in ("staged", "batched"):
+        device_pages([layers], 6, DeferredDevice(3), strategy=strategy, staging_bytes=64)  # type: ignore[arg-type]
+        assert all(torch.equal(layer, was) for layer, was in zip(layers, before, strict=True)), "as they were"
+    device = DeferredDevice(3)
+    with monkeypatch.context() as wrong:
+        wrong.setattr(Staged, "_scatter", lambda *_: None)
+        with pytest.raises(Internal, match="other bytes"):
+            device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
+    device.fail_after = 0
+    with pytest.raises(Internal, match="failed"):
+        device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
+    assert all(torch.equal(layer, was) for layer, was in zip(layers, before, strict=True))
+
+
+def test_a_namespace_of_other_blocks_is_refused() -> None:
+    (pages,) = device_pages([laid_out("LBNHC", torch.bfloat16)], 6, CpuDevice(), strategy="auto", staging_bytes=64)
+    size = pages.shape.layer_block_bytes
+    right = CacheSpec(model="m", block_tokens=4, layers=3, layer_block_bytes=size, dtype="bfloat16", layout="vllm=1")
+    watcher = pages.watcher(right)
+    assert watcher is not None
+    watcher.check(replace(right, weights_epoch="other"))
+    for wrong in (replace(right, layout="vllm=2"), replace(right, dtype="float16"), replace(right, layout_version=7)):
+        with pytest.raises(InvalidArgument):
+            watcher.check(wrong)
+    for wrong in (replace(right, layers=2), replace(right, layer_block_bytes=size * 2)):
+        with pytest.raises(InvalidArgument):
+            pages.watcher(wrong)
+
+
+# ---- while it runs ----
+def test_a_device_that_refuses_copies_is_a_miss(make: Callable[..., Engine]) -> None:
+    engine = make(ComputingDevice(1))
+    engine.device.fail_after = 1
+    engine.step(PAGES, OTHER)
+    assert engine.load(PAGES, FIRST) == set(PAGES)
+    engine.step([3, 4], OTHER[:2], save=True)
+    assert engine.stored() == {2}
+    engine.device.fail_after = None
+    assert engine.settled() == []
+    assert all(not layer[PAGES].any() for layer in engine.layers), "what was there is nobody's"
+    engine.side.count_copies()
+    assert engine.side.tally.totals()["device_errors"] >= 2
+    assert engine.load(PAGES, FIRST) == set()
+    assert engine.settled() == []
+
+
+def test_without_room_for_staging_nothing_is_loaded(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(ComputingDevice(1))
+
+    def no_room(_: Staged) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as full:
+        full.setattr(Staged, "_slot", no_room)
+        assert engine.load(PAGES, FIRST) == set(PAGES)
+    assert engine.load(PAGES, FIRST) == set()
+    assert engine.settled() == []
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_copies_that_come_too_late_are_never_seen(
+    fenced: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load's copies do not end in time: its pages are others' then, who compute behind them, whenever that is."""
+    engine = make(ComputingDevice(1, "compute"))
+    monkeypatch.setattr(copier_module, "DRAIN_S", 0.2)
+    job = engine.job(PAGES, FIRST, layerwise=False)
+    if not fenced:
+        monkeypatch.setattr(ComputingDevice, "follow", lambda *_: None)
+    engine.device.paused = True
+    assert engine.load(PAGES, FIRST, job) == set(PAGES)
+    engine.step(PAGES, OTHER)
+    for layer in range(LAYERS):
+        engine.attend(PAGES, OTHER, layer)
+    engine.device.paused = False
+    engine.device.run_all()
+    for layer in range(LAYERS):
+        engine.attend(PAGES, OTHER, layer)
+    assert (engine.settled() == []) == fenced
+    engine.side.count_copies()
+    assert engine.side.tally.totals()["device_lost"] >= 1
+
+
+def test_pages_of_a_request_that_is_aborted_are_free_when_its_copies_have_ended(make: Callable[..., Engine]) -> None:
+    engine = make(ComputingDevice(1, "compute"))
+    job = engine.job(PAGES, FIRST, layerwise=False)
+    engine.device.paused = True
+    engine.side.begin_loads(StepPlan(chain=engine.chain, loads=[job]))
+    copies = [stream for stream in engine.device.streams if stream is not engine.device.compute]  # type: ignore[attr-defined]
+    until(lambda: any(stream.work for stream in copies), "copies are on their way")
+    assert not engine.side.arrivals(StepPlan(has_tokens=True), {"r"}).received, "given up, and still written to"
+    engine.device.paused = False
+    until(lambda: bool(engine.side.arrivals(StepPlan(has_tokens=True), set()).received), "the load ends")
+    engine.step(PAGES, OTHER)
+    engine.device.run_all()
+    for layer in range(LAYERS):
+        engine.attend(PAGES, OTHER, layer)
+    assert engine.settled() == []
+
+
+def test_a_layer_that_nobody_waited_for_fails_the_load(make: Callable[..., Engine]) -> None:
+    """As in a step that a captured graph runs, which calls nobody."""
+    engine = make(ComputingDevice(1))
+    job = engine.job(PAGES, FIRST, layerwise=True)
+    engine.side.begin_loads(StepPlan(chain=engine.chain, loads=[job], has_tokens=True))
+    for name in NAMES[1:]:
+        engine.side.wait_layer(name)
+    engine.side.end_forward(StepPlan(has_tokens=True))
+    assert engine.side.step_failed
+    assert engine.side.arrivals(StepPlan(has_tokens=True), set()).missing == set(PAGES)
+    assert engine.side.tally.totals()["bugs"] == 1
+    engine.device.run_all()
+    assert all(not np.any(layer[PAGES].numpy()) for layer in engine.layers)

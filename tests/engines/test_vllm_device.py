@@ -1,0 +1,120 @@
+"""vLLM whose pages are copied as a GPU's are (``late_connector``): the same tokens and blocks as with pages in host memory.
+
+What runs here is vLLM on a CPU: it computes at once, so that only what copies must wait for, and what waits for copies, is late.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pd_bed import Oracle, PdBed, pd_bed
+from vllm_bed import VllmDriver, VllmEngine, text, tiny
+
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.testing.connector_kit import StoreAddress
+from kvstore.testing.connector_suite import ConnectorSuite
+from kvstore.testing.engine_bed import ServeSpec
+from kvstore.testing.tiny_models import make_model
+
+LATE = {"connector": "LateConnector", "module": "late_connector"}
+PROMPTS = [text(1, 700), text(2, 580), text(3, 128), text(4, 31)]
+
+Open = Callable[..., VllmEngine]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreAddress]:
+    with LocalCluster([NodeSpec("n", dram_bytes=256 << 20)], tmp_path_factory.mktemp("store")) as cluster:
+        yield StoreAddress(cluster.metadata_address, cluster.node("n").local_socket)
+
+
+@pytest.fixture
+def opened(folder: Path, store: StoreAddress) -> Iterator[Open]:
+    """Opens engines, one at a time, and closes them."""
+    engines: list[VllmEngine] = []
+
+    def open_engine(family: str, options: dict[str, object], **driver: Any) -> VllmEngine:
+        while engines:
+            engines.pop().close()
+        engines.append(VllmDriver(tiny(family, folder), family, **driver).open(store, {"salt": family, **options}))
+        return engines[0]
+
+    yield open_engine
+    while engines:
+        engines.pop().close()
+
+
+def ask(engine: VllmEngine) -> tuple[list[tuple[int, ...]], list[int]]:
+    answers = engine.one_by_one(PROMPTS)
+    return [one.tokens for one in answers], [one.loaded_tokens for one in answers]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "copies"), [("llama", "async", "batched"), ("llama", "layerwise", "staged"), ("gemma3", "async", "staged")]
+)
+def test_blocks_go_both_ways_between_host_memory_and_a_device(family: str, mode: str, copies: str, opened: Open) -> None:
+    """Stored out of host memory, loaded into a device; and the other way round, under another salt."""
+    for salt, (writer, reader) in (("to", ({}, LATE)), ("from", (LATE, {}))):
+        options = {"salt": f"{salt} {mode}", "device_copies": copies}
+        engine = opened(family, options, **writer)
+        right, _ = ask(engine)
+        assert engine.flush()
+        engine = opened(family, options, load_mode=mode, **reader)
+        tokens, loaded = ask(engine)
+        assert tokens == right
+        assert loaded == [(len(prompt) - 1) // engine.block_tokens * engine.block_tokens for prompt in PROMPTS]
+        engine.worker_side.count_copies()
+        counts = engine.counters()
+        assert counts.get("bugs", 0) == counts.get("loads_failed", 0) == 0
+        assert counts.get("device_loaded_bytes", 0) == (counts["load_bytes"] if reader else 0)
+
+
+@pytest.mark.thorough
+def test_prompts_change_engines_from_device_to_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PdBed.spec
+
+    def spec(bed: PdBed, name: str) -> ServeSpec:
+        given = plain(bed, name)
+        store = {**(given.store or {}), "kv_connector": "LatePDConnector", "kv_connector_module_path": "late_connector"}
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return replace(given, store=store, environment={**given.environment, "PYTHONPATH": path})
+
+    monkeypatch.setattr(PdBed, "spec", spec)
+    model = make_model(tmp_path / "model")
+    oracle = Oracle(model)
+    with pd_bed(tmp_path, model) as bed:
+        for seed, tokens in enumerate((31, 32, 333, 900, 2100)):
+            prompt = text(20 + seed, tokens)
+            assert bed.ask(prompt) == oracle.says(prompt, 16)
+        prefill, decode = bed.counts(bed.prefill), bed.counts(bed.decode)
+    assert decode["prompts"] == 5
+    assert decode["device_loaded_bytes"] >= decode["prompt_bytes"] > 0
+    assert prefill["device_stored_bytes"] >= prefill["handoff_bytes"] > 0
+    assert prefill.get("handoffs_failed", 0) == prefill.get("bugs", 0) == decode.get("bugs", 0) == 0
+
+
+@pytest.mark.thorough
+class TestVllmOnALateDevice(ConnectorSuite):
+    @classmethod
+    def make_driver(cls, folder: Path) -> VllmDriver:
+        return VllmDriver(tiny("llama", folder), **LATE)
+
+
+@pytest.mark.thorough
+class TestVllmOnALateDeviceLayerByLayer(ConnectorSuite):
+    @classmethod
+    def make_driver(cls, folder: Path) -> VllmDriver:
+        return VllmDriver(tiny("llama", folder), load_mode="layerwise", **LATE)
