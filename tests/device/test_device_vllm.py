@@ -18,7 +18,7 @@ from kvclient.engines.vllm.device_pages import DevicePages
 from kvclient.engines.vllm.pd_plan import AwaitJob, SendJob, TakeJob
 from kvclient.engines.vllm.pd_receive import Receiver
 from kvclient.engines.vllm.pd_send import Sender
-from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvclient.engines.vllm.worker_side import Arrivals
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
@@ -141,6 +141,20 @@ def test_what_a_failed_load_left_is_gone_before_the_pages_are_used_again(engines
     assert engine.settled() == []
     for layer in engine.layers:
         assert not layer[[12, 13, 14]].any()
+
+
+def test_a_load_outside_of_the_batch_does_not_wait_for_the_step_that_it_begins_in(engines: Callable[..., Engine]) -> None:
+    engine = engines(ComputingDevice(5))
+    engine.step([3, 4, 5, 6, 7], FIRST, save=True)
+    assert engine.stored() == set()
+    job = engine.job([10, 11, 12, 13, 14], FIRST, layerwise=False)
+    engine.step([10, 11, 12, 13, 14], [80, 81, 82, 83, 84])
+    engine.side.begin_step(StepPlan(loads=[job]))
+    never = DeferredEvent(engine.device)
+    engine.device.compute.wait(never)  # type: ignore[attr-defined]  # the step's forward pass: it has not ended when the load has
+    assert engine.load(job.groups[0].block_ids, FIRST, job) == set()
+    never.reached = True
+    assert engine.settled() == []
 
 
 def hand_over(sender: Engine, receiver: Engine) -> list[str]:

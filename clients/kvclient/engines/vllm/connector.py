@@ -278,6 +278,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     # ---- worker ----
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._moves.begin_step(self._plan)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """The loads of this step begin."""
         self._moves.begin_loads(self._plan)

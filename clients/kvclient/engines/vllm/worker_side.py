@@ -167,14 +167,24 @@ class WorkerSide:
         """Whether a layer-wise load of this step failed: some of what the step computed is wrong."""
         self._saver = Saver(pages, options.hook.store_deadline_s, self.tally) if stores else None
         self._answer = StepAnswer()
+        self._before: Mark = None
         self._copied: dict[str, int] = {}
         """What ``count_copies`` has counted."""
 
     # ---- loads ----
+    def begin_step(self, plan: StepPlan) -> None:
+        """A step begins: whoever had the pages before that it will load into has computed with them by this mark, at the latest.
+
+        Loads outside of the batch begin behind the step's own computation, for which they need not wait on a device.
+        """
+        self._before = self.pages[0].mark() if plan.loads else None
+
     def begin_loads(self, plan: StepPlan) -> None:
         """Begins the loads of a step."""
         self.keep_up(plan)
-        after = self.pages[0].mark() if plan.loads else None  # others may still be computed with in pages that are filled now
+        after, self._before = self._before, None
+        if after is None and plan.loads:
+            after = self.pages[0].mark()
         for job in plan.loads:
             (self._in_step if job.layerwise else self._flights).append(self._begin(job, after))
 
