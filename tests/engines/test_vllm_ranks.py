@@ -19,7 +19,12 @@ from vllm_ranks_bed import TOKENS
 
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
-RANKS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+RANKS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function of the bed is run in the ranks
+}
 """What the engine of two ranks is started with; other engines run in the tests' own process and must not see it."""
 TIMEOUT_S = 200.0
 """Ranks spin while they wait for each other: on busy cores that takes its time."""

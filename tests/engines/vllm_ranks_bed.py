@@ -5,13 +5,36 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vllm_bed import VllmDriver, text, tiny
 
 from kvstore.testing.connector_kit import StoreAddress
 
 TOKENS = 500
+SHOWN_S = 60.0
+
+
+def is_shown(worker: Any) -> bool:
+    """In each worker: waits until the store shows its part of the prompt. A reset of the cache drops what is not stored yet."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kvclient import KeyChain
+    from kvclient.engines.vllm.keys import Masked
+    from kvclient.engines.vllm.namespaces import chain_spec
+
+    (client,) = get_kv_transfer_group()._worker.clients  # type: ignore[attr-defined]
+    chain = KeyChain(chain_spec([replace(client.spec, shard_rank=0)]))
+    keys = Masked(chain.spec.namespace, client.spec.namespace).keys(chain.keys(text(1, TOKENS)))
+    end_s = time.monotonic() + SHOWN_S
+    while client.lookup(keys).hit_blocks < TOKENS // client.spec.block_tokens:
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def fork_children() -> None:
@@ -42,6 +65,7 @@ def main() -> None:
         (answer,) = llm.generate([{"prompt_token_ids": text(1, TOKENS)}], params, use_tqdm=False)
         said.append(list(answer.outputs[0].token_ids))
         cached.append(answer.num_cached_tokens)
+        assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching or all(llm.collective_rpc(is_shown))
         while not llm.reset_prefix_cache():
             llm.generate([{"prompt_token_ids": [40]}], SamplingParams(max_tokens=1), use_tqdm=False)
     counts = {

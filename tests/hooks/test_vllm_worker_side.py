@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -17,6 +18,7 @@ import torch
 
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm import worker_side
 from kvclient.engines.vllm.keys import RequestKeys
 from kvclient.engines.vllm.lookups import Finder, Found
 from kvclient.engines.vllm.options import ConnectorOptions
@@ -268,6 +270,26 @@ def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalClust
     assert rank.load(found, [[20, 21]]) == Arrivals({"r"})
     assert rank.caches[0][:, 20:22].isnan().all(), "as they were when they were stored, not what had been there before"
     assert rank.side.tally.totals()["stores_dropped"] == 4
+    rank.side.close()
+
+
+def test_pages_that_are_wanted_back_are_stored_where_that_takes_a_moment(
+    cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step asks for them, and the node is slow."""
+    monkeypatch.setattr(worker_side, "RESET_GRACE_S", WAIT_S)
+    rank = Rank(cluster, [spec()], seed=8)
+    _, keys = find([[spec()]])
+    job = SaveJob(1, "r", 0, None, keys.upto(TOKENS, 4), [[1, 2, 3, 4]])
+    process = cluster.node("n").process
+    process.send_signal(signal.SIGSTOP)
+    goes_on = threading.Timer(0.2, process.send_signal, (signal.SIGCONT,))
+    goes_on.start()
+    rank.side.end_forward(StepPlan(chain=rank.chain, saves=[job]))
+    rank.side.begin_loads(StepPlan(give_up_saves=True))
+    goes_on.join()
+    assert rank.side.answer() == StepAnswer({1: 1}, set())
+    assert rank.side.tally.totals().get("stores_dropped", 0) == 0
     rank.side.close()
 
 

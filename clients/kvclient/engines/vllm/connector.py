@@ -32,7 +32,7 @@ from kvclient.engines.vllm.events import stored_events
 from kvclient.engines.vllm.lookups import Finder
 from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
 from kvclient.engines.vllm.namespaces import group_spec
-from kvclient.engines.vllm.options import RECONNECT_S, ConnectorOptions
+from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.pages import Pages
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvclient.engines.vllm.scheduler_side import SchedulerSide
@@ -43,9 +43,8 @@ _MAX_PENDING = 1_024
 """Loads of one group that may wait or run at once: about as many requests as an engine has."""
 _NULL_PAGES = 1
 """Pages that vLLM's pool always counts as used."""
-_RESET_GRACE_S = 0.5
 _RESET_WAIT_S = 1.0
-"""How long a reset of the cache waits for stores to end by themselves, and then for the copies that run."""
+"""How long a reset of the cache waits, once stores are given up, for the copies that run."""
 _SOURCES = {Tier.DRAM: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
 
@@ -199,7 +198,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._vllm_config.parallel_config.world_size > 1 or not has_kv_transfer_group():
             return None
         worker = getattr(get_kv_transfer_group(), "_worker", None)
-        return partial(worker.hand_back, _RESET_GRACE_S, _RESET_WAIT_S) if isinstance(worker, WorkerSide) else None
+        return partial(worker.hand_back, RESET_GRACE_S, _RESET_WAIT_S) if isinstance(worker, WorkerSide) else None
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401

@@ -11,6 +11,8 @@ from kvclient.engines.options import HookOptions
 
 RECONNECT_S = 0.5
 """How long a running engine waits to be connected in another namespace; after that it goes on, and is connected later."""
+RESET_GRACE_S = 0.5
+"""How long stores under way may go on when the engine wants their pages back, before they are given up."""
 LOAD_MODES = ("async", "layerwise")
 DEVICE_COPIES = ("auto", "staged", "batched", "direct")
 _MS = 1_000

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, Tier
-from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.pages import Mark, Pages
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
 from kvclient.engines.vllm.saver import Saver
@@ -190,7 +190,7 @@ class WorkerSide:
 
     def keep_up(self, plan: StepPlan) -> None:
         """Sees whether the weights are others since the last step: what is on its way here is of the old ones."""
-        if plan.give_up_saves and self._saver is not None:
+        if plan.give_up_saves and self._saver is not None and not self._saver.drain(RESET_GRACE_S):
             self._saver.give_up()
         if plan.epoch == self._epoch:
             return
