@@ -389,6 +389,17 @@ class KVClient:
             self.store_call(keys, buffer, parent, depth, deadline_s, durable=durable, wait_visible=wait_visible)
         )
 
+    def store_heads(self, keys: Keys, buffer: object, *, deadline_s: float | None = None) -> StoreResult:
+        """Stores blocks each of which is the head of a chain of its own, as ``store`` does; the first that fails ends it.
+
+        For pages of engines that do not tell what comes before them. They are looked up one by one, and evicted in any order.
+
+        Raises:
+            InvalidArgument: a buffer or keys that do not fit.
+        """
+        call = self.store_call(keys, buffer, None, 0, deadline_s, durable=False, wait_visible=False, heads=True)
+        return self._caller.now(call)
+
     def store_call(
         self,
         keys: Keys,
@@ -399,8 +410,9 @@ class KVClient:
         *,
         durable: bool,
         wait_visible: bool,
+        heads: bool = False,
     ) -> Call[StoreResult]:
-        """The work of ``store``, checked but not begun."""
+        """The work of ``store``, or of ``store_heads``, checked but not begun."""
         self._check_usable()
         keys, packed = check_keys(keys)
         check_place(parent, depth)
@@ -417,13 +429,14 @@ class KVClient:
             self._find_store_node,
             durable=durable,
             wait_visible=wait_visible,
+            heads=heads,
         )
 
         def work() -> StoreResult:
             result = store.run()
             if result.error is not None:
                 self._store_node = None  # it may be that node's fault: choose anew
-            near = self._core.near
+            near = None if heads else self._core.near  # a pool of the engine's own is for prompts
             if near is not None and not operation.over:  # also what the node had no room for
                 near.keep(keys, parent, depth, blocks, operation, checksums=self._core.options.verify == "always")
             return result

@@ -40,9 +40,17 @@ class Grant:
     """Slots of one ``Prepare``: which blocks of a run are to be written, and where in the arena."""
 
     def __init__(
-        self, core: Core, session: Session, packed: bytes, parent: BlockKey | None, depth: int, operation: Operation
+        self,
+        core: Core,
+        session: Session,
+        packed: bytes,
+        parent: BlockKey | None,
+        depth: int,
+        operation: Operation,
+        *,
+        heads: bool = False,
     ) -> None:
-        """Asks for slots for a run of packed keys.
+        """Asks for slots for a run of packed keys; ``heads``: each is the head of a chain of its own.
 
         Raises:
             KVStoreError: the node refused, or does not answer.
@@ -60,6 +68,7 @@ class Grant:
             operation_id=self._operation_id,
             blocks=common_pb2.BlockRun(namespace_id=core.namespace, parent=parent or b"", depth=depth, keys=packed),
             wait_ms=int(min(core.options.room_wait_s, left_s * _WAIT_SHARE) * 1000),
+            heads=heads,
         )
         self._open = True
         try:
@@ -140,7 +149,7 @@ def skip_rest(outcomes: Outcomes) -> None:
 
 
 class Store:
-    """One store of consecutive blocks of a chain. ``run`` once, in any thread."""
+    """One store of consecutive blocks of a chain, or of heads of chains. ``run`` once, in any thread."""
 
     def __init__(
         self,
@@ -155,6 +164,7 @@ class Store:
         *,
         durable: bool,
         wait_visible: bool,
+        heads: bool = False,
     ) -> None:
         self._core = core
         self._keys = keys
@@ -166,6 +176,7 @@ class Store:
         self._find_node = find_node
         self._durable = durable
         self._wait_visible = wait_visible
+        self._heads = heads
         self._result = StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8))
 
     def run(self) -> StoreResult:
@@ -230,10 +241,8 @@ class Store:
     def _store_chunk(self, session: Session, start: int, stop: int) -> Outcomes:
         """Prepare, copy, complete. One outcome a block; from the first that is not held on, none is."""
         outcomes = self._result.outcomes
-        parent = self._keys[start - 1] if start else self._parent
-        grant = Grant(
-            self._core, session, self._packed[start * KEY_BYTES : stop * KEY_BYTES], parent, self._depth + start, self._operation
-        )
+        packed = self._packed[start * KEY_BYTES : stop * KEY_BYTES]
+        grant = Grant(self._core, session, packed, *self._place(start), self._operation, heads=self._heads)
         try:
             checksums = self._write(session, grant, start)
             if checksums is None:
@@ -293,8 +302,7 @@ class Store:
         peer = self._core.peers.peer(node)
 
         def store(start: int, stop: int) -> Outcomes:
-            parent = self._keys[start - 1] if start else self._parent
-            run = BlockRun(self._core.namespace, parent, self._depth + start, tuple(self._keys[start:stop]))
+            run = BlockRun(self._core.namespace, *self._place(start), tuple(self._keys[start:stop]))
             request = WriteRequest(run, self._core.shape, self._durable, self._operation.deadline_s)
             piece = pick_blocks(self._buffer, np.arange(start, stop))
             outcomes = np.array(peer.write(request, piece), np.uint8)
@@ -302,10 +310,16 @@ class Store:
             self._result.bytes_stored += int(np.count_nonzero(outcomes == StoreOutcome.STORED)) * self._block_bytes
             return outcomes
 
-        through = self._in_chunks(self._core.options.copy_chunk_bytes, store)
+        through = self._in_chunks(self._block_bytes if self._heads else self._core.options.copy_chunk_bytes, store)
         self._result.durable = through and self._durable
         if self._durable and not through:
             self._not_durable(int(np.count_nonzero(~HELD[self._result.outcomes])))
+
+    def _place(self, start: int) -> tuple[BlockKey | None, int]:
+        """Parent and depth of a block of this store."""
+        if self._heads or not start:
+            return self._parent, self._depth
+        return self._keys[start - 1], self._depth + start
 
     @property
     def _block_bytes(self) -> int:

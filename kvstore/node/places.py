@@ -54,16 +54,16 @@ class PlaceConflict:
         return Conflict(f"the key {self.reason}: {hint}", key=self.key.hex(), depth=self.depth)
 
 
-def make_way(table: BlockTable, domain: Domain, run: BlockRun, deadline_s: float) -> int:
+def make_way(table: BlockTable, domain: Domain, run: BlockRun, deadline_s: float, *, heads: bool = False) -> int:
     """How many leading keys of a run may be stored where it says. The caller holds the table's lock.
 
     What is in the way leaves. Where it cannot leave now and is in the way of the first key, waits for it, holding nothing; a
-    writer that got a part asks again for the rest.
+    writer that got a part asks again for the rest. ``heads``: each of the keys is the head of a chain of its own.
 
     Raises:
         Conflict: the first key cannot be stored there, in time.
     """
-    while (conflict := _first_conflict(table, domain, run)) is not None:
+    while (conflict := _first_conflict(table, domain, run, heads=heads)) is not None:
         if conflict.position:
             return conflict.position
         if not conflict.passes or not table._wait(table._changed, deadline_s):
@@ -74,14 +74,14 @@ def make_way(table: BlockTable, domain: Domain, run: BlockRun, deadline_s: float
     return len(run.keys)
 
 
-def _first_conflict(table: BlockTable, domain: Domain, run: BlockRun) -> PlaceConflict | None:
+def _first_conflict(table: BlockTable, domain: Domain, run: BlockRun, *, heads: bool) -> PlaceConflict | None:
     """The first key of a run that cannot be stored there; blocks before it that stood in the way have left."""
     parent, depth = run.parent, run.depth
     for position, key in enumerate(run.keys):
         block, writer = table._blocks.get(key), table._preparing.get(key)
         if block is not None and block.domain is domain:
             if (block.depth != depth or block.parent != parent) and key not in run.keys[:position]:
-                linked = position > 0 or _stands(table, domain, parent, depth - 1)
+                linked = (position > 0 and not heads) or _stands(table, domain, parent, depth - 1)
                 if not linked and _stands(table, domain, block.parent, block.depth - 1) and block.disputed < PATIENCE:
                     block.disputed += 1
                     return PlaceConflict(position, key, depth, f"is held behind its parent, as block {block.depth} of a chain")
@@ -94,7 +94,8 @@ def _first_conflict(table: BlockTable, domain: Domain, run: BlockRun) -> PlaceCo
         elif writer is not None and (writer.depths[key] != depth or writer.parents[key] != parent):
             reason = f"is being written as block {writer.depths[key]} of a chain"
             return PlaceConflict(position, key, depth, reason, passes=True)
-        parent, depth = key, depth + 1
+        if not heads:
+            parent, depth = key, depth + 1
     return None
 
 

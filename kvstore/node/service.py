@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
@@ -183,12 +184,12 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         run: BlockRun = run_from_proto(request.blocks)
         if run.namespace != session.domain.namespace:
             raise InvalidArgument("the run is of another namespace than the session")
+        if request.heads and run.depth:
+            raise InvalidArgument("heads of chains have no place behind others", depth=run.depth)
         wait_s = min(request.wait_ms / 1000, MAX_WAIT_S)
         deadline_s = min(self._deadline_s(context), self._clock.now_s() + wait_s)
-        if wait_s:
-            outcomes, offsets = await self._apart(lambda: self._sessions.prepare(session, operation, run, deadline_s))
-        else:
-            outcomes, offsets = self._sessions.prepare(session, operation, run, deadline_s)
+        prepare = partial(self._sessions.prepare, session, operation, run, deadline_s, heads=request.heads)
+        outcomes, offsets = await self._apart(prepare) if wait_s else prepare()
         return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets, draining=self._gate.shut)
 
     async def Complete(self, request: node_pb2.CompleteRequest, context: Context) -> node_pb2.CompleteResponse:  # noqa: N802

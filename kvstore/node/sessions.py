@@ -148,7 +148,9 @@ class Sessions:
         return len(self._sessions)
 
     # ---------------------------------------------------------------- stores
-    def prepare(self, session: Session, operation: OperationId, run: BlockRun, deadline_s: float) -> tuple[bytes, bytes]:
+    def prepare(
+        self, session: Session, operation: OperationId, run: BlockRun, deadline_s: float, *, heads: bool = False
+    ) -> tuple[bytes, bytes]:
         """Slots for a store: (outcomes, offsets) as they travel. The same operation asked again gets the same answer."""
         with self._lock:
             earlier = session.stores.get(operation)
@@ -161,7 +163,7 @@ class Sessions:
         if self._gate.shut:
             prepared = self._gate.refuse(session.domain, run)
         else:
-            prepared = self._table.prepare(session.domain, run, deadline_s)
+            prepared = self._table.prepare(session.domain, run, deadline_s, heads=heads)
         offsets = b"".join(slot.offset.to_bytes(8, "little") for slot in prepared.slots.values())
         answer = (bytes(prepared.outcomes), offsets)
         store = _Store(prepared, self._clock.now_s() + self._prepare_ttl_s, answer)

@@ -103,18 +103,19 @@ class BlockTable:
             return True
 
     # ---------------------------------------------------------------- storing
-    def prepare(self, domain: Domain, run: BlockRun, deadline_s: float) -> Prepared:
+    def prepare(self, domain: Domain, run: BlockRun, deadline_s: float, *, heads: bool = False) -> Prepared:
         """Grants slots for the blocks of a run that are neither held nor being written.
 
         Grants are prefix-first: from the first block without room on, everything is SKIPPED; a caller that got a part completes
         it, and asks again for the rest. Where there is room for none, waits for some until the deadline. What is held at another
-        place makes way, or ends the run: ``Conflict`` where that is its first key (``kvstore.node.places``).
+        place makes way, or ends the run: ``Conflict`` where that is its first key (``kvstore.node.places``). ``heads``: the keys
+        are no run: each is the head of a chain of its own.
         """
         prepared = Prepared(domain, run, [])
         with self._lock:
             wanted: list[int] = []
             known: list[BlockKey] = []
-            clear = make_way(self, domain, run, deadline_s)
+            clear = make_way(self, domain, run, deadline_s, heads=heads)
             for position, key in enumerate(run.keys[:clear]):
                 if key in self._blocks:
                     prepared.outcomes.append(StoreOutcome.EXISTS)
@@ -124,14 +125,14 @@ class BlockTable:
                 else:
                     prepared.outcomes.append(StoreOutcome.STORED)
                     self._preparing[key] = prepared  # taken now: a key twice in one run is IN_PROGRESS the second time
-                    prepared.depths[key] = run.depth + position
-                    prepared.parents[key] = run.keys[position - 1] if position else run.parent
+                    prepared.depths[key] = run.depth if heads else run.depth + position
+                    prepared.parents[key] = run.keys[position - 1] if position and not heads else run.parent
                     wanted.append(position)
             prepared.outcomes += [StoreOutcome.SKIPPED] * (len(run.keys) - clear)
             self._dram_policy.touch(known)
             if not wanted:
                 return prepared
-            guarded = self._blocks.get(run.keys[wanted[0] - 1]) if wanted[0] else self._blocks.get(run.parent or BlockKey(b""))
+            guarded = self._blocks.get(prepared.parents[run.keys[wanted[0]]] or BlockKey(b""))
             if guarded is not None and (guarded.dram is None or (guarded.expendable and not guarded.durable)):
                 guarded.pins += 1
                 prepared.guarded = guarded

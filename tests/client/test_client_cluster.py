@@ -70,6 +70,24 @@ def test_one_client_stores_and_every_kind_of_client_loads(cluster: LocalCluster)
                 assert not layers[:, :20].any()
 
 
+@pytest.mark.parametrize("node", ["prefill", None])
+def test_heads_of_chains(cluster: LocalCluster, node: str | None) -> None:
+    """Each is found by itself, through the node of this host or over TCP; stored again, it is held."""
+    data = content(5, 40)
+    with connect(cluster, node) as client:
+        keys = client.keys(tokens(5, 40 if node else 41))
+        stored = client.store_heads(keys, data)
+        assert (stored.held_blocks, stored.bytes_stored, stored.error) == (5, data.nbytes, None)
+        assert client.store_heads(keys, data).count(StoreOutcome.EXISTS) == 5
+        end_s = time.monotonic() + 10
+        while not all(client.lookup([key]).hit_blocks for key in keys):
+            assert time.monotonic() < end_s
+        for key, block in zip(keys, data, strict=True):
+            out = np.zeros_like(block)
+            assert client.load([key], out, verify="always").hit_blocks == 1
+            assert np.array_equal(out, block)
+
+
 def test_layers_stored_one_by_one(cluster: LocalCluster) -> None:
     blocks = 30
     data = content(blocks, 3)

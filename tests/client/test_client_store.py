@@ -62,6 +62,17 @@ def test_a_large_store_goes_in_chunks_each_behind_its_parent(spec: CacheSpec, ne
     assert {run.namespace_id for run in runs} == {spec.namespace}
 
 
+def test_heads_of_chains_are_stored_in_one_call_a_chunk(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    keys = chain(spec, 6)
+    client = make_client(near, store_chunk_bytes=4 * spec.block_bytes)
+    assert client.store_heads(keys, payloads(keys, spec.shape)).held_blocks == 6
+    asked = [request for name, request in near.calls if name == "Prepare"]
+    assert [(one.heads, one.blocks.parent, one.blocks.depth, unpack_keys(one.blocks.keys)) for one in asked] == [
+        (True, b"", 0, keys[:4]),
+        (True, b"", 0, keys[4:]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("answer", "written", "expected"),
     [

@@ -123,6 +123,22 @@ def node(tmp_path: Path, index: LmdbIndex) -> Iterator[Node]:
     node.close()
 
 
+def test_heads_of_chains_take_their_places_together(node: Node) -> None:
+    def begin(count: int) -> Prepared:
+        return node.table.prepare(DOMAIN, forgotten(0, count), node.clock.now_s(), heads=True)
+
+    node.end(begin(3))
+    prepared = begin(5)
+    assert prepared.outcomes == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.STORED] * 2
+    node.end(prepared)
+    node.write_behind()
+    node.publish_all()
+    lives = set(node.lives.values())
+    assert [node.index.lookup(DOMAIN.namespace, key, lives).blocks for key in KEYS[:6]] == [1, 1, 1, 1, 1, 0]
+    assert {(block.parent, block.depth) for block in node.table.snapshot()} == {(None, 0)}
+    assert node.store(right(0, 2)) == [StoreOutcome.EXISTS, StoreOutcome.STORED], "who knows the chain puts them into it"
+
+
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("in_dram", [False, True])
 def test_a_forgotten_parent_is_mended_by_the_store_that_has_it(

@@ -66,16 +66,18 @@ class StoredVolume(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
-    __slots__ = ("session_id", "operation_id", "blocks", "wait_ms")
+    __slots__ = ("session_id", "operation_id", "blocks", "wait_ms", "heads")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     operation_id: bytes
     blocks: _common_pb2.BlockRun
     wait_ms: int
-    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., blocks: _Optional[_Union[_common_pb2.BlockRun, _Mapping]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    heads: bool
+    def __init__(self, session_id: _Optional[bytes] = ..., operation_id: _Optional[bytes] = ..., blocks: _Optional[_Union[_common_pb2.BlockRun, _Mapping]] = ..., wait_ms: _Optional[int] = ..., heads: _Optional[bool] = ...) -> None: ...
 
 class PrepareResponse(_message.Message):
     __slots__ = ("outcomes", "offsets", "draining")

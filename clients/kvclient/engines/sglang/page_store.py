@@ -4,7 +4,7 @@
 call moves a batch. It takes to know what comes before a batch.
 
 **Single**: each page is a chain of its own, with nothing before it: what is left where nobody tells, or where only some pages of
-a chain exist (the state of a sliding window or a recurrent layer at certain points). It costs a call a page.
+a chain exist (the state of a sliding window or a recurrent layer at certain points). Looking for them costs a call a page.
 
 Both answer page by page, prefix first: SGLang uses leading pages only, so behind the first failure nothing is tried.
 """
@@ -179,12 +179,8 @@ class SinglePages:
         return flags
 
     def store(self, hashes: Sequence[str], buffer: BlockBuffer, prefix: Prefix) -> list[bool]:  # noqa: ARG002  # see held
-        ends_s = time.monotonic() + self._store_deadline_s
-        for at, key in enumerate(self._keys.of(hashes)):
-            left_s = ends_s - time.monotonic()
-            if left_s <= 0 or not self._client.store([key], _one(buffer, at), deadline_s=left_s).held_blocks:
-                return _leading(at, len(hashes))
-        return [True] * len(hashes)
+        result = self._client.store_heads(self._keys.of(hashes), buffer, deadline_s=self._store_deadline_s)
+        return _leading(result.held_blocks, len(hashes))
 
 
 class Probe:
