@@ -305,10 +305,13 @@ class SchedulerSide:
         if self._pool is not None and self._options.hook.store:
             for request_id, tokens in scheduled.items():
                 state = self._requests.get(request_id)
-                if state is None or state.store_ended or not self._settled(state):
+                if state is None or state.store_ended:
                     continue
                 request = state.request
-                computed = request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
+                computed = request.num_computed_tokens + tokens
+                if computed < (state.stored_blocks + 1) * self._block_tokens or not self._settled(state):
+                    continue  # nearly every step of a request that decodes
+                computed -= len(drafts.get(request_id, ()))
                 full = min(computed, request.num_tokens) // self._block_tokens
                 if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
                     plan.saves.append(job)
