@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
@@ -35,6 +36,7 @@ from kvclient.engines.vllm.namespaces import group_spec
 from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorOptions
 from kvclient.engines.vllm.pages import Pages
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
+from kvclient.engines.vllm.processors import unbound
 from kvclient.engines.vllm.scheduler_side import SchedulerSide
 from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
 
@@ -131,7 +133,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._whole_prompts_only = whole_prompts_only(self._vllm_config, self._groups)
         layers = [group.layers for group in self._groups]
         stores = self._options.hook.store and not has_replica_of_lower_rank(config)
-        self._worker = WorkerSide(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
+        with unbound():
+            self._worker = WorkerSide(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
 
     def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
         """The pages of the worker's tensors, wherever those lie."""
@@ -145,7 +148,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:  # between two steps of a running engine
             options = replace(options, require_store=False, connect_deadline_s=RECONNECT_S)
         specs = [replace(spec, weights_epoch=weights_epoch) for spec in self._specs]
-        return [connect(spec, options, device=pages.watcher(spec)) for spec, pages in zip(specs, self._pages, strict=True)]
+        with unbound():
+            return [connect(spec, options, device=pages.watcher(spec)) for spec, pages in zip(specs, self._pages, strict=True)]
 
     def _worker_options(self) -> ClientOptions:
         return replace(self._options.hook.client_options(), client_name="vllm-worker", max_pending=_MAX_PENDING)
@@ -284,7 +288,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """The loads of this step begin."""
-        self._moves.begin_loads(self._plan)
+        with unbound() if self._plan.loads else nullcontext():
+            self._moves.begin_loads(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A layer is about to be used."""

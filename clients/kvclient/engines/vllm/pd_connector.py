@@ -28,6 +28,7 @@ from kvclient.engines.vllm.pd_receive import Receiver
 from kvclient.engines.vllm.pd_scheduler import PdScheduler, Stage
 from kvclient.engines.vllm.pd_send import Sender
 from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.processors import unbound
 
 _log = logging.getLogger(__name__)
 
@@ -206,13 +207,16 @@ class KVStorePDConnector(KVStoreConnector):
         assert isinstance(connector_metadata, PdStepMetadata)
         plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self._moves
         moves.keep_up(plan)
+        if not pd:
+            return
         assert self._sender is not None
         assert self._receiver is not None
-        self._receiver.drop(pd.drops)
-        self._receiver.begin(pd.awaits, plan.chain, moves.clients)
-        self._receiver.take(pd.takes)
-        self._sender.begin(pd.sends, plan.chain, moves.clients)
-        self._sender.abandon(pd.abandons, moves.clients)
+        with unbound():
+            self._receiver.drop(pd.drops)
+            self._receiver.begin(pd.awaits, plan.chain, moves.clients)
+            self._receiver.take(pd.takes)
+            self._sender.begin(pd.sends, plan.chain, moves.clients)
+            self._sender.abandon(pd.abandons, moves.clients)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """A layer of this step is complete."""

@@ -98,6 +98,9 @@ class PdPlan:
     drops: list[str] = field(default_factory=list)
     abandons: list[AbandonJob] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.awaits or self.takes or self.drops or self.abandons)
+
 
 @dataclass(slots=True)
 class PdAnswer:
