@@ -242,6 +242,22 @@ class Tree:
 
     def prefetch(self, tokens: Sequence[int]) -> int:
         """Brings what storage has of a prompt, as the scheduler would before it admits a request; tokens in host memory then."""
+        return self.prefetch_at_once([tokens])[0]
+
+    def prefetch_at_once(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """The same for several prompts, under way at the same time."""
+        requests = [self._begin_prefetch(tokens) for tokens in prompts]
+        ends_s = time.monotonic() + WAIT_S
+        while requests:
+            assert time.monotonic() < ends_s, "the prefetches do not end"
+            self.cache.check_hicache_events()
+            requests = [request for request in requests if not self.cache.check_prefetch_progress(request)]
+            time.sleep(_POLL_S if requests else 0)
+        found = [self.match(tokens) for tokens in prompts]
+        return [int(one.device_prefix_len + one.host_hit_length) for one in found]
+
+    def _begin_prefetch(self, tokens: Sequence[int]) -> Any:  # noqa: ANN401
+        """The handle of a request whose prefetch is under way."""
         from sglang.srt.managers.schedule_batch import CacheRequestHandle
 
         cache = self.cache
@@ -259,12 +275,7 @@ class Tree:
             prefix,
             matched_prefix_tokens=list(tokens[:known]),
         )
-        ends_s = time.monotonic() + WAIT_S
-        while not (cache.check_hicache_events(), cache.check_prefetch_progress(request))[1]:
-            assert time.monotonic() < ends_s, "the prefetch does not end"
-            time.sleep(_POLL_S)
-        found = self.match(tokens)
-        return int(found.device_prefix_len + found.host_hit_length)
+        return request
 
     def load_back(self, tokens: Sequence[int]) -> Any:  # noqa: ANN401
         """Copies what host memory has of a prompt to the device; the node of its last token."""

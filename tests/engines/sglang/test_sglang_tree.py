@@ -120,6 +120,22 @@ def test_a_prompt_that_branches(extra: Extra) -> None:
         assert equal(tree.snapshot(tree.load_back(branch[: 5 * PAGE])), [tensor[: 5 * PAGE] for tensor in want])
 
 
+@pytest.mark.parametrize("in_place", [1, 0])
+def test_several_requests_at_once(extra: Extra, in_place: int) -> None:
+    """Prompts of which some begin alike, and one that nobody stored: each gets its own."""
+    config = given(extra, interface_v1=in_place)
+    prompts = [TOKENS, TOKENS[: 3 * PAGE] + list(range(7000, 7000 + 4 * PAGE)), list(range(8000, 8000 + 6 * PAGE))]
+    want = [produce(config, tokens) for tokens in prompts]
+    strange = list(range(9500, 9500 + 4 * PAGE))
+    with Tree(config) as tree:
+        sizes = [*map(len, prompts), 0]
+        until(lambda: tree.prefetch_at_once([*prompts, strange]) == sizes, "all that is stored is prefetched")
+        for tokens, tensors, first in zip(prompts, want, (0, 3 * PAGE, 0), strict=True):  # the common pages are the first one's
+            came = tree.snapshot(tree.load_back(tokens))
+            assert equal([tensor[first:] for tensor in came], [tensor[first:] for tensor in tensors])
+        assert failures(tree) == {}
+
+
 def test_adapters_and_salts_are_chains_of_their_own(extra: Extra) -> None:
     """SGLang seeds page hashes with them: equal tokens, other keys."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
