@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import torch
+from adapters_bed import merge_adapter
 from transformers import AutoModelForCausalLM
 
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -46,6 +47,7 @@ class PdBed:
     engines: EngineBed
     model: Path
     options: dict[str, object] = field(default_factory=dict)
+    serve: dict[str, Any] = field(default_factory=dict)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32))
 
     def spec(self, name: str) -> ServeSpec:
@@ -58,7 +60,7 @@ class PdBed:
         }
         node = self.cluster.node(name).local_socket
         store = store_transfer(self.cluster.metadata_address, node, role=role, **options)
-        return ServeSpec(name, self.model, store=store, core=int(role == "kv_consumer"), block_tokens=BLOCK)
+        return ServeSpec(name, self.model, store=store, core=int(role == "kv_consumer"), block_tokens=BLOCK, **self.serve)
 
     @property
     def prefill(self) -> ServedEngine:
@@ -106,25 +108,44 @@ node_pb2_tier_dram: Any = 2
 
 
 @contextmanager
-def pd_bed(folder: Path, model: Path, **options: object) -> Iterator[PdBed]:
-    """All of it, started."""
+def pd_bed(
+    folder: Path, model: Path, *, decode_buffer: str = "16MiB", serve: Mapping[str, Any] = {}, **options: object
+) -> Iterator[PdBed]:
+    """All of it, started.
+
+    Args:
+        folder: for data and logs.
+        model: that both serve.
+        decode_buffer: of the decode host's node.
+        serve: further fields of ``ServeSpec``.
+        options: of the connector.
+    """
     nodes = [
         NodeSpec(STORAGE, ("storage",), dram_bytes=128 * MIB, nvme_bytes=256 * MIB),
         NodeSpec(PREFILL, ("prefill",), dram_bytes=128 * MIB, write_behind_to=STORAGE),
-        NodeSpec(DECODE, ("decode",), dram_bytes=256 * MIB, write_behind_to=STORAGE, settings=(("decode_buffer", "16MiB"),)),
+        NodeSpec(
+            DECODE, ("decode",), dram_bytes=256 * MIB, write_behind_to=STORAGE, settings=(("decode_buffer", decode_buffer),)
+        ),
     ]
     with LocalCluster(nodes, folder / "store") as cluster, EngineBed(folder / "engines") as engines:
-        bed = PdBed(cluster, engines, model, options)
+        bed = PdBed(cluster, engines, model, options, dict(serve))
         engines.start(bed.spec(PREFILL), bed.spec(DECODE))
         yield bed
 
 
 class Oracle:
-    """What the model itself says, by transformers: no engine, no cache of ours."""
+    """What the model itself says, by transformers: no engine, no cache of ours.
 
-    def __init__(self, model: Path) -> None:
+    Args:
+        model: its folder.
+        adapter: that of an adapter of it; None: without.
+    """
+
+    def __init__(self, model: Path, adapter: Path | None = None) -> None:
         torch.set_num_threads(1)
         self._model = AutoModelForCausalLM.from_pretrained(model).eval()
+        if adapter is not None:
+            merge_adapter(self._model, adapter)
         self._said: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def says(self, prompt: Sequence[int], max_tokens: int) -> list[int]:

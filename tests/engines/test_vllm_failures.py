@@ -143,9 +143,10 @@ def test_what_a_failed_layerwise_load_left_in_the_pages_is_nobodys_prefix(how: s
     assert engine.counters()["pages_uncached"] > 0
 
 
-def test_with_policy_fail_the_request_fails_and_the_engine_goes_on(make_bed: Callable[..., Bed]) -> None:
+@pytest.mark.parametrize(("family", "mode"), [("llama", "async"), ("llama", "layerwise"), ("gemma3", "async")])
+def test_with_policy_fail_the_request_fails_and_the_engine_goes_on(family: str, mode: str, make_bed: Callable[..., Bed]) -> None:
     bed = make_bed()
-    engine = bed.open(policy="fail", load_deadline_s=2.0, store_deadline_s=2.0)
+    engine = bed.open(family, mode=mode, policy="fail", load_deadline_s=2.0, store_deadline_s=2.0)
     right = engine.tokens(PROMPTS)
     engine.forget()
     kill_while_loading(bed, engine)

@@ -1,4 +1,7 @@
-"""Two served vLLM engines, one prefills and one decodes: the tokens are the model's own, whatever becomes of the other side."""
+"""Two served vLLM engines, one prefills and one decodes: the tokens are the model's own, whatever becomes of the other side.
+
+Prefixes are loaded layer by layer here; ``test_vllm_pd_windows`` loads outside of the batch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def oracle(model: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def bed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
-    with pd_bed(tmp_path_factory.mktemp("pd"), model) as made:
+    with pd_bed(tmp_path_factory.mktemp("pd"), model, load_mode="layerwise") as made:
         yield made
 
 

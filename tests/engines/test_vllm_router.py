@@ -19,7 +19,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import openai
-from pd_bed import DECODE, PREFILL, Oracle, PdBed, pd_bed
+from adapters_bed import RANK, make_adapter
+from pd_bed import BLOCK, DECODE, PREFILL, Oracle, PdBed, pd_bed
 
 from kvstore.testing.engine_bed import token_ids_of
 from kvstore.testing.router_process import RouterProcess
@@ -31,7 +32,12 @@ GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True, "
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
-    with pd_bed(tmp_path_factory.mktemp("router"), make_model(tmp_path_factory.mktemp("model"))) as made:
+    """Engines that take adapters at run time."""
+    serve = {
+        "arguments": ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)),
+        "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+    }
+    with pd_bed(tmp_path_factory.mktemp("router"), make_model(tmp_path_factory.mktemp("model")), serve=serve) as made:
         yield made
 
 
@@ -150,6 +156,73 @@ def test_the_pairs_hand_prompts_over(bed: PdBed, pairs: RouterProcess, oracle: O
     assert bed.counts(bed.decode)["prompts"] == before + 8
 
 
+def said(router: RouterProcess, model: str, prompt: list[int], **extra: Any) -> list[int]:
+    """The tokens of a greedy answer; ``extra``: further fields of the request."""
+    how = {"temperature": 0, "extra_body": {**GREEDY["extra_body"], **extra}}
+    return token_ids_of(client(router).completions.create(model=model, prompt=prompt, max_tokens=8, **how).model_dump())
+
+
+def hit_blocks(bed: PdBed) -> int:
+    """Of all lookups of both engines."""
+    return sum(bed.counts(bed.engines.engine(name)).get("hit_blocks", 0) for name in (PREFILL, DECODE))
+
+
+def serve_adapter(bed: PdBed, router: RouterProcess, name: str, folder: Path) -> None:
+    """Adds an adapter to both engines; the router sees it with its next checks."""
+    for engine in (bed.prefill, bed.decode):
+        status, why = engine.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        assert status == 200, why
+
+    def known() -> bool:
+        with urllib.request.urlopen(f"http://{router.address}/router/engines", timeout=10) as answer:
+            return all(name in engine["models"] for engine in json.load(answer).values())
+
+    until(known, "the router knows the adapter")
+
+
+def test_adapters_at_run_time(bed: PdBed, router: RouterProcess, oracle: Oracle, tmp_path: Path) -> None:
+    """Each says what the model with its weights says, finds its own KV in the store, and nobody else's."""
+    name = router.address.rpartition(":")[2]
+    prompt = text(("adapted", name), 200)
+    whole = (len(prompt) - 1) // BLOCK
+    right = {"tiny": oracle.says(prompt, 8)}
+    for number, adapter in enumerate((f"a{name}", f"b{name}")):
+        make_adapter(bed.model, tmp_path / adapter, number)
+        serve_adapter(bed, router, adapter, tmp_path / adapter)
+        right[adapter] = Oracle(bed.model, tmp_path / adapter).says(prompt, 8)
+    assert len({tuple(tokens) for tokens in right.values()}) == 3
+    for model, tokens in right.items():
+        bed.only_in_storage()
+        before = hit_blocks(bed)
+        assert said(router, model, prompt) == tokens
+        assert hit_blocks(bed) == before, "nobody's KV is another's"
+    for model, tokens in right.items():
+        bed.only_in_storage()
+        before = hit_blocks(bed)
+        assert said(router, model, prompt) == tokens
+        assert hit_blocks(bed) == before + whole
+
+    make_adapter(bed.model, tmp_path / adapter, 7)  # trained further, in the same folder
+    for engine in (bed.prefill, bed.decode):
+        assert engine.call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter})[0] == 200
+    serve_adapter(bed, router, adapter, tmp_path / adapter)
+    before = hit_blocks(bed)
+    assert said(router, adapter, prompt) == Oracle(bed.model, tmp_path / adapter).says(prompt, 8) != right[adapter]
+    assert hit_blocks(bed) == before
+    assert sum(bed.counts(bed.engines.engine(one)).get("adapters_unknown", 0) for one in (PREFILL, DECODE)) > 0
+
+
+def test_who_gives_the_same_salt_shares(bed: PdBed, router: RouterProcess, oracle: Oracle) -> None:
+    prompt = text(("salted", router.address), 200)
+    whole = (len(prompt) - 1) // BLOCK
+    for salts, hit in ((["a"], 0), ([None], 0), (["b"], 0), (["a", "b"], whole)):
+        for salt in salts:
+            bed.only_in_storage()
+            before = hit_blocks(bed)
+            assert said(router, "tiny", prompt, **({"cache_salt": salt} if salt else {})) == oracle.says(prompt, 8)
+            assert hit_blocks(bed) == before + hit
+
+
 def test_sessions_hit_and_the_scheduler_decides(bed: PdBed, plain: RouterProcess) -> None:
     """Several turns of text: after the first, nearly all of each prompt was seen before."""
     scheduled, asked = counter(plain, "router_scheduled_total"), 0
@@ -176,15 +249,15 @@ def test_sessions_hit_and_the_scheduler_decides(bed: PdBed, plain: RouterProcess
 
 def test_the_store_knows_what_a_router_has_not_seen(bed: PdBed) -> None:
     """A prompt that an engine stored, and a router that has just begun: the index knows it, by tokens that the engine counts."""
-    prompt = "a prompt that is stored " * 40
-    bed.prefill.complete(prompt, 2)
+    prompt, salted = "a prompt that is stored " * 40, {"cache_salt": "mine"}
+    bed.prefill.complete(prompt, 2, **salted)
     engines = ",".join(f"{name}=http://{bed.engines.engine(name).address}@{name}" for name in (PREFILL, DECODE))
     arguments = ["--engine", engines, *common(bed, "fresh"), "--policy", "least_loaded"]
 
     def found() -> bool:
         with RouterProcess(arguments, bed.engines.folder, "fresh") as router:
             until(lambda: looked_up(router), "namespaces are known")
-            client(router).completions.create(model="tiny", prompt=prompt, max_tokens=1)
+            client(router).completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=salted)
             return counter(router, "router_lookup_hit_tokens_total") >= 900
 
     until(found, "the prompt is found in the store")

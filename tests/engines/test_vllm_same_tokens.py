@@ -117,6 +117,62 @@ def test_stored_by_another_process(family: str, elsewhere: dict[str, Any], store
     assert list(spoiled[0].tokens) != elsewhere[family]["cached"][0]
 
 
+def watch_pages(engine: VllmEngine) -> list[bool]:
+    """Holds each page that is loaded against what was stored under its key: whether it was the same, a page each."""
+    side, stored, same = engine.worker_side, {}, []
+
+    def content(group: int, page: int) -> bytes:
+        layers = side.pages[group]._layers
+        return b"".join(bytes(layer.memory[page * layer.stride :][: layer.page_bytes]) for layer in layers)
+
+    assert side._saver is not None
+    add, begin, arrivals, under_way = side._saver.add, side._begin, side.arrivals, []
+
+    def add_jobs(chain: bytes, jobs: Any, clients: Any) -> None:
+        for job in jobs:
+            stored.update({key: content(0, page) for key, page in zip(job.keys, job.block_ids[0], strict=True)})
+        add(chain, jobs, clients)
+
+    def begin_load(job: Any) -> Any:
+        under_way.append(job)
+        return begin(job)
+
+    def arrived(plan: Any, finished: set[str]) -> Any:
+        came = arrivals(plan, finished)
+        for job in [job for job in under_way if job.request_id in came.received]:
+            under_way.remove(job)
+            (part,) = job.groups
+            (lookup,) = part.lookups.values()
+            same.extend(content(0, page) == stored[key] for key, page in zip(lookup.keys, part.block_ids, strict=True))
+        return came
+
+    side._saver.add, side._begin, side.arrivals = add_jobs, begin_load, arrived  # type: ignore[method-assign]
+    return same
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise"])
+def test_latents_of_several_requests_at_once(mode: str, store: StoreAddress, opened: Open) -> None:
+    """In bfloat16 an answer depends on who else is in the batch: pages are compared, and answers where batches are the same."""
+    prompts = [text(70, 300) + text(71 + at, 90 * at + 40) for at in range(5)]
+    engine = opened(store, "deepseek", mode=mode, options={"salt": f"latents {mode}"})
+    if engine.whole_prompts_only:
+        pytest.skip("vLLM computes prompts of latents only as a whole on this CPU, which has no AMX: nothing is loaded")
+    same = watch_pages(engine)
+    engine.tokens(prompts)
+    assert engine.flush()
+    cached = engine.tokens(prompts)
+    engine.forget()
+    answers = engine.generate(prompts, 12)
+    assert all(one.loaded_tokens for one in answers)
+    if mode == "async":
+        assert len(same) > len(prompts[-1]) // engine.block_tokens
+        assert all(same)
+    else:
+        assert [one.tokens for one in answers] == cached
+    counts = engine.counters()
+    assert counts.get("loads_failed", 0) == counts.get("bugs", 0) == 0
+
+
 def test_nothing_is_loaded_where_vllm_computes_prompts_only_as_a_whole(store: StoreAddress, opened: Open) -> None:
     """The backend that vLLM takes for latents on a CPU without AMX does not look at what lies before a prompt's new tokens."""
     how = {"dtype": "float32", "attention_config": {"backend": "CPU_MLA"}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
-from safetensors.torch import save_file
+from adapters_bed import make_adapter
 from vllm_bed import VllmDriver, VllmEngine, text, tiny
 
 from kvstore.testing.cluster import LocalCluster, NodeSpec
@@ -63,24 +61,6 @@ def test_weights_that_were_made_up_are_nobody_elses(
     answers = engine.generate(PROMPTS, 12)
     engine.close()
     assert ([one.tokens for one in answers], loaded(answers)) == (right, [0, 0])
-
-
-def make_adapter(model: Path, folder: Path, seed: int) -> None:
-    """An adapter of the attention with random weights."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, head = config["hidden_size"], config["head_dim"]
-    rows = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, out in rows.items():
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{place}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.3
-            tensors[f"{place}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.3
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    kind = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(rows), "bias": "none", "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(kind))
 
 
 def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[tuple[int, ...]], list[int]]:
