@@ -37,7 +37,7 @@ def text(seed: object, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("tokens", [BLOCK + 1, WINDOW, 333, 2100])
 def test_prompts_of_all_lengths(bed: PdBed, oracle: Oracle, tokens: int) -> None:
-    """Of a window, only what the decode engine will look at is handed over; 2,100 tokens are computed in two steps."""
+    """Shorter and longer than the window; 2,100 tokens are computed in two steps."""
     before = bed.counts(bed.decode).get("prompts", 0)
     prompt = text(("length", tokens), tokens)
     assert bed.ask(prompt) == oracle.says(prompt, 16)

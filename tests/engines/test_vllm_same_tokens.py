@@ -130,7 +130,8 @@ def watch_pages(engine: VllmEngine) -> list[bool]:
 
     def add_jobs(chain: bytes, jobs: Any, clients: Any) -> None:
         for job in jobs:
-            stored.update({key: content(0, page) for key, page in zip(job.keys, job.block_ids[0], strict=True)})
+            for key, page in zip(job.keys, job.block_ids[0], strict=True):
+                stored.setdefault(key, content(0, page))  # what is stored first stays
         add(chain, jobs, clients)
 
     def begin_load(job: Any) -> Any:
