@@ -55,6 +55,7 @@ def answers(cluster: LocalCluster, folder: Path, family: str) -> dict[str, Any]:
 def test_two_ranks_load_what_they_stored(family: str, tmp_path: Path) -> None:
     with LocalCluster([NodeSpec("n", dram_bytes=64 << 20)], tmp_path / "store") as cluster:
         engine = answers(cluster, tmp_path, family)
+    assert engine["processors"][0] == [1, len(os.sched_getaffinity(0))], "what is stored is not copied where the rank computes"
     if engine["whole_prompts_only"]:
         assert engine["cached"] == [0, 0, 0]
         assert engine["said"][0] == engine["said"][1] == engine["said"][2]

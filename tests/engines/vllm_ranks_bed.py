@@ -47,6 +47,16 @@ def fork_children() -> None:
     multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
 
 
+def processors(worker: Any) -> tuple[int, int]:
+    """In each worker: how many may compute, and how many store."""
+    import os
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    saver = get_kv_transfer_group()._worker._saver  # type: ignore[attr-defined]
+    return len(os.sched_getaffinity(0)), len(os.sched_getaffinity(saver._thread.native_id if saver is not None else 0))
+
+
 def main() -> None:
     """Answers three times, and forgets its own cache each time; says what it counted."""
     from vllm import SamplingParams
@@ -72,7 +82,8 @@ def main() -> None:
         metric.name.removeprefix("vllm:kvstore_"): metric.value for metric in llm.get_metrics() if "kvstore_" in metric.name
     }
     cache = llm.llm_engine.vllm_config.cache_config
-    chosen = {"block_tokens": cache.block_size, "whole_prompts_only": not cache.enable_prefix_caching}
+    bound = llm.collective_rpc(processors)
+    chosen = {"processors": bound, "block_tokens": cache.block_size, "whole_prompts_only": not cache.enable_prefix_caching}
     print(json.dumps({"said": said, "cached": cached, "counts": counts, **chosen}))
 
 
