@@ -21,6 +21,8 @@ from kvstore.admin.page import PATH as PAGE
 from kvstore.admin.page import WebPage
 from kvstore.admin.problems import MEDIA_TYPE, Problem, Refused, problem
 from kvstore.admin.reads import Reads
+from kvstore.admin.rules import Rules
+from kvstore.admin.tenants import Tenants
 from kvstore.admin.upstream import Upstream
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, NotFound, Unsupported
 from kvstore.observe.counters import Counters
@@ -59,6 +61,8 @@ def make_app(upstream: Upstream, config: AdminConfig, tokens: Watched[Tokens] | 
     )
     app.include_router(Reads(upstream, config).routes())
     app.include_router(Changes(upstream, counters).routes())
+    app.include_router(Tenants(upstream, counters).routes())
+    app.include_router(Rules(upstream, counters).routes())
     gate = Gate(app, config, tokens, counters)
     doors = _Doors(app, upstream, counters, gate)
     app.add_api_route("/healthz", doors.healthz, methods=["GET"], tags=["health"], summary="The server answers")

@@ -19,7 +19,7 @@ from kvstore.admin.upstream import Ask, Upstream
 from kvstore.core.errors import Conflict
 from kvstore.observe.counters import Counters
 
-_STATE: Final[Responses] = {
+STATE: Final[Responses] = {
     412: {"description": "If-Match names another state than there is"},
     428: {"description": "If-Match is missing"},
 }
@@ -69,7 +69,7 @@ class Changes:
             methods=["POST"],
             tags=["namespaces"],
             summary="Evict a namespace's blocks",
-            responses=MISSING,
+            responses={**MISSING, 409: {"description": "it is pinned"}},
         )
         add(
             "/namespaces/{namespace_id}/invalidate",
@@ -101,7 +101,7 @@ class Changes:
             methods=["PUT"],
             tags=["planning"],
             summary="Change the path policy, until the metadata server is started again",
-            responses={**TAGGED, **_STATE, 409: {"description": "several metadata workers plan, each for itself"}},
+            responses={**TAGGED, **STATE, 409: {"description": "several metadata workers plan, each for itself"}},
         )
         add(
             "/nodes/{node_id}/drain",
@@ -136,7 +136,7 @@ class Changes:
             responses={
                 **TAGGED,
                 **NODE,
-                **_STATE,
+                **STATE,
                 409: {"description": "the node was started without a cap, and cannot be given one"},
             },
         )
@@ -154,7 +154,7 @@ class Changes:
             methods=["POST"],
             tags=["cluster"],
             summary="Drop the index and make it anew from the nodes",
-            responses=_STATE,
+            responses=STATE,
             status_code=202,
         )
         return router
@@ -173,7 +173,7 @@ class Changes:
     async def evict_namespace(
         self, request: Request, namespace_id: NamespaceId, wanted: models.EvictNamespace
     ) -> models.NamespaceEvicted:
-        """Makes room: its blocks leave the tiers named, at every node.
+        """Makes room: its blocks leave the tiers named, at every node. Refused while it is pinned.
 
         What is in use, or in DRAM and not durable yet, stays; engines may store what left again at once. Blocks in engines' own
         pools of device memory are not touched.
@@ -184,7 +184,7 @@ class Changes:
         return answer
 
     async def invalidate_namespace(self, request: Request, namespace_id: NamespaceId) -> models.NamespaceEvicted:
-        """For blocks that are wrong: all that is there when a node is asked goes, from all tiers, durable or not.
+        """For blocks that are wrong: all that is there when a node is asked goes, from all tiers, durable or not, pinned or not.
 
         Stop the engines that made them first, or they store them again. Nodes that do not answer keep what they have: where the
         answer is not complete, do it again once they are back; until then what they hold is served. Engines' own pools of device
@@ -272,7 +272,7 @@ class Changes:
             try:
                 done = await self._upstream.set_path_policy(wanted.policy, expected)
             except Conflict as changed:
-                raise _meanwhile(changed, "policy") from changed
+                raise meanwhile(changed, "policy") from changed
             result.update(before=done.before)
         response.headers["etag"] = tag_of(done.policy)
         return models.PathPolicy(policy=done.policy, configured=found.configured_policy)
@@ -299,7 +299,7 @@ class Changes:
             try:
                 done = await self._upstream.change_node(status, ask)
             except Conflict as changed:
-                raise _meanwhile(changed, "cap") from changed
+                raise meanwhile(changed, "cap") from changed
             result.update(before=done.before)
         response.headers["etag"] = tag_of(str(done.bytes_per_s))
         return models.TrafficCap(node_id=node_id, bytes_per_s=done.bytes_per_s)
@@ -341,11 +341,11 @@ class Changes:
             try:
                 done = await self._upstream.rebuild_index(epoch)
             except Conflict as changed:
-                raise _meanwhile(changed, "epoch") from changed
+                raise meanwhile(changed, "epoch") from changed
         return models.Rebuilding(dropped_epoch=done.dropped_epoch.hex())
 
 
-def _meanwhile(changed: Conflict, field: str) -> Exception:
+def meanwhile(changed: Conflict, field: str) -> Exception:
     """A conflict with what was expected is a state that changed between look and change; any other one is itself."""
     return changed_meanwhile(tag_of(changed.fields.get(field, ""))) if "expected" in changed.fields else changed
 

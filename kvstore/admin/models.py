@@ -253,6 +253,16 @@ class Activities(Shown):
 
 
 # ---- volumes ----
+class VolumeTenant(Shown):
+    """What a tenant holds on a volume."""
+
+    tenant: str | None = Field(
+        description="empty: the default tenant; null: of namespaces that nobody has shown the spec of",
+        examples=["team-a"],
+    )
+    bytes: Bytes = Field(description="of payload", examples=[34359738368])
+
+
 class Volume(Shown):
     """One place that holds blocks."""
 
@@ -266,6 +276,9 @@ class Volume(Shown):
     read_only: str | None = Field(description="why it takes no blocks; null: it does", examples=[None])
     quarantined_blocks: Count | None = Field(
         description="replicas that proved bad since the node was started; null: the node does not answer", examples=[0]
+    )
+    tenants: list[VolumeTenant] | None = Field(
+        description="who holds it, the 1,024 that hold most; null: the node does not answer"
     )
 
 
@@ -313,6 +326,10 @@ class Namespace(Shown):
     asked_blocks: Count = Field(description="that they asked for", examples=[8320000])
     hit_blocks: Count = Field(description="of them found in the index", examples=[7904000])
     hit_ratio: float | None = Field(ge=0, le=1, description="null: nothing was asked for", examples=[0.95])
+    ttl_s: float | None = Field(
+        ge=0, description="blocks that nobody used for so long leave; null: never for that", examples=[604800.0]
+    )
+    pinned: bool = Field(description="its blocks are not evicted, up to half of each tier of a node", examples=[False])
 
 
 class UsageEntry(Shown):

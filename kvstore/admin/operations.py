@@ -11,8 +11,8 @@ from typing import Final
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec
-from kvproto.v1.metadata_pb2 import NodeStatus, RegisterNamespaceRequest
-from kvstore.admin import models, shapes
+from kvproto.v1.metadata_pb2 import NamespaceRule, NodeStatus, RegisterNamespaceRequest
+from kvstore.admin import models, retention_models, shapes
 from kvstore.admin.upstream import Ask, Upstream, operation_id
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.rpc.codec import spec_from_proto
@@ -59,8 +59,10 @@ class Operations:
 
         Raises:
             NotFound: nobody registered it.
+            Conflict: it is pinned.
         """
-        await self._upstream.namespace(namespace_id)
+        if (await self._upstream.namespace(namespace_id)).pinned:
+            raise Conflict("the namespace is pinned: unpin it first", namespace_id=namespace_id.hex())
         wanted = set(tiers)
 
         def volumes(status: NodeStatus) -> list[str]:
@@ -110,6 +112,57 @@ class Operations:
         made = await self._upstream.register_namespace(RegisterNamespaceRequest(spec=spec))
         dropped = await self._invalidate(namespace_id) if invalidate else None
         return models.Bumped(namespace_id=made.hex(), spec=shapes.spec(spec), invalidated=dropped)
+
+    async def set_quota(
+        self, tenant: str, dram_bytes: int | None, nvme_bytes: int | None, expected: retention_models.Quota | None
+    ) -> tuple[retention_models.Quota, retention_models.Quota]:
+        """Sets a tenant's quota, in bytes of payload of all nodes together; None: no bound.
+
+        Args:
+            tenant: whose; empty: the default tenant's.
+            dram_bytes: in DRAM.
+            nvme_bytes: on volumes.
+            expected: only where it has this quota now; None: whatever it has.
+
+        Returns:
+            The quota in force, and the one before.
+
+        Raises:
+            Conflict: it has another one than expected.
+            InvalidArgument: no tenant can be called so.
+            CapacityExceeded: too many have a quota, or there is no room on the metadata server's disk.
+        """
+        wanted = pb.TenantQuota(dram_bytes=dram_bytes, nvme_bytes=nvme_bytes)
+        seen = None if expected is None else pb.TenantQuota(dram_bytes=expected.dram_bytes, nvme_bytes=expected.nvme_bytes)
+        done = await self._upstream.set_quota(tenant, wanted, seen)
+        return shapes.quota(tenant, done.quota), shapes.quota(tenant, done.before)
+
+    async def set_rule(
+        self, namespace_id: bytes, ttl_s: float | None, *, pinned: bool, expected: retention_models.Rule | None
+    ) -> tuple[retention_models.Rule, retention_models.Rule]:
+        """Sets what may stay of a namespace.
+
+        Args:
+            namespace_id: whose.
+            ttl_s: time to live of blocks that nobody uses; None: none.
+            pinned: whether its blocks are kept from eviction.
+            expected: only where this is the rule now; None: whatever it is.
+
+        Returns:
+            The rule in force, and the one before.
+
+        Raises:
+            NotFound: nobody registered it.
+            Conflict: it has another one than expected.
+            CapacityExceeded: too many have one, or there is no room on the metadata server's disk.
+        """
+        wanted = NamespaceRule(namespace_id=namespace_id, ttl_ms=round((ttl_s or 0) * 1000), pinned=pinned)
+        seen = None
+        if expected is not None:
+            ttl_ms = round((expected.ttl_s or 0) * 1000)
+            seen = NamespaceRule(namespace_id=namespace_id, ttl_ms=ttl_ms, pinned=expected.pinned)
+        done = await self._upstream.set_rule(wanted, seen)
+        return shapes.rule(done.rule), shapes.rule(done.before)
 
     async def _invalidate(self, namespace_id: bytes) -> models.NamespaceEvicted:
         async def drop(node: Ask) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import node_pb2
 from kvproto.v1.common_pb2 import VolumeInfo
 from kvproto.v1.metadata_pb2 import NodeStatus
-from kvstore.admin import models, shapes
+from kvstore.admin import models, retention_models, shapes
 from kvstore.admin.upstream import Ask, Upstream
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.core.keys import KeyChain
@@ -182,6 +182,24 @@ class Questions:
                 yield shapes.namespace(one)
             more = found.more and bool(found.namespaces)
             after = found.namespaces[-1].namespace_id if more else b""
+
+    async def tenants(self) -> list[retention_models.Tenant]:
+        """All that hold something or have a quota, by name, as nodes said with their last heartbeats."""
+        return [shapes.tenant(one) for one in (await self._upstream.tenants()).tenants]
+
+    async def quota(self, tenant: str) -> retention_models.Quota:
+        """A tenant's quota; one without bounds where it has none."""
+        (found,) = (await self._upstream.tenants(tenant)).tenants
+        return shapes.quota(tenant, found.quota)
+
+    async def rule(self, namespace_id: bytes) -> retention_models.Rule:
+        """What may stay of a namespace.
+
+        Raises:
+            NotFound: nobody registered it.
+        """
+        found = await self._upstream.namespace(namespace_id)
+        return retention_models.Rule(namespace_id=namespace_id.hex(), ttl_s=found.ttl_ms / 1000 or None, pinned=found.pinned)
 
     async def usage(self, namespace_id: bytes) -> models.Usage:
         """Where a namespace's blocks lie, counted by every node now: each looks at all of its blocks.

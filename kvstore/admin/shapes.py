@@ -7,7 +7,7 @@ from typing import Any, Final, cast, get_args
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import common_pb2, metadata_pb2
-from kvstore.admin import models
+from kvstore.admin import models, retention_models
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
 from kvstore.observe.faults import faults
@@ -176,6 +176,33 @@ def volume(
         blocks=0 if said is None else said.blocks,
         read_only=(said.read_only or None) if said is not None else None,
         quarantined_blocks=None if now is None else now.quarantined_blocks,
+        tenants=None
+        if now is None
+        else [
+            models.VolumeTenant(tenant=None if one.unknown else one.tenant, bytes=one.dram_bytes + one.nvme_bytes)
+            for one in now.tenants
+        ],
+    )
+
+
+# ---- tenants ----
+def tenant(found: pb.TenantDescription) -> retention_models.Tenant:
+    """A tenant with what it holds and what it may."""
+    bound = quota(found.tenant, found.quota)
+    return retention_models.Tenant(
+        tenant=found.tenant,
+        dram=retention_models.TenantTier(held_bytes=found.dram_bytes, quota_bytes=bound.dram_bytes),
+        nvme=retention_models.TenantTier(held_bytes=found.nvme_bytes, quota_bytes=bound.nvme_bytes),
+        nodes=found.nodes,
+    )
+
+
+def quota(name: str, found: pb.TenantQuota) -> retention_models.Quota:
+    """A tenant's quota."""
+    return retention_models.Quota(
+        tenant=name,
+        dram_bytes=found.dram_bytes if found.HasField("dram_bytes") else None,
+        nvme_bytes=found.nvme_bytes if found.HasField("nvme_bytes") else None,
     )
 
 
@@ -216,7 +243,14 @@ def namespace(found: pb.NamespaceDescription) -> models.Namespace:
         asked_blocks=found.asked_blocks,
         hit_blocks=found.hit_blocks,
         hit_ratio=found.hit_blocks / found.asked_blocks if found.asked_blocks else None,
+        ttl_s=found.ttl_ms / 1000 or None,
+        pinned=found.pinned,
     )
+
+
+def rule(found: metadata_pb2.NamespaceRule) -> retention_models.Rule:
+    """What may stay of a namespace."""
+    return retention_models.Rule(namespace_id=found.namespace_id.hex(), ttl_s=found.ttl_ms / 1000 or None, pinned=found.pinned)
 
 
 def usage(namespace_id: str, answers: Mapping[str, pb.DescribeUsageResponse], failed: Mapping[str, KVStoreError]) -> models.Usage:

@@ -138,6 +138,22 @@ class Upstream:
         answer: metadata_pb2.RemoveNodeResponse = await self._change(self._metadata.RemoveNode, request)
         return answer.known
 
+    async def tenants(self, tenant: str | None = None) -> pb.DescribeTenantsResponse:
+        """All tenants that hold something or have a quota, by name; or one, whatever it has."""
+        return await self._ask(self._admin.DescribeTenants, pb.DescribeTenantsRequest(tenant=tenant))
+
+    async def set_quota(self, tenant: str, quota: pb.TenantQuota, expected: pb.TenantQuota | None) -> pb.SetTenantQuotaResponse:
+        """Sets a tenant's quota; one without any bound: none."""
+        request = pb.SetTenantQuotaRequest(operation_id=operation_id(), tenant=tenant, quota=quota, expected=expected)
+        return await self._change(self._admin.SetTenantQuota, request)
+
+    async def set_rule(
+        self, rule: metadata_pb2.NamespaceRule, expected: metadata_pb2.NamespaceRule | None
+    ) -> pb.SetNamespaceRuleResponse:
+        """Sets what may stay of a namespace."""
+        request = pb.SetNamespaceRuleRequest(operation_id=operation_id(), rule=rule, expected=expected)
+        return await self._change(self._admin.SetNamespaceRule, request)
+
     async def counters(self) -> dict[str, int]:
         """What the metadata server counted since its start, by name of the event."""
         answer: metadata_pb2.GetStatsResponse = await self._ask(self._metadata.GetStats, metadata_pb2.GetStatsRequest())

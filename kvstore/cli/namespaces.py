@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvstore.cli import show
+from kvstore.cli import parameters, show
 from kvstore.cli.help import Command, Group
 from kvstore.cli.store import (
     Refusal,
@@ -26,6 +27,7 @@ from kvstore.core.config import Config
 
 if TYPE_CHECKING:
     from kvstore.admin.models import Namespace, NamespaceEvicted, Usage
+    from kvstore.admin.retention_models import Rule
 
 LEAST_DIGITS: Final = 4
 _ID_DIGITS: Final = 32
@@ -77,7 +79,7 @@ def namespaces(config: Config, *, as_json: bool) -> None:
         show.as_json({"items": [one.model_dump(mode="json") for one in known]})
         return
     show.table(
-        ("namespace", "model", "weights", "block tokens", "block", "shard", "tenant", "lookups", "hit"),
+        ("namespace", "model", "weights", "block tokens", "block", "shard", "tenant", "lookups", "hit", "ttl", "pinned"),
         [
             (
                 one.namespace_id,
@@ -89,6 +91,8 @@ def namespaces(config: Config, *, as_json: bool) -> None:
                 one.spec.tenant,
                 str(one.lookups),
                 show.share(one.hit_blocks, one.asked_blocks),
+                "" if one.ttl_s is None else show.duration(one.ttl_s),
+                "yes" if one.pinned else "",
             )
             for one in known
         ],
@@ -117,6 +121,8 @@ def show_namespace(config: Config, *, namespace: str, as_json: bool) -> None:
             ("lookups", f"{found.lookups:,}"),
             ("asked", f"{found.asked_blocks:,} blocks"),
             ("hit", f"{found.hit_blocks:,} blocks {show.share(found.hit_blocks, found.asked_blocks)}".rstrip()),
+            ("ttl", "none" if found.ttl_s is None else show.duration(found.ttl_s)),
+            ("pinned", "yes" if found.pinned else "no"),
         ]
     )
 
@@ -156,6 +162,8 @@ def usage(config: Config, *, namespace: str, as_json: bool) -> None:
 def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Evicts a namespace's blocks, at every node, to make room. What is in use, or in DRAM and not durable yet, stays.
 
+    Refused while it is pinned.
+
     Examples:
       kvstore namespaces evict 8c2f0d
       kvstore namespaces evict 8c2f0d --tier nvme --yes
@@ -187,6 +195,75 @@ def invalidate(config: Config, *, namespace: str, yes: bool, as_json: bool) -> N
     confirm(f"Drop every block of {_named(known)}, durable or not, at every node", yes=yes)
     wanted = bytes.fromhex(known.namespace_id)
     _say(ask(config, lambda store: store.operations.invalidate_namespace(wanted)), "dropped", as_json=as_json)
+
+
+def _time(ctx: click.Context, param: click.Parameter, value: str) -> float | None:
+    """Seconds of ``90s``, ``10m``, ``12h``, ``7d``; None: ``none``."""
+    days = re.fullmatch(r"(\d+)d", value)
+    if days:
+        return float(days[1]) * 86_400
+    return None if value == "none" else parameters.some_seconds(ctx, param, value)
+
+
+@namespaces.command(cls=Command)
+@_argument
+@click.argument("time", metavar="TIME|none", callback=_time)
+@json_option
+@store_options
+def ttl(config: Config, *, namespace: str, time: float | None, as_json: bool) -> None:
+    """Sets a namespace's time to live: blocks that were neither stored nor loaded for so long leave, at every node.
+
+    It counts from the last use that a node knows of: from its start, or from now, at the earliest.
+
+    Examples:
+      kvstore namespaces ttl 8c2f0d 7d
+      kvstore namespaces ttl 8c2f0d none
+    """
+    _rule(config, namespace, lambda before: (time, before.pinned), as_json=as_json)
+
+
+@namespaces.command(cls=Command)
+@_argument
+@json_option
+@store_options
+def pin(config: Config, *, namespace: str, as_json: bool) -> None:
+    """Keeps a namespace's blocks from eviction, up to half of each tier of a node; invalidate drops them all the same.
+
+    Examples:
+      kvstore namespaces pin 8c2f0d
+    """
+    _rule(config, namespace, lambda before: (before.ttl_s, True), as_json=as_json)
+
+
+@namespaces.command(cls=Command)
+@_argument
+@json_option
+@store_options
+def unpin(config: Config, *, namespace: str, as_json: bool) -> None:
+    """Lets a namespace's blocks be evicted again.
+
+    Examples:
+      kvstore namespaces unpin 8c2f0d
+    """
+    _rule(config, namespace, lambda before: (before.ttl_s, False), as_json=as_json)
+
+
+def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float | None, bool]], *, as_json: bool) -> None:
+    """Changes what may stay of a namespace, if nobody else has changed it since it was looked at."""
+
+    async def change(store: Store) -> Rule:
+        found = bytes.fromhex((await find(store, namespace)).namespace_id)
+        before = await store.questions.rule(found)
+        ttl_s, pinned = wanted(before)
+        done, _ = await store.operations.set_rule(found, ttl_s, pinned=pinned, expected=before)
+        return done
+
+    done = ask(config, change)
+    if as_json:
+        show.as_json(done)
+    else:
+        lives = "no time to live" if done.ttl_s is None else f"time to live {show.duration(done.ttl_s)}"
+        show.line(f"{done.namespace_id}: {lives}, {'pinned' if done.pinned else 'not pinned'}")
 
 
 @namespaces.command("bump-weights", cls=Command)

@@ -33,6 +33,12 @@ MAX_SESSIONS = 256
 MAX_WATCH_FILTER = 1_024
 """Namespaces, and nodes, that a subscriber to block events may name."""
 MAX_VOLUMES_PER_NODE = 64
+MAX_TENANTS_TOLD = 1_024
+"""Tenants that a node tells the usage of, those that hold most."""
+MAX_QUOTAS = 256
+"""Tenants with a quota."""
+MAX_RULES = 1_024
+"""Namespaces with a time to live or a pin."""
 MAX_NODES = 10_000
 MAX_NAMESPACES = 100_000
 MAX_SCHEDULED_BYTES = 512 << 20

@@ -23,6 +23,7 @@ from kvstore.metadata.describing import describe_blocks
 from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.planning import SIDES, Planning
+from kvstore.metadata.retention import RetentionOrders
 from kvstore.metadata.writer import IndexThread
 from kvstore.rpc.codec import check_id, keys_from_packed
 
@@ -48,6 +49,7 @@ class AdminParts:
         configured_policy: path policy as the server was started.
         in_force: the configuration, for those who ask.
         rebuild: gives the index up, so that it is made anew.
+        retention: what may stay on nodes.
     """
 
     index: PrefixIndex
@@ -60,6 +62,7 @@ class AdminParts:
     configured_policy: str
     in_force: Sequence[InForce]
     rebuild: Callable[[], None]
+    retention: RetentionOrders
 
 
 class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
@@ -109,13 +112,15 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         )
 
     def _namespace(self, namespace: NamespaceId, spec: bytes) -> pb.NamespaceDescription:
-        asked = self._parts.lookups.asked(namespace)
+        asked, rule = self._parts.lookups.asked(namespace), self._parts.retention.rule(namespace)
         return pb.NamespaceDescription(
             namespace_id=namespace,
             spec=CacheSpec.FromString(spec),
             lookups=asked.lookups,
             asked_blocks=asked.blocks,
             hit_blocks=asked.hits,
+            ttl_ms=rule.ttl_ms,
+            pinned=rule.pinned,
         )
 
     async def DescribeBlocks(self, request: pb.DescribeBlocksRequest, context: object) -> pb.DescribeBlocksResponse:
@@ -139,7 +144,16 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             queues=[_queue(state) for state in states if state is not None],
         )
 
+    async def DescribeTenants(self, request: pb.DescribeTenantsRequest, context: object) -> pb.DescribeTenantsResponse:
+        return self._parts.retention.describe(request)
+
     # ---- changing ----
+    async def SetTenantQuota(self, request: pb.SetTenantQuotaRequest, context: object) -> pb.SetTenantQuotaResponse:
+        return await self._parts.retention.set_quota(request)
+
+    async def SetNamespaceRule(self, request: pb.SetNamespaceRuleRequest, context: object) -> pb.SetNamespaceRuleResponse:
+        return await self._parts.retention.set_rule(request)
+
     async def SetPathPolicy(self, request: pb.SetPathPolicyRequest, context: object) -> pb.SetPathPolicyResponse:
         planning = self._parts.planning
         if request.policy not in SETTABLE_POLICIES:

@@ -72,6 +72,11 @@ class MetadataConfig:
     allow_insecure_remote: bool = False
     in_force: tuple[InForce, ...] = ()
 
+    @property
+    def orders_path(self) -> Path:
+        """File of what operators ordered and what must outlive the index: beside its folder, which may be deleted."""
+        return self.index_path.with_name(f"{self.index_path.name}.orders.json")
+
     def __post_init__(self) -> None:
         check_address(self.listen)
         if self.map_bytes < 1 << 20:

@@ -12,7 +12,7 @@ Runs on the event loop only; nothing here blocks longer than a read of the index
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -192,6 +192,13 @@ class NodeTable:
             order=self._view.orders.get(node_id),
             drain=self._progress(node_id),
         )
+
+    def living(self) -> Iterator[tuple[NodeInfo, HeartbeatRequest | None]]:
+        """Nodes whose heartbeats arrive, by id, with the last one of their registered boot; None: it has not come yet."""
+        view = self.view()
+        for node_id in sorted(self._alive & view.nodes.keys()):
+            beat = self._beat_of(node_id, BootId(view.nodes[node_id].boot_id))
+            yield view.nodes[node_id], beat.report if beat is not None else None
 
     def long_silent(self, forget_s: float) -> list[tuple[NodeId, BootId]]:
         """Boots that have not called for so long, none of whose volumes a living node serves in its place."""

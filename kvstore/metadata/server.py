@@ -21,7 +21,9 @@ from kvstore.metadata.gauges import MetadataGauges
 from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.orders import NodeOrders
+from kvstore.metadata.orders_file import OrdersFile
 from kvstore.metadata.planning import Planning
+from kvstore.metadata.retention import RetentionOrders
 from kvstore.metadata.scheduling import Scheduling
 from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_to_server
 from kvstore.metadata.upkeep import Upkeep
@@ -105,6 +107,15 @@ class MetadataServer:
             feed = self._feed = self._block_feed(loop, index) if config.workers == 1 else None
             lookups = Lookups(index, nodes, self.counters)
             orders = NodeOrders(index, nodes, writes, reads, self.counters, self._clock)
+            retention = RetentionOrders(
+                OrdersFile(config.orders_path),
+                index,
+                nodes,
+                writes,
+                self.counters,
+                self._clock,
+                config.heartbeat_interval_ms / 2_000,
+            )
             parts = Parts(
                 index,
                 nodes,
@@ -116,6 +127,7 @@ class MetadataServer:
                 scheduling,
                 lookups=lookups,
                 orders=orders,
+                retention=retention,
                 feed=feed,
             )
             service = self._service = MetadataService(parts)
@@ -130,6 +142,7 @@ class MetadataServer:
                 config.path_policy,
                 config.in_force,
                 self._rebuild,
+                retention,
             )
             self._bound = await build_aio_server(
                 [

@@ -27,6 +27,7 @@ from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.orders import NodeOrders, check_progress, refuse_removed
 from kvstore.metadata.planning import Planning
 from kvstore.metadata.publishing import PublishStream
+from kvstore.metadata.retention import RetentionOrders, check_usages
 from kvstore.metadata.scheduling import MAX_BUDGET_S, Scheduling
 from kvstore.metadata.tenants import Tenants
 from kvstore.metadata.watching import BlockWatch, tell_served
@@ -58,6 +59,7 @@ class Parts:
         scheduling: of requests; None where several workers would each know a part of the engines.
         lookups: the hot path.
         orders: what operators order of nodes.
+        retention: what may stay on nodes.
         feed: block events; None where several workers would each know a part of the changes.
     """
 
@@ -71,6 +73,7 @@ class Parts:
     scheduling: Scheduling | None
     lookups: Lookups
     orders: NodeOrders
+    retention: RetentionOrders
     feed: BlockFeed | None
 
 
@@ -116,10 +119,16 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
                 raise InvalidArgument("a reason takes a few words", got=len(usage.read_only), limit=limits.MAX_REASON)
         if request.HasField("drain"):
             check_progress(request.drain)
+        check_usages(request)
         known = self._parts.nodes.beat(request)
         self._parts.counters.add("metadata_heartbeats_total")
-        order = self._parts.nodes.order(NodeId(request.node_id))
-        return pb.HeartbeatResponse(index_epoch=self._parts.index.epoch, register_again=not known, drain=order)
+        node_id = NodeId(request.node_id)
+        return pb.HeartbeatResponse(
+            index_epoch=self._parts.index.epoch,
+            register_again=not known,
+            drain=self._parts.nodes.order(node_id),
+            retention=self._parts.retention.answer(node_id) if known else None,
+        )
 
     async def UnregisterNode(self, request: pb.UnregisterNodeRequest, context: object) -> pb.UnregisterNodeResponse:
         return pb.UnregisterNodeResponse(known=await self._parts.orders.unregister(request))

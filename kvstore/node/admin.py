@@ -14,7 +14,7 @@ from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.in_force import InForce
-from kvstore.core.types import NamespaceId, VolumeId
+from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.block import Home
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.checking import Check, CheckState, VolumeChecks
@@ -23,6 +23,7 @@ from kvstore.node.evicting import Evicted, evict_down_to, evict_namespace, inval
 from kvstore.node.gauges import Links
 from kvstore.node.publisher import Publisher
 from kvstore.node.replicas import ReplicaLog
+from kvstore.node.retention import Retainer
 from kvstore.node.sessions import Sessions
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import apart
@@ -69,6 +70,7 @@ class AdminParts:
     counters: Counters
     links: Links
     checks: VolumeChecks
+    retainer: Retainer
 
 
 class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
@@ -94,7 +96,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         return pb.DescribeNodeResponse(
             version=kvstore.__version__,
             uptime_ms=int((parts.clock.now_s() - self._began_s) * 1000),
-            volumes=[_volume(parts.table.dram), *(_volume(home.volume, home.quarantined) for home in parts.table.homes)],
+            volumes=self._volumes(),
             sessions=parts.sessions.count(),
             blocks=blocks,
             write_behind_waiting_blocks=waiting,
@@ -115,6 +117,15 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             ],
             loads=_load_times(parts.counters),
         )
+
+    def _volumes(self) -> list[pb.VolumeDescription]:
+        table, by_tenant = self._parts.table, self._parts.retainer.by_tenant
+        described = [_volume(table.dram)]
+        described[0].tenants.extend(by_tenant(table._arena.room.held, Tier.DRAM))
+        for home in table.homes:
+            described.append(_volume(home.volume, home.quarantined))
+            described[-1].tenants.extend(by_tenant(table._durable.held_on(home), Tier.NVME))
+        return described
 
     async def DescribeUsage(self, request: pb.DescribeUsageRequest, context: Context) -> pb.DescribeUsageResponse:  # noqa: N802, ARG002
         domain = self._domain(request.namespace_id) if request.namespace_id else None

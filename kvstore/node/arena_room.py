@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.block import Block
+from kvstore.node.domain import Domain
 from kvstore.node.room import Room
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
 
@@ -33,18 +34,37 @@ class ArenaRoom:
 
     def insert(self, block: Block, slot: Slot) -> None:
         """A block has come."""
-        self.room.by_offset[slot.offset] = block
+        self.room.insert(block, slot)
         self._policy.insert(block.key, block.parent)
+        for order in block.domain.dram_orders:
+            order.insert(block)
 
     def remove(self, block: Block, slot: Slot) -> None:
         """A block has left."""
-        del self.room.by_offset[slot.offset]
+        self.room.remove(block, slot)
         self._policy.remove(block.key)
+        for order in block.domain.dram_orders:
+            order.remove(block)
+
+    def touch(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
+        """Blocks of a namespace were used in DRAM."""
+        self._policy.touch(keys)
+        for order in domain.dram_orders:
+            order.touch(keys)
+
+    def restore(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks of a namespace that is not pinned any more may leave again."""
+        self._policy.restore(keys)
 
     def coldest(self) -> Iterator[tuple[BlockKey, Slot]]:
         """What may leave as it is, with its slots, coldest first."""
         blocks, idle = self._blocks, self._idle
-        for key in self._policy.coldest(lambda key: idle(blocks[key]) and blocks[key].expendable):
+
+        def may_leave(key: BlockKey) -> bool | None:
+            block = blocks[key]
+            return None if block.domain.pinned else idle(block) and block.expendable
+
+        for key in self._policy.coldest(may_leave):
             slot = blocks[key].dram
             assert slot is not None
             yield key, slot
@@ -57,8 +77,10 @@ class ArenaRoom:
         blocks, idle = self._blocks, self._idle
         passed: dict[BlockKey, Block] = {}
 
-        def may_leave(key: BlockKey) -> bool:
+        def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
+            if block.domain.pinned:
+                return None
             if not idle(block):
                 return False
             if not block.expendable and len(passed) < CASCADE_AT_ONCE:

@@ -46,10 +46,12 @@ from kvstore.node.provider import NodeProvider
 from kvstore.node.publisher import Publisher
 from kvstore.node.pull import Puller
 from kvstore.node.replicas import ReplicaLog
+from kvstore.node.retention import Retainer
 from kvstore.node.service import NodeServicer
 from kvstore.node.sessions import Sessions
 from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
+from kvstore.node.tenants import Accounts
 from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -104,7 +106,8 @@ class NodeDaemon:
         self.counters = Counters()
         self._clock = MonotonicClock()
         self._boot_id = BootId(secrets.token_bytes(16))
-        self._domains = Domains()
+        self._accounts = Accounts(partial(make_policy, config.policy))
+        self._domains = Domains(self._accounts)
         for address in (config.listen, config.data_listen, config.storage_listen or config.data_listen):
             if config.tls is None and not config.allow_insecure_remote and not stays_on_host(address):
                 raise InvalidArgument(
@@ -176,7 +179,9 @@ class NodeDaemon:
             writes_behind=self._writes_behind,
             keep_loaded=config.keep_loaded,
             durable_policy=make_policy(config.policy),
+            accounts=self._accounts,
         )
+        self._retainer = Retainer(self.table, self._domains, self._list_specs, counters)
         self._recover(homes)
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
@@ -300,6 +305,15 @@ class NodeDaemon:
             traffic=self._traffic,
         )
 
+    def _list_specs(self) -> list[common_pb2.CacheSpec]:
+        """Of all namespaces that the metadata server knows."""
+        if self.config.metadata is None:
+            return []
+        with connect(self.config.metadata, tls=self.config.tls) as channel:
+            stub = metadata_pb2_grpc.MetadataStub(channel)
+            known = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), RPC_TIMEOUT_S).namespaces
+        return [one.spec for one in known]
+
     def _find_storage_node(self) -> PeerAddress:
         wanted = self.config.write_behind_to
         if self.config.metadata is None or wanted is None:
@@ -416,8 +430,10 @@ class NodeDaemon:
                 token=self._token,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
                 drainer=self._drainer,
+                retainer=self._retainer,
             )
             self._publisher.start()
+            self._retainer.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
                 log.warning("the metadata server at %s does not answer yet; serving without it", config.metadata)
         if config.metrics_listen is not None:
@@ -450,6 +466,7 @@ class NodeDaemon:
             counters=self.counters,
             links=self._links,
             checks=VolumeChecks(self.table, self.counters, self._clock),
+            retainer=self._retainer,
         )
         return NodeAdminServicer(parts)
 
@@ -530,6 +547,7 @@ class NodeDaemon:
             self._metrics.stop()
         if self._publisher is not None:
             self._publisher.stop(2.0)
+        self._retainer.stop(STOP_CALLS_S)
         self._write_behind.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()
         self._door.stop()

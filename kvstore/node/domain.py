@@ -7,31 +7,87 @@ import threading
 from kvstore.core.errors import CapacityExceeded, Conflict, NotFound
 from kvstore.core.limits import MAX_NAMESPACES
 from kvstore.core.spec import CacheSpec
-from kvstore.core.types import BlockShape, NamespaceId
+from kvstore.core.types import BlockShape, NamespaceId, Tier
+from kvstore.node.tenants import Account, Accounts, SideOrder
+from kvstore.node.unused import UseOrder
 
 
 class Domain:
     """One namespace. There is one object a namespace and node, so that ``is`` compares them."""
 
-    __slots__ = ("namespace", "shape", "spec")
+    __slots__ = (
+        *("account", "dram_orders", "granted", "in_account", "namespace", "nvme_orders", "pin_orders", "pinned", "shape", "spec"),
+        "uses",
+    )
 
     def __init__(self, namespace: NamespaceId, shape: BlockShape, spec: CacheSpec | None) -> None:
         self.namespace = namespace
         self.shape = shape
         self.spec = spec
+        self.account: Account | None = None
+        """Its tenant's; None: nobody has shown the spec yet."""
+        self.granted = 0
+        """Blocks granted to stores that are under way."""
+        self.in_account: dict[Tier, SideOrder | None] = {Tier.DRAM: None, Tier.NVME: None}
+        """The orders of its tenant that its blocks go by."""
+        self.dram_orders: tuple[SideOrder, ...] = ()
+        """Orders beside the common one that its blocks in DRAM go by; empty for nearly all. Guarded by the table's lock, as all
+        but namespace, shape, spec and account are."""
+        self.nvme_orders: tuple[SideOrder, ...] = ()
+        self.pinned = False
+        """Its blocks are not evicted, up to a bound (``kvstore.node.tenants``)."""
+        self.pin_orders: dict[Tier, SideOrder] = {}
+        """While it is pinned."""
+        self.uses: UseOrder | None = None
+        """When its blocks were used last, where it has a time to live."""
+
+    def join_account(self, tier: Tier, order: SideOrder) -> None:
+        """Its blocks in a tier go by its tenant's order."""
+        self.leave_account(tier)
+        self.in_account[tier] = order
+        self.add_order(tier, order)
+
+    def leave_account(self, tier: Tier) -> None:
+        """They no longer do."""
+        order, self.in_account[tier] = self.in_account[tier], None
+        if order is not None:
+            self.drop_order(tier, order)
+
+    def add_order(self, tier: Tier, order: SideOrder) -> None:
+        """Its blocks in a tier go by an order beside the common one."""
+        if tier is Tier.DRAM:
+            self.dram_orders = (*self.dram_orders, order)
+        else:
+            self.nvme_orders = (*self.nvme_orders, order)
+
+    def drop_order(self, tier: Tier, order: SideOrder) -> None:
+        """They no longer do."""
+        if tier is Tier.DRAM:
+            self.dram_orders = tuple(one for one in self.dram_orders if one is not order)
+        else:
+            self.nvme_orders = tuple(one for one in self.nvme_orders if one is not order)
 
 
 class Domains:
-    """All namespaces of a node. Thread-safe; bounded."""
+    """All namespaces of a node. Thread-safe; bounded.
 
-    def __init__(self) -> None:
+    Args:
+        accounts: of their tenants; None: some of its own.
+    """
+
+    def __init__(self, accounts: Accounts | None = None) -> None:
+        self.accounts = Accounts() if accounts is None else accounts
         self._lock = threading.Lock()
         self._known: dict[NamespaceId, Domain] = {}
 
     def of_spec(self, spec: CacheSpec) -> Domain:
         """The domain of a spec."""
         domain = self.of_shape(spec.namespace, spec.shape)
-        domain.spec = spec
+        if domain.spec is None:
+            with self._lock:
+                if domain.spec is None:
+                    domain.account = self.accounts.of(domain, spec.tenant)
+                    domain.spec = spec
         return domain
 
     def of_shape(self, namespace: NamespaceId, shape: BlockShape) -> Domain:
@@ -54,6 +110,11 @@ class Domains:
     def find(self, namespace: NamespaceId) -> Domain | None:
         """A namespace already known, or None."""
         return self._known.get(namespace)
+
+    def all(self) -> list[Domain]:
+        """A look at them."""
+        with self._lock:
+            return list(self._known.values())
 
     def get(self, namespace: NamespaceId) -> Domain:
         """A namespace already known.

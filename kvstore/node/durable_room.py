@@ -11,11 +11,12 @@ aside, out of the order, until it takes changes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.block import Block, Home
+from kvstore.node.domain import Domain
 from kvstore.node.room import PLAN_LIMIT, Room
 from kvstore.tiers.contract import EvictionPolicy, Slot
 
@@ -43,19 +44,37 @@ class DurableRoom:
     def insert(self, block: Block) -> None:
         """A block has come to a volume."""
         if block.nvme is not None and block.nvme_home is not None:
-            self.by_offset(block.nvme_home)[block.nvme.offset] = block
+            self._rooms[id(block.nvme_home)].insert(block, block.nvme)
         self._policy.insert(block.key, block.parent)
+        for order in block.domain.nvme_orders:
+            order.insert(block)
 
     def remove(self, block: Block, home: Home) -> None:
         """A block has left a volume."""
         if block.nvme is not None:
-            del self.by_offset(home)[block.nvme.offset]
+            self._rooms[id(home)].remove(block, block.nvme)
         if home.aside.pop(block.key, None) is None:
             self._policy.remove(block.key)
+        for order in block.domain.nvme_orders:
+            order.remove(block)
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks were used on their volumes."""
+    def touch(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
+        """Blocks of a namespace were used on their volumes."""
         self._policy.touch(keys)
+        for order in domain.nvme_orders:
+            order.touch(keys)
+
+    def restore(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks of a namespace that is not pinned any more may leave again."""
+        self._policy.restore(keys)
+
+    def held(self, domain: Domain) -> int:
+        """Blocks of a namespace on all volumes."""
+        return sum(room.held.get(domain, 0) for room in self._rooms.values())
+
+    def held_on(self, home: Home) -> dict[Domain, int]:
+        """Blocks of each namespace on one."""
+        return self._rooms[id(home)].held
 
     def by_offset(self, home: Home) -> dict[int, Block]:
         """The blocks of a volume by where they lie on it."""
@@ -65,7 +84,12 @@ class DurableRoom:
         """What may leave one volume, with its slots, coldest first; children before their parents where both lie there."""
         self._take_back()
         blocks = self._blocks
-        for key in self._policy.coldest(lambda key: blocks[key].nvme_home is not home or may_leave(blocks[key])):
+
+        def leaves(key: BlockKey) -> bool | None:
+            block = blocks[key]
+            return None if block.domain.pinned else block.nvme_home is not home or may_leave(block)
+
+        for key in self._policy.coldest(leaves):
             block = blocks[key]
             if block.nvme_home is home and block.nvme is not None:
                 yield key, block.nvme
@@ -85,8 +109,12 @@ class DurableRoom:
         def slot_of(block: Block) -> Slot | None:
             return block.nvme if block.nvme_home is home else None
 
-        def passing(rule: Callable[[Block], bool]) -> Callable[[BlockKey], bool]:
-            return lambda key: id(self._blocks[key].nvme_home) not in fit or rule(self._blocks[key])
+        def passing(rule: Callable[[Block], bool]) -> Callable[[BlockKey], bool | None]:
+            def leaves(key: BlockKey) -> bool | None:
+                block = self._blocks[key]
+                return None if block.domain.pinned else id(block.nvme_home) not in fit or rule(block)
+
+            return leaves
 
         rules = [passing(rule) for rule in may_leave]
         for number, rule in enumerate(rules):

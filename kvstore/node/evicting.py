@@ -180,7 +180,8 @@ def _evict_each(table: BlockTable, held: Sequence[Block], home: Home | None) -> 
             for block in held[first : first + BATCH]:
                 if not _lies_in(block, home):  # it left meanwhile
                     continue
-                if block.key in staying or not table._idle(block) or (home is None and not block.expendable):
+                stays = block.key in staying or block.domain.pinned
+                if stays or not table._idle(block) or (home is None and not block.expendable):
                     staying.add(block.parent)
                     kept += 1
                 else:

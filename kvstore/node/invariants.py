@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,3 +39,11 @@ def check_invariants(table: BlockTable) -> None:
         assert durable.keys().isdisjoint(slot.offset for slot in home.outdated.slots()), "a slot that the catalog names twice"
         assert all(block.nvme_home is home for block in home.aside.values()), "aside, and not there"
     assert len(table._durable) == sum(block.nvme_home is not None for block in table._blocks.values())
+    resident = Counter(block.domain for block in table._blocks.values() if block.dram is not None)
+    assert {domain: blocks for domain, blocks in table._arena.room.held.items() if blocks} == resident, "blocks miscounted"
+    for home in table.homes:
+        durable_blocks = Counter(block.domain for block in table._blocks.values() if block.nvme_home is home)
+        assert {domain: blocks for domain, blocks in table._durable.held_on(home).items() if blocks} == durable_blocks
+    for block in table._blocks.values():
+        for order in (*block.domain.dram_orders, *block.domain.nvme_orders):
+            assert len(order.policy) == len(order.keys), "an order that does not know what it holds"

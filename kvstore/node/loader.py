@@ -295,7 +295,7 @@ class Loader:
     def _reserve(self, chain: _Chain, count: int) -> list[Slot] | None:
         if self._clock.now_s() >= chain.deadline_s or over():
             return None
-        return self._table.reserve(chain.domain.shape, count, chain.deadline_s)
+        return self._table.reserve(chain.domain.shape, count, chain.deadline_s, chain.domain)
 
     def _read_nvme(self, chain: _Chain, claim: Claim, part: Part) -> None:
         """Reads claimed durable blocks into fresh slots, verified."""

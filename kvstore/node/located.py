@@ -38,7 +38,7 @@ def pin_stored(table: BlockTable, domain: Domain, keys: Sequence[BlockKey]) -> l
             block.pins += 1
             used.append(key)
             found.append((position, block, home, block.nvme))
-        table._durable.touch(used)
+        table._durable.touch(domain, used)
     return found
 
 

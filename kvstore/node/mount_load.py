@@ -40,7 +40,9 @@ class MountLoads:
             mount.catch_up(deadline_s)
             found = mount.find(domain, keys)
         known = [(at, slot) for at, slot in enumerate(found) if slot is not None]
-        rooms = table.reserve(domain.shape, len(known), deadline_s) if known and self._clock.now_s() < deadline_s else None
+        rooms = (
+            table.reserve(domain.shape, len(known), deadline_s, domain) if known and self._clock.now_s() < deadline_s else None
+        )
         if rooms is not None:
             views = [table.dram.view(room, domain.shape.block_bytes) for room in rooms]
             wanted = [(blocks[at].key, slot, view) for (at, slot), view in zip(known, views, strict=True)]

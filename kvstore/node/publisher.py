@@ -28,6 +28,7 @@ from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.antientropy import AntiEntropy, held_by
 from kvstore.node.drain import Drainer
 from kvstore.node.replicas import ReplicaLog, Taken, in_chains, runs_of
+from kvstore.node.retention import Retainer
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -65,9 +66,11 @@ class Publisher:
         token: Shown | None = None,
         anti_entropy_interval_s: float,
         drainer: Drainer | None = None,
+        retainer: Retainer | None = None,
     ) -> None:
         self._node = node
         self._drainer = drainer
+        self._retainer = retainer
         self._boot_id = BootId(node.boot_id)
         self._table = table
         self._log = replica_log
@@ -374,8 +377,16 @@ class Publisher:
                 )
             )
         drain = self._drainer.progress() if self._drainer is not None else None
-        request = metadata_pb2.HeartbeatRequest(node_id=self._node.node_id, boot_id=self._boot_id, usages=usages, drain=drain)
-        response = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
+        request = metadata_pb2.HeartbeatRequest(
+            node_id=self._node.node_id,
+            boot_id=self._boot_id,
+            usages=usages,
+            drain=drain,
+            tenants=self._retainer.usage() if self._retainer is not None else (),
+        )
+        response: metadata_pb2.HeartbeatResponse = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
+        if self._retainer is not None and response.HasField("retention"):  # a server that knows no such rules says nothing
+            self._retainer.told(response.retention)
         if response.register_again or (self._epoch and response.index_epoch != self._epoch):
             limited.warning("the metadata server has a new index, or forgot or removed this node: registering again")
             self._counters.add("registered_again_total")

@@ -16,6 +16,7 @@ from math import inf
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.block import Block
+from kvstore.node.domain import Domain
 from kvstore.tiers.contract import EvictionPolicy, Slot, Vacancy, Volume
 
 PLAN_LIMIT = 65_536
@@ -44,6 +45,19 @@ class Room:
         self._blocks = blocks
         self._policy = policy
         self.by_offset: dict[int, Block] = {}
+        self.held: dict[Domain, int] = {}
+        """Blocks of each namespace here."""
+
+    def insert(self, block: Block, slot: Slot) -> None:
+        """A block lies in a slot of the volume from now on."""
+        self.by_offset[slot.offset] = block
+        held, domain = self.held, block.domain
+        held[domain] = held.get(domain, 0) + 1
+
+    def remove(self, block: Block, slot: Slot) -> None:
+        """It no longer does."""
+        del self.by_offset[slot.offset]
+        self.held[block.domain] -= 1
 
     def victims(
         self,
@@ -51,7 +65,7 @@ class Room:
         counts: Sequence[int],
         order: Iterator[Block],
         slot_of: Callable[[Block], Slot | None],
-        may_leave: Sequence[Callable[[BlockKey], bool]],
+        may_leave: Sequence[Callable[[BlockKey], bool | None]],
     ) -> list[Block]:
         """Blocks whose leaving makes room for a count, or for some of it; children before parents. Empty: none can be made.
 
@@ -98,7 +112,7 @@ class Room:
         self,
         places: Sequence[Vacancy],
         cold: set[BlockKey],
-        may_leave: Callable[[BlockKey], bool],
+        may_leave: Callable[[BlockKey], bool | None],
         size_of: Callable[[Block], int],
     ) -> tuple[Vacancy | None, list[Block]]:
         """The place that is emptied at the least cost, and what leaves for it; None where none can be."""
@@ -110,7 +124,7 @@ class Room:
             nonlocal cost, visits
             visits += 1
             cost += size_of(self._blocks[key]) * (1 if key in cold else WARM)
-            return cost < least and may_leave(key)
+            return cost < least and bool(may_leave(key))
 
         for number, place in enumerate(places):
             if visits > (MOST_VISITS if best[0] is None or number < 2 else VISITS):

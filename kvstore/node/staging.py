@@ -239,7 +239,7 @@ class Stager:
         size = len(positions) * shape.block_bytes
         others: list[int] = []
         with self._buffer.room(size, chain.deadline_s) as admitted:
-            slots = table.reserve(shape, len(positions), chain.deadline_s) if admitted else None
+            slots = table.reserve(shape, len(positions), chain.deadline_s, chain.domain) if admitted else None
             if slots is None:
                 yield from self._answers(positions, Outcome.NO_ROOM)
                 return

@@ -32,6 +32,7 @@ from kvstore.node.durable_room import DurableRoom
 from kvstore.node.invariants import check_invariants
 from kvstore.node.places import make_way
 from kvstore.node.replicas import ReplicaLog
+from kvstore.node.tenants import Accounts, first_victims, give_first, holds_nothing, is_full, make_own_room
 from kvstore.node.wanted import wait
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Slot
@@ -59,8 +60,10 @@ class BlockTable:
         keep_loaded: bool = True,
         cascades_chains: bool = False,
         durable_policy: EvictionPolicy | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
         self.dram = dram
+        self.accounts = Accounts() if accounts is None else accounts
         self.keep_loaded = keep_loaded
         """Whether DRAM is a cache. If not, it only stages: what nobody uses leaves, what was stored once it is durable."""
         self._cascades_chains = cascades_chains
@@ -129,7 +132,7 @@ class BlockTable:
                     prepared.parents[key] = run.keys[position - 1] if position and not heads else run.parent
                     wanted.append(position)
             prepared.outcomes += [StoreOutcome.SKIPPED] * (len(run.keys) - clear)
-            self._dram_policy.touch(known)
+            self._arena.touch(domain, known)
             if not wanted:
                 return prepared
             guarded = self._blocks.get(prepared.parents[run.keys[wanted[0]]] or BlockKey(b""))
@@ -147,13 +150,15 @@ class BlockTable:
         while granted < len(wanted):
             count = min(piece, len(wanted) - granted)
             over = self._pending_bytes > self._pending_limit
-            slots = None if over else self._allocate(shape, count)
+            slots = None if over or not make_own_room(self, prepared.domain, count) else self._allocate(shape, count)
             if slots is None and piece > 1 and not over:
                 piece = max(1, count // 2)
                 continue
             if slots is None:
                 # never waits for more while holding some (two large stores would wait for each other), nor for nothing
-                if granted or not self._may_come(prepared) or not self._wait(self._changed, deadline_s):
+                if granted or holds_nothing(prepared.domain) or not self._may_come(prepared):
+                    break
+                if not self._wait(self._changed, deadline_s):
                     break
                 piece = PIECE_BLOCKS
                 continue
@@ -162,11 +167,13 @@ class BlockTable:
                 key = run.keys[position]
                 prepared.slots[key] = slot
                 granted += 1
+            prepared.domain.granted += len(slots)
         for position in wanted[granted:]:
             del self._preparing[run.keys[position]]
             prepared.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
-            self._counters.add("store_skipped_no_room_blocks_total", len(wanted) - granted)
+            full = not over and is_full(self, prepared.domain)
+            self._counters.add(f"store_skipped_{'quota' if full else 'no_room'}_blocks_total", len(wanted) - granted)
 
     def _may_come(self, waiting: Prepared) -> bool:
         """Whether room may come without anybody's doing: something is being written, read, stored or held by others."""
@@ -187,6 +194,7 @@ class BlockTable:
                     outcomes.append(StoreOutcome.EXISTS if held else StoreOutcome.LOST)
                     continue
                 del self._preparing[key]
+                prepared.domain.granted -= 1
                 block = Block(prepared.domain, key, prepared.parents[key], prepared.depths[key], checksum)
                 self._blocks[key] = block
                 self._set_dram(block, slot)
@@ -209,6 +217,7 @@ class BlockTable:
             for key, slot in prepared.slots.items():
                 del self._preparing[key]
                 self.dram.free((slot,))
+            prepared.domain.granted -= len(prepared.slots)
             if prepared.slots:
                 self._counters.add("store_abandoned_blocks_total", len(prepared.slots))
             prepared.slots.clear()
@@ -235,7 +244,7 @@ class BlockTable:
                     used.append(key)
                 else:
                     found.append(None)
-            self._dram_policy.touch(used)
+            self._arena.touch(domain, used)
         return found
 
     def pin_if_pinned(self, blocks: Sequence[Block]) -> bool:
@@ -293,7 +302,7 @@ class BlockTable:
                     block.pins += 1  # its NVMe slot must stay while it is read
                     self._loading.add(key)
                     claim.durable[position] = block
-                    self._durable.touch((key,))
+                    self._durable.touch(domain, (key,))
                 else:
                     self._loading.add(key)
                     claim.absent.append(position)
@@ -327,7 +336,7 @@ class BlockTable:
                 if key not in vigil.missing:
                     self._vigils.setdefault(key, []).append(vigil)
                 vigil.missing.setdefault(key, []).append(position)
-            self._dram_policy.touch(here)
+            self._arena.touch(domain, here)
         return vigil
 
     def came(self, vigil: Vigil, deadline_s: float) -> list[tuple[int, Block]]:
@@ -349,9 +358,11 @@ class BlockTable:
             came, vigil.came, vigil.missing = vigil.came, [], {}
         self.unpin([block for _, block in came])
 
-    def reserve(self, shape: BlockShape, count: int, deadline_s: float) -> list[Slot] | None:
-        """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
+    def reserve(self, shape: BlockShape, count: int, deadline_s: float, domain: Domain | None = None) -> list[Slot] | None:
+        """Takes DRAM slots to load into, all or none, evicting and waiting as needed; ``domain``'s tenant first, by its share."""
         with self._lock:
+            if domain is not None and not make_own_room(self, domain, count):
+                self._counters.add("load_beyond_quota_blocks_total", count)  # never refused: it leaves again soon
             while (slots := self._allocate(shape, count)) is None:
                 if not self._wait(self._changed, deadline_s):
                     self._counters.add("load_no_room_blocks_total", count)
@@ -455,9 +466,13 @@ class BlockTable:
                 block.elsewhere = True
             self._written(block)
 
-    def not_persisted(self, block: Block, *, corrupt: bool = False) -> None:
-        """A block could not be written; it stays in DRAM only, or leaves at once where its bytes proved bad."""
+    def not_persisted(self, block: Block, *, corrupt: bool = False, denied: bool = False) -> None:
+        """A block could not be written; it stays in DRAM only, or leaves at once where its bytes proved bad.
+
+        Where its tenant's quota ``denied`` it a place, nobody owes it to become durable: no drain waits for that.
+        """
         with self._lock:
+            block.ours = block.ours and not denied
             self._written(block)
             if corrupt and block.dram is not None and block.pins == 0:
                 self._evict_dram(block)
@@ -472,7 +487,8 @@ class BlockTable:
             slots = home.volume.allocate(shape, count)
             if slots is not None:
                 return slots, []
-            victims = self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._idle)
+            victims = first_victims(self) if self.accounts.in_force else []
+            victims = victims or self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._idle)
             for block in victims:
                 block.leaving = True
             return None, victims
@@ -593,6 +609,8 @@ class BlockTable:
 
     def _allocate(self, shape: BlockShape, count: int) -> list[Slot] | None:
         while (slots := self.dram.allocate(shape, count)) is None:
+            if self.accounts.in_force and give_first(self):
+                continue
             leaving, cold = self._arena.victims(shape, count)
             if self._cascades_chains:
                 cold = with_parents(self._blocks, cold, self._idle, max(PIECE_BLOCKS, 2 * count))

@@ -33,6 +33,7 @@ from kvstore.node.evicting import leave_nvme
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.replicas import runs_of
 from kvstore.node.table import BlockTable
+from kvstore.node.tenants import claim_durable, unclaim_durable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import Slot
@@ -51,6 +52,8 @@ REST_S = 2.0
 _STALL_LOG_S = 10.0
 IDLE_WAIT_S = 0.5
 REMOTE_DEADLINE_S = 30.0
+CLAIM_TRIES = 8
+"""Times that a tenant's coldest blocks leave for a batch of it, while others of it take what they left."""
 EVICT_AHEAD = 4
 """Room is made for so many batches at once, so that few commits only remove."""
 
@@ -75,6 +78,30 @@ class LocalTarget:
         self._clock = clock
 
     def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+        domain = blocks[0].domain
+        count = self._claim(domain, len(blocks))
+        try:
+            self._persist(blocks[:count], turn)
+        finally:
+            unclaim_durable(self._table, domain, count)
+        if denied := blocks[count:]:
+            turn()
+            self._counters.add("write_behind_beyond_quota_blocks_total", len(denied))
+            for block in denied:
+                self._table.not_persisted(block, denied=True)
+
+    def _claim(self, domain: Domain, wanted: int) -> int:
+        """How many leading blocks their tenant's share lets come to the volumes; its coldest have left for them."""
+        for _ in range(CLAIM_TRIES):
+            count, victims = claim_durable(self._table, domain, wanted)
+            if not victims:
+                return count
+            self._leave(None, victims)
+        return 0
+
+    def _persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+        if not blocks:
+            return
         shape = blocks[0].domain.shape
         homes = [home for home in self._table.homes if home.volume.fits(shape)]
         if not homes:
@@ -151,8 +178,8 @@ class LocalTarget:
                 return []
         return []
 
-    def _leave(self, home: Home, victims: Sequence[Block]) -> bool:
-        """Victims leave their volumes, for the sake of room on ``home``. False: that one's do not."""
+    def _leave(self, home: Home | None, victims: Sequence[Block]) -> bool:
+        """Victims leave their volumes, for the sake of room on ``home``, if that is why. False: that one's do not."""
         left = True
         for each in self._table.homes:
             theirs = [block for block in victims if block.nvme_home is each]

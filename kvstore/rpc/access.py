@@ -100,7 +100,10 @@ _METADATA_ADMIN: Final = {
     "DescribeNamespaces": Need.LOOK,
     "DescribeBlocks": Need.LOOK,
     "DescribePlanning": Need.LOOK,
+    "DescribeTenants": Need.LOOK,
     "SetPathPolicy": Need.CHANGE,
+    "SetTenantQuota": Need.CHANGE,
+    "SetNamespaceRule": Need.CHANGE,
     "RebuildIndex": Need.CHANGE,
 }
 _NODE_ADMIN: Final = {

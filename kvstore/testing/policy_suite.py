@@ -74,6 +74,31 @@ class PolicySuite(ABC):
         policy.insert(policy_key(101), policy_key(100))
         assert set(policy.coldest(lambda key: key != policy_key(100))) == {*trunk[5:], policy_key(101)}
 
+    def test_what_may_stay_for_long_keeps_its_ancestors_until_it_is_restored(self) -> None:
+        policy = self.make_policy()
+        trunk = _chain(policy, range(10))
+        twig = policy_key(100)
+        policy.insert(twig, trunk[4])
+        staying = {twig, trunk[9]}
+
+        def leaves(key: BlockKey) -> bool | None:
+            return None if key in staying else True
+
+        for _ in range(3):
+            assert list(policy.coldest(leaves)) == []
+            policy.touch(trunk)
+        policy.insert(policy_key(101), twig)  # it is a parent now, and then a leaf again
+        assert list(policy.coldest(leaves)) == [policy_key(101)]
+        policy.remove(policy_key(101))
+        assert list(policy.coldest(leaves)) == []
+        policy.restore([policy_key(7), *trunk, twig])
+        staying.clear()
+        order = list(policy.coldest(leaves))
+        assert set(order) == {*trunk, twig}
+        assert [key for key in order if key in trunk] == trunk[::-1]
+        assert order.index(twig) < order.index(trunk[4])
+        assert len(policy) == 11
+
     def test_a_parent_may_come_late_or_never(self) -> None:
         policy = self.make_policy()
         policy.insert(policy_key(2), policy_key(1))
@@ -170,6 +195,15 @@ class PolicyMachine(RuleBasedStateMachine):
             assert number not in self.parents.values(), "a parent left before its child"
             self.policy.remove(key)
             del self.parents[number]
+
+    @precondition(lambda self: self.parents)
+    @rule(staying=st.sets(st.integers(0, 40), max_size=4), count=st.integers(0, 50))
+    def lets_some_stay_for_long(self, staying: set[int], count: int) -> None:
+        """Whatever was asked about and is to stay may be forgotten, until all is restored."""
+        keys = {policy_key(number): number for number in self.parents}
+        found = list(islice(self.policy.coldest(lambda key: None if keys[key] in staying else True), count))
+        assert not {keys[key] for key in found} & staying
+        self.policy.restore([policy_key(number) for number in range(46)])
 
     @invariant()
     def counts(self) -> None:

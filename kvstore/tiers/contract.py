@@ -189,12 +189,17 @@ class EvictionPolicy(Protocol):
     def remove(self, key: BlockKey) -> None:
         """A block left (evicted or not)."""
 
-    def coldest(self, evictable: Callable[[BlockKey], bool]) -> Iterator[BlockKey]:
+    def coldest(self, evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
         """Evictable blocks, coldest first, a parent only after all its children in the volume were yielded.
 
-        May reorder its queues, but removes nothing; the owner calls ``remove`` for those it evicts. The iterator is used
-        at once, with no other call in between, and ends when nothing evictable is left.
+        Where ``evictable`` says None, the block is not to be asked about again before ``restore``: one that may stay for long.
+        A policy may ask again all the same; what it looks at then costs time. May reorder its queues, but removes nothing; the
+        owner calls ``remove`` for those it evicts. The iterator is used at once, with no other call in between, and ends when
+        nothing evictable is left.
         """
+
+    def restore(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks that ``evictable`` said None of may be asked about again; others, and unknown keys, are ignored."""
 
     def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
         """Blocks held and all below them, each once, children before parents: what leaves if ``keys`` do.

@@ -138,7 +138,13 @@ class _TreePolicy(ABC):
             found += reversed(below)
         return found
 
-    def coldest(self, evictable: Callable[[BlockKey], bool]) -> Iterator[BlockKey]:
+    def restore(self, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is not None and node.present and not node.children and not node.entry:
+                self._queue(node)
+
+    def coldest(self, evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
         for node in self._taken:
             node.entry = 0
             if node.present and not node.children:
@@ -147,8 +153,12 @@ class _TreePolicy(ABC):
         self._begin()
         waiting: dict[_Node, int] = {}  # parents met in this iteration -> children not yet yielded
         while (coldest := self._pop(waiting)) is not None:
+            may_leave = evictable(coldest.key)
+            if may_leave is None:
+                coldest.entry = 0  # in no heap before it is restored, or has children again and they leave
+                continue
             taken.append(coldest)
-            if not evictable(coldest.key):
+            if not may_leave:
                 continue
             yield coldest.key
             above = coldest.parent

@@ -86,6 +86,7 @@ def test_no_request_brings_a_5xx_or_an_undocumented_answer(http: AdminHttp) -> N
         "/v1/activity",
         "/v1/volumes",
         "/v1/namespaces",
+        "/v1/tenants",
         "/v1/decisions",
         "/v1/loads/slow",
     ],
@@ -126,6 +127,15 @@ def test_known_names_too(http: AdminHttp) -> None:
         ("POST", "/v1/namespaces/{namespace_id}/evict", {"path_parameters": namespace, "body": {"tiers": ["dram"]}}),
         ("POST", "/v1/namespaces/{namespace_id}/weights-epoch", {"path_parameters": namespace, "body": {"weights_epoch": "2"}}),
         ("POST", "/v1/namespaces/{namespace_id}/invalidate", {"path_parameters": namespace}),
+        ("GET", "/v1/tenants/quota", {"query": {"tenant": "m"}}),
+        ("PUT", "/v1/tenants/quota", {"query": {"tenant": "m"}, "body": {"nvme_bytes": 9}, "headers": {"If-Match": "*"}}),
+        ("DELETE", "/v1/tenants/quota", {"query": {"tenant": "m"}, "headers": {"If-Match": "*"}}),
+        ("GET", "/v1/namespaces/{namespace_id}/rule", {"path_parameters": namespace}),
+        (
+            "PUT",
+            "/v1/namespaces/{namespace_id}/rule",
+            {"path_parameters": namespace, "body": {"pinned": False}, "headers": {"If-Match": "*"}},
+        ),
         ("GET", "/v1/index", {}),
         ("POST", "/v1/index/rebuild", {"headers": {"If-Match": '"other"'}}),
     ]

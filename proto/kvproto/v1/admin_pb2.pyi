@@ -106,18 +106,22 @@ class DescribeNamespacesResponse(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceDescription, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class NamespaceDescription(_message.Message):
-    __slots__ = ("namespace_id", "spec", "lookups", "asked_blocks", "hit_blocks")
+    __slots__ = ("namespace_id", "spec", "lookups", "asked_blocks", "hit_blocks", "ttl_ms", "pinned")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     ASKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     spec: _common_pb2.CacheSpec
     lookups: int
     asked_blocks: int
     hit_blocks: int
-    def __init__(self, namespace_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., lookups: _Optional[int] = ..., asked_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ...) -> None: ...
+    ttl_ms: int
+    pinned: bool
+    def __init__(self, namespace_id: _Optional[bytes] = ..., spec: _Optional[_Union[_common_pb2.CacheSpec, _Mapping]] = ..., lookups: _Optional[int] = ..., asked_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class DescribeBlocksRequest(_message.Message):
     __slots__ = ("namespace_id", "keys")
@@ -309,6 +313,82 @@ class SetPathPolicyResponse(_message.Message):
     before: str
     def __init__(self, policy: _Optional[str] = ..., before: _Optional[str] = ...) -> None: ...
 
+class TenantQuota(_message.Message):
+    __slots__ = ("dram_bytes", "nvme_bytes")
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    dram_bytes: int
+    nvme_bytes: int
+    def __init__(self, dram_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ...) -> None: ...
+
+class TenantDescription(_message.Message):
+    __slots__ = ("tenant", "quota", "dram_bytes", "nvme_bytes", "nodes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    quota: TenantQuota
+    dram_bytes: int
+    nvme_bytes: int
+    nodes: int
+    def __init__(self, tenant: _Optional[str] = ..., quota: _Optional[_Union[TenantQuota, _Mapping]] = ..., dram_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nodes: _Optional[int] = ...) -> None: ...
+
+class DescribeTenantsRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class DescribeTenantsResponse(_message.Message):
+    __slots__ = ("tenants", "unknown_dram_bytes", "unknown_nvme_bytes")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantDescription]
+    unknown_dram_bytes: int
+    unknown_nvme_bytes: int
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantDescription, _Mapping]]] = ..., unknown_dram_bytes: _Optional[int] = ..., unknown_nvme_bytes: _Optional[int] = ...) -> None: ...
+
+class SetTenantQuotaRequest(_message.Message):
+    __slots__ = ("operation_id", "tenant", "quota", "expected")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    tenant: str
+    quota: TenantQuota
+    expected: TenantQuota
+    def __init__(self, operation_id: _Optional[bytes] = ..., tenant: _Optional[str] = ..., quota: _Optional[_Union[TenantQuota, _Mapping]] = ..., expected: _Optional[_Union[TenantQuota, _Mapping]] = ...) -> None: ...
+
+class SetTenantQuotaResponse(_message.Message):
+    __slots__ = ("quota", "before")
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    quota: TenantQuota
+    before: TenantQuota
+    def __init__(self, quota: _Optional[_Union[TenantQuota, _Mapping]] = ..., before: _Optional[_Union[TenantQuota, _Mapping]] = ...) -> None: ...
+
+class SetNamespaceRuleRequest(_message.Message):
+    __slots__ = ("operation_id", "rule", "expected")
+    OPERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    operation_id: bytes
+    rule: _metadata_pb2.NamespaceRule
+    expected: _metadata_pb2.NamespaceRule
+    def __init__(self, operation_id: _Optional[bytes] = ..., rule: _Optional[_Union[_metadata_pb2.NamespaceRule, _Mapping]] = ..., expected: _Optional[_Union[_metadata_pb2.NamespaceRule, _Mapping]] = ...) -> None: ...
+
+class SetNamespaceRuleResponse(_message.Message):
+    __slots__ = ("rule", "before")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    rule: _metadata_pb2.NamespaceRule
+    before: _metadata_pb2.NamespaceRule
+    def __init__(self, rule: _Optional[_Union[_metadata_pb2.NamespaceRule, _Mapping]] = ..., before: _Optional[_Union[_metadata_pb2.NamespaceRule, _Mapping]] = ...) -> None: ...
+
 class RebuildIndexRequest(_message.Message):
     __slots__ = ("expected_epoch",)
     EXPECTED_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -378,7 +458,7 @@ class LoadTimes(_message.Message):
     def __init__(self, reach: _Optional[str] = ..., bounds_seconds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total_seconds: _Optional[float] = ...) -> None: ...
 
 class VolumeDescription(_message.Message):
-    __slots__ = ("volume_id", "tier", "capacity_bytes", "used_bytes", "blocks", "read_only", "quarantined_blocks")
+    __slots__ = ("volume_id", "tier", "capacity_bytes", "used_bytes", "blocks", "read_only", "quarantined_blocks", "tenants")
     VOLUME_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +466,7 @@ class VolumeDescription(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     READ_ONLY_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     volume_id: str
     tier: _common_pb2.Tier
     capacity_bytes: int
@@ -393,7 +474,8 @@ class VolumeDescription(_message.Message):
     blocks: int
     read_only: str
     quarantined_blocks: int
-    def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., read_only: _Optional[str] = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[_metadata_pb2.TenantUsage]
+    def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., read_only: _Optional[str] = ..., quarantined_blocks: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[_metadata_pb2.TenantUsage, _Mapping]]] = ...) -> None: ...
 
 class StagingDescription(_message.Message):
     __slots__ = ("name", "used_bytes", "waiting_loads")

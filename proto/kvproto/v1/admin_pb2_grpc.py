@@ -59,6 +59,21 @@ class MetadataAdminStub:
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.SetPathPolicyRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.SetPathPolicyResponse.FromString,
                 _registered_method=True)
+        self.DescribeTenants = channel.unary_unary(
+                '/kvstore.v1.MetadataAdmin/DescribeTenants',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeTenantsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeTenantsResponse.FromString,
+                _registered_method=True)
+        self.SetTenantQuota = channel.unary_unary(
+                '/kvstore.v1.MetadataAdmin/SetTenantQuota',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.FromString,
+                _registered_method=True)
+        self.SetNamespaceRule = channel.unary_unary(
+                '/kvstore.v1.MetadataAdmin/SetNamespaceRule',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.SetNamespaceRuleRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.SetNamespaceRuleResponse.FromString,
+                _registered_method=True)
         self.RebuildIndex = channel.unary_unary(
                 '/kvstore.v1.MetadataAdmin/RebuildIndex',
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.RebuildIndexRequest.SerializeToString,
@@ -104,6 +119,28 @@ class MetadataAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeTenants(self, request, context):
+        """Tenants with what they may hold and what they hold, as nodes said with their last heartbeats; those that have neither are left
+        out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTenantQuota(self, request, context):
+        """Sets a tenant's quota, cluster wide, or takes it away; kept over restarts. Nodes hear of it with their next heartbeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetNamespaceRule(self, request, context):
+        """Sets what may stay of a namespace; kept over restarts. Nodes hear of it with their next heartbeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RebuildIndex(self, request, context):
         """Drops the index and makes it anew: nodes notice, register again and send their inventories. Until then, less hits.
         """
@@ -138,6 +175,21 @@ def add_MetadataAdminServicer_to_server(servicer, server):
                     servicer.SetPathPolicy,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.SetPathPolicyRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.SetPathPolicyResponse.SerializeToString,
+            ),
+            'DescribeTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeTenants,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.DescribeTenantsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.DescribeTenantsResponse.SerializeToString,
+            ),
+            'SetTenantQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTenantQuota,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.SerializeToString,
+            ),
+            'SetNamespaceRule': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetNamespaceRule,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.SetNamespaceRuleRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.SetNamespaceRuleResponse.SerializeToString,
             ),
             'RebuildIndex': grpc.unary_unary_rpc_method_handler(
                     servicer.RebuildIndex,
@@ -280,6 +332,87 @@ class MetadataAdmin:
             '/kvstore.v1.MetadataAdmin/SetPathPolicy',
             kvstore_dot_v1_dot_admin__pb2.SetPathPolicyRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.SetPathPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.MetadataAdmin/DescribeTenants',
+            kvstore_dot_v1_dot_admin__pb2.DescribeTenantsRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.DescribeTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTenantQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.MetadataAdmin/SetTenantQuota',
+            kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetNamespaceRule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.MetadataAdmin/SetNamespaceRule',
+            kvstore_dot_v1_dot_admin__pb2.SetNamespaceRuleRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.SetNamespaceRuleResponse.FromString,
             options,
             channel_credentials,
             insecure,

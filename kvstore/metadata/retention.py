@@ -1,0 +1,297 @@
+"""What may stay on nodes, by order of operators: kept in a file beside the index, told to nodes with each answer to a heartbeat.
+
+A tenant's quota is shared out anew, from what nodes say that they hold, at most every half of the time between heartbeats.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1.common_pb2 import NodeInfo
+from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention, TenantShare, TenantUsage
+from kvstore.core import limits
+from kvstore.core.clock import Clock
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
+from kvstore.core.types import NamespaceId, NodeId, Tier
+from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.orders_file import Orders, OrdersFile, Quota, Rule
+from kvstore.metadata.quotas import shares
+from kvstore.metadata.writer import IndexThread
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc.codec import check_id
+
+logger: Final = logging.getLogger(__name__)
+_limited: Final = LimitedLog(logger)
+MAX_QUOTA: Final = 2**62
+MAX_TTL_MS: Final = 10 * 366 * 86_400_000
+"""Ten years."""
+
+
+class RetentionOrders:
+    """Handlers of the calls about what may stay. On the event loop; changes are written in a thread.
+
+    Args:
+        file: the orders.
+        index: of it, the namespaces that there are.
+        nodes: who lives, and what they hold.
+        writes: the thread that changes what is kept.
+        counters: events of this process.
+        clock: the host's monotonic clock.
+        interval_s: how long shares hold that were computed.
+    """
+
+    def __init__(
+        self,
+        file: OrdersFile,
+        index: PrefixIndex,
+        nodes: NodeTable,
+        writes: IndexThread,
+        counters: Counters,
+        clock: Clock,
+        interval_s: float,
+    ) -> None:
+        self._file = file
+        self._index = index
+        self._nodes = nodes
+        self._writes = writes
+        self._counters = counters
+        self._clock = clock
+        self._interval_s = interval_s
+        self._shared: tuple[Orders, float] | None = None
+        self._answers: dict[NodeId, Retention] = {}
+
+    # ---- to nodes ----
+    def answer(self, node_id: NodeId) -> Retention | None:
+        """What a node is told; None: the orders cannot be read, and what it was told before holds.
+
+        Never before it has said what it holds: with a share made without that it would let go of what it may keep.
+        """
+        orders = self._orders()
+        if orders is None:
+            return None
+        if not orders.quotas and not orders.rules:
+            return Retention()
+        now_s = self._clock.now_s()
+        if self._shared is None or self._shared[0] is not orders or now_s >= self._shared[1] or node_id not in self._answers:
+            self._share_out(orders)
+            self._shared = orders, now_s + self._interval_s
+        return self._answers.get(node_id)
+
+    def _orders(self) -> Orders | None:
+        orders = self._file.now()
+        if orders is None:
+            self._counters.add("metadata_orders_unreadable_total")
+            _limited.warning(
+                "%s cannot be read (%s): quotas are as nodes heard them last. Mend or remove it",
+                self._file.path,
+                self._file.wrong,
+            )
+        return orders
+
+    def _share_out(self, orders: Orders) -> None:
+        living = list(self._nodes.living())
+        held = [_by_tenant(report) for _, report in living]
+        rooms = {tier: [_capacity(info, tier) for info, _ in living] for tier in (Tier.DRAM, Tier.NVME)}
+        rules = [rule_to_proto(namespace, rule) for namespace, rule in orders.rules.items()]
+        said = [NodeId(info.node_id) for info, report in living if report is not None and report.usages]
+        self._answers = {node_id: Retention(rules=rules) for node_id in said}
+        for tenant, quota in orders.quotas.items():
+            told = [TenantShare(tenant=tenant) for _ in living]
+            if quota.dram is not None:
+                known = [usages[tenant].dram_bytes if tenant in usages else 0 for usages in held]
+                for share, most in zip(told, shares(quota.dram, known, rooms[Tier.DRAM]), strict=True):
+                    share.dram_bytes = most
+            if quota.nvme is not None:
+                known = [usages[tenant].nvme_bytes if tenant in usages else 0 for usages in held]
+                for share, most in zip(told, shares(quota.nvme, known, rooms[Tier.NVME]), strict=True):
+                    share.nvme_bytes = most
+            for (info, _), share in zip(living, told, strict=True):
+                if info.node_id in self._answers:
+                    self._answers[NodeId(info.node_id)].shares.append(share)
+
+    # ---- to operators ----
+    def describe(self, request: pb.DescribeTenantsRequest) -> pb.DescribeTenantsResponse:
+        """Tenants with quota and usage.
+
+        Raises:
+            Conflict: the orders cannot be read.
+        """
+        quotas = self._readable().quotas
+        held: Counter[tuple[str, Tier]] = Counter()
+        on: Counter[str] = Counter()
+        unknown: Counter[Tier] = Counter()
+        for _, report in self._nodes.living():
+            for usage in report.tenants if report is not None else ():
+                if usage.unknown:
+                    unknown.update({Tier.DRAM: usage.dram_bytes, Tier.NVME: usage.nvme_bytes})
+                    continue
+                held.update({(usage.tenant, Tier.DRAM): usage.dram_bytes, (usage.tenant, Tier.NVME): usage.nvme_bytes})
+                on[usage.tenant] += 1
+        wanted = [request.tenant] if request.HasField("tenant") else sorted(quotas.keys() | on.keys())
+        return pb.DescribeTenantsResponse(
+            tenants=[
+                pb.TenantDescription(
+                    tenant=tenant,
+                    quota=quota_to_proto(quotas.get(tenant, Quota())),
+                    dram_bytes=held[tenant, Tier.DRAM],
+                    nvme_bytes=held[tenant, Tier.NVME],
+                    nodes=on[tenant],
+                )
+                for tenant in wanted
+            ],
+            unknown_dram_bytes=unknown[Tier.DRAM],
+            unknown_nvme_bytes=unknown[Tier.NVME],
+        )
+
+    async def set_quota(self, request: pb.SetTenantQuotaRequest) -> pb.SetTenantQuotaResponse:
+        """Sets a tenant's quota, or takes it away.
+
+        Raises:
+            InvalidArgument: malformed.
+            Conflict: it has another quota than expected, or the orders cannot be read.
+            CapacityExceeded: too many tenants have one, or there is no room on disk.
+        """
+        check_id(request.operation_id, "operation_id")
+        tenant, quota = check_tenant(request.tenant), quota_from_proto(request.quota)
+        expected = quota_from_proto(request.expected) if request.HasField("expected") else None
+
+        def changed(orders: Orders) -> Orders:
+            before = orders.quotas.get(tenant, Quota())
+            if expected is not None and before != expected:
+                raise Conflict("the tenant has another quota", quota=shown(before), expected=shown(expected))
+            if quota and not before and len(orders.quotas) >= limits.MAX_QUOTAS:
+                raise CapacityExceeded("too many tenants have a quota", limit=limits.MAX_QUOTAS)
+            return orders.with_quota(tenant, quota)
+
+        before, after = await self._writes.run(self._file.change, changed)
+        if before != after:
+            self._counters.add("metadata_orders_changed_total")
+            logger.warning(
+                "the quota of tenant %r is %s; it was %s", tenant, shown(quota), shown(before.quotas.get(tenant, Quota()))
+            )
+        return pb.SetTenantQuotaResponse(quota=quota_to_proto(quota), before=quota_to_proto(before.quotas.get(tenant, Quota())))
+
+    def rule(self, namespace: NamespaceId) -> Rule:
+        """What may stay of a namespace; as if nothing was ordered where the orders cannot be read."""
+        orders = self._orders()
+        return Rule() if orders is None else orders.rules.get(namespace, Rule())
+
+    async def set_rule(self, request: pb.SetNamespaceRuleRequest) -> pb.SetNamespaceRuleResponse:
+        """Sets what may stay of a namespace.
+
+        Raises:
+            InvalidArgument: malformed.
+            NotFound: nobody registered it.
+            Conflict: it has another rule than expected, or the orders cannot be read.
+            CapacityExceeded: too many namespaces have one, or there is no room on disk.
+        """
+        check_id(request.operation_id, "operation_id")
+        namespace, rule = NamespaceId(check_id(request.rule.namespace_id, "namespace_id")), rule_from_proto(request.rule)
+        expected = rule_from_proto(request.expected) if request.HasField("expected") else None
+        if rule and namespace not in {known for known, _ in self._index.namespaces()}:
+            raise NotFound("no such namespace", namespace_id=namespace.hex())
+
+        def changed(orders: Orders) -> Orders:
+            before = orders.rules.get(namespace, Rule())
+            if expected is not None and before != expected:
+                raise Conflict("the namespace has another rule", rule=shown_rule(before), expected=shown_rule(expected))
+            if rule and not before and len(orders.rules) >= limits.MAX_RULES:
+                raise CapacityExceeded("too many namespaces have a rule", limit=limits.MAX_RULES)
+            return orders.with_rule(namespace, rule)
+
+        orders, after = await self._writes.run(self._file.change, changed)
+        before = orders.rules.get(namespace, Rule())
+        if orders != after:
+            self._counters.add("metadata_orders_changed_total")
+            logger.warning("namespace %s: %s; it was %s", namespace.hex(), shown_rule(rule), shown_rule(before))
+        return pb.SetNamespaceRuleResponse(rule=rule_to_proto(namespace, rule), before=rule_to_proto(namespace, before))
+
+    def _readable(self) -> Orders:
+        orders = self._orders()
+        if orders is None:
+            raise Conflict("the file of orders cannot be read: mend or remove it", path=self._file.path, why=self._file.wrong)
+        return orders
+
+
+def check_tenant(tenant: str) -> str:
+    """A tenant's name, unchanged; empty: the default tenant.
+
+    Raises:
+        InvalidArgument: none that a namespace can have.
+    """
+    if len(tenant.encode()) > limits.MAX_NAME_BYTES or not tenant.isprintable():
+        raise InvalidArgument(f"tenant takes {limits.MAX_NAME_BYTES} bytes of printable text at most", got=tenant[:64])
+    return tenant
+
+
+def check_usages(report: HeartbeatRequest) -> None:
+    """What a node says that tenants hold there.
+
+    Raises:
+        InvalidArgument: malformed.
+    """
+    if len(report.tenants) > limits.MAX_TENANTS_TOLD:
+        raise InvalidArgument("too many tenants", got=len(report.tenants), limit=limits.MAX_TENANTS_TOLD)
+    for usage in report.tenants:
+        check_tenant(usage.tenant)
+
+
+def quota_from_proto(message: pb.TenantQuota) -> Quota:
+    """A quota as it is kept.
+
+    Raises:
+        InvalidArgument: out of range.
+    """
+    quota = Quota(
+        message.dram_bytes if message.HasField("dram_bytes") else None,
+        message.nvme_bytes if message.HasField("nvme_bytes") else None,
+    )
+    if max(quota.dram or 0, quota.nvme or 0) > MAX_QUOTA:
+        raise InvalidArgument("a quota is out of range", most=MAX_QUOTA)
+    return quota
+
+
+def quota_to_proto(quota: Quota) -> pb.TenantQuota | None:
+    """As it travels; None: none."""
+    return pb.TenantQuota(dram_bytes=quota.dram, nvme_bytes=quota.nvme) if quota else None
+
+
+def shown(quota: Quota) -> str:
+    """In a word: for the log, and for whoever compares."""
+    dram, nvme = ("any" if most is None else most for most in (quota.dram, quota.nvme))
+    return f"dram={dram},nvme={nvme}"
+
+
+def rule_from_proto(message: NamespaceRule) -> Rule:
+    """A rule as it is kept.
+
+    Raises:
+        InvalidArgument: out of range.
+    """
+    if message.ttl_ms > MAX_TTL_MS:
+        raise InvalidArgument("a time to live is out of range", most_ms=MAX_TTL_MS)
+    return Rule(message.ttl_ms, message.pinned)
+
+
+def rule_to_proto(namespace: NamespaceId, rule: Rule) -> NamespaceRule:
+    """As it travels."""
+    return NamespaceRule(namespace_id=namespace, ttl_ms=rule.ttl_ms, pinned=rule.pinned)
+
+
+def shown_rule(rule: Rule) -> str:
+    """In a word: for the log, and for whoever compares."""
+    return f"ttl={rule.ttl_ms},pinned={'yes' if rule.pinned else 'no'}"
+
+
+def _by_tenant(report: HeartbeatRequest | None) -> Mapping[str, TenantUsage]:
+    return {usage.tenant: usage for usage in report.tenants if not usage.unknown} if report is not None else {}
+
+
+def _capacity(info: NodeInfo, tier: Tier) -> int:
+    return sum(volume.capacity_bytes for volume in info.volumes if int(volume.tier) == int(tier))

@@ -1,0 +1,265 @@
+"""Quotas of tenants: kept beside the index, shared out over nodes, told with heartbeats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from metadata_harness import TIMEOUT_S, Peer, Running
+
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import metadata_pb2
+from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
+from kvproto.v1.common_pb2 import CacheSpec
+from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
+from kvstore.core.types import NamespaceId
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.orders_file import Orders, OrdersFile, Quota, Rule
+from kvstore.metadata.quotas import HEADROOM, shares
+from kvstore.metadata.server import MetadataServer
+from kvstore.rpc.client import call_aio, connect_aio
+
+GIB = 1 << 30
+
+
+# ---- shares, pure ----
+nodes = st.lists(st.tuples(st.integers(0, 1 << 40), st.sampled_from([0, 1, 1 << 30, 1 << 40])), min_size=1, max_size=12)
+
+
+@given(quota=st.integers(0, 1 << 42), known=nodes)
+def test_shares_are_never_more_than_the_quota_and_who_holds_little_keeps_it(quota: int, known: list[tuple[int, int]]) -> None:
+    rooms = [room for _, room in known]
+    held = [has if room else 0 for has, room in known]
+    given_ = shares(quota, held, rooms)
+    assert sum(given_) <= quota
+    for has, room, share in zip(held, rooms, given_, strict=True):
+        fair = quota * room // sum(rooms) if sum(rooms) else 0
+        assert share >= min(has, fair) - len(known), "within its fair part nobody loses anything"
+        assert share == 0 or room
+    if any(rooms) and sum(held) * HEADROOM <= quota * (HEADROOM - 1):
+        assert all(share >= has for has, share in zip(held, given_, strict=True)), "nobody gives while there is enough"
+        assert sum(given_) >= quota - 2 * len(known), "all of it is given out"
+
+
+def test_a_lone_holder_comes_to_have_most_of_it_and_gives_way_to_another() -> None:
+    held = [0, 0]
+    for _ in range(30):
+        held = [shares(8000, held, [1, 1])[0], 0]  # the first fills what it is given
+    assert held[0] >= 8000 * (HEADROOM - 1) // HEADROOM
+    for _ in range(40):
+        held = shares(8000, held, [1, 1])  # now both do
+    assert held == [4000, 4000]
+
+
+def test_no_room_no_share() -> None:
+    assert shares(100, [], []) == []
+    assert shares(100, [5, 5], [0, 0]) == [0, 0]
+
+
+# ---- the file ----
+bounds_ = st.none() | st.integers(0, 2**62)
+
+
+rules_ = st.dictionaries(st.binary(min_size=16, max_size=16), st.builds(Rule, st.integers(0, 2**40), st.booleans()))
+
+
+@given(st.dictionaries(st.text(max_size=20), st.builds(Quota, bounds_, bounds_)), rules_)
+def test_orders_are_read_as_they_were_written(quotas: dict[str, Quota], rules: dict[NamespaceId, Rule]) -> None:
+    orders = Orders()
+    for namespace, rule in rules.items():
+        orders = orders.with_rule(namespace, rule)
+    for tenant, quota in quotas.items():
+        orders = orders.with_quota(tenant, quota)
+    assert Orders.decode(orders.encode()) == orders
+    assert all(orders.quotas.values()), "a quota without bounds is none"
+
+
+WRONG = [
+    b"",
+    b"[]",
+    b"{}",
+    b'{"version": 2}',
+    b'{"version": 1, "quotas": {"a": 3}}',
+    b'{"version": 1, "quotas": {"a": {"dram": -1}}}',
+    b'{"version": 1, "quotas": {"a": {"dram": true}}}',
+    b'{"version": 1, "namespaces": {"xyz": {"ttl_ms": 1}}}',
+]
+
+
+@pytest.mark.parametrize("raw", WRONG)
+def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "orders.json"
+    path.write_bytes(raw)
+    file = OrdersFile(path)
+    assert file.now() is None
+    assert file.wrong
+    with pytest.raises(Conflict):
+        file.change(lambda orders: orders.with_quota("a", Quota(1)))
+    assert path.read_bytes() == raw
+    path.unlink()
+    assert file.now() == Orders()
+
+
+def test_what_another_process_changed_is_seen(tmp_path: Path) -> None:
+    mine, theirs = OrdersFile(tmp_path / "o"), OrdersFile(tmp_path / "o")
+    assert mine.now() == Orders()
+    theirs.change(lambda orders: orders.with_quota("a", Quota(1, None)))
+    assert mine.now() == Orders({"a": Quota(1, None)})
+    mine.change(lambda orders: orders.with_quota("b", Quota(None, 2)))
+    assert theirs.now() == Orders({"a": Quota(1, None), "b": Quota(None, 2)})
+    before = mine.now()
+    assert mine.now() is before, "read again only where it has changed"
+
+
+# ---- the server ----
+async def ask(running: Running, name: str, request: Any) -> Any:
+    return await call_aio(getattr(MetadataAdminStub(running.channel), name), request, TIMEOUT_S)
+
+
+async def set_quota(running: Running, tenant: str, expected: pb.TenantQuota | None = None, **bounds: int) -> Any:
+    request = pb.SetTenantQuotaRequest(operation_id=bytes(16), tenant=tenant, quota=pb.TenantQuota(**bounds), expected=expected)
+    return await ask(running, "SetTenantQuota", request)
+
+
+async def beat(peer: Peer, **held: int) -> dict[str, tuple[int | None, int | None]]:
+    """What the node is told, after it said what tenants hold there in DRAM."""
+    request = metadata_pb2.HeartbeatRequest(
+        node_id=peer.node_id,
+        boot_id=peer.boot_id,
+        usages=[metadata_pb2.VolumeUsage(volume_id=peer.dram)],
+        tenants=[metadata_pb2.TenantUsage(tenant=tenant, dram_bytes=size) for tenant, size in held.items()],
+    )
+    answer: metadata_pb2.HeartbeatResponse = await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
+    assert answer.HasField("retention")
+    return {
+        one.tenant: (
+            one.dram_bytes if one.HasField("dram_bytes") else None,
+            one.nvme_bytes if one.HasField("nvme_bytes") else None,
+        )
+        for one in answer.retention.shares
+    }
+
+
+async def test_quotas_are_shared_out_by_what_nodes_hold(running: Running) -> None:
+    first, second = running.peer("a"), running.peer("b")
+    for peer in (first, second):
+        await peer.register()
+    assert await beat(first) == {}
+    await set_quota(running, "acme", dram_bytes=8000)
+    assert await beat(first) == {"acme": (4000, None)}
+    await beat(first, acme=4000, other=7)
+    running.clock.advance(0.05)
+    await beat(second)
+    shares_ = [(await beat(peer))["acme"][0] for peer in (first, second)]
+    assert await beat(first, acme=4000) != {}
+    running.clock.advance(0.05)
+    await beat(second)
+    told = (await beat(first, acme=4000))["acme"][0]
+    assert told is not None
+    assert 4000 < told <= 8000
+    assert all(share is not None for share in shares_)
+    found = await ask(running, "DescribeTenants", pb.DescribeTenantsRequest())
+    (acme,) = [one for one in found.tenants if one.tenant == "acme"]
+    assert (acme.quota.dram_bytes, acme.quota.HasField("nvme_bytes"), acme.dram_bytes, acme.nodes) == (8000, False, 4000, 1)
+    (nobody,) = (await ask(running, "DescribeTenants", pb.DescribeTenantsRequest(tenant="nobody"))).tenants
+    assert (nobody.HasField("quota"), nobody.nodes) == (False, 0)
+    await set_quota(running, "acme")
+    assert await beat(first, acme=4000) == {}
+
+
+async def test_quotas_are_compared_before_they_are_set_and_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = await set_quota(running, "acme", dram_bytes=5, nvme_bytes=6)
+    assert not done.HasField("before")
+    with pytest.raises(Conflict) as changed:
+        await set_quota(running, "acme", pb.TenantQuota(), dram_bytes=7)
+    assert changed.value.fields["quota"] == "dram=5,nvme=6"
+    done = await set_quota(running, "acme", pb.TenantQuota(dram_bytes=5, nvme_bytes=6), dram_bytes=7)
+    assert (done.before.nvme_bytes, done.quota.dram_bytes, done.quota.HasField("nvme_bytes")) == (6, 7, False)
+    for bad in ("x" * 513, "a\nb"):
+        with pytest.raises(InvalidArgument):
+            await set_quota(running, bad, dram_bytes=1)
+    with pytest.raises(InvalidArgument):
+        await set_quota(running, "acme", dram_bytes=2**63)
+    monkeypatch.setattr("kvstore.core.limits.MAX_QUOTAS", 1)
+    with pytest.raises(CapacityExceeded):
+        await set_quota(running, "beta", dram_bytes=1)
+    await set_quota(running, "acme", dram_bytes=8)
+
+
+async def test_rules_of_namespaces_are_kept_and_told(running: Running) -> None:
+    peer = running.peer("a")
+    await peer.register()
+    spec = CacheSpec(model="m", dtype="bf16", block_tokens=16, layers=2, layer_block_bytes=64, layout="opaque", shard_count=1,
+                     hash_algorithm="xxh3-128")  # fmt: skip
+    known = await call_aio(
+        peer.stub.RegisterNamespace, metadata_pb2.RegisterNamespaceRequest(operation_id=bytes(16), spec=spec), TIMEOUT_S
+    )
+
+    async def set_rule(namespace: bytes, expected: metadata_pb2.NamespaceRule | None = None, **fields: Any) -> Any:
+        rule = metadata_pb2.NamespaceRule(namespace_id=namespace, **fields)
+        return await ask(
+            running, "SetNamespaceRule", pb.SetNamespaceRuleRequest(operation_id=bytes(16), rule=rule, expected=expected)
+        )
+
+    with pytest.raises(NotFound):
+        await set_rule(bytes(16), pinned=True)
+    with pytest.raises(InvalidArgument):
+        await set_rule(b"short", pinned=True)
+    with pytest.raises(InvalidArgument):
+        await set_rule(known.namespace_id, ttl_ms=2**60)
+    done = await set_rule(known.namespace_id, ttl_ms=5_000, pinned=True)
+    assert (done.before.ttl_ms, done.before.pinned, done.rule.ttl_ms, done.rule.pinned) == (0, False, 5_000, True)
+    with pytest.raises(Conflict) as changed:
+        await set_rule(known.namespace_id, metadata_pb2.NamespaceRule(ttl_ms=5_000), pinned=True)
+    assert changed.value.fields["rule"] == "ttl=5000,pinned=yes"
+    (rule,) = (await peer.beat()).retention.rules
+    assert (rule.namespace_id, rule.ttl_ms, rule.pinned) == (known.namespace_id, 5_000, True)
+    (shown,) = (await ask(running, "DescribeNamespaces", pb.DescribeNamespacesRequest())).namespaces
+    assert (shown.ttl_ms, shown.pinned) == (5_000, True)
+    await set_rule(known.namespace_id)
+    assert not (await peer.beat()).retention.rules
+
+
+async def test_a_node_of_before_and_hostile_usages(running: Running) -> None:
+    peer = running.peer("a")
+    await peer.register()
+    assert (await peer.beat()).HasField("retention"), "it says nothing of tenants, and ignores what it is told"
+    for bad in ([metadata_pb2.TenantUsage(tenant="a\x07")], [metadata_pb2.TenantUsage(tenant=str(n)) for n in range(1_025)]):
+        request = metadata_pb2.HeartbeatRequest(node_id="a", boot_id=peer.boot_id, tenants=bad)
+        with pytest.raises(InvalidArgument):
+            await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
+
+
+async def test_quotas_outlive_the_index(tmp_path: Path) -> None:
+    config = MetadataConfig(index_path=tmp_path / "index", listen="127.0.0.1:0", map_bytes=64 << 20)
+    for lived in (False, True):
+        server = MetadataServer(config)
+        address = await server.start()
+        async with connect_aio(address) as channel:
+            running = Running(server, None, channel, address)  # type: ignore[arg-type]
+            peer = running.peer("a")
+            await peer.register()
+            if lived:
+                assert await beat(peer) == {"acme": (None, GIB)}
+            else:
+                await set_quota(running, "acme", nvme_bytes=GIB)
+        await server.stop(0.0)
+        for file in (tmp_path / "index").iterdir():
+            file.unlink()
+    assert json.loads((tmp_path / "index.orders.json").read_bytes())["quotas"] == {"acme": {"dram": None, "nvme": GIB}}
+
+
+async def test_a_damaged_file_is_told_to_nobody_and_refuses_changes(running: Running, tmp_path: Path) -> None:
+    peer = running.peer("a")
+    await peer.register()
+    (tmp_path / "index.orders.json").write_text("{")
+    assert not (await peer.beat()).HasField("retention"), "what was told before holds"
+    with pytest.raises(Conflict):
+        await set_quota(running, "acme", dram_bytes=1)
+    with pytest.raises(Conflict):
+        await ask(running, "DescribeTenants", pb.DescribeTenantsRequest())
+    assert (await peer.counters())["metadata_orders_unreadable_total"] > 0

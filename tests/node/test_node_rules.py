@@ -1,0 +1,246 @@
+"""Times to live and pins of namespaces on one node: the unused leaves with all below it, the pinned stays, up to a bound."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from test_node_table import ARENA_BYTES, SLAB_BYTES
+from test_node_tenants import BLOCK, SKIPPED, STORED, Node
+
+from kvproto.v1.metadata_pb2 import Retention
+from kvstore.core.types import Tier
+from kvstore.node.evicting import evict_down_to, evict_namespace, invalidate
+
+HALF_DRAM, HALF_NVME = ARENA_BYTES // BLOCK // 2, SLAB_BYTES // (2 * BLOCK) // 2  # a slot has a header
+
+
+@pytest.fixture(params=["gap", "lru", "s3-fifo"])
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path / "slab", request.param)
+    yield made
+    made.table.check()
+    made.close()
+
+
+def ruled(node: Node, *rules: tuple[int, float, bool]) -> None:
+    """Rules: position of the tenant whose namespace it is, seconds, pinned."""
+    told = Retention()
+    for tenant, ttl_s, pinned in rules:
+        told.rules.add(namespace_id=node.domains[tenant].namespace, ttl_ms=int(ttl_s * 1000), pinned=pinned)
+    node.retainer.told(told)
+    node.retainer.round()
+
+
+def held(node: Node, tenant: int = 0) -> tuple[int, int]:
+    return node.held(tenant, Tier.DRAM), node.held(tenant, Tier.NVME)
+
+
+def press(node: Node, first: int) -> None:
+    """Others store more than there is room for; what of it finds none at once is skipped."""
+    for chain in range(first, first + 40):
+        node.store(chain, 0, 30, 1)
+        node.durable()
+
+
+# ---- times to live ----
+def test_what_nobody_uses_leaves_every_tier_and_what_is_used_stays_with_all_before_it(node: Node) -> None:
+    other = node.stored(9, 10, 1)
+    old = node.stored(1, 10)
+    ruled(node, (0, 60, False))
+    node.clock.advance(40)
+    new = node.stored(2, 10)
+    assert node.resident(old[:4], 0) == [True] * 4, "used again, the rest is not"
+    node.clock.advance(30)
+    node.retainer.round()
+    assert node.resident(old, 0) == [True] * 4 + [False] * 6
+    assert node.resident(new, 0) == [True] * 10
+    assert held(node) == (14, 14)
+    assert node.resident(other, 1) == [True] * 10
+    node.clock.advance(61)
+    node.retainer.round()
+    assert held(node) == (0, 0)
+    assert held(node, 1) == (10, 10)
+    assert node.counters.get("evicted_unused_blocks_total") == 20
+    assert node.store(1, 0, 3) == [STORED] * 3, "it may be stored again"
+
+
+def test_a_block_below_that_is_used_keeps_those_above_it(node: Node) -> None:
+    keys = node.stored(1, 6)
+    ruled(node, (0, 60, False))
+    node.clock.advance(50)
+    assert node.resident(keys[5:], 0) == [True], "as of a load whose head another node serves"
+    node.clock.advance(50)
+    node.retainer.round()
+    assert held(node) == (6, 6)
+
+
+def test_what_is_in_use_or_on_its_way_to_a_volume_stays_until_it_is_not(node: Node) -> None:
+    ruled(node, (0, 60, False))
+    keys = node.stored(1, 4)
+    pinned = node.table.pin_resident(node.domains[0], keys[2:3])
+    node.store(2, 0, 4)
+    node.clock.advance(61)
+    node.retainer.round()
+    assert held(node) == (7, 3), "the block in use with those before it, and those that are not written yet"
+    node.table.unpin([block for block in pinned if block is not None])
+    node.durable()
+    node.retainer.round()
+    assert held(node) == (0, 0)
+
+
+def test_reading_from_a_volume_is_use_and_the_time_goes_on_over_tiers(node: Node) -> None:
+    ruled(node, (0, 60, False))
+    keys = node.stored(1, 4)
+    node.table.evict_dram()
+    node.clock.advance(50)
+    claim = node.table.claim(node.domains[0], keys[:2])
+    node.table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
+    node.clock.advance(50)
+    node.retainer.round()
+    assert held(node) == (0, 2)
+
+
+def test_a_rule_that_is_lifted_or_another_time_holds_at_once(node: Node) -> None:
+    node.stored(1, 4)
+    ruled(node, (0, 60, False))
+    node.clock.advance(100)
+    ruled(node, (0, 3600, False))
+    assert held(node) == (4, 4)
+    ruled(node)
+    node.clock.advance(10_000)
+    node.retainer.round()
+    assert held(node) == (4, 4)
+    assert node.domains[0].dram_orders == node.domains[0].nvme_orders == ()
+
+
+# ---- pins ----
+def test_a_pinned_namespace_outlives_any_pressure_and_leaves_once_it_is_unpinned(node: Node) -> None:
+    kept = node.stored(1, 20)
+    ruled(node, (0, 0, True))
+    press(node, 100)
+    assert node.held(1, Tier.DRAM) > HALF_DRAM
+    assert node.resident(kept, 0) == [True] * 20
+    assert held(node) == (20, 20)
+    evict_down_to(node.table, None, 0)
+    node.table.evict_dram()
+    assert evict_down_to(node.table, node.table.homes[0], 0).kept >= 20
+    assert held(node) == (20, 20)
+    done = evict_namespace(node.table, node.domains[0], None, dram=True, nvme=True)
+    assert (done.blocks, done.kept) == (0, 40), "unpin it first"
+    ruled(node)
+    press(node, 200)
+    assert held(node) == (0, 0), "cold as it is"
+    assert node.domains[0].dram_orders == ()
+
+
+def test_invalidating_drops_a_pinned_namespace_too(node: Node) -> None:
+    node.stored(1, 5)
+    ruled(node, (0, 0, True))
+    done = invalidate(node.table, node.domains[0], node.clock.now_s())
+    assert (done.blocks, done.kept) == (5, 0)
+    assert held(node) == (0, 0)
+    node.stored(1, 5)
+    assert node.domains[0].pinned, "the pin is the namespace's, not its blocks'"
+
+
+def test_pins_never_take_more_than_half_where_others_need_room(node: Node) -> None:
+    ruled(node, (0, 0, True))
+    for chain in range(10):
+        assert node.stored(chain, 12)
+    assert held(node)[0] > HALF_DRAM - 12, "with nobody else there they may"
+    press(node, 100)
+    assert node.held(1, Tier.DRAM) >= 30, "others find room"
+    assert node.held(1, Tier.NVME) >= 30
+    dram, nvme = held(node)
+    assert HALF_DRAM - 12 <= dram <= HALF_DRAM
+    assert nvme <= HALF_NVME
+    assert node.counters.get("evicted_pinned_blocks_total") > 0
+
+
+def test_a_pin_keeps_from_its_tenants_quota_and_its_time_to_live(node: Node) -> None:
+    kept = node.stored(1, 10)
+    ruled(node, (0, 60, True))
+    told = Retention()
+    told.shares.add(tenant="acme", dram_bytes=4 * BLOCK, nvme_bytes=4 * BLOCK)
+    told.rules.add(namespace_id=node.domains[0].namespace, ttl_ms=60_000, pinned=True)
+    node.retainer.told(told)
+    node.clock.advance(100)
+    node.retainer.round()
+    assert node.resident(kept, 0) == [True] * 10
+    assert node.store(2, 0, 4) == [SKIPPED] * 4, "the quota is full of what cannot leave"
+
+
+class RuleMachine(RuleBasedStateMachine):
+    """Random stores, uses, times and pins of two namespaces, held against a table of last uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.node = Node(Path(self.folder.name) / "slab", "lru")
+        self.wanted = [(0.0, False), (0.0, False)]
+
+    @rule(chain=st.integers(0, 8), count=st.integers(1, 25), tenant=st.integers(0, 1), durable=st.booleans())
+    def store(self, chain: int, count: int, tenant: int, durable: bool) -> None:
+        self.node.store(chain, 0, count, tenant)
+        if durable:
+            self.node.durable()
+
+    @rule(chain=st.integers(0, 8), first=st.integers(0, 20), count=st.integers(1, 10), tenant=st.integers(0, 1))
+    def use(self, chain: int, first: int, count: int, tenant: int) -> None:
+        self.node.resident(self.node.keys(chain, first + count, tenant)[first:], tenant)
+
+    @rule(seconds=st.integers(1, 50))
+    def time(self, seconds: int) -> None:
+        self.node.clock.advance(seconds)
+
+    @rule(tenant=st.integers(0, 1), ttl_s=st.sampled_from([0.0, 20.0, 60.0]), pinned=st.booleans())
+    def change(self, tenant: int, ttl_s: float, pinned: bool) -> None:
+        self.wanted[tenant] = ttl_s, pinned
+        ruled(self.node, *((number, *one) for number, one in enumerate(self.wanted)))
+
+    @rule()
+    def settle(self) -> None:
+        """After a round nothing is left whose time is over with that of all below it, unless it is pinned."""
+        self.node.durable()
+        self.node.retainer.round()
+        now_s = self.node.clock.now_s()
+        for tenant, (ttl_s, pinned) in enumerate(self.wanted):
+            uses = self.node.domains[tenant].uses
+            assert (uses is not None) == bool(ttl_s)
+            if uses is None or pinned:
+                continue
+            blocks = {block.key: block for block in self.node.table.snapshot() if block.domain is self.node.domains[tenant]}
+            latest = {key: uses.used_s[key] for key in blocks}
+            for key, block in sorted(blocks.items(), key=lambda item: -item[1].depth):
+                if block.parent in latest:
+                    latest[block.parent] = max(latest[block.parent], latest[key])
+            assert all(used_s > now_s - ttl_s for used_s in latest.values()), "its time is over, and it is still there"
+
+    @invariant()
+    def holds(self) -> None:
+        self.node.table.check()
+        for domain in self.node.domains[:2]:
+            held_keys = {block.key for block in self.node.table.snapshot() if block.domain is domain}
+            if domain.uses is not None:
+                assert domain.uses.keys == held_keys == domain.uses.used_s.keys()
+            for tier, order in domain.pin_orders.items() if domain.pinned else ():
+                place = {
+                    block.key
+                    for block in self.node.table.snapshot()
+                    if block.domain is domain and (block.dram if tier is Tier.DRAM else block.nvme) is not None
+                }
+                assert order.keys == place
+
+    def teardown(self) -> None:
+        self.node.close()
+        self.folder.cleanup()
+
+
+TestRuleMachine = RuleMachine.TestCase
+TestRuleMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
