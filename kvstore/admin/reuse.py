@@ -31,7 +31,7 @@ class _Asked(Generic[T]):
     """How many new answers a question may have now, and what was told last."""
 
     seen_s: float
-    left: float = BURST
+    left: float
     answer: T | None = None
     told_s: float = 0.0
     nbytes: int = 0
@@ -42,13 +42,15 @@ class Answers(Generic[Question, T]):
 
     Args:
         now_s: a monotonic clock.
+        burst: times in a row that a question is answered anew.
 
     Attributes:
         changes: counts ``forget``: an answer that was begun to be found out under another count may be what was before.
     """
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic, burst: int = BURST) -> None:
         self._now_s = now_s
+        self._burst = float(burst)
         self._asked: OrderedDict[Question, _Asked[T]] = OrderedDict()  # by when they were asked last
         self._nbytes = 0
         self.changes = 0
@@ -58,10 +60,10 @@ class Answers(Generic[Question, T]):
         now_s = self._now_s()
         asked = self._asked.get(question)
         if asked is None:
-            asked = self._asked[question] = _Asked(now_s)
+            asked = self._asked[question] = _Asked(now_s, self._burst)
             self._bound()
         self._asked.move_to_end(question)
-        asked.left = min(float(BURST), asked.left + now_s - asked.seen_s)
+        asked.left = min(self._burst, asked.left + now_s - asked.seen_s)
         asked.seen_s = now_s
         if asked.left >= 1 or asked.answer is None or now_s - asked.told_s > FRESH_S:
             asked.left = max(0.0, asked.left - 1)

@@ -25,6 +25,8 @@ from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 T = TypeVar("T")
 
 NODES_AT_ONCE: Final = 32
+BURST: Final = 40
+"""Times in a row that the metadata server is asked the same: many paths ask it, and now and then each is answered anew."""
 _QUESTION: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
 """A server that was restarted is found at the second attempt."""
 
@@ -47,7 +49,7 @@ class Upstream:
     """
 
     def __init__(self, config: AdminConfig, counters: Counters, *, reuse: bool = False) -> None:
-        self._told: Answers[tuple[str, bytes], Message] | None = Answers() if reuse else None
+        self._told: Answers[tuple[str, bytes], Message] | None = Answers(burst=BURST) if reuse else None
         self._config = config
         self._counters = counters
         self._channel = connect_aio(config.metadata, tls=config.tls, token=config.token)
