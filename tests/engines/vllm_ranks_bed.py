@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm_bed import VllmDriver, text, tiny
 
 from kvstore.testing.connector_kit import StoreAddress
@@ -43,14 +46,21 @@ def fork_children() -> None:
 
     import kvclient.engines.vllm.connector  # noqa: F401
 
+    os.register_at_fork(after_in_child=bind)
     context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
 
 
+def bind() -> None:
+    """What vLLM asks of OpenMP for each worker, which heeds it when it is loaded: in a forked process it is loaded already."""
+    asked = re.findall(r"\d+", os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES") or "")
+    if asked:
+        torch.set_num_threads(len(asked))
+        os.sched_setaffinity(0, {int(one) for one in asked})
+
+
 def processors(worker: Any) -> tuple[int, int]:
     """In each worker: how many may compute, and how many store."""
-    import os
-
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     saver = get_kv_transfer_group()._worker._saver  # type: ignore[attr-defined]

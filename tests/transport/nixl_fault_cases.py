@@ -45,7 +45,9 @@ OVER = [
 def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     script = Path(__file__).with_name("nixl_child.py")
     command = [sys.executable, str(script), *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # What UCX says of a connection refused goes to stdout unless it is told where.
+    environment = {**os.environ, "UCX_LOG_FILE": "stderr"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:
