@@ -8,6 +8,7 @@ is complete, and only then needs memory of its own for it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -27,7 +28,7 @@ from kvclient.store import count_store, skip_rest
 from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.limits import MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, Outcome, StoreOutcome, Tier
 from kvstore.rpc.codec import unpack_u64
@@ -397,13 +398,20 @@ def find_decode_node(core: Core, directory: Directory | None, name: str, operati
 
 def abandon_prompt(core: Core, directory: Directory | None, transfer_id: str, decode_node: str, operation: Operation) -> bool:
     """See ``KVClient.abandon_prompt``."""
-    try:
-        node = find_decode_node(core, directory, decode_node, operation)
-        core.peers.abandon_prompt(node, transfer_id, max(0.001, operation.left_s()))
-    except KVStoreError as error:
-        core.incidents.report("client_abandons_failed_total", "a decode node is not told of a prompt that will not come", error)
-        return False
-    return True
+    gone_s = core.clock.now_s() + _GONE_S
+    while True:
+        try:
+            node = find_decode_node(core, directory, decode_node, operation)
+            core.peers.abandon_prompt(node, transfer_id, max(0.001, operation.left_s()))
+        except KVStoreError as error:
+            # A prompt often does not come because its decode node was not there for a moment, which then waits for it.
+            if isinstance(error, NotFound) and core.clock.now_s() < gone_s and operation.left_s() > _LOOK_S:
+                time.sleep(_LOOK_S)
+                continue
+            said = "a decode node is not told of a prompt that will not come"
+            core.incidents.report("client_abandons_failed_total", said, error)
+            return False
+        return True
 
 
 def check_transfer_id(transfer_id: object, *, needed: bool = False) -> str:
@@ -422,4 +430,7 @@ _ANSWER_S = 0.5
 """In which the node says what is here, after it has waited."""
 _GRACE_S = _ANSWER_S + 0.5
 """Between the deadline and the end of the last piece of work."""
+_GONE_S = 3.0
+"""In which a node that was not there for a moment is one of the living again: some heartbeats."""
+_LOOK_S = 0.25
 _COPY_THREADS = 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -284,8 +287,28 @@ def test_a_transfer_has_a_name(store: Store, transfer_id: str) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_a_decode_node_that_was_not_there_for_a_moment_is_told(store: Store) -> None:
+    prefill, decode = engine(store, "prefill-0"), engine(store, "decode-0")
+    keys = decode.keys("stopped", 2)
+    awaited = decode.client.await_prompt(keys, transfer_id="stopped", deadline_s=1000.0)
+    process = store.cluster.node("decode-0").process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        until(lambda: "decode-0" not in {one.node_id for one in prefill.client._directory.nodes(5.0)}, "the node is missed")
+        with ThreadPoolExecutor(1) as pool:
+            telling = pool.submit(prefill.client.abandon_prompt, "stopped", "decode-0", deadline_s=30.0)
+            time.sleep(0.1)
+            process.send_signal(signal.SIGCONT)
+            assert telling.result(30.0)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert not awaited.wait(30.0)
+    assert awaited.done
+    awaited.take(decode.room(2))
+
+
 def test_a_decode_node_that_cannot_be_told_costs_nothing(store: Store) -> None:
-    assert not engine(store, "prefill-0").client.abandon_prompt("t", "nobody")
+    assert not engine(store, "prefill-0").client.abandon_prompt("t", "nobody", deadline_s=0.5)
 
 
 def test_what_the_decode_host_has_no_room_for_is_said_and_counted(make_store: Callable[..., Store]) -> None:

@@ -124,7 +124,7 @@ def test_a_prompt_that_nobody_prefills_is_computed(bed: PdBed, oracle: Oracle) -
 def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, oracle: Oracle) -> None:
     """The decode host's node is stopped until the prefill engine has given up, and is told when it goes on."""
     prompt = text("stopped", 300)
-    before = bed.counts(bed.prefill).get("handoffs_failed", 0)
+    before, told = bed.counts(bed.prefill).get("handoffs_failed", 0), abandoned(bed)
     node = bed.cluster.node(DECODE).process
     node.send_signal(signal.SIGSTOP)
     try:
@@ -135,7 +135,7 @@ def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, ora
         node.send_signal(signal.SIGCONT)
     assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 8)
     assert bed.counts(bed.prefill)["transfers_abandoned"] >= 1
-    until(lambda: abandoned(bed) > 0, "the decode host was told")
+    until(lambda: abandoned(bed) > told, "the decode host was told")
 
 
 def abandoned(bed: PdBed) -> int:
