@@ -405,7 +405,7 @@ def abandon_prompt(core: Core, directory: Directory | None, transfer_id: str, de
             core.peers.abandon_prompt(node, transfer_id, max(0.001, operation.left_s()))
         except KVStoreError as error:
             # A prompt often does not come because its decode node was not there for a moment, which then waits for it.
-            if isinstance(error, NotFound) and core.clock.now_s() < gone_s and operation.left_s() > _LOOK_S:
+            if isinstance(error, (NotFound, Unavailable)) and core.clock.now_s() < gone_s and operation.left_s() > _LOOK_S:
                 time.sleep(_LOOK_S)
                 continue
             said = "a decode node is not told of a prompt that will not come"

@@ -73,20 +73,30 @@ class BandwidthEstimator:
         """
         if self._since is None:
             return
-        passed = max(0.0, now - self._since)
-        self._since = max(now, self._since)
+        passed = now - self._since
+        if passed > 0:
+            self._since = now
+        else:
+            passed = 0.0
         if not nbytes:
-            passed = max(0.0, min(passed, pending / self._mark - self._waited))
+            left = pending / self._mark - self._waited
+            if left < passed:
+                passed = left
+            if passed <= 0:
+                return
             self._waited += passed
         kept = math.exp(-passed / self.memory_s)
         self._busy = self._busy * kept + passed
-        self._bytes = min(self._bytes * kept + nbytes, self.configured * MOST_SHARE * self._busy)
+        total, most = self._bytes * kept + nbytes, self.configured * MOST_SHARE * self._busy
+        self._bytes = total if total < most else most
         if nbytes:
             self._mark, self._waited = self.rate(now), 0.0
 
     def rate(self, now: float) -> float:
         """Estimate in bytes/s, greater than zero."""
-        rate = max(self._bytes / self._busy, self.configured * LEAST_SHARE)
+        rate, least = self._bytes / self._busy, self.configured * LEAST_SHARE
+        if rate < least:
+            rate = least
         if self._idle is not None and now > self._idle:
             rate += (self.configured - rate) * -math.expm1(-(now - self._idle) / self.recovery_s)
         return rate

@@ -374,7 +374,7 @@ class Planner:
     def _release(self, live: _Live, now: float) -> None:
         """Gives back what a plan still owes: nobody has read it, and it says nothing of a link."""
         for charge in live.charges:
-            if charge is not None:
+            if charge is not None and charge.blocks:
                 self.queues.credit(charge, charge.blocks, now, moved=False)
 
     def _decide(self, plan_id: int, live: _Live, missing: Sequence[Span], now: float) -> LoadPlan:

@@ -54,7 +54,9 @@ class _Debt:
     def add(self, blocks: int) -> None:
         """So many more (or fewer) are owed; the queues follow."""
         self.blocks += blocks
-        queued = 0 if self.doubted else min(self.blocks, self.most)
+        queued = 0 if self.doubted else self.blocks
+        if queued > self.most:
+            queued = self.most
         more, self.queued = queued - self.queued, queued
         nbytes = more * self.block_bytes
         self.source.pending_bytes += nbytes
@@ -199,7 +201,8 @@ class ReadQueues:
         Returns:
             Blocks taken off.
         """
-        blocks = min(blocks, charge.blocks)
+        if blocks > charge.blocks:
+            blocks = charge.blocks
         debt = charge._debt
         debt.source.link.credit(blocks * debt.block_bytes if moved else 0, now, debt.source.pending_bytes)
         charge.blocks -= blocks

@@ -106,18 +106,16 @@ class _Lane:
     def seconds(self, nbytes: int) -> float:
         """Until the node has read (and sent) that many bytes more."""
         read = (self.queue + nbytes) / self.snic
-        return max(read, (self.sending + nbytes) / self.cnic) if self.forwards else read
+        if self.forwards and (sent := (self.sending + nbytes) / self.cnic) > read:
+            return sent
+        return read
 
     def alone(self, nbytes: int, into: _Into) -> float:
         """Until it has brought that many bytes to the prefill engine, if nobody else reads."""
-        return max(self.seconds(nbytes), into.seconds(nbytes if self.forwards else 0))
-
-    def by(self, seconds: float) -> tuple[float, float]:
-        """Bytes that it can have delivered by then, and how fast that grows."""
-        amount, slope = self.snic * seconds - self.queue, self.snic
-        if self.forwards and (sent := self.cnic * seconds - self.sending) < amount:
-            amount, slope = sent, self.cnic
-        return (amount, slope) if amount > 0 else (0.0, 0.0)
+        end = self.seconds(nbytes)
+        if self.forwards and (received := (into.receiving + nbytes) / into.cnic) > end:
+            return received
+        return end
 
 
 @dataclass(slots=True)
@@ -133,9 +131,13 @@ class _Filling:
 
     @classmethod
     def of(cls, lanes: list[tuple[_Lane, int]], request: ReadRequest, into: _Into) -> _Filling:
-        forwarded = sum(blocks for lane, blocks in lanes if lane.forwards) * request.block_bytes
-        latest = max(lane.seconds(blocks * request.block_bytes) for lane, blocks in lanes)
-        return cls(lanes, max(latest, into.seconds(forwarded)))
+        size, forwarded, latest = request.block_bytes, 0, 0.0
+        for lane, blocks in lanes:
+            if lane.forwards:
+                forwarded += blocks
+            if (end := lane.seconds(blocks * size)) > latest:
+                latest = end
+        return cls(lanes, max(latest, into.seconds(forwarded * size)))
 
 
 def _seconds(filling: _Filling) -> float:
@@ -176,8 +178,8 @@ def _fill(lanes: list[_Lane], request: ReadRequest, into: _Into, least: int, at_
 def _amounts(lanes: list[_Lane], total: int, into: _Into, at_most: float) -> list[float]:
     """Bytes of each lane at the lowest water level that holds them all."""
     low, high, level = 0.0, at_most, at_most
+    amounts, have, slope = _held(lanes, into, level)
     for _ in range(MOST_STEPS):
-        have, slope = _holds(lanes, into, level)
         excess = have - total
         if excess >= 0:
             high = level
@@ -187,28 +189,40 @@ def _amounts(lanes: list[_Lane], total: int, into: _Into, at_most: float) -> lis
             break
         step = level - excess / slope if slope else low
         level = step if low < step < high else (low + high) / 2
-    amounts = [lane.by(level)[0] for lane in lanes]
+        amounts, have, slope = _held(lanes, into, level)
     spare = into.cnic * level - into.receiving
     for place, lane in enumerate(lanes):
         if lane.forwards:  # what the prefill node cannot take in, the later lanes do not get
-            amounts[place] = min(amounts[place], max(0.0, spare))
+            if amounts[place] > spare:
+                amounts[place] = spare if spare > 0 else 0.0
             spare -= amounts[place]
     return amounts
 
 
-def _holds(lanes: list[_Lane], into: _Into, level: float) -> tuple[float, float]:
-    """Bytes that all lanes together can have delivered by then, and how fast that grows."""
+def _held(lanes: list[_Lane], into: _Into, level: float) -> tuple[list[float], float, float]:
+    """Bytes that each lane can have delivered by then, all of them together, and how fast that grows."""
     here = here_slope = forwarded = forwarded_slope = 0.0
+    amounts = []
     for lane in lanes:
-        amount, slope = lane.by(level)
+        amount, slope = lane.snic * level - lane.queue, lane.snic
         if lane.forwards:
-            forwarded, forwarded_slope = forwarded + amount, forwarded_slope + slope
+            if (sent := lane.cnic * level - lane.sending) < amount:
+                amount, slope = sent, lane.cnic
+            if amount > 0:
+                forwarded += amount
+                forwarded_slope += slope
+            else:
+                amount = 0.0
+        elif amount > 0:
+            here += amount
+            here_slope += slope
         else:
-            here, here_slope = here + amount, here_slope + slope
-    room = max(0.0, into.cnic * level - into.receiving)
+            amount = 0.0
+        amounts.append(amount)
+    room = into.cnic * level - into.receiving
     if room < forwarded:
-        forwarded, forwarded_slope = room, into.cnic if room else 0.0
-    return here + forwarded, here_slope + forwarded_slope
+        forwarded, forwarded_slope = (room, into.cnic) if room > 0 else (0.0, 0.0)
+    return amounts, here + forwarded, here_slope + forwarded_slope
 
 
 def _round(lanes: list[_Lane], amounts: list[float], request: ReadRequest, into: _Into) -> list[tuple[_Lane, int]]:
@@ -220,10 +234,13 @@ def _round(lanes: list[_Lane], amounts: list[float], request: ReadRequest, into:
         blocks[max(range(len(blocks)), key=blocks.__getitem__)] -= 1
         left += 1
     if left:
-        forwarded = sum(count for lane, count in zip(lanes, blocks, strict=True) if lane.forwards)
-        ends = [lane.seconds((count + 1) * size) for lane, count in zip(lanes, blocks, strict=True)]
+        forwarded, ends = 0, []
+        for lane, count in zip(lanes, blocks, strict=True):
+            ends.append(lane.seconds((count + 1) * size))
+            if lane.forwards:
+                forwarded += count
         for _ in range(left):
-            crowded = into.seconds((forwarded + 1) * size)
+            crowded = (into.receiving + (forwarded + 1) * size) / into.cnic
             soonest, place = math.inf, 0
             for at, lane in enumerate(lanes):
                 end = crowded if lane.forwards and crowded > ends[at] else ends[at]
