@@ -124,7 +124,7 @@ def test_a_prompt_that_nobody_prefills_is_computed(bed: PdBed, oracle: Oracle) -
 def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, oracle: Oracle) -> None:
     """The decode host's node is stopped until the prefill engine has given up, and is told when it goes on."""
     prompt = text("stopped", 300)
-    before, ended_before = bed.counts(bed.prefill).get("handoffs_failed", 0), fates(bed, "abandoned", "incomplete")
+    before, ended_before = bed.counts(bed.prefill).get("handoffs_failed", 0), fates(bed, "abandoned", "incomplete", "left")
     node = bed.cluster.node(DECODE).process
     node.send_signal(signal.SIGSTOP)
     try:
@@ -136,7 +136,7 @@ def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, ora
     assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 8)
     assert bed.counts(bed.prefill)["transfers_abandoned"] >= 1
     # told, or over by itself: where cores are busy the node stands still for longer than the decode engine would have waited
-    until(lambda: fates(bed, "abandoned", "incomplete") > ended_before, "the decode host's wait is over")
+    until(lambda: fates(bed, "abandoned", "incomplete", "left") > ended_before, "the decode host's wait is over")
 
 
 def fates(bed: PdBed, *names: str) -> int:
