@@ -213,6 +213,34 @@ def test_a_hand_over_that_failed_is_tried_once_more() -> None:
     assert not made.has_news, "said once"
 
 
+@pytest.mark.parametrize("then", ["whole", "failed", "other weights"])
+def test_what_a_step_that_loads_computes_is_held_back_until_it_is_known_to_be_right(then: str) -> None:
+    pool, one = Pool(100), prompt(12)
+    made = decisions(pool, workers=2)
+    made.arrived(one, THERE, CHAIN)
+    pages = [[1, 2, 3]]
+    assert made.plan_step({"r": 9}, {}, lambda _: pages, hold=True).sends == []
+    assert pool.pinned == {1, 2}
+    one.num_computed_tokens = 9
+    if then == "whole":
+        jobs = step(made, {"r": 3}, pages).sends
+        assert [(job.first_block, len(job.keys)) for job in jobs] == [(0, 2), (2, 1)]
+        made.answered(PdAnswer(StepAnswer({job.job_id: 2 for job in jobs}, set())))
+        assert made.finished("r") == THERE.for_decode()
+    elif then == "failed":
+        made.drop_held()
+        assert not pool.pinned
+        one.num_computed_tokens = 0
+        (job,) = step(made, {"r": 12}, pages).sends
+        assert (job.first_block, len(job.keys)) == (0, 3)
+        made.answered(PdAnswer(StepAnswer({job.job_id: 2}, set())))
+    else:
+        made.forget()
+        plan = step(made)
+        assert (plan.sends, plan.abandons) == ([], [AbandonJob("d0", "t1")])
+    assert not pool.pinned
+
+
 def test_a_hand_over_that_fails_when_its_request_is_over_is_told() -> None:
     """There is no step any more with which it could be tried again, and the answer has been given."""
     made = decisions(workers=2)

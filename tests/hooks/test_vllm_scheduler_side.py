@@ -291,6 +291,42 @@ def test_all_workers_answer_before_pages_are_free() -> None:
     assert made.tally.totals()["stores_failed"] == 1
 
 
+@pytest.mark.parametrize("then", ["whole", "failed", "other weights", "pages wanted"])
+def test_with_several_workers_what_a_step_that_loads_computes_waits_until_all_have_told(then: str) -> None:
+    pool = Pool(20)
+    made = SchedulerSide(ConnectorOptions(load_mode="layerwise", lookup_wait_ms=0.0), BLOCK, workers=2)
+    made.connect(Shelf(hits=3), 0, "")  # type: ignore[arg-type]
+    made.bind_pool(pool)
+    one, ids = request(25), [list(range(1, 8))]
+    made.arrived(one)
+    made.matched(one, 0)
+    made.allocated(one, ids, 12)
+    one.num_computed_tokens = 12
+    first = plan(made, one, 8, ids)
+    assert len(first.loads) == 1
+    assert first.saves == [], "another worker's load may fail, and this one's part would be wrong and stored"
+    assert pool.pinned == {4, 5}, "and nobody else gets the pages meanwhile"
+    if then == "whole":
+        saves = plan(made, one, 4, ids).saves
+        assert [(save.first_block, save.block_ids) for save in saves] == [(3, [[4, 5]]), (5, [[6]])]
+        made.answered(StepAnswer({save.job_id: 2 for save in saves}))
+    elif then == "failed":
+        made.loads_failed({2}, set())
+        assert pool.pinned == set()
+        one.num_computed_tokens = 4
+        (save,) = plan(made, one, 16, ids).saves
+        assert (save.first_block, len(save.keys)) == (0, 5)
+        made.answered(StepAnswer({save.job_id: 2}))
+    elif then == "other weights":
+        made.connect(Shelf(), 1, "two")  # type: ignore[arg-type]
+        assert plan(made, one, 4, ids).saves == []
+    else:
+        made.wants_pages(None)
+        assert pool.pinned == set()
+        assert not made.plan_step({}, {}, lambda _: None).give_up_saves
+    assert pool.pinned == set()
+
+
 def test_a_failed_store_is_tried_once_more_with_the_next_blocks() -> None:
     pool = Pool(20)
     made = side(Shelf(), pool)

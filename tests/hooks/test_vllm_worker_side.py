@@ -15,15 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_vllm_scheduler_side import Pool, Request
 
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm import worker_side
-from kvclient.engines.vllm.keys import RequestKeys
+from kvclient.engines.vllm.keys import Masked, RequestKeys
 from kvclient.engines.vllm.lookups import Finder, Found
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.scheduler_side import SchedulerSide
 from kvclient.engines.vllm.tally import Tally
 from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
 from kvstore.testing.cluster import LocalCluster, NodeSpec
@@ -60,6 +62,7 @@ class Rank:
         seed: int | None = None,
         stores: bool = True,
         store_s: float = 5.0,
+        node: str = "n",
     ) -> None:
         generator = torch.Generator().manual_seed(seed or 0)
         make = torch.rand if seed is not None else torch.zeros
@@ -67,7 +70,7 @@ class Rank:
         self.caches = [make(LAYERS, PAGES, *PAGE, **how) for _ in specs]  # type: ignore[operator]
         self.specs = specs
         self.hook = HookOptions(
-            metadata=cluster.metadata_address, node=cluster.node("n").local_socket, load_deadline_s=5.0, store_deadline_s=store_s
+            metadata=cluster.metadata_address, node=cluster.node(node).local_socket, load_deadline_s=5.0, store_deadline_s=store_s
         )
 
         def connect(weights_epoch: str) -> list[KVClient]:
@@ -331,6 +334,66 @@ def test_two_ranks_are_shards_and_a_hit_needs_both(cluster: LocalCluster, find: 
         writer = torch.rand(LAYERS, PAGES, *PAGE, generator=torch.Generator().manual_seed(10 + rank))
         assert torch.equal(reader.caches[0][:, [9, 8, 7, 6]], writer[:, :4])
         reader.side.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_ranks_compute_from_another_ranks_garbage_is_not_stored(tmp_path: Path, whole: bool) -> None:
+    """A layer-wise load fails in one rank alone; hidden states are mixed, so what the other computes is wrong, too."""
+    shards = [spec(0, rank, 2) for rank in range(2)]
+    tokens, pages = TOKENS[: 5 * BLOCK], [9, 8, 7, 6, 5]
+    with LocalCluster([NodeSpec(name, dram_bytes=16 << 20) for name in "ab"], tmp_path) as cluster:
+        ranks = [Rank(cluster, [one], seed=rank, node=node) for rank, (one, node) in enumerate(zip(shards, "ab", strict=True))]
+        finder = Finder(HookOptions(metadata=cluster.metadata_address, lookup_deadline_s=5.0), [shards], Tally())
+        keys = RequestKeys(finder.chain, {})
+        for rank in ranks:
+            assert rank.save([[1, 2, 3]], keys) == set()
+        decides = SchedulerSide(ConnectorOptions(load_mode="layerwise"), BLOCK, workers=2)
+        decides.connect(finder, 0, "")
+        decides.bind_pool(Pool(PAGES))
+        one = Request("r", tokens)
+        end_s = time.monotonic() + WAIT_S
+        while decides.matched(one, 0) != (3 * BLOCK, False):
+            assert time.monotonic() < end_s
+            decides.arrived(one)
+            time.sleep(0.02)
+        decides.allocated(one, [pages], 3 * BLOCK)
+        if not whole:
+            cluster.kill("a")
+        one.num_computed_tokens = 3 * BLOCK
+
+        def step(scheduled: dict[str, int]) -> None:
+            plan = decides.plan_step(scheduled, {}, lambda _: [pages])
+            missing: set[int] = set()
+            for rank in ranks:
+                rank.side.begin_loads(plan)
+                for name in NAMES:
+                    rank.side.wait_layer(name)
+                rank.side.end_forward(plan)
+            for rank in ranks:
+                missing |= rank.side.arrivals(plan, set()).missing
+                if (answer := rank.side.answer()) is not None:
+                    decides.answered(answer)
+            if missing:
+                assert not whole
+                decides.loads_failed(missing, set())
+
+        step({"r": 2 * BLOCK})
+        while decides.has_pins:
+            assert time.monotonic() < end_s
+            step({})
+        stored = ranks[1].side.tally.totals()["stores"]
+        held = (
+            ranks[1]
+            .side.clients[0]
+            .load(
+                Masked(ranks[1].chain, shards[1].namespace).keys(keys.upto(tokens, 5)),
+                torch.zeros(5, LAYERS, PAGE_BYTES, dtype=torch.uint8).numpy(),
+            )
+        )
+        assert (stored, held.hit_blocks) == ((2, 5) if whole else (1, 3))
+        for rank in ranks:
+            rank.side.close()
+        decides.close()
 
 
 class _Elsewhere:

@@ -156,6 +156,7 @@ class KVStorePDConnector(KVStoreConnector):
             scheduler_output.num_scheduled_tokens,
             scheduler_output.scheduled_spec_decode_tokens,
             scheduler_output.kv_connector_block_state.resolve_block_ids,
+            hold=self._side.holds(metadata.plan),
         )
         return PdStepMetadata(metadata.plan, pd)
 
@@ -164,6 +165,7 @@ class KVStorePDConnector(KVStoreConnector):
         invalid, failed = connector_output.invalid_block_ids, connector_output.failed_recving
         if invalid or failed:
             self._plans.takes_failed(set(invalid or ()), set(failed or ()))
+            self._plans.drop_held()
         for request, held_blocks in self._plans.takes_done(connector_output.finished_recving or ()):
             self._side.arrived(request, look_up=held_blocks == 0)
             self._side.held(request.request_id, held_blocks)

@@ -18,7 +18,7 @@ On the decode engine a request goes through these stages:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -28,6 +28,7 @@ from kvclient.engines.vllm.adapters import AdapterWeights
 from kvclient.engines.vllm.keys import EngineRequest, RequestKeys, request_extras
 from kvclient.engines.vllm.pd_params import Role, Transfer
 from kvclient.engines.vllm.pd_plan import AbandonJob, AwaitJob, PdAnswer, PdPlan, SendJob, TakeJob
+from kvclient.engines.vllm.plan import StepAnswer
 from kvclient.engines.vllm.scheduler_side import BlockPool
 from kvclient.engines.vllm.tally import Tally
 
@@ -119,6 +120,8 @@ class PdScheduler:
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._plan = PdPlan()
+        self._held: list[SendJob] = []
+        """Pinned, and not planned before the step's loads are known to be whole."""
         self._pins: dict[int, Pins] = {}
         self._pinned_blocks = 0
         self._next_job = 0
@@ -202,20 +205,35 @@ class PdScheduler:
 
     # ---- the prefill engine ----
     def plan_step(
-        self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], resolve: Callable[[str], Any]
+        self,
+        scheduled: Mapping[str, int],
+        drafts: Mapping[str, Sequence[int]],
+        resolve: Callable[[str], Any],
+        *,
+        hold: bool = False,
     ) -> PdPlan:
-        """What the workers are to do in this step; arguments as for ``SchedulerSide.plan_step``."""
-        if self._pool is not None:
-            for request_id, tokens in scheduled.items():
-                sending = self._sending.get(request_id)
-                if sending is None or sending.tail_sent or sending.abandoned:
-                    continue
-                request = sending.request
-                computed = request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
-                if (job := self._plan_send(sending, min(computed, request.num_prompt_tokens), resolve)) is not None:
-                    self._plan.sends.append(job)
+        """What the workers are to do in this step; arguments as for ``SchedulerSide.plan_step``.
+
+        Args:
+            hold: what this step completes goes with the next one, unless ``drop_held`` is called before.
+        """
+        sends = list(self._completed(scheduled, drafts, resolve)) if self._pool is not None else []
+        held, self._held = self._held, sends if hold else []
+        self._plan.sends += held if hold else [*held, *sends]
         plan, self._plan = self._plan, PdPlan()
         return plan
+
+    def _completed(
+        self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], resolve: Callable[[str], Any]
+    ) -> Iterator[SendJob]:
+        for request_id, tokens in scheduled.items():
+            sending = self._sending.get(request_id)
+            if sending is None or sending.tail_sent or sending.abandoned:
+                continue
+            request = sending.request
+            computed = request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
+            if (job := self._plan_send(sending, min(computed, request.num_prompt_tokens), resolve)) is not None:
+                yield job
 
     def _plan_send(self, sending: Sending, computed: int, resolve: Callable[[str], Any]) -> SendJob | None:
         """Pins what a step completes of a prompt, and plans its hand-over."""
@@ -255,6 +273,12 @@ class PdScheduler:
         return list(ids[first:])
 
     # ---- answers ----
+    def drop_held(self) -> None:
+        """What waits to be planned is not handed over: it may be wrong, as a load of its step failed."""
+        held, self._held = self._held, []
+        jobs = [job.job_id for job in held]
+        self.answered(PdAnswer(StepAnswer(dict.fromkeys(jobs, self._workers), set(jobs))))
+
     def answered(self, answer: PdAnswer) -> None:
         """What workers know of hand-overs and prompts."""
         for job_id in answer.sent.not_saved:
@@ -327,6 +351,7 @@ class PdScheduler:
 
     def forget(self) -> None:
         """The weights have changed: prompts on their way are of the old ones."""
+        self.drop_held()
         for request_id, receiving in self._receiving.items():
             if receiving.stage in {Stage.AWAITED, Stage.HERE}:
                 receiving.stage = Stage.OVER

@@ -12,6 +12,10 @@ Life of a request, as seen here:
 A load that failed is remembered: the request is not offered its prefix again, so it is computed, and cannot fail in a circle.
 The engine enters the pages of a layer-wise load into its prefix cache before they are loaded, and with the policy ``recompute``
 leaves them there: so they are taken out here, with all that the step computed behind them, before another request finds them.
+
+Where several workers compute a step together, a layer-wise load that fails in one makes wrong what the others compute: hidden
+states are mixed. A worker knows of its own loads alone. So what such a step completes waits until all have told, and goes with
+the next step's plan.
 """
 
 from __future__ import annotations
@@ -130,6 +134,8 @@ class SchedulerSide:
         self._pinned_blocks = 0
         self._stored: list[StoredBlocks] = []
         self._next_job = 0
+        self._held: list[SaveJob] = []
+        """Pinned, and not planned before the step's loads are known to be whole."""
         self._wait_left_s = options.lookup_wait_s
         self._pending: dict[str, Future[Found]] = {}
         """Lookups that the scheduler asked for in this step and that are not answered."""
@@ -145,6 +151,7 @@ class SchedulerSide:
 
         Requests that hold KV of other weights are neither loaded nor stored any more; the others begin anew.
         """
+        self._drop_held()
         old, self._finder = self._finder, finder
         self._epoch, self._weights_epoch = epoch, weights_epoch
         self._loads = []
@@ -297,7 +304,9 @@ class SchedulerSide:
         if not scheduled and self._pending and not self._loads:  # nothing else to do: rather than spin
             wait(self._pending.values(), self._options.idle_wait_s, FIRST_COMPLETED)
         chain = self._finder.chain.spec.namespace if self._finder is not None else b""
-        plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, [], bool(scheduled))
+        held, self._held = self._held, []
+        plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, held, bool(scheduled))
+        saves = self._held if self.holds(plan) else plan.saves
         plan.give_up_saves, self._give_up_saves = self._give_up_saves, False
         self._in_step = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
         self._loads, self._pending = [], {}
@@ -314,8 +323,18 @@ class SchedulerSide:
                 computed -= len(drafts.get(request_id, ()))
                 full = min(computed, request.num_tokens) // self._block_tokens
                 if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
-                    plan.saves.append(job)
+                    saves.append(job)
         return plan
+
+    def holds(self, plan: StepPlan) -> bool:
+        """Whether nobody may have what a step completes before all workers have told what became of its loads."""
+        return self._workers > 1 and any(job.layerwise for job in plan.loads)
+
+    def _drop_held(self) -> None:
+        """What waits to be planned is not stored: it may be wrong, or is of other weights."""
+        held, self._held = self._held, []
+        jobs = [job.job_id for job in held]
+        self.answered(StepAnswer(dict.fromkeys(jobs, self._workers), set(jobs)))
 
     def _settled(self, state: RequestState) -> bool:
         """Whether it is known what the store holds of a request: until then, later steps store what this one computes.
@@ -387,6 +406,7 @@ class SchedulerSide:
     def loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
         """Pages that were not loaded, and requests of which any was not: they are computed, and not offered again."""
         self._uncache(invalid_blocks)
+        self._drop_held()
         for request_id, state in self._requests.items():
             if state.loading and (
                 request_id in failed_requests or any(not invalid_blocks.isdisjoint(ids) for ids in state.loading.values())
@@ -431,6 +451,7 @@ class SchedulerSide:
         Args:
             hand_back: ends the stores and answers; None: the workers are elsewhere, and end them in the next step.
         """
+        self._drop_held()
         if not self._pins:
             return
         if hand_back is None:

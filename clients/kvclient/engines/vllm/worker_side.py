@@ -5,7 +5,8 @@
   the load, and all that it should have brought counts as not loaded.
 * Stores: see ``saver``.
 
-Blocks that a step computed are not stored if a layer-wise load of that step failed: some of them were computed from garbage.
+Blocks that a step computed are not stored if a layer-wise load of that step failed: some of them were computed from garbage. That
+another worker's load failed is not known here: see ``scheduler_side``.
 """
 
 from __future__ import annotations
