@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvclient import BlockBuffer, CacheSpec, InvalidArgument, KeyChain, encode_extra
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.adapters import Adapters, AdapterWeights
-from kvclient.engines.vllm.engine_view import model_digest, weights_text
+from kvclient.engines.vllm.engine_view import check_steps, model_digest, weights_text
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.keys import Masked, RequestKeys, is_hashable, request_extras
 from kvclient.engines.vllm.namespaces import GroupFacts, chain_spec, group_spec
@@ -277,6 +277,24 @@ def test_options_of_both_kinds() -> None:
     options.check_groups(1)
     with pytest.raises(InvalidArgument):
         options.check_groups(2)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"async_scheduling": True}, {"pipeline_parallel_size": 2}, {"speculative_config": object()}],
+    ids=lambda way: next(iter(way)),
+)
+def test_layerwise_loads_are_refused_where_steps_build_on_what_may_not_have_come(way: dict[str, Any]) -> None:
+    def engine(**fields: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=fields.get("async_scheduling", False)),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=fields.get("pipeline_parallel_size", 1)),
+            speculative_config=fields.get("speculative_config"),
+        )
+
+    check_steps(engine())
+    with pytest.raises(InvalidArgument, match="load_mode async"):
+        check_steps(engine(**way))
 
 
 def test_an_epoch_of_a_file_and_an_epoch_of_nobody_else(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, Tier
 from kvclient.engines.vllm.device_pages import make_pages
-from kvclient.engines.vllm.engine_view import group_facts, has_replica_of_lower_rank, read_groups, whole_prompts_only
+from kvclient.engines.vllm.engine_view import check_steps, group_facts, has_replica_of_lower_rank, read_groups, whole_prompts_only
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.events import stored_events
 from kvclient.engines.vllm.lookups import Finder
@@ -96,9 +96,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = self.options_class.from_mapping(self._kv_transfer_config.kv_connector_extra_config or {})
         self._groups = read_groups(vllm_config, kv_cache_config)
         self._options.check_groups(len(self._groups))
-        if self._options.load_mode == "layerwise" and getattr(vllm_config.scheduler_config, "async_scheduling", False):
-            # the next step is on its way before it is known whether this one's load has failed, and builds on its pages
-            raise InvalidArgument("layerwise loads need steps one after the other: use load_mode async, or --no-async-scheduling")
+        if self._options.load_mode == "layerwise":
+            check_steps(vllm_config)
         self._epochs = Epochs(self._options)
         self._pages: Sequence[Pages] = ()
         self._specs: list[CacheSpec] = []

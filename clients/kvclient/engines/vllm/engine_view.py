@@ -91,6 +91,24 @@ def _kind(spec: Any) -> str:  # noqa: ANN401
     raise InvalidArgument("this kind of KV cache is not supported", kind=type(spec).__name__)
 
 
+def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
+    """Whether it is known what became of a step's layer-wise loads before anything builds on the pages that they fill.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    if getattr(scheduler, "async_scheduling", False) or getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        # the next step is on its way before this one has told, and computes behind its pages
+        raise InvalidArgument(
+            "layerwise loads need steps one after the other: use load_mode async, or neither asynchronous scheduling "
+            "(--no-async-scheduling) nor pipeline parallelism"
+        )
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        # vLLM asks what failed before it says that the step is over, and takes what a load that failed has left for drafts
+        raise InvalidArgument("layerwise loads do not go with speculative decoding: use load_mode async")
+
+
 def group_facts(
     vllm_config: Any,  # noqa: ANN401
     kv_cache_config: Any,  # noqa: ANN401

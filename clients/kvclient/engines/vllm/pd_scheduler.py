@@ -214,8 +214,7 @@ class PdScheduler:
     ) -> PdPlan:
         """What the workers are to do in this step; arguments as for ``SchedulerSide.plan_step``.
 
-        Args:
-            hold: what this step completes goes with the next one, unless ``drop_held`` is called before.
+        With ``hold`` what this step completes goes with the next one, unless ``drop_held`` is called before.
         """
         sends = list(self._completed(scheduled, drafts, resolve)) if self._pool is not None else []
         held, self._held = self._held, sends if hold else []
