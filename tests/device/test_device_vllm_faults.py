@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from kvclient.device.streams import CpuDevice
 from kvclient.device.ways import Staged
 from kvclient.engines.vllm.device_pages import DevicePages, device_pages, make_pages
 from kvclient.engines.vllm.pages import GroupPages
-from kvclient.engines.vllm.plan import StepPlan
+from kvclient.engines.vllm.pd_plan import SendJob
+from kvclient.engines.vllm.pd_send import Sender
+from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvstore.core.errors import Internal
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
@@ -230,3 +233,35 @@ def test_a_layer_that_nobody_waited_for_fails_the_load(make: Callable[..., Engin
     assert engine.side.tally.totals()["bugs"] == 1
     engine.device.run_all()
     assert all(not np.any(layer[PAGES].numpy()) for layer in engine.layers)
+@pytest.mark.parametrize("closed", [False, True], ids=["marked", "at the end"])
+def test_a_hand_over_ends_where_the_device_has_failed(
+    closed: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the step to be over: no failure of the device may keep the engine's thread from saying so."""
+    engine = make(ComputingDevice(1))
+    sends = Sender(engine.pages, engine.side.place, 600.0, engine.side.tally)
+    sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
+
+    def failed(_: ComputingDevice) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(ComputingDevice, "mark", failed)
+    with pytest.raises(RuntimeError, match="CUDA") if not closed else nullcontext():
+        sends.end_step(good=not closed)
+    sends.close()
+    assert sends.take() == StepAnswer({1: 1}, {1})
+
+
+def test_a_hand_over_whose_step_does_not_end_is_given_up(make: Callable[..., Engine]) -> None:
+    engine = make(ComputingDevice(1))
+    sends = Sender(engine.pages, engine.side.place, 0.2, engine.side.tally)
+    sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
+    answers = StepAnswer()
+    until(lambda: bool(answers.merge(sends.take()) or answers.saved), "the hand-over is given up")
+    assert answers.not_saved == {1}
+    sends.layer(NAMES[0])  # as steps go that end after all
+    sends.end_step(good=True)
+    sends.close()
+    assert sends.take() == StepAnswer()
+
+

@@ -25,6 +25,7 @@ from kvclient.engines.vllm.lookups import Finder, Found
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.pages import GroupPages
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.saver import Saver
 from kvclient.engines.vllm.scheduler_side import SchedulerSide
 from kvclient.engines.vllm.tally import Tally
 from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
@@ -255,7 +256,7 @@ def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalClust
         rank.side.end_forward(StepPlan(chain=rank.chain, saves=jobs))
         total = StepAnswer()
         if elsewhere:
-            rank.side.begin_loads(StepPlan(give_up_saves=True))
+            rank.side.begin_step(StepPlan(give_up_saves=True))
         else:
             total.merge(rank.side.hand_back(0.0, WAIT_S))
         end_s = time.monotonic() + WAIT_S
@@ -289,10 +290,24 @@ def test_pages_that_are_wanted_back_are_stored_where_that_takes_a_moment(
     goes_on = threading.Timer(0.2, process.send_signal, (signal.SIGCONT,))
     goes_on.start()
     rank.side.end_forward(StepPlan(chain=rank.chain, saves=[job]))
-    rank.side.begin_loads(StepPlan(give_up_saves=True))
+    rank.side.begin_step(StepPlan(give_up_saves=True))
     goes_on.join()
     assert rank.side.answer() == StepAnswer({1: 1}, set())
     assert rank.side.tally.totals().get("stores_dropped", 0) == 0
+    rank.side.close()
+
+
+def test_pages_that_are_wanted_back_are_waited_for_once_a_step(
+    cluster: LocalCluster, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(cluster, [spec()], seed=9)
+    waits: list[float] = []
+    monkeypatch.setattr(Saver, "drain", lambda _, timeout_s: bool(waits.append(timeout_s)))
+    plan = StepPlan(give_up_saves=True)
+    rank.side.begin_step(plan)
+    rank.side.begin_loads(plan)
+    rank.side.end_forward(plan)
+    assert waits == [worker_side.RESET_GRACE_S]
     rank.side.close()
 
 
@@ -301,7 +316,7 @@ def test_other_weights_are_another_namespace(cluster: LocalCluster, find: Find) 
     _, keys = find([[spec()]])
     rank.save([[1, 2]], keys)
     old = list(rank.side.clients)
-    rank.side.begin_loads(StepPlan(epoch=1, weights_epoch="two"))
+    rank.side.begin_step(StepPlan(epoch=1, weights_epoch="two"))
     assert rank.side.clients[0].spec.weights_epoch == "two"
     later = replace(spec(), weights_epoch="two")
     assert find([[later]])[0].hit_blocks == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -208,7 +209,6 @@ class KVStorePDConnector(KVStoreConnector):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PdStepMetadata)
         plan, pd, moves = connector_metadata.plan, connector_metadata.pd, self._moves
-        moves.keep_up(plan)
         if not pd:
             return
         assert self._sender is not None
@@ -268,7 +268,8 @@ class KVStorePDConnector(KVStoreConnector):
 
     def shutdown(self) -> None:
         """The end of the engine."""
-        if self._sender is not None and self._receiver is not None:
-            self._sender.close()
-            self._receiver.close()
-        super().shutdown()
+        with ExitStack() as ends:  # each of them, whatever becomes of the others
+            ends.callback(super().shutdown)
+            if self._sender is not None and self._receiver is not None:
+                ends.callback(self._receiver.close)
+                ends.callback(self._sender.close)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from kvclient import BlockKey, KVClient, KVStoreError, StoreOutcome, StoreResult
+from kvclient import BlockKey, DeadlineExceeded, KVClient, KVStoreError, StoreOutcome, StoreResult
 from kvclient.engines.vllm.keys import Masked
 from kvclient.engines.vllm.pages import Mark, Pages
 from kvclient.engines.vllm.pd_plan import AbandonJob, SendJob
@@ -73,7 +73,7 @@ class Send:
         """Hands it over while the step computes; whether the decode host has all of it."""
         with self._handoffs() as handoffs:
             put: set[Layer] = set()
-            while not isinstance(event := self._events.get(), bool):
+            while not isinstance(event := self._next(), bool):
                 self._put(handoffs, event)
                 put.add(event)
             self.good = event
@@ -81,6 +81,12 @@ class Send:
                 return False
             results = self._commit(handoffs, put, tally)
         return self._held(results)
+
+    def _next(self) -> Layer | bool:
+        try:
+            return self._events.get(timeout=self.left_s)
+        except queue.Empty:
+            raise DeadlineExceeded("the step that computes a prompt has not ended in time") from None
 
     def again(self, tally: Tally) -> bool:
         """Hands it over once more, the step being over; whether the decode host has all of it.
@@ -182,14 +188,20 @@ class Sender:
 
     def end_step(self, *, good: bool) -> None:
         """The forward pass is over. Not ``good``: some of what it computed is wrong."""
-        after = self._pages[0].mark() if self._in_step else None
-        for send in self._in_step:
-            adapter = send.job.adapter
-            sure = adapter is None or adapter.unchanged()  # else the engine may have computed with others than the keys say
-            if not sure:
-                self._tally.add("stores_unsure")
-            send.end(after, good=good and sure)
-        self._in_step = []
+        sends, self._in_step = self._in_step, []
+        after: Mark = None
+        computed = False
+        try:
+            if good and sends:
+                after = self._pages[0].mark()  # fails where the device has: whoever waits is told nevertheless
+            computed = good
+        finally:
+            for send in sends:
+                adapter = send.job.adapter
+                sure = adapter is None or adapter.unchanged()  # else the engine may have computed with others than the keys say
+                if not sure:
+                    self._tally.add("stores_unsure")
+                send.end(after, good=computed and sure)
 
     def abandon(self, jobs: Sequence[AbandonJob], clients: Sequence[KVClient]) -> None:
         """Tells decode hosts, in the background, that prompts will not come whole."""

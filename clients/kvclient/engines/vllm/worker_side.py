@@ -174,23 +174,24 @@ class WorkerSide:
 
     # ---- loads ----
     def begin_step(self, plan: StepPlan) -> None:
-        """A step begins: whoever had the pages before that it will load into has computed with them by this mark, at the latest.
+        """A step begins: sees whether the weights are others since the last one.
 
-        Loads outside of the batch begin behind the step's own computation, for which they need not wait on a device.
+        Whoever had the pages before that it will load into has computed with them by now, at the latest: loads outside of the
+        batch begin behind the step's own computation, for which they need not wait on a device.
         """
         self._before = self.pages[0].mark() if plan.loads else None
 
     def begin_loads(self, plan: StepPlan) -> None:
         """Begins the loads of a step."""
-        self.keep_up(plan)
         after, self._before = self._before, None
         if after is None and plan.loads:
             after = self.pages[0].mark()
         for job in plan.loads:
             (self._in_step if job.layerwise else self._flights).append(self._begin(job, after))
 
-    def keep_up(self, plan: StepPlan) -> None:
-        """Sees whether the weights are others since the last step: what is on its way here is of the old ones."""
+        self._keep_up(plan)
+    def _keep_up(self, plan: StepPlan) -> None:
+        """Where the weights are others since the last step, what is on its way here is of the old ones."""
         if plan.give_up_saves and self._saver is not None and not self._saver.drain(RESET_GRACE_S):
             self._saver.give_up()
         if plan.epoch == self._epoch:
