@@ -185,6 +185,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "device_loaded_bytes_total": ("counter", "bytes that copies into a device's pages were begun for"),
     "device_lost_total": ("counter", "devices left alone, as copies failed or did not end"),
     "device_pin_refused_total": ("counter", "arenas that the driver did not pin whole"),
+    "device_pin_retries_total": ("counter", "pins asked for anew, as the driver gives none while graphs are captured"),
     "device_pool_loaded_bytes_total": ("counter", "bytes that copies out of the engine's pool into pages were begun for"),
     "device_pool_stored_bytes_total": ("counter", "bytes that copies out of pages into the engine's pool were begun for"),
     "device_stored_bytes_total": ("counter", "bytes that copies out of a device's pages were begun for"),

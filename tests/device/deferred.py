@@ -84,12 +84,21 @@ class FakePinning:
         self.refuse_from = refuse_from
         self.before_pin: Callable[[int], None] = lambda _: None
         self.refuse_unpin = False
+        self.captures = 0
+        """So many calls are refused, as a graph is captured."""
+
+    def _captured(self) -> None:
+        with self._lock:
+            if self.captures:
+                self.captures -= 1
+                raise PinRefused(900, "operation not permitted when stream is capturing")
 
     def pin(self, address: int, nbytes: int) -> None:
         with self._lock:
             self.calls += 1
             call = self.calls
         self.before_pin(call)
+        self._captured()
         with self._lock:
             if self.refuse_from is not None and len(self.pinned) >= self.refuse_from:
                 raise PinRefused(2, "out of memory")
@@ -98,6 +107,7 @@ class FakePinning:
             self.pinned[address] = nbytes
 
     def unpin(self, address: int) -> None:
+        self._captured()
         if self.refuse_unpin:
             raise PinRefused(713, "not registered")
         del self.pinned[address]

@@ -57,6 +57,7 @@ class Engine:
         node: str = "n",
         strategy: Any = "staged",
         load_s: float = 10.0,
+        pin_wait_s: float = 30.0,
     ) -> None:
         self.device = device
         self.layers = [torch.zeros(PAGES, BLOCK, HEADS, CONTENT).transpose(1, 2) for _ in range(LAYERS)]
@@ -78,7 +79,7 @@ class Engine:
             spec = replace(self.spec, weights_epoch=epoch)
             return [hook.connect(spec, options, device=self.pages[0].watcher(spec))]
 
-        self.side = WorkerSide(ConnectorOptions(hook=hook), connect, "", self.pages, [NAMES])
+        self.side = WorkerSide(ConnectorOptions(hook=hook, device_pin_wait_s=pin_wait_s), connect, "", self.pages, [NAMES])
         self.finder = Finder(HookOptions(metadata=cluster.metadata_address), [[self.spec]], Tally())
         self.wrong: list[str] = []
         self._job = itertools.count(1)

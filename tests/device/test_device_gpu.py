@@ -157,6 +157,43 @@ def test_pages_that_are_computed_are_stored_behind_the_computation(memory: mmap.
     assert guard.close()
 
 
+def test_graphs_are_captured_while_an_arena_is_pinned(memory: mmap.mmap) -> None:
+    """In the mode that forbids other threads the most, which is the one that engines capture in."""
+    cache = make_cache("mla", layers=1, pages=8, tokens=16, dim=64, device="cuda")
+    copier = DeviceCopier(cache, pin_chunk_bytes=1 << 20)
+    view, number = memoryview(memory), torch.zeros(1, device="cuda")
+    number.add_(0.0)
+    torch.cuda.synchronize()
+    guard = copier.mapped(view)
+    done, captured = False, 0
+    while not done:
+        done = copier.pin_reports()[0].done
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            for _ in range(50):
+                number.add_(1.0)
+        graph.replay()
+        captured += 1
+        assert captured < 10_000
+    torch.cuda.synchronize()
+    assert number.item() == 50 * captured
+    report = copier.pin_reports()[0]
+    assert (report.bytes_pinned, report.refused) == (len(memory), "")
+    assert guard.close()
+
+
+def test_no_stream_of_the_engines_is_one_of_the_copies(memory: mmap.mmap) -> None:
+    cache = make_cache("mla", layers=1, pages=8, tokens=16, dim=64, device="cuda")
+    copiers = [DeviceCopier(cache, pin=False) for _ in range(6)]
+    for copier in copiers:
+        blocks = copier.blocks(range(4))
+        blocks.read_arena(memoryview(memory), np.arange(4, dtype=np.uint64) * np.uint64(copier.shape.block_bytes), 0, 0, 1)
+        blocks.drain()
+    ours = {lane.staged._copies._stream.cuda_stream for copier in copiers for lane in copier._lanes[:1]}  # type: ignore[attr-defined]
+    assert len(ours) == len(copiers)
+    assert ours.isdisjoint(torch.cuda.Stream().cuda_stream for _ in range(64))
+
+
 def test_memory_that_is_not_pinned_is_right_and_counted(memory: mmap.mmap) -> None:
     cache = make_cache("mla", layers=3, pages=64, tokens=16, dim=576, device="cuda")
     copier = DeviceCopier(cache, pin=False)

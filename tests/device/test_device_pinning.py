@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from deferred import FakePinning
 
+from kvclient.device import pinning
 from kvclient.device.driver import CudaDriver
 from kvclient.device.pinning import PinnedRange, cpus_near
 from kvstore.core.errors import Unavailable
@@ -97,6 +98,34 @@ def test_a_refusal_in_the_middle_leaves_the_rest_unpinned_and_says_why(
     assert len(caplog.records) == 1
     assert pins.close()
     assert driver.pinned == {}
+
+
+def test_a_graph_that_is_captured_ends_no_pinning(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakePinning()
+    driver.captures = 7
+    pins = pin(memory, driver)
+    assert pins.wait(10)
+    assert (pins.report().bytes_pinned, pins.report().refused) == (100 * PAGE, "")
+    assert pins._counters.snapshot() == {"device_pin_retries_total": 7}
+    driver.captures = 3
+    assert pins.close()
+    assert driver.pinned == {}
+    monkeypatch.setattr(pinning, "CAPTURE_S", 0.1)
+    driver.captures = 10**6
+    pins = pin(memory, driver)
+    assert pins.wait(10), "one that has no end does"
+    assert "capturing" in pins.report().refused
+    assert pins.close()
+
+
+def test_closing_does_not_wait_for_a_capture(memory: mmap.mmap) -> None:
+    driver = FakePinning()
+    driver.captures = 10**6
+    pins = pin(memory, driver)
+    while not pins._counters.snapshot():
+        pass
+    assert pins.close()
+    assert all(not thread.is_alive() for thread in pins._threads)
 
 
 def test_closing_while_chunks_are_pinned_ends_soon_and_leaves_no_pin(memory: mmap.mmap) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from deferred import ComputingDevice, DeferredDevice
+from deferred import ComputingDevice, DeferredDevice, FakePinning
 from late_engine import LAYERS, NAMES, Engine, until
 
 from kvclient import CacheSpec, InvalidArgument
@@ -149,6 +150,29 @@ def test_a_namespace_of_other_blocks_is_refused() -> None:
             pages.watcher(wrong)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_worker_waits_at_its_start_until_the_arena_is_pinned(late: bool, cluster: LocalCluster) -> None:
+    go_on = threading.Event()
+    pinning = FakePinning()
+
+    def hold(call: int) -> None:
+        if call > 1:  # the first is of the memory that copies are tried out with
+            go_on.wait(30.0 if late else 0.3)
+
+    pinning.before_pin = hold
+    device = ComputingDevice(1)
+    device.pinning = pinning
+    engine = Engine(cluster, f"f{next(numbers)}", device, pin_wait_s=0.05 if late else 30.0)
+    try:
+        engine.side.wait_pinned()
+        reports = engine.pages[0]._copier.pin_reports()  # type: ignore[attr-defined]
+        assert [report.done for report in reports] == [not late]
+        assert engine.side.tally.totals().get("device_pinned_late", 0) == late
+    finally:
+        go_on.set()
+        engine.close()
+
+
 # ---- while it runs ----
 def test_a_device_that_refuses_copies_is_a_miss(make: Callable[..., Engine]) -> None:
     engine = make(ComputingDevice(1))
@@ -220,19 +244,6 @@ def test_pages_of_a_request_that_is_aborted_are_free_when_its_copies_have_ended(
     assert engine.settled() == []
 
 
-def test_a_layer_that_nobody_waited_for_fails_the_load(make: Callable[..., Engine]) -> None:
-    """As in a step that a captured graph runs, which calls nobody."""
-    engine = make(ComputingDevice(1))
-    job = engine.job(PAGES, FIRST, layerwise=True)
-    engine.side.begin_loads(StepPlan(chain=engine.chain, loads=[job], has_tokens=True))
-    for name in NAMES[1:]:
-        engine.side.wait_layer(name)
-    engine.side.end_forward(StepPlan(has_tokens=True))
-    assert engine.side.step_failed
-    assert engine.side.arrivals(StepPlan(has_tokens=True), set()).missing == set(PAGES)
-    assert engine.side.tally.totals()["bugs"] == 1
-    engine.device.run_all()
-    assert all(not np.any(layer[PAGES].numpy()) for layer in engine.layers)
 @pytest.mark.parametrize("closed", [False, True], ids=["marked", "at the end"])
 def test_a_hand_over_ends_where_the_device_has_failed(
     closed: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
@@ -265,3 +276,16 @@ def test_a_hand_over_whose_step_does_not_end_is_given_up(make: Callable[..., Eng
     assert sends.take() == StepAnswer()
 
 
+def test_a_layer_that_nobody_waited_for_fails_the_load(make: Callable[..., Engine]) -> None:
+    """As in a step that a captured graph runs, which calls nobody."""
+    engine = make(ComputingDevice(1))
+    job = engine.job(PAGES, FIRST, layerwise=True)
+    engine.side.begin_loads(StepPlan(chain=engine.chain, loads=[job], has_tokens=True))
+    for name in NAMES[1:]:
+        engine.side.wait_layer(name)
+    engine.side.end_forward(StepPlan(has_tokens=True))
+    assert engine.side.step_failed
+    assert engine.side.arrivals(StepPlan(has_tokens=True), set()).missing == set(PAGES)
+    assert engine.side.tally.totals()["bugs"] == 1
+    engine.device.run_all()
+    assert all(not np.any(layer[PAGES].numpy()) for layer in engine.layers)

@@ -25,6 +25,12 @@ _NOT_SUPPORTED = 801
 """CUDA_ERROR_NOT_SUPPORTED"""
 _PORTABLE_AND_MAPPED = 0x1 | 0x2
 """Pinned for every context of the process, and readable by kernels at its own address."""
+_NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING: a stream that does not wait for the default one."""
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED"""
+_CAPTURING = frozenset({900, 901})
+"""CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and …_INVALIDATED: somebody captures a graph at the moment"""
 _ATTRIBUTE_SAME_ADDRESS = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"""
 _UNIFIED = 4
@@ -43,6 +49,11 @@ class PinRefused(Exception):
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"{message} (CUDA error {code})")
         self.code = code
+
+    @property
+    def passes(self) -> bool:
+        """Whether the driver may do it a moment later: it does not while a graph is captured."""
+        return self.code in _CAPTURING
 
 
 class HostPinning(Protocol):
@@ -133,17 +144,29 @@ class CudaDriver:
         """Whether many copies may go in one call (CUDA 12.8). That the device takes them shows with the first."""
         return self._batch is not None
 
+    def stream(self) -> int:
+        """Handle of a new stream. It is never given back: what torch allocates on a stream names it for as long as it lives.
+
+        Raises:
+            Internal: the driver refused.
+        """
+        handle = ctypes.c_void_p()
+        with self._entered():
+            self._check("make a stream", self._lib.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING))
+        assert handle.value is not None
+        return handle.value
+
     # ---- pins ----
     def pin(self, address: int, nbytes: int) -> None:
         """See ``HostPinning``."""
-        with self._entered():
+        with self._entered(), self._relaxed():
             code = self._lib.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE_AND_MAPPED)
         if code != _SUCCESS:
             raise PinRefused(code, self._message(code))
 
     def unpin(self, address: int) -> None:
         """See ``HostPinning``."""
-        with self._entered():
+        with self._entered(), self._relaxed():
             code = self._lib.cuMemHostUnregister(ctypes.c_void_p(address))
         if code != _SUCCESS:
             raise PinRefused(code, self._message(code))
@@ -227,6 +250,16 @@ class CudaDriver:
             yield
         finally:
             self._lib.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    @contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """This thread may do what it may not while another captures a graph, and does not spoil that graph."""
+        mode = ctypes.c_int(_RELAXED)
+        self._check("leave the mode of captures", self._lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        try:
+            yield
+        finally:
+            self._lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # the mode that it was
 
     def _message(self, code: int) -> str:
         text = ctypes.c_char_p()

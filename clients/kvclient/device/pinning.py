@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,10 @@ PIECE_BYTES = 64 << 20
 POPULATE_THREADS = 8
 PIN_THREADS = 2
 """The driver takes memory under locks of its own and of the address space: more threads only wait there."""
+CAPTURE_S = 30.0
+"""How long the driver may refuse a pin, or its end, because graphs are captured: engines capture many, one after the other."""
+_CAPTURE_PAUSE_S = 0.02
+"""Between two tries."""
 _CLOSE_S = 30.0
 """Longer than any chunk takes."""
 _MADV_POPULATE_WRITE = 23
@@ -215,12 +220,31 @@ class PinnedRange:
             start = chunk * self._chunk_bytes
             nbytes = min(self._chunk_bytes, self.nbytes - start)
             try:
-                self._driver.pin(self.address + start, nbytes)
+                self._patiently(partial(self._driver.pin, self.address + start, nbytes), unless=lambda: self._closing)
             except (PinRefused, Internal) as refused:
                 self._give_up(refused)
                 return
             with self._changed:
                 self._pinned[chunk] = True
+
+    def _patiently(self, call: Callable[[], None], *, unless: Callable[[], bool] = lambda: False) -> None:
+        """Asks the driver, again and again where it says that a graph is captured, ``unless`` that is in vain. Bounded.
+
+        Raises:
+            PinRefused: it does not do it.
+            Internal: the driver fails.
+        """
+        until_s = time.monotonic() + CAPTURE_S
+        while True:
+            try:
+                call()
+            except PinRefused as refused:
+                if not refused.passes or unless() or time.monotonic() > until_s:
+                    raise
+                self._counters.add("device_pin_retries_total")
+                time.sleep(_CAPTURE_PAUSE_S)
+            else:
+                return
 
     def _take_chunk(self) -> int | None:
         """The next chunk, when it is populated; None: nothing more is to be pinned."""
@@ -274,7 +298,7 @@ class PinnedRange:
         sound = True
         for chunk in np.flatnonzero(self._pinned).tolist():
             try:
-                self._driver.unpin(self.address + chunk * self._chunk_bytes)
+                self._patiently(partial(self._driver.unpin, self.address + chunk * self._chunk_bytes))
                 self._pinned[chunk] = False
             except (PinRefused, Internal) as refused:
                 sound = False

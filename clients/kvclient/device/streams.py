@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -101,13 +102,21 @@ class _CudaEvent:
 
 
 class _CudaStream:
+    """Made when first used, and by the driver: torch hands out its few streams in rotation, the engine's own among them."""
+
     def __init__(self, device: torch.device, driver: CudaDriver) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._device = device
         self._driver = driver
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(self._driver.stream(), device=self._device)
 
     def run(self, work: Callable[[], None]) -> None:
         try:
-            with torch.cuda.stream(self._stream):
+            # torch.cuda.stream alone goes back to the device that was current before: in a new thread that is GPU 0, and a
+            # context is made there
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 work()
         except RuntimeError as error:
             raise Internal("the CUDA device takes no work", error=error) from error

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, Tier
+from kvclient import CacheSpec, ClientOptions, KVClient, Tier
 from kvclient.engines.vllm.device_pages import make_pages
 from kvclient.engines.vllm.engine_view import check_steps, group_facts, has_replica_of_lower_rank, read_groups, whole_prompts_only
 from kvclient.engines.vllm.epochs import Epochs
@@ -134,6 +134,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         stores = self._options.hook.store and not has_replica_of_lower_rank(config)
         with unbound():
             self._worker = WorkerSide(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
+            self._worker.wait_pinned()  # vLLM captures graphs next, and what is asked of the driver meanwhile may be refused
 
     def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
         """The pages of the worker's tensors, wherever those lie."""

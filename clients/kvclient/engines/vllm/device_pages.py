@@ -37,6 +37,7 @@ _COUNTED = (
     "device_errors",
     "device_lost",
     "device_pin_refused",
+    "device_pin_retries",
     "device_batch_refused",
     "device_without_triton",
 )
@@ -131,6 +132,9 @@ class DevicePages:
     def watcher(self, spec: CacheSpec) -> DeviceCopier:
         self._copier.rename(spec)
         return self._copier
+
+    def wait_pinned(self, timeout_s: float) -> bool:
+        return self._copier.wait_pinned(timeout_s)
 
     def counts(self) -> Mapping[str, int]:
         totals = self._copier.counters.snapshot()

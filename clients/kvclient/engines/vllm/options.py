@@ -36,6 +36,8 @@ class ConnectorOptions:
         device_copies: the way pages on a GPU are copied: ``batched``, ``staged`` or ``direct`` (see ``kvclient.device.ways``);
             ``auto``: ``batched`` where the driver has it, else ``staged``.
         device_staging_bytes: device memory of each of four staging buffers of a group, taken when first needed.
+        device_pin_wait_s: how long a worker on a GPU waits, at its start, until the node's arena is pinned. Then it goes on, and
+            copies of what is not pinned yet are slower.
     """
 
     hook: HookOptions = field(default_factory=HookOptions)
@@ -47,13 +49,19 @@ class ConnectorOptions:
     idle_wait_ms: float = 5.0
     device_copies: str = "auto"
     device_staging_bytes: int = 32 << 20
+    device_pin_wait_s: float = 30.0
 
     def __post_init__(self) -> None:
         if self.load_mode not in LOAD_MODES:
             raise InvalidArgument("unknown choice", option="load_mode", value=self.load_mode, choices=LOAD_MODES)
         if self.device_copies not in DEVICE_COPIES:
             raise InvalidArgument("unknown choice", option="device_copies", value=self.device_copies, choices=DEVICE_COPIES)
-        for name, most in (("lookup_wait_ms", 100.0), ("pinned_share", 1.0), ("idle_wait_ms", 100.0)):
+        for name, most in (
+            ("lookup_wait_ms", 100.0),
+            ("pinned_share", 1.0),
+            ("idle_wait_ms", 100.0),
+            ("device_pin_wait_s", 3600.0),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
                 raise InvalidArgument("the option takes a number in a range", option=name, value=value, least=0, most=most)

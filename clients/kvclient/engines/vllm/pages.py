@@ -60,6 +60,9 @@ class Pages(Protocol):
             InvalidArgument: the namespace is not of these pages.
         """
 
+    def wait_pinned(self, timeout_s: float) -> bool:
+        """Waits until memory that was mapped for these copies is pinned, or is not to be. False: not in time."""
+
     def counts(self) -> Mapping[str, int]:
         """Totals of these copies, by name of a counter."""
 
@@ -105,6 +108,9 @@ class GroupPages:
 
     def watcher(self, spec: CacheSpec) -> None:  # noqa: ARG002
         return None
+
+    def wait_pinned(self, timeout_s: float) -> bool:  # noqa: ARG002
+        return True
 
     def counts(self) -> Mapping[str, int]:
         return {}

@@ -57,6 +57,8 @@ COUNTERS = {
     "device_errors": "Copies that the device refused: nothing was loaded or stored.",
     "device_lost": "Devices that did not end copies, or failed: nothing is copied there any more.",
     "device_pin_refused": "Arenas that the driver did not pin whole, one a group.",
+    "device_pin_retries": "Pins asked for anew, as the driver gives none while graphs are captured.",
+    "device_pinned_late": "Starts that did not wait until all of the arena was pinned: it goes on behind them, one a group.",
     "device_batch_refused": "Devices that refused batched copies: theirs are staged since, one a group.",
     "device_without_triton": "Copies that move pages by torch's indexing, as Triton is missing, one a group.",
     "resets": "Resets of the cache: from then on the store is used under another weights epoch.",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -172,6 +173,16 @@ class WorkerSide:
         self._copied: dict[str, int] = {}
         """What ``count_copies`` has counted."""
 
+    def wait_pinned(self) -> None:
+        """Waits until what the pages are copied from and to is pinned, where it is to be. Bounded."""
+        until_s = time.monotonic() + self._options.device_pin_wait_s
+        late = sum(not pages.wait_pinned(max(0.0, until_s - time.monotonic())) for pages in self.pages)
+        if late:
+            self.tally.add("device_pinned_late", late)
+            _log.warning(
+                "the arena is not pinned whole after %g s: copies are slower until it is", self._options.device_pin_wait_s
+            )
+
     # ---- loads ----
     def begin_step(self, plan: StepPlan) -> None:
         """A step begins: sees whether the weights are others since the last one.
@@ -179,6 +190,7 @@ class WorkerSide:
         Whoever had the pages before that it will load into has computed with them by now, at the latest: loads outside of the
         batch begin behind the step's own computation, for which they need not wait on a device.
         """
+        self._keep_up(plan)
         self._before = self.pages[0].mark() if plan.loads else None
 
     def begin_loads(self, plan: StepPlan) -> None:
@@ -189,7 +201,6 @@ class WorkerSide:
         for job in plan.loads:
             (self._in_step if job.layerwise else self._flights).append(self._begin(job, after))
 
-        self._keep_up(plan)
     def _keep_up(self, plan: StepPlan) -> None:
         """Where the weights are others since the last step, what is on its way here is of the old ones."""
         if plan.give_up_saves and self._saver is not None and not self._saver.drain(RESET_GRACE_S):

@@ -1,0 +1,131 @@
+"""What is asked of the CUDA driver and of torch for a GPU, with both faked: threads, captures of graphs, streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvclient.device.driver import CudaDriver, PinRefused
+from kvclient.device.streams import _CudaStream
+from kvstore.core.errors import Internal
+
+GLOBAL, RELAXED = 0, 2
+CAPTURING = 900
+
+
+class Libcuda:
+    """The driver's library while another thread captures a graph in the mode that forbids others the most."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self.refuses = False
+        self.streams = 100
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: 0
+
+    @property
+    def mode(self) -> int:
+        return getattr(self._of_thread, "mode", GLOBAL)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        self._of_thread.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def cuMemHostRegister_v2(self, *_: object) -> int:  # noqa: N802
+        return CAPTURING if self.refuses or self.mode != RELAXED else 0
+
+    def cuMemHostUnregister(self, *_: object) -> int:  # noqa: N802
+        return CAPTURING if self.refuses or self.mode != RELAXED else 0
+
+    def cuStreamCreate(self, handle: Any, flags: int) -> int:  # noqa: N802
+        assert flags == 1, "it would wait for the default stream"
+        self.streams += 1
+        handle._obj.value = self.streams
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Libcuda:
+    made = Libcuda()
+    monkeypatch.setattr("kvclient.device.driver.ctypes.CDLL", lambda _: made)
+    return made
+
+
+@pytest.mark.parametrize("end", ["pin", "unpin"])
+def test_memory_is_pinned_while_somebody_captures_a_graph(library: Libcuda, end: str) -> None:
+    driver = CudaDriver(0)
+    ask = (lambda: driver.pin(4096, 4096)) if end == "pin" else (lambda: driver.unpin(4096))
+    ask()
+    assert library.mode == GLOBAL, "what else this thread does is as before"
+    library.refuses = True
+    with pytest.raises(PinRefused) as refused:
+        ask()
+    assert refused.value.passes, "a moment later the driver may"
+    assert library.mode == GLOBAL
+    assert not PinRefused(2, "out of memory").passes
+
+
+class Torch:
+    """What torch does with current devices and streams, in a thread that has used no GPU: a context it makes stays."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = 0
+        self.contexts: set[int] = set()
+        self.made: list[int] = []
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "ExternalStream", self.external)
+        monkeypatch.setattr(torch.cuda, "Stream", None)
+
+    def external(self, handle: int, device: torch.device) -> tuple[int, torch.device]:
+        self.made.append(handle)
+        return handle, device
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        self.contexts.add(self.current)
+        yield
+        self.current = before  # without a context, if there is none
+
+    @contextmanager
+    def stream(self, stream: tuple[int, torch.device]) -> Iterator[None]:
+        before, self.current = self.current, stream[1].index
+        self.contexts.add(self.current)
+        yield
+        self.current = before
+        self.contexts.add(before)  # it sets that device's stream again
+
+
+def test_copies_to_one_gpu_make_no_context_on_another(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Torch(monkeypatch)
+    stream = _CudaStream(torch.device("cuda", 3), CudaDriver(3))
+    seen: list[int] = []
+    stream.run(lambda: seen.append(fake.current))
+    assert seen == [3]
+    assert fake.contexts == {3}
+    assert fake.current == 0
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(Internal, match="takes no work"):
+        stream.run(fails)
+    assert library.mode == GLOBAL
+
+
+def test_streams_are_the_drivers_and_made_when_they_are_used(library: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has 32 and hands them out in rotation: with a few KV cache groups the engine's own would be among the copies'."""
+    fake = Torch(monkeypatch)
+    driver = CudaDriver(0)
+    streams = [_CudaStream(torch.device("cuda", 0), driver) for _ in range(40)]
+    assert library.streams == 100, "none is made ahead"
+    for stream in (*streams[:3], *streams[:3]):
+        stream.run(lambda: None)
+    assert fake.made == [101, 102, 103]
