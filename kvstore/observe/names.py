@@ -183,7 +183,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "device_batch_refused_total": ("counter", "devices that refused batched copies: theirs are staged since"),
     "device_errors_total": ("counter", "copies that the device refused"),
     "device_loaded_bytes_total": ("counter", "bytes that copies into a device's pages were begun for"),
-    "device_lost_total": ("counter", "devices left alone, as copies failed or did not end"),
+    "device_lost_total": ("counter", "KV caches whose device is left alone, as copies failed or did not end"),
     "device_pin_refused_total": ("counter", "arenas that the driver did not pin whole"),
     "device_pin_retries_total": ("counter", "pins asked for anew, as the driver gives none while graphs are captured"),
     "device_pool_loaded_bytes_total": ("counter", "bytes that copies out of the engine's pool into pages were begun for"),
@@ -191,7 +191,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "device_stored_bytes_total": ("counter", "bytes that copies out of a device's pages were begun for"),
     "device_unpin_failed_total": ("counter", "pins that did not end: their arena stays mapped"),
     "device_unpinned_bytes_total": ("counter", "bytes copied to or from memory that was not pinned, which is slower"),
-    "device_without_triton_total": ("counter", "copiers that move pages by torch's indexing, as Triton is missing"),
+    "device_without_triton_total": ("counter", "copiers that move pages by torch's indexing, as Triton does not work"),
     # ---- hooks
     "hook_bypassed_total": ("counter", "prompts that the hook left alone"),
     "hook_loaded_tokens_total": ("counter", "tokens loaded by the transformers hook"),

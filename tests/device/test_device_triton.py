@@ -19,6 +19,7 @@ from deferred import DeferredDevice, bytes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.rows import TorchRows
 from kvclient.device.triton_rows import PIECE_WORDS, TritonRows
@@ -136,3 +137,33 @@ def test_direct_copies_are_what_the_oracle_says(layout: str, pages_per_block: in
     assert sum(stream.launches for stream in device.streams) == launched + 4, "a table and a launch a layer"
     blocks.drain()
     assert np.array_equal(block_bytes(cache, targets), expected)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_triton_that_cannot_launch_is_done_without(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is installed, and there is no compiler, or none for this device: that shows with the first launch."""
+    launch = TritonRows._launch
+    errors: list[Exception] = (
+        [] if works else [RuntimeError("Failed to find C compiler"), ValueError("type fp8e4nv not supported")]
+    )
+
+    def broken(self: TritonRows, *args: object, **how: object) -> None:
+        if errors:
+            raise errors[0]
+        launch(self, *args, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TritonRows, "_launch", broken)
+    device = DeferredDevice(2)
+    device.memory = torch.device("cuda", 0)
+    while True:
+        cache = make_cache("mla", layers=2, pages=9, tokens=4, dim=8)
+        copier = DeviceCopier(cache, strategy="staged", device=device)
+        assert copier.stats().get("device_without_triton_total", 0) == (not works)
+        expected = block_bytes(cache, [3, 7])
+        assert np.array_equal(copier.blocks([3, 7]).gather(), expected)
+        if errors:
+            with pytest.raises(InvalidArgument, match="Triton"):
+                DeviceCopier(cache, strategy="direct", device=device)
+        if len(errors) < 2:
+            break
+        errors.pop(0)

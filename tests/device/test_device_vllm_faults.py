@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deferred import ComputingDevice, DeferredDevice, FakePinning
-from late_engine import LAYERS, NAMES, Engine, until
+from deferred import ComputingDevice, DeferredDevice, DeferredEvent, FakePinning
+from late_engine import LAYERS, NAMES, WAIT_S, Engine, until
 
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.device import copier as copier_module
+from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.streams import CpuDevice
 from kvclient.device.ways import Staged
 from kvclient.engines.vllm.device_pages import DevicePages, device_pages, make_pages
@@ -129,6 +130,14 @@ def test_copies_that_bring_other_bytes_are_found_at_start(monkeypatch: pytest.Mo
         wrong.setattr(Staged, "_scatter", lambda *_: None)
         with pytest.raises(Internal, match="other bytes"):
             device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
+    with monkeypatch.context() as wrong:  # on the way of memory that is not pinned alone
+        wrong.setattr(DeviceBlocks, "landed", lambda *_: None)
+        with pytest.raises(Internal, match="other bytes"):
+            device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
+    with monkeypatch.context() as wrong:
+        wrong.setattr(DeviceBlocks, "gather", lambda blocks: np.zeros((blocks.count, blocks.shape.block_bytes), np.uint8))
+        with pytest.raises(Internal, match="other bytes"):
+            device_pages([layers], 6, device, strategy="batched", staging_bytes=64)
     device.fail_after = 0
     with pytest.raises(Internal, match="failed"):
         device_pages([layers], 6, device, strategy="staged", staging_bytes=64)
@@ -209,7 +218,7 @@ def test_copies_that_come_too_late_are_never_seen(
 ) -> None:
     """A load's copies do not end in time: its pages are others' then, who compute behind them, whenever that is."""
     engine = make(ComputingDevice(1, "compute"))
-    monkeypatch.setattr(copier_module, "DRAIN_S", 0.2)
+    monkeypatch.setattr(copier_module, "COMPUTE_S", 0.2)
     job = engine.job(PAGES, FIRST, layerwise=False)
     if not fenced:
         monkeypatch.setattr(ComputingDevice, "follow", lambda *_: None)
@@ -224,7 +233,30 @@ def test_copies_that_come_too_late_are_never_seen(
         engine.attend(PAGES, OTHER, layer)
     assert (engine.settled() == []) == fenced
     engine.side.count_copies()
-    assert engine.side.tally.totals()["device_lost"] >= 1
+    assert engine.side.tally.totals()["device_lost"] == 1
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_step_that_computes_for_long_loses_no_device(
+    ends: bool, make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies have not had their time before what they wait for has ended; and that has another bound."""
+    engine = make(ComputingDevice(1))
+    monkeypatch.setattr(copier_module, "DRAIN_S", 0.1)
+    monkeypatch.setattr(copier_module, "COMPUTE_S", WAIT_S if ends else 0.3)
+    job = engine.job(PAGES, FIRST, layerwise=False)
+    computes = DeferredEvent(engine.device)
+    engine.device.compute.wait(computes)  # type: ignore[attr-defined]
+    step = threading.Timer(0.5, setattr, (computes, "reached", True))
+    if ends:
+        step.start()
+    assert engine.load(PAGES, FIRST, job) == (set() if ends else set(PAGES))
+    computes.reached = True
+    step.cancel()
+    assert engine.load(PAGES, FIRST) == (set() if ends else set(PAGES))
+    engine.settled()
+    engine.side.count_copies()
+    assert engine.side.tally.totals().get("device_lost", 0) == (0 if ends else 1)
 
 
 def test_pages_of_a_request_that_is_aborted_are_free_when_its_copies_have_ended(make: Callable[..., Engine]) -> None:

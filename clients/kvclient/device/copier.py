@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -32,7 +33,9 @@ _log = logging.getLogger(__name__)
 Strategy = Literal["auto", "staged", "batched", "direct"]
 STRATEGIES = ("auto", "staged", "batched", "direct")
 DRAIN_S = 10.0
-"""Copies that have not come to an end by then never will: the device is lost."""
+"""Copies that have not come to an end by then, once they could begin, never will: the device is lost."""
+COMPUTE_S = 300.0
+"""Longer than any step computes. What copies wait for that has not ended by then never will."""
 _NAP_S = 50e-6
 
 
@@ -112,20 +115,25 @@ class DeviceCopier:
         return strategy
 
     def _mover(self) -> RowMover:
-        if self.cache.device.type != "cuda":
+        if self.device.memory.type != "cuda":
             return TorchRows(self.cache)
         try:
             from kvclient.device.triton_rows import TritonRows
-        except ImportError as error:
+
+            rows = TritonRows(self.cache)
+            self.device.run(partial(_try_out, rows, self.cache))
+        except Exception as error:  # noqa: BLE001  # no Triton, no compiler, a device it does not know: errors of its own kinds
             self.counters.add("device_without_triton_total")
-            _log.warning("no Triton here (%s): pages are moved by torch's indexing, which takes more launches", error)
+            _log.warning("Triton does not work here (%s): pages are moved by torch's indexing, which takes more launches", error)
             return TorchRows(self.cache)
-        return TritonRows(self.cache)
+        return rows
 
     def _make(self, name: str, mover: RowMover, staging_bytes: int) -> Way:
         if name == "batched":
             return Batched(self.device, self.cache)
         if name == "direct":
+            if self.device.memory.type == "cuda" and isinstance(mover, TorchRows):
+                raise InvalidArgument("the direct way takes Triton, which does not work here: the log says why")
             try:
                 return Direct(self.device, self.cache)
             except ImportError as error:
@@ -347,6 +355,7 @@ class DeviceCopier:
         with lane.lock:
             if lane.lost:
                 raise Internal("the device was lost: nothing is copied any more", device=self.cache.device)
+            lane.behind(part.after)
             try:
                 work()
             except BaseException as error:
@@ -360,16 +369,21 @@ class DeviceCopier:
             return way.record()
 
     def wait(self, events: Sequence[Event]) -> None:
-        """Waits until some copies are done. Bounded.
+        """Waits until some copies are done. Bounded: their time begins when what the engine computes before them has ended.
 
         Raises:
             Internal: the device failed or does not come to an end. It is lost: nothing is copied any more.
         """
-        until_s = time.monotonic() + DRAIN_S
+        computed = [mark for lane in self._lanes for mark in lane.marks]  # a stream is in order: also those of copies before
+        began_s = time.monotonic()
+        until_s = began_s + DRAIN_S
         for number, event in enumerate(events):
             try:
                 while not event.done() and time.monotonic() < until_s:
                     time.sleep(_NAP_S)  # an event has no wait with a bound
+                    computed = [mark for mark in computed if not _done(mark)]
+                    if computed:
+                        until_s = min(time.monotonic() + DRAIN_S, began_s + COMPUTE_S)
                 ended = event.done()
             except Internal:
                 self._lose(events[number:])
@@ -385,12 +399,14 @@ class DeviceCopier:
                 self._kept.append(memory)
 
     def _lose(self, events: Sequence[Event]) -> None:
-        self.counters.add("device_lost_total")
-        _log.error("copies to and from %s do not end or failed: it is left alone from now on", self.cache.device)
         with self._lock:
+            first = not any(lane.lost for lane in self._lanes)
+            for lane in self._lanes:
+                lane.lost = True
             self._stuck.extend(events)
-        for lane in self._lanes:
-            lane.lost = True
+        if first:
+            self.counters.add("device_lost_total")
+            _log.error("copies to and from %s do not end or failed: it is left alone from now on", self.cache.device)
 
     # ---- arenas ----
     def mapped(self, arena: memoryview) -> _Guard:
@@ -436,6 +452,12 @@ class DeviceCopier:
         }
 
 
+def _try_out(rows: RowMover, cache: PagedCache) -> None:
+    """One launch, which reads a block's pages: what cannot be compiled or launched shows."""
+    ids = torch.arange(cache.pages_per_block, device=cache.device)
+    rows.to_rows(0, ids, torch.empty((1, cache.row_bytes), dtype=torch.uint8, device=cache.device))
+
+
 class _Lane:
     """What one direction has for itself."""
 
@@ -445,6 +467,13 @@ class _Lane:
         self.pooled = pooled
         self.lock = threading.Lock()
         self.lost = False
+        self.marks: list[Event] = []
+        """What the engine computes, and copies that were begun wait for. Replaced, never changed."""
+
+    def behind(self, mark: Event) -> None:
+        """Copies begin that wait for a mark."""
+        if not any(mark is known for known in self.marks):
+            self.marks = [*(known for known in self.marks if not _done(known)), mark]
 
 
 class _Guard:

@@ -175,7 +175,8 @@ class CudaDevice:
 
     def run(self, work: Callable[[], None]) -> None:
         try:
-            work()
+            with torch.cuda.device(self.memory):
+                work()
         except RuntimeError as error:
             raise Internal("the CUDA device takes no work", error=error) from error
 

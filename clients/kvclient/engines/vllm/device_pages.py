@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
@@ -156,6 +157,13 @@ class DevicePages:
         size = self.shape.block_bytes
         wanted = np.random.default_rng(len(ids)).integers(0, 256, (len(ids), self.shape.layers, cache.row_bytes), np.uint8)
         memory = mmap.mmap(-1, 2 * len(ids) * size)
+
+        def holds(bytes_of: npt.NDArray[np.uint8]) -> bool:
+            return all(
+                np.array_equal(layer[there].cpu().numpy().reshape(len(ids), -1), bytes_of[:, number])
+                for number, layer in enumerate(layers)
+            )
+
         arena = memoryview(memory)
         guard = copier.mapped(arena)
         copier.wait_pinned(_PIN_S)
@@ -165,14 +173,20 @@ class DevicePages:
             loaded = copier.blocks(ids)
             loaded.read_arena(arena, np.arange(len(ids)) * size, 0, 0, self.shape.layers)
             loaded.drain()
-            good = all(
-                np.array_equal(layer[there].cpu().numpy().reshape(len(ids), -1), wanted[:, number])
-                for number, layer in enumerate(layers)
-            )
+            good = holds(wanted)
             stored = copier.blocks(ids)
             stored.write_arena(arena, np.arange(len(ids), 2 * len(ids)) * size)
             stored.drain()
             good = good and np.array_equal(found[1], wanted)
+            # by memory that is not pinned, as what comes from elsewhere goes
+            other = ~wanted
+            loaded = copier.blocks(ids)
+            for block in range(len(ids)):
+                (piece,) = loaded.segments(block, 0, self.shape.layers)
+                piece[:] = other[block].tobytes()
+            loaded.landed(np.arange(len(ids)), 0, self.shape.layers)
+            loaded.drain()
+            good = good and holds(other) and np.array_equal(copier.blocks(ids).gather().reshape(other.shape), other)
         except RuntimeError as error:  # torch's, of the device
             raise Internal("the device fails", device=cache.device, error=error) from error
         finally:
