@@ -22,9 +22,9 @@ from kvclient.core import Core
 from kvclient.directory import Directory
 from kvclient.operation import Operation, check_seconds
 from kvclient.options import VERIFY_CHOICES, Verify
-from kvclient.results import PATH_LOCAL, LoadResult, NodeRef, Outcomes, StoreResult
+from kvclient.results import HELD, PATH_LOCAL, LoadResult, NodeRef, Outcomes, StoreResult
 from kvclient.session import Session, means_lost, new_operation_id
-from kvclient.store import count_store, skip_rest
+from kvclient.store import count_store
 from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
@@ -118,9 +118,10 @@ class Handoff:
         """Makes the prompt whole on the decode host. Every layer must have been put.
 
         Returns:
-            What became of each block. Where that host did not take all of them, or a load over that host was to bring some and
-            did not, ``skipped_blocks`` says how many, and ``error`` (``CapacityExceeded``, ``Unavailable``) that the prompt is
-            not whole there: hand it over again, of which only what is lacking travels. ``IN_PROGRESS``: still on their way.
+            What became of each block, also of those behind one that is not there. Where that host did not take all of them, or a
+            load over that host was to bring some and did not, ``skipped_blocks`` says how many, and ``error``
+            (``CapacityExceeded``, ``Unavailable``) that the prompt is not whole there: hand it over again, of which only what is
+            lacking travels. ``IN_PROGRESS``: still on their way, or, with an ``error``, not known.
 
         Raises:
             InvalidArgument: a layer is missing, or the hand-over is finished.
@@ -135,28 +136,34 @@ class Handoff:
             if self._write is not None and result.error is None:
                 try:
                     outcomes: Outcomes = np.array(self._write.commit(), np.uint8)
-                    lost = self._not_brought(outcomes)
-                    skip_rest(outcomes)
-                    result.outcomes = outcomes
-                    stored = int(np.count_nonzero(outcomes[self._write.granted] == StoreOutcome.STORED))
-                    result.bytes_stored = stored * self._core.shape.block_bytes
-                    self._note_skipped(result, lost)
                 except KVStoreError as error:
                     self._give_up(error)
+                else:
+                    stored = int(np.count_nonzero(outcomes[self._write.granted] == StoreOutcome.STORED))
+                    result.bytes_stored = stored * self._core.shape.block_bytes
+                    result.outcomes = outcomes
+                    self._note_lacking(result, self._not_brought(result))
             result.seconds = self._operation.elapsed_s()
             count_store(self._core, result)
             self._core.incidents.counters.add("client_handoff_bytes_total", result.bytes_stored)
             return result
 
-    def _not_brought(self, outcomes: Outcomes) -> int:
+    def _not_brought(self, result: StoreResult) -> int:
         """Marks, and counts, blocks that were left to a load over that host which has ended without them.
 
         Such a load is planned again over other hosts when its part stalls or fails, and these bring nothing to the decode host.
         """
+        outcomes = result.outcomes
         coming = outcomes == StoreOutcome.IN_PROGRESS
         if not coming.any() or self._node is None or self._operation.over:
             return 0
-        probe = self._core.peers.peer(self._node).begin_write(self._request())
+        try:
+            probe = self._core.peers.peer(self._node).begin_write(self._request())
+        except KVStoreError as error:  # what was handed over is there all the same
+            result.error = error
+            why = "it is not known whether a prompt that was handed over is whole"
+            self._core.incidents.report("client_handoffs_failed_total", why, error)
+            return 0
         now: Outcomes = np.array(probe.outcomes, np.uint8)
         probe.abort()
         outcomes[coming & (now == StoreOutcome.EXISTS)] = StoreOutcome.EXISTS
@@ -164,9 +171,9 @@ class Handoff:
         outcomes[lost] = StoreOutcome.SKIPPED
         return int(np.count_nonzero(lost))
 
-    def _note_skipped(self, result: StoreResult, lost: int) -> None:
+    def _note_lacking(self, result: StoreResult, lost: int) -> None:
         """Blocks that the decode host does not have: whoever waits for the prompt there waits in vain."""
-        if skipped := result.skipped_blocks:
+        if skipped := int(np.count_nonzero(~HELD[result.outcomes])):
             facts = {"skipped": skipped, "blocks": len(self._keys)}
             if lost:
                 result.error = Unavailable("a load over the decode host did not bring what it was to bring", lost=lost, **facts)

@@ -186,7 +186,7 @@ class StoreResult:
 
     Attributes:
         outcomes: one ``StoreOutcome`` a block. A chain is stored prefix first: behind the first block that could not be
-            stored everything is ``SKIPPED``.
+            stored everything is ``SKIPPED``; not so where a prompt is handed over.
         bytes_stored: bytes of blocks ``STORED`` by this call.
         durable: whether everything this call stored is known to be on NVMe (where that was asked for; else see ``error``).
         seconds: how long it took.

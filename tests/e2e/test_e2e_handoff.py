@@ -17,6 +17,8 @@ from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOut
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import NodeSpec
+from kvstore.transport.contract import LayerWrite, WriteRequest
+from kvstore.transport.tcp_peer import TcpPeer
 
 LAYERS, LAYER_BYTES = 6, 8192
 
@@ -170,8 +172,55 @@ def test_what_was_left_to_another_that_gave_up_is_told_and_handed_over_again(sto
     assert (taken == prompt.bytes).all()
 
 
+def test_what_was_handed_over_counts_although_something_before_it_did_not_come(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
+    one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
+    prompt = Prompt(writer, "a gap", hit=1, new=5)
+    size, rest = prompt.bytes[0].nbytes, len(prompt.keys) - 1
+
+    def handed_over(before_commit: Callable[[], None] = lambda: None) -> StoreResult:
+        with other.client.begin_handoff(prompt.keys, "decode-0", tail=True) as handoff:
+            for layer in range(LAYERS):
+                handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
+            before_commit()
+            return handoff.commit()
+
+    first = one.client.begin_handoff(prompt.keys[:1], "decode-0")
+    first.put_layer(0, np.ascontiguousarray(prompt.layers[:1, 0]))
+
+    def give_up() -> None:
+        first.abort()
+        until(lambda: in_progress(decode, prompt) == rest, "the decode host knows that the first was given up")
+
+    begin = TcpPeer.begin_write
+    begun: list[WriteRequest] = []
+
+    def only_once(self: TcpPeer, request: WriteRequest) -> LayerWrite:
+        begun.append(request)
+        if len(begun) > 1:
+            raise Unavailable("the node does not answer")
+        return begin(self, request)
+
+    with monkeypatch.context() as deaf:
+        deaf.setattr(TcpPeer, "begin_write", only_once)
+        unsure = handed_over()
+    assert len(begun) == 2
+    assert (unsure.count(StoreOutcome.STORED), unsure.bytes_stored) == (rest, rest * size)
+    assert unsure.outcome(0) == StoreOutcome.IN_PROGRESS
+    assert isinstance(unsure.error, Unavailable), "whether the first block is there is not known"
+
+    told = handed_over(give_up)
+    assert (told.held_blocks, told.skipped_blocks, told.count(StoreOutcome.EXISTS)) == (0, 1, rest)
+    assert isinstance(told.error, Unavailable)
+    again = handed_over()
+    assert (again.held_blocks, again.bytes_stored) == (len(prompt.keys), size)
+    assert again.error is None
+
+
 def in_progress(decode: Engine, prompt: Prompt) -> int:
-    """Blocks of a prompt that somebody is about to bring to the decode host."""
+    """Blocks of a prompt that somebody is about to bring to the decode host, or has brought."""
     with decode.client.begin_handoff(prompt.keys, "decode-0", tail=True) as probe:
         probe.put_layer(0, np.ascontiguousarray(prompt.layers[:, 0]))
         return len(prompt.keys) - probe.bytes_sent_a_layer // LAYER_BYTES

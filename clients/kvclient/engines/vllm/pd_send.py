@@ -138,7 +138,10 @@ class Send:
         return results
 
     def _held(self, results: Sequence[StoreResult]) -> bool:
-        return all(result.held_blocks == len(ids) for result, ids in zip(results, self.job.block_ids, strict=True))
+        return all(
+            result.error is None and result.held_blocks == len(ids)
+            for result, ids in zip(results, self.job.block_ids, strict=True)
+        )
 
 
 class Sender:
