@@ -206,6 +206,36 @@ def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
     assert counts["load_blocks"] >= 1, "what is before the first bad block counts"
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_a_step_that_raises_has_not_computed_is_not_stored(
+    raises: bool, make_bed: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells of its end as of any other. A step that somebody asks for who is handling an error has not raised."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    engine = make_bed().open()
+    forward = GPUModelRunner._model_forward
+
+    def no_room(self: Any, *args: Any, **how: Any) -> Any:
+        forward(self, *args, **how)
+        if raises:
+            raise RuntimeError("out of memory")
+
+    try:
+        int("somebody else's error")
+    except ValueError:
+        if raises:
+            monkeypatch.setattr(GPUModelRunner, "_model_forward", no_room)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.tokens(PROMPTS[:1])
+        else:
+            engine.tokens(PROMPTS[:1])
+    saver = engine.worker_side._saver
+    assert saver is not None
+    assert saver.drain(WAIT_S)
+    assert (engine.worker_side.tally.totals().get("stores", 0) == 0) == raises
+
+
 def test_a_store_without_room_skips(make_bed: Callable[..., Bed]) -> None:
     bed = make_bed(dram_bytes=2 * MIB)
     engine = bed.open(store_deadline_s=0.5)

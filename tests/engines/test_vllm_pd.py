@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,26 @@ def fates(bed: PdBed, *names: str) -> int:
     """Prompts that the decode node awaited, and that ended so."""
     counters = bed.node(DECODE).GetNodeStats(node_pb2.GetNodeStatsRequest(), timeout=5).counters
     return sum(counters[f"prompts_{name}_total"] for name in names)
+
+
+def test_at_the_end_each_part_is_closed_whatever_becomes_of_the_others() -> None:
+    from kvclient.engines.vllm.pd_connector import KVStorePDConnector
+
+    ended: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            ended.append(self.name)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    connector: Any = object.__new__(KVStorePDConnector)
+    connector._sender, connector._receiver, connector._worker, connector._scheduler = map(Part, ("s", "r", "w", "d"))
+    with pytest.raises(RuntimeError, match="CUDA"):
+        connector.shutdown()
+    assert ended[:3] == ["s", "r", "w"]
 
 
 def test_a_decode_node_that_is_not_there(bed: PdBed, oracle: Oracle) -> None:

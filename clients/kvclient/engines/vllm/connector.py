@@ -7,6 +7,7 @@ one in each worker, one in the scheduler's process.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -106,6 +107,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._arrivals = Arrivals()
+        self._raised_before: BaseException | None = None
+        """What whoever called for the step is handling, if anything."""
         if role == KVConnectorRole.SCHEDULER:
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
@@ -284,6 +287,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
+        self._raised_before = sys.exc_info()[1]
         self._moves.begin_step(self._plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
@@ -299,8 +303,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """A layer of this step is complete: blocks are stored when all are."""
 
     def wait_for_save(self) -> None:
-        """The forward pass is over."""
-        self._moves.end_forward(self._plan)
+        """The forward pass is over, also where it has raised: vLLM tells of that end as of any other."""
+        raised = sys.exc_info()[1]
+        self._moves.end_forward(self._plan, computed=raised is None or raised is self._raised_before)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that have ended."""

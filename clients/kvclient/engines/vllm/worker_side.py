@@ -166,7 +166,7 @@ class WorkerSide:
         self._in_step: list[Flight] = []
         self._arrivals = Arrivals()
         self.step_failed = False
-        """Whether a layer-wise load of this step failed: some of what the step computed is wrong."""
+        """Whether a layer-wise load of this step failed, or its forward pass: some of what it was to compute is wrong."""
         self._saver = Saver(pages, options.hook.store_deadline_s, self.tally) if stores else None
         self._answer = StepAnswer()
         self._before: Mark = None
@@ -248,9 +248,9 @@ class WorkerSide:
                 if part.group == place[0]:
                     part.wait_layer(place[1])
 
-    def end_forward(self, plan: StepPlan) -> None:
-        """The forward pass of a step, if it had one, is over: its blocks are complete."""
-        self.step_failed = False
+    def end_forward(self, plan: StepPlan, *, computed: bool = True) -> None:
+        """The forward pass of a step, if it had one, is over: its blocks are complete, if it has ``computed`` them."""
+        self.step_failed = not computed
         for flight in self._in_step:
             missing = [page for part in flight.parts for page in part.end_in_step(self.tally)]
             self._arrivals.missing.update(missing)
