@@ -260,6 +260,7 @@ def test_all_ranks_use_one_chain() -> None:
         {"min_load_tokens": 1.5},
         {"device_copies": "fast"},
         {"device_staging_bytes": 0},
+        {"device_pin_wait_s": -1},
         {"weights_epoch_file": 3},
         {"weights_epoch_file": "f", "weights_epoch": "1"},
         {"lod_mode": "async"},

@@ -220,7 +220,8 @@ class HbmVolume(Volume):
                 self._staging = self._take_staging(max(STAGING_BYTES, size))
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(self._stream):
+            # both, or what goes back to the device that was current before makes a context there: in a new thread that is GPU 0
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 yield self._staging, len(self._staging) // size
 
     def _take_staging(self, nbytes: int) -> torch.Tensor:

@@ -59,6 +59,7 @@ class TensorMemory:
         device = self._bytes.device
         if device not in streams:
             streams[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(streams[device]):
+        # both, or what goes back to the device that was current before makes a context there: in a new thread that is GPU 0
+        with torch.cuda.device(device), torch.cuda.stream(streams[device]):
             yield
         streams[device].synchronize()
