@@ -17,8 +17,20 @@ from kvstore.simulate.result import SimResult
 
 
 def bound_sentence(config: SimConfig) -> str:
-    """What equation 9 says of a cluster of equal nodes."""
-    return judge(bed_of(config)).sentence
+    """What equation 9 says of a cluster of equal nodes, which takes storage for as fast as their links, and what storage says."""
+    verdict = judge(bed_of(config))
+    hosts = config.of(Role.PREFILL)
+    prefill, every = (sum(host.snic for host in some) for some in (hosts, config.hosts))
+    if config.storage >= every:
+        return verdict.sentence
+    name = f"{len(hosts)}P{len(config.hosts) - len(hosts)}D"
+    limit = config.storage / min(config.storage, prefill)
+    short = (
+        f"{name}: all storage together sends {config.storage / 1e9:g} GB/s, less than the {every / 1e9:g} GB/s that the storage "
+        f"links take: they cannot all be full, loads up to {limit:.2f} times as fast as over "
+        "the prefill nodes alone."
+    )
+    return short if verdict.free else f"{short} {verdict.sentence}"
 
 
 def bed_of(config: SimConfig) -> Bed:

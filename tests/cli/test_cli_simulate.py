@@ -29,6 +29,25 @@ def test_it_compares_policies_and_writes_json(tmp_path: Path) -> None:
     assert all(result["finished"] == result["requests"] > 0 for result in written["results"])
 
 
+def test_storage_that_is_slower_than_the_links_it_feeds_is_said_to_be_the_bound() -> None:
+    def told(*more: str) -> str:
+        shown = CliRunner().invoke(
+            root, [*SMALL, "--prefill", "1", "--decode", "1", "--snic", "6.25", "--policies", "split", *more]
+        )
+        assert shown.exit_code == 0, shown.output
+        return " ".join(shown.output.split())
+
+    assert "all storage links can be full, loads up to 2.00 times" in told("--storage", "12.5")
+    slower = told("--storage", "3")
+    assert "can be full" not in slower
+    assert "1P1D: all storage together sends 3 GB/s, less than the 12.5 GB/s that the storage links take" in slower
+    assert "loads up to 1.00 times as fast" in slower
+    assert "loads up to 1.60 times as fast" in told("--storage", "10")
+    both = told("--storage", "10", "--cnic", "1")
+    assert "1.60 times" in both
+    assert "CNIC write would need" in both or "CNIC read would need" in both  # the compute links are no less of a bound for it
+
+
 def test_json_alone_goes_to_stdout() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "kvstore.cli", *SMALL, "--policies", "ladder", "--json", "-"],
