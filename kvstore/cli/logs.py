@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from kvstore.cli.show import clean
 from kvstore.core.config import LogSection
 from kvstore.observe.context import plan_id, request_id
 
 _TALKATIVE = ("httpx",)
 """Libraries that log each call at level info: a program that calls others every second would log little else."""
+
+_SHARP = re.compile("[\x7f-\x9f\u2028\u2029]")
+"""What JSON lets through, though terminals obey it or some readers end a line at it."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -33,19 +38,34 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        return _SHARP.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(entry, ensure_ascii=False))
 
 
 class ConsoleFormatter(logging.Formatter):
-    """For people: time, level, logger and message, with the request and plan it is about behind it."""
+    """For people: time, level, logger and message, with the request and plan it is about behind it.
+
+    A record is one line, and nothing in it reaches the terminal as a control sequence: what others send is logged, too. Only a
+    traceback has further lines. They are indented, whatever its error says: none of them passes for a record.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the base class's
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record, self.datefmt)
         about = " ".join(f"{name}={value}" for name, value in _about().items())
-        line = super().formatMessage(record)
-        return f"{line} [{about}]" if about else line
+        line = self.formatMessage(record)
+        lines = [f"{line} [{about}]" if about else line]
+        if record.exc_info:  # what another formatter left in exc_text is not as ours
+            lines += _indented(self.formatException(record.exc_info))
+        if record.stack_info:
+            lines += _indented(self.formatStack(record.stack_info))
+        return "\n".join(clean(one) for one in lines)
+
+
+def _indented(lines: str) -> list[str]:
+    return [f"  {line}" for line in lines.split("\n")]
 
 
 def _about() -> dict[str, str]:

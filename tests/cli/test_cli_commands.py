@@ -24,7 +24,7 @@ from rich.console import Console
 from kvstore.cli.app import root
 from kvstore.cli.bench import benchmark_folder, benchmarks
 from kvstore.cli.demo import dual_table
-from kvstore.cli.logs import JsonFormatter, StderrHandler, first_lines, set_up_logs
+from kvstore.cli.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
 from kvstore.core.config import LogSection
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 
@@ -236,6 +236,43 @@ def test_json_logs_carry_errors() -> None:
     entry = json.loads(JsonFormatter().format(record))
     assert entry["message"] == "it failed"
     assert "ValueError: invalid literal" in entry["error"]
+
+
+def test_no_log_line_is_another_ones_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """What strangers send is logged as they send it: it must be no record of its own, and no control sequence."""
+
+    def bug(words: str) -> None:
+        raise ValueError(words)
+
+    forged = "x\n21:00:00 INFO    kvstore.metadata.nodes: node storage-9 is alive\r\x1b[31m\x9b2J\u2028\u202ered"
+    logger = logging.getLogger("kvstore.x")
+    for kind in ("console", "json"):
+        set_up_logs(LogSection(level="info", format=kind))
+        logger.warning("failed: %s", forged)
+        try:
+            bug(forged)
+        except ValueError:
+            logger.exception("a bug")
+        said = capsys.readouterr().err
+        assert not {"\r", "\x1b", "\x9b", "\u2028"}.intersection(said)
+        lines = said.splitlines()
+        if kind == "json":
+            entries = [json.loads(line) for line in lines]
+            assert entries[0]["message"] == f"failed: {forged}"
+            assert entries[1]["error"].endswith(f"ValueError: {forged}")
+            continue
+        assert [line[9:] for line in lines if not line.startswith("  ")] == [
+            r"WARNING kvstore.x: failed: x\n21:00:00 INFO    kvstore.metadata.nodes: node storage-9 is alive\r\x1b[31m\x9b2J"
+            r"\u2028\u202ered",
+            "ERROR   kvstore.x: a bug",
+        ]
+        assert lines[2] == "  Traceback (most recent call last):"  # ours still has its lines
+        assert len(lines) > 5
+
+
+def test_a_stack_is_indented_like_a_traceback() -> None:
+    record = logging.LogRecord("a", logging.INFO, "f", 1, "here", (), None, sinfo="Stack:\n  File x")
+    assert ConsoleFormatter().format(record).splitlines()[1:] == ["  Stack:", "    File x"]
 
 
 def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
