@@ -25,15 +25,18 @@ from kvstore.core.errors import Internal, KVStoreError, Unavailable
 from kvstore.core.tls import TlsConfig
 from kvstore.observe import context as request_context
 from kvstore.observe import tracing
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metrics import EVENTS
 from kvstore.rpc.access import Doorkeeper
 from kvstore.rpc.address import check_address, is_unix
 from kvstore.rpc.descriptors import connections_allowed
 from kvstore.rpc.errors import abort_arguments
+from kvstore.rpc.requests import UnreadableRequest, check_read, reading
 from kvstore.rpc.tls import server_credentials
 from kvstore.rpc.tokens import Tokens, Watched
 
 logger = logging.getLogger(__name__)
+limited = LimitedLog(logger)
 
 MAX_CONCURRENT_RPCS: Final = 4_096
 """Calls in progress; one more is refused with RESOURCE_EXHAUSTED, which our clients may retry."""
@@ -85,8 +88,9 @@ _GONE_CALLERS: Final = _GoneCallers()
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Maps what handlers raise to gRPC status, times them, and takes over the request that a call was made for.
 
-    Counts ``rpc_errors_<kind>_total`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``. Wrapped handlers are
-    kept, so that the cost a call is one dictionary look-up, one more frame and two looks at the clock.
+    Counts ``rpc_errors_<kind>_total`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``; for requests that cannot
+    be read, ``rpc_unreadable_requests_total``. Wrapped handlers are kept, so that the cost a call is one dictionary look-up, two
+    more frames and two looks at the clock.
     """
 
     def __init__(self, counters: CounterSink) -> None:
@@ -111,7 +115,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         return wrapped
 
     def _wrap(self, handler: Any, name: str) -> Handler:  # noqa: ANN401  # grpc's handler tuple is untyped
-        codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        read = reading(handler.request_deserializer, streamed=handler.request_streaming)
+        codec = {"request_deserializer": read, "response_serializer": handler.response_serializer}
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(self._guard_unary(name, handler.unary_unary), **codec)
         if handler.stream_unary is not None:
@@ -126,6 +131,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         async def guarded(request: object, context: Context) -> object:
             began_s = time.perf_counter()
             try:
+                check_read(request)
                 if tracing.on():
                     with tracing.server_span(name, context.invocation_metadata()):
                         return await behaviour(request, context)
@@ -133,7 +139,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             except grpc.aio.AbortError:
                 raise  # gRPC's own services abort for themselves
             except Exception as error:  # noqa: BLE001  # the process edge: nothing may leave as a bare exception
-                await self._abort(error, context)
+                await self._abort(name, error, context)
             finally:
                 if timed is not None:
                     self._counters.observe(timed, time.perf_counter() - began_s)
@@ -146,13 +152,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         async def guarded(request: object, context: Context) -> AsyncIterator[object]:
             began_s = time.perf_counter()
             try:
+                check_read(request)
                 with tracing.server_span(name, context.invocation_metadata() if tracing.on() else None):
                     async for response in behaviour(request, context):
                         yield response
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001  # as above
-                await self._abort(error, context)
+                await self._abort(name, error, context)
             finally:
                 if timed is not None:
                     self._counters.observe(timed, time.perf_counter() - began_s)
@@ -165,11 +172,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         event = f"rpc_{name}_seconds"
         return event if event in EVENTS else None
 
-    async def _abort(self, error: Exception, context: Context) -> NoReturn:
+    async def _abort(self, name: str, error: Exception, context: Context) -> NoReturn:
         if not isinstance(error, KVStoreError):
             self._counters.add("rpc_unexpected_errors_total")
             logger.error("unexpected error in a handler", exc_info=error)
             error = Internal("internal error; the server's log has the details")
+        if isinstance(error, UnreadableRequest):
+            self._counters.add("rpc_unreadable_requests_total")
+            limited.warning("refused a %s of %s: %s", name, context.peer(), error)
         self._counters.add(f"rpc_errors_{error.kind.value}_total")
         code, message, metadata = abort_arguments(error)
         await context.abort(code, message, metadata)

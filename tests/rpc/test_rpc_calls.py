@@ -39,6 +39,8 @@ from kvstore.core.errors import (
 from kvstore.core.status import STATUS, make_error
 from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc import server
 from kvstore.rpc.client import RetryPolicy, call, call_aio, connect, connect_aio
 from kvstore.rpc.errors import DETAILS_KEY, from_rpc_error, to_status
 from kvstore.rpc.server import BoundServer, build_aio_server
@@ -147,6 +149,39 @@ async def test_a_bug_is_counted_logged_and_tells_nothing(
     assert "secret" not in str(caught.value)
     assert "secret insides" in caplog.text
     assert served.counters.snapshot() == {"rpc_unexpected_errors_total": 1, "rpc_errors_internal_total": 1}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/kvstore.v1.Metadata/Lookup",
+        "/kvstore.v1.Metadata/WatchBlocks",
+        "/kvstore.v1.Metadata/Publish",
+        "/grpc.health.v1.Health/Check",
+    ],
+)
+async def test_garbage_is_an_invalid_argument_counted_and_logged_now_and_then(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(server, "limited", LimitedLog(server.logger))
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        for _ in range(20):
+            if method.endswith("Publish"):
+                answer = channel.stream_stream(method)(iter([b"\xff" * 40])).read()
+            elif method.endswith("WatchBlocks"):
+                answer = channel.unary_stream(method)(b"\xff" * 40).read()
+            else:
+                answer = channel.unary_unary(method)(b"\xff" * 40)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert type(from_rpc_error(caught.value)) is InvalidArgument
+    assert served.counters.snapshot() == {"rpc_unreadable_requests_total": 20, "rpc_errors_invalid_argument_total": 20}
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert said.exc_info is None
+    assert method.rpartition("/")[2] in said.getMessage()
+    assert "request_bytes=40" in said.getMessage()
 
 
 async def test_callers_that_left_before_their_answer_are_counted_and_write_no_tracebacks(
