@@ -120,7 +120,7 @@ _NODE_ADMIN: Final = {
 }
 _OTHERS: Final = {
     "/grpc.health.v1.Health/Check": Need.NOTHING,
-    "/grpc.health.v1.Health/Watch": Need.NOTHING,
+    "/grpc.health.v1.Health/Watch": Need.LOOK,  # without end, and each is one of the calls that a server has at once
     "/grpc.health.v1.Health/List": Need.NOTHING,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Need.LOOK,
 }
@@ -218,7 +218,8 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             await abort(context)
             yield None  # type: ignore[unreachable]  # makes it a generator
 
-        codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        # no deserialiser: what a stranger sends may be long, and costs the event loop nothing where nobody reads it
+        codec = {"response_serializer": handler.response_serializer}
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(once, **codec)
         if handler.stream_unary is not None:
