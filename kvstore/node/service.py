@@ -178,8 +178,6 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     # ---------------------------------------------------------------- store
     async def Prepare(self, request: node_pb2.PrepareRequest, context: Context) -> node_pb2.PrepareResponse:  # noqa: N802
         session = self._session(request.session_id)
-        if session.remote:
-            raise InvalidArgument("a session of another host cannot write to the arena: stores travel over the data plane")
         operation = OperationId(check_id(request.operation_id, "operation_id"))
         run: BlockRun = run_from_proto(request.blocks)
         if run.namespace != session.domain.namespace:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.clock import Clock
-from kvstore.core.errors import CapacityExceeded, LeaseLost
+from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
 from kvstore.node.block import Block, Prepared
@@ -151,7 +151,17 @@ class Sessions:
     def prepare(
         self, session: Session, operation: OperationId, run: BlockRun, deadline_s: float, *, heads: bool = False
     ) -> tuple[bytes, bytes]:
-        """Slots for a store: (outcomes, offsets) as they travel. The same operation asked again gets the same answer."""
+        """Slots for a store: (outcomes, offsets) as they travel. The same operation asked again gets the same answer.
+
+        What is completed counts as written, and slots are not cleared: who never had the arena would publish, as blocks of its
+        own, what others left there.
+
+        Raises:
+            PermissionDenied: the engine has not come to the arena door, or is one of another host.
+        """
+        if not session.connected:
+            self._counters.add("store_without_arena_total")
+            raise PermissionDenied("a session without the arena cannot write to it: stores of other hosts take the data plane")
         with self._lock:
             earlier = session.stores.get(operation)
             if earlier is not None and earlier.answer is not None:

@@ -289,6 +289,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "store_displaced_blocks_total": ("counter", "blocks that left, as they were stored at another place of a chain"),
     "store_abandoned_blocks_total": ("counter", "blocks granted and never completed"),
     "store_lost_blocks_total": ("counter", "blocks that an engine brought too late"),
+    "store_without_arena_total": ("counter", "stores refused, as the session has not mapped the arena that it wants to write to"),
     "store_not_yet_visible_total": ("counter", "stores that asked to be visible and were not in time"),
     "store_skipped_no_room_blocks_total": ("counter", "blocks not stored for want of room"),
     "store_skipped_quota_blocks_total": ("counter", "blocks not stored, as their tenant's quota is full of what cannot leave"),

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import ManualClock
-from kvstore.core.errors import CapacityExceeded, LeaseLost
+from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
 from kvstore.node.domain import Domain, Domains
@@ -154,6 +154,19 @@ def test_the_door_opens_once_for_a_session(node: Node) -> None:
     session = node.open()
     assert not node.sessions.connect(session.session_id)
     assert not node.sessions.connect(SessionId(bytes(16)))
+
+
+@pytest.mark.parametrize("far", [{}, {"over_tcp": True}, {"remote": True, "over_tcp": True}])
+def test_who_never_mapped_the_arena_gets_no_slots_of_it(node: Node, far: dict[str, bool]) -> None:
+    """Or it would complete them unwritten, and read as its own blocks what others left there."""
+    node.prepare(local := node.open(), 0, 4)
+    node.complete(local, 0, 4)
+    session = node.sessions.open(node.domain, "thief", **far)
+    with pytest.raises(PermissionDenied):
+        node.prepare(session, 100, 1)
+    assert node.used == 4, "nothing left for it either"
+    assert node.complete(session, 100, 1) == [StoreOutcome.LOST]
+    assert node.counters.get("store_without_arena_total") == 1
 
 
 def test_stores_under_way_are_bounded_and_finished_ones_make_room(node: Node) -> None:

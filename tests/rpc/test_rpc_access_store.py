@@ -21,10 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvclient import CacheSpec, ClientOptions, KVClient, list_namespaces
 from kvclient.events import BlockWatcher
-from kvproto.v1 import admin_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvproto.v1 import admin_pb2, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.cli.app import root
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
-from kvstore.core.types import Outcome
+from kvstore.core.types import Outcome, StoreOutcome
 from kvstore.rpc.access import MAY, NEEDS, Need
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
@@ -150,7 +150,22 @@ def test_nobody_gets_anything_without_a_token(store: Store) -> None:
             service = method.rpartition(".")[2].split("/")[0]
             assert isinstance(error_of(channels[DAEMONS[service]], method), Unauthenticated), (method, token)
         for channel in channels.values():
-            assert call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(), CALL_S).status, "probes do"
+            health = health_pb2_grpc.HealthStub(channel)
+            assert call(health.Check, health_pb2.HealthCheckRequest(), CALL_S).status, "probes do"
+            with pytest.raises(grpc.RpcError) as watching:
+                next(iter(health.Watch(health_pb2.HealthCheckRequest(), timeout=CALL_S)))
+            assert watching.value.code() is grpc.StatusCode.UNAUTHENTICATED, "it would have no end"
+
+
+def test_what_is_refused_is_not_even_read(store: Store) -> None:
+    """A request that can be parsed by nobody is refused for its token: whoever parses it first answers otherwise."""
+    for method in ("/kvstore.v1.Metadata/Lookup", "/kvstore.v1.Metadata/WatchBlocks"):
+        streams = method.endswith("WatchBlocks")
+        channel = store.channel("metadata")
+        made = channel.unary_stream(method) if streams else channel.unary_unary(method)
+        with pytest.raises(grpc.RpcError) as refusal:
+            list(made(b"\xff" * 64, timeout=CALL_S))
+        assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -241,6 +256,24 @@ def test_another_tenant_gets_nothing_over_any_door(store: Store) -> None:
         filled(engine, 3)
     with BlockWatcher(address, namespaces=[spec("other").namespace], token=Shown(OTHER)) as watcher:
         watcher.wait_complete(WAIT_S)
+
+
+def test_old_bytes_of_others_are_no_block_of_a_tenant(store: Store) -> None:
+    """Slots are not cleared: who could have some without writing them would read what others had there."""
+    with store.client("acme", ACME) as engine:
+        keys, _ = filled(engine, 4)
+        ours, operation = spec("other"), secrets.token_bytes(16)
+        node = node_pb2_grpc.NodeStub(store.channel("a", OTHER))
+        for remote in (False, True):
+            asked = node_pb2.OpenSessionRequest(client_name="thief", spec=spec_to_proto(ours), remote=remote)
+            session = call(node.OpenSession, asked, CALL_S).session_id
+            run = common_pb2.BlockRun(namespace_id=ours.namespace, keys=secrets.token_bytes(16))
+            with pytest.raises(PermissionDenied, match="arena"):
+                call(node.Prepare, node_pb2.PrepareRequest(session_id=session, operation_id=operation, blocks=run), CALL_S)
+            sums = bytes(8 * ours.layers)
+            done = node_pb2.CompleteRequest(session_id=session, operation_id=operation, keys=run.keys, checksums=sums)
+            assert list(call(node.Complete, done, CALL_S).outcomes) == [StoreOutcome.LOST]
+        assert engine.lookup(keys).hit_blocks == BLOCKS
 
 
 def test_a_client_that_is_refused_misses_and_says_so(store: Store, caplog: pytest.LogCaptureFixture) -> None:
