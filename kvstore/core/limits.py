@@ -41,6 +41,8 @@ MAX_RULES = 1_024
 """Namespaces with a time to live or a pin."""
 MAX_NODES = 10_000
 MAX_NAMESPACES = 100_000
+MAX_NAMESPACES_OF_TENANT = 1_024
+"""Of one named tenant, in an index and at a node: a salt is enough to make another. Those of no tenant have no such bound."""
 MAX_SCHEDULED_BYTES = 512 << 20
 """What requests that wait for engines or have them may occupy in a metadata server, all together with the calls that wait."""
 MAX_NEAR_NAMES = 64 << 10

@@ -150,6 +150,8 @@ class PrefixIndex(ABC):
         A key has one place. A run that names another than its record, or another namespace, is ignored as far as it does;
         only where the run's parent is held right before it, in the same namespace, does the record give way.
 
+        Runs of a namespace that is not known, where there are as many as may be, are ignored, and counted.
+
         Raises:
             NotFound: the life is not open.
         """
@@ -198,7 +200,15 @@ class PrefixIndex(ABC):
     # ---- namespaces: 16-byte digest -> serialised spec ----
     @abstractmethod
     def put_namespace(self, namespace: NamespaceId, spec: bytes) -> None:
-        """Remembers a namespace. Idempotent."""
+        """Remembers a namespace. Idempotent.
+
+        Raises:
+            CapacityExceeded: there are as many as may be.
+        """
+
+    @abstractmethod
+    def spec_of(self, namespace: NamespaceId) -> bytes | None:
+        """What one was put with, at once; None: it was not."""
 
     @abstractmethod
     def namespaces(self) -> list[tuple[NamespaceId, bytes]]:

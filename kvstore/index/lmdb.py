@@ -229,6 +229,9 @@ class LmdbIndex(PrefixIndex):
                 edit.foreign,
             )
             self._count("index_key_foreign_total", edit.foreign)
+        if edit.unnamed:
+            limited.warning("life %d published %d keys of namespaces beyond the bound; they were ignored", life, edit.unnamed)
+            self._count("index_key_unnamed_total", edit.unnamed)
         if edit.replaced:
             limited.warning(
                 "life %d published %d keys behind their parents; records of another place gave way", life, edit.replaced
@@ -387,12 +390,18 @@ class LmdbIndex(PrefixIndex):
 
         def work(txn: Txn) -> None:
             ordinal = self._ordinal_or_new(txn, namespace)
+            if ordinal is None:
+                raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
             value = _U32.pack(ordinal) + b"\x01" + spec
             if txn.get(namespace, db=self._namespaces) != value:
                 txn.put(namespace, value, db=self._namespaces)
                 self._announce(txn)
 
         self._write(work)
+
+    def spec_of(self, namespace: NamespaceId) -> bytes | None:
+        value = self._read(lambda txn: txn.get(namespace, None, self._namespaces)) if len(namespace) == KEY_BYTES else None
+        return value[5:] if value is not None and value[4] else None
 
     def namespaces(self) -> list[tuple[NamespaceId, bytes]]:
         def work(txn: Txn) -> list[tuple[NamespaceId, bytes]]:
@@ -541,15 +550,18 @@ class LmdbIndex(PrefixIndex):
             ordinal = self._ordinals[namespace] = _U32.unpack_from(value)[0]
         return ordinal
 
-    def _ordinal_or_new(self, txn: Txn, namespace: NamespaceId) -> int:
-        """In a writer. A namespace that blocks arrive for before it was announced gets its number, and its spec later."""
+    def _ordinal_or_new(self, txn: Txn, namespace: NamespaceId) -> int | None:
+        """In a writer. A namespace that blocks arrive for before it was announced gets its number, and its spec later.
+
+        None: there are as many as may be.
+        """
         known = self._ordinals.get(namespace)
         if known is not None:
             return known
         value = txn.get(namespace, db=self._namespaces)  # not remembered: it may be of this very transaction
         if value is None:
             if txn.stat(self._namespaces)["entries"] >= limits.MAX_NAMESPACES:
-                raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
+                return None
             value = _U32.pack(self._next(txn, b"next_namespace")) + b"\x00"
             txn.put(namespace, value, db=self._namespaces)
         ordinal: int = _U32.unpack_from(value)[0]

@@ -61,7 +61,7 @@ class BatchEdit:
     Args:
         life: who publishes.
         open_lives: lives that still count; what others left in a touched record is dropped on the way.
-        ordinal_of: number of a namespace.
+        ordinal_of: number of a namespace; None: there is no room for one more.
         existing: records of all keys and parents in the batch that are there now.
     """
 
@@ -69,7 +69,7 @@ class BatchEdit:
         self,
         life: Life,
         open_lives: Container[Life],
-        ordinal_of: Callable[[NamespaceId], int],
+        ordinal_of: Callable[[NamespaceId], int | None],
         existing: Mapping[BlockKey, bytes],
     ) -> None:
         self._life = life
@@ -82,6 +82,8 @@ class BatchEdit:
         """Blocks not published: the key is held at another place (a slip of some writer: keys are hashes of their place)."""
         self.foreign = 0
         """Blocks not published: the key is held for another namespace."""
+        self.unnamed = 0
+        """Blocks not published: their namespace is not known, and there is no room for one more."""
         self.replaced = 0
         """Blocks published in place of a record that named another place: their parents are here, right before them."""
         self.stored: list[BlockRun] = []
@@ -121,6 +123,9 @@ class BatchEdit:
     def store(self, run: BlockRun) -> None:
         """The life holds this run."""
         ordinal = self._ordinal_of(run.namespace)
+        if ordinal is None:
+            self.unnamed += len(run.keys)
+            return
         start = self._run_start(run, ordinal)
         if self._now.keys().isdisjoint(run.keys):  # all new: the case that a node's inventory is made of
             life = self._life

@@ -35,7 +35,7 @@ from kvstore.metadata.writer import IndexThread
 from kvstore.metadata.writes import register_node, repair_range
 from kvstore.observe.counters import Counters
 from kvstore.rpc.access import confine, tenant
-from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, spec_to_proto, tier_from_proto
+from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
 MISSED_BEATS: Final = 3
@@ -184,15 +184,9 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         check_id(request.operation_id, "operation_id")
         spec = spec_from_proto(request.spec)
         confine(spec.tenant)
-        namespace = spec.namespace
-        index = self._parts.index
-        known = {namespace_id for namespace_id, _ in index.namespaces()}
-        if namespace not in known:
-            if len(known) >= limits.MAX_NAMESPACES:
-                raise CapacityExceeded("too many namespaces", limit=limits.MAX_NAMESPACES)
-            encoded = spec_to_proto(spec).SerializeToString(deterministic=True)
-            await self._parts.writes.run(index.put_namespace, namespace, encoded)
-        return pb.RegisterNamespaceResponse(namespace_id=namespace)
+        if self._parts.index.spec_of(spec.namespace) is None:
+            await self._parts.writes.run(self._tenants.register, spec)
+        return pb.RegisterNamespaceResponse(namespace_id=spec.namespace)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: object) -> pb.ListNamespacesResponse:
         entries = [(key, CacheSpec.FromString(spec)) for key, spec in self._parts.index.namespaces()]

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvproto.v1.common_pb2 import CacheSpec
-from kvstore.core.errors import NotFound, PermissionDenied
+from kvstore.core import limits
+from kvstore.core.errors import CapacityExceeded, NotFound, PermissionDenied
+from kvstore.core.spec import CacheSpec as Spec
+from kvstore.core.types import NamespaceId
 from kvstore.index.contract import PrefixIndex
 from kvstore.rpc.access import confine, tenant
-from kvstore.rpc.codec import check_id
+from kvstore.rpc.codec import check_id, spec_to_proto
 
 
 class Tenants:
-    """The namespaces of one index. On the server's loop."""
+    """The namespaces of one index. ``register`` is for the thread that changes it, the rest for the server's loop."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -30,11 +33,30 @@ class Tenants:
             return
         owner = self._owners.get(check_id(namespace_id, "namespace_id"))
         if owner is None:
-            self._owners = {known: CacheSpec.FromString(spec).tenant for known, spec in self._index.namespaces()}
-            owner = self._owners.get(namespace_id)
-        if owner is None:
-            raise NotFound("nobody has registered this namespace", namespace=namespace_id.hex())
+            spec = self._index.spec_of(NamespaceId(namespace_id))
+            if spec is None:
+                raise NotFound("nobody has registered this namespace", namespace=namespace_id.hex())
+            owner = self._owners[namespace_id] = CacheSpec.FromString(spec).tenant
         confine(owner)
+
+    def register(self, spec: Spec) -> None:
+        """Remembers a namespace in the index.
+
+        Raises:
+            CapacityExceeded: there are too many, of its tenant or of all.
+        """
+        if self._index.spec_of(spec.namespace) is not None:
+            return
+        known = self._index.namespaces()
+        # only what is new is parsed, and what is no more is dropped: an index that was made anew begins without
+        before = self._owners
+        owners = {one: before[one] if one in before else CacheSpec.FromString(encoded).tenant for one, encoded in known}
+        if spec.tenant and sum(owner == spec.tenant for owner in owners.values()) >= limits.MAX_NAMESPACES_OF_TENANT:
+            raise CapacityExceeded(
+                "too many namespaces of this tenant", tenant=spec.tenant, limit=limits.MAX_NAMESPACES_OF_TENANT
+            )
+        self._owners = owners
+        self._index.put_namespace(spec.namespace, spec_to_proto(spec).SerializeToString(deterministic=True))
 
     def check_all(self, namespace_ids: Sequence[bytes]) -> None:
         """As ``check``; a tenant that names none would see those of all.

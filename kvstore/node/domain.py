@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 from kvstore.core.errors import CapacityExceeded, Conflict, NotFound
-from kvstore.core.limits import MAX_NAMESPACES
+from kvstore.core.limits import MAX_NAMESPACES, MAX_NAMESPACES_OF_TENANT
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape, NamespaceId, Tier
 from kvstore.node.tenants import Account, Accounts, SideOrder
@@ -79,16 +80,26 @@ class Domains:
         self.accounts = Accounts() if accounts is None else accounts
         self._lock = threading.Lock()
         self._known: dict[NamespaceId, Domain] = {}
+        self._of_tenant: Counter[str] = Counter()  # as many as have shown a namespace of theirs
 
     def of_spec(self, spec: CacheSpec) -> Domain:
-        """The domain of a spec."""
-        domain = self.of_shape(spec.namespace, spec.shape)
-        if domain.spec is None:
-            with self._lock:
-                if domain.spec is None:
-                    domain.account = self.accounts.of(domain, spec.tenant)
-                    domain.spec = spec
-        return domain
+        """The domain of a spec.
+
+        Raises:
+            CapacityExceeded: too many namespaces, of its tenant or of all.
+        """
+        with self._lock:
+            # what lies here already is known to be this tenant's now, however much that is: nothing is added
+            if spec.tenant and spec.namespace not in self._known and self._of_tenant[spec.tenant] >= MAX_NAMESPACES_OF_TENANT:
+                raise CapacityExceeded(
+                    "this node knows too many namespaces of this tenant", tenant=spec.tenant, limit=MAX_NAMESPACES_OF_TENANT
+                )
+            domain = self._of_shape(spec.namespace, spec.shape)
+            if domain.spec is None:
+                self._of_tenant[spec.tenant] += 1
+                domain.account = self.accounts.of(domain, spec.tenant)
+                domain.spec = spec
+            return domain
 
     def of_shape(self, namespace: NamespaceId, shape: BlockShape) -> Domain:
         """The domain of a namespace whose spec is not known here (a recovered volume, a peer's write).
@@ -98,14 +109,17 @@ class Domains:
             CapacityExceeded: too many namespaces.
         """
         with self._lock:
-            domain = self._known.get(namespace)
-            if domain is None:
-                if len(self._known) >= MAX_NAMESPACES:
-                    raise CapacityExceeded("this node knows too many namespaces", limit=MAX_NAMESPACES)
-                domain = self._known[namespace] = Domain(namespace, shape, None)
-            elif domain.shape != shape:
-                raise Conflict("this namespace has blocks of another shape", known=domain.shape, given=shape)
-            return domain
+            return self._of_shape(namespace, shape)
+
+    def _of_shape(self, namespace: NamespaceId, shape: BlockShape) -> Domain:
+        domain = self._known.get(namespace)
+        if domain is None:
+            if len(self._known) >= MAX_NAMESPACES:
+                raise CapacityExceeded("this node knows too many namespaces", limit=MAX_NAMESPACES)
+            domain = self._known[namespace] = Domain(namespace, shape, None)
+        elif domain.shape != shape:
+            raise Conflict("this namespace has blocks of another shape", known=domain.shape, given=shape)
+        return domain
 
     def find(self, namespace: NamespaceId) -> Domain | None:
         """A namespace already known, or None."""

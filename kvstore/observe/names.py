@@ -509,6 +509,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "index_grown_total": ("counter", "times that the index grew its map"),
     "index_key_conflicts_total": ("counter", "blocks published at another place than before: ignored"),
     "index_key_foreign_total": ("counter", "blocks published whose keys another namespace has: ignored"),
+    "index_key_unnamed_total": ("counter", "blocks published of namespaces beyond the bound of all: ignored"),
     "index_key_replaced_total": ("counter", "blocks published behind their parents, in place of records of another place"),
     "index_read_only_total": ("counter", "times that the index began to refuse changes, e.g. on a full disk"),
     "index_unclean_close_total": ("counter", "indexes that could not be closed in order"),

@@ -442,14 +442,18 @@ class IndexSuite:
         index.put_namespace(names[0], b"spec of " + names[0])
         assert index.revision == revision
         assert index.namespaces() == [(name, b"spec of " + name) for name in names]
+        assert index.spec_of(names[1]) == b"spec of " + names[1]
+        assert index.spec_of(NamespaceId(b"none" * 4)) is None
 
     def test_blocks_may_arrive_before_their_namespace(self, index: PrefixIndex) -> None:
         life = begin(index)
         index.publish(life, [CHAIN.run(0, 10)], [])
         assert index.namespaces() == []
+        assert index.spec_of(NAMESPACE) is None
         assert ask(index, CHAIN, {life}).blocks == 10
         index.put_namespace(NAMESPACE, b"")
         assert index.namespaces() == [(NAMESPACE, b"")]
+        assert index.spec_of(NAMESPACE) == b""
         assert ask(index, CHAIN, {life}).blocks == 10
 
     def test_notes(self, index: PrefixIndex) -> None:

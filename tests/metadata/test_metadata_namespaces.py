@@ -1,0 +1,78 @@
+"""Namespaces are bounded, of each tenant and in all, and who makes many is in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+
+import pytest
+from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvstore.core import limits
+from kvstore.core.errors import CapacityExceeded, NotFound
+from kvstore.core.spec import CacheSpec as Spec
+from kvstore.core.types import NamespaceId
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata import tenants
+from kvstore.metadata.tenants import Tenants
+from kvstore.rpc.client import call_aio
+from kvstore.rpc.codec import spec_to_proto
+
+MOST = 4
+
+
+def spec_of(tenant: str, salt: int) -> Spec:
+    return Spec(model="m", block_tokens=16, layers=1, layer_block_bytes=64, tenant=tenant, salt=salt.to_bytes(4, "big"))
+
+
+async def register(peer: Peer, tenant: str, salt: int) -> bytes:
+    request = pb.RegisterNamespaceRequest(operation_id=secrets.token_bytes(16), spec=spec_to_proto(spec_of(tenant, salt)))
+    return (await call_aio(peer.stub.RegisterNamespace, request, TIMEOUT_S)).namespace_id
+
+
+async def test_a_tenant_that_varies_its_salt_leaves_room_for_others(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_NAMESPACES_OF_TENANT", MOST)
+    peer = Peer(running.channel)
+    asked = [register(peer, "greedy", salt) for salt in range(5 * MOST)]
+    answers = await asyncio.gather(*asked, return_exceptions=True)  # at once: none looks before another's is there
+    made = [one for one in answers if isinstance(one, bytes)]
+    assert len(made) == MOST
+    assert all(isinstance(one, bytes | CapacityExceeded) for one in answers)
+    assert await register(peer, "greedy", answers.index(made[0])) == made[0], "what is there is not asked for again"
+    for tenant in ("other", ""):
+        assert await register(peer, tenant, 0)
+    assert len({await register(peer, "", salt) for salt in range(2 * MOST)}) == 2 * MOST, "those of no tenant are everybody's"
+
+
+async def test_a_batch_outlives_namespaces_that_there_is_no_room_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer(running.channel)
+    await peer.register()
+    known = await register(peer, "", 1)
+    monkeypatch.setattr(limits, "MAX_NAMESPACES", 1)
+    mine, theirs = chain("mine", 3), chain("theirs", 3)
+    await peer.publish(peer.dram, run_of(theirs, namespace=b"n" * 16), run_of(mine, namespace=known), sync_end=True)
+    assert await peer.hit(mine, known) == 3
+    assert await peer.hit(theirs, b"n" * 16) == 0
+    assert (await peer.counters())["index_key_unnamed_total"] == 3
+    with pytest.raises(CapacityExceeded):
+        await register(peer, "", 2)
+
+
+def test_a_lookup_of_what_nobody_registered_does_not_read_all_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("acme", 1)
+    index = LmdbIndex.open(tmp_path / "index", map_bytes=1 << 24)
+    owners = Tenants(index)
+    monkeypatch.setattr(tenants, "tenant", lambda: "acme")
+    unknown = NamespaceId(b"u" * 16)
+    with pytest.raises(NotFound):
+        owners.check(spec.namespace)
+    owners.register(spec)
+    monkeypatch.setattr(index, "namespaces", lambda: pytest.fail("this takes a tenth of a second where there are many"))
+    owners.check(spec.namespace)
+    for _ in range(2):
+        with pytest.raises(NotFound):
+            owners.check(unknown)
+    assert index.spec_of(spec.namespace) == spec_to_proto(spec).SerializeToString(deterministic=True)
+    index.close()

@@ -1,0 +1,32 @@
+"""Namespaces of a node: one object each, and so many of a tenant that others have room."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.core.errors import CapacityExceeded
+from kvstore.core.spec import CacheSpec
+from kvstore.node import domain
+from kvstore.node.domain import Domains
+
+MOST = 3
+
+
+def spec(tenant: str, salt: int) -> CacheSpec:
+    return CacheSpec(model="m", block_tokens=16, layers=1, layer_block_bytes=64, tenant=tenant, salt=bytes([salt]))
+
+
+def test_a_tenant_has_so_many_namespaces_and_what_lies_here_is_not_among_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(domain, "MAX_NAMESPACES_OF_TENANT", MOST)
+    domains = Domains()
+    for salt in range(MOST):
+        assert domains.of_spec(spec("acme", salt)) is domains.of_spec(spec("acme", salt))
+    with pytest.raises(CapacityExceeded):
+        domains.of_spec(spec("acme", MOST))
+    assert domains.find(spec("acme", MOST).namespace) is None
+    for salt in range(2 * MOST):
+        domains.of_spec(spec("", salt))
+    assert domains.of_spec(spec("other", 0)).spec == spec("other", 0)
+    found = domains.of_shape(spec("acme", 9).namespace, spec("acme", 9).shape)  # on a volume, at the start
+    assert domains.of_spec(spec("acme", 9)) is found, "blocks that are there have their tenant, however many it has"
+    assert found.account is domains.of_spec(spec("acme", 0)).account
