@@ -6,12 +6,15 @@ disk or the wire works on while the caller copies what came before. Windows that
 never runs dry because a window must be complete; those that have come by the time the caller asks go out as one part. A window
 takes its slots all or none, and takes none while it waits for them; one that has come is not kept for one before it that takes
 its time, perhaps for room; a caller gives back each part by itself, also the last: what is to come may wait for its room, for
-the ancestors of what is held stay too. So loads larger than the arena flow through it, and at once.
+the ancestors of what is held stay too. So loads larger than the arena flow through it, and at once. What others bring in
+at the time is waited for by half of the threads at most, and else by the caller's own, at the end of its load: whoever writes a
+block and never ends it, and asks for it again and again, stops no other load.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
@@ -19,6 +22,7 @@ from concurrent.futures import wait as wait_for
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 
@@ -80,6 +84,8 @@ class Part:
     """Which layers are ready; 0: all."""
     sums: Checksums | None = None
     """Where only some layers are ready: their checksums, ``[hits, layer_count]``."""
+    awaited: Sequence[int] = ()
+    """Of a window: indices of blocks that others bring, and that are not answered yet."""
 
     def pinned(self) -> list[Block]:
         """The blocks to give back."""
@@ -89,9 +95,25 @@ class Part:
         """Takes over the keys of another part where they follow and came from the same place. False: it is left as it was."""
         if following.first != self.first + len(self.blocks) or (following.tier, following.node) != (self.tier, self.node):
             return False
+        if self.awaited or following.awaited:
+            return False
         self.outcomes += following.outcomes
         self.blocks += following.blocks
         return True
+
+    def cut(self) -> tuple[list[Part], list[Part]]:
+        """Its stretches as parts, with its pins: those that are answered, and those that are awaited as a whole."""
+        answered: list[Part] = []
+        left: list[Part] = []
+        awaited = set(self.awaited)
+        start = 0
+        for others, stretch in groupby(range(len(self.blocks)), key=awaited.__contains__):
+            end = start + len(list(stretch))
+            part = Part(self.first + start, self.outcomes[start:end], self.blocks[start:end], self.tier, self.node)
+            part.awaited = range(end - start) if others else ()
+            (left if others else answered).append(part)
+            start = end
+        return answered, left
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +122,7 @@ class _Window:
 
     nbytes: int
     run: Callable[[], Part]
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +160,7 @@ class Loader:
         self._clock = clock
         self._ahead_bytes = min(window_bytes, table.dram.usage().capacity_bytes // ARENA_SHARE)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-load")
+        self._waiters = threading.Semaphore(threads // 2)
 
     def close(self) -> None:
         """Waits for windows under way (their waits are bounded by their deadlines)."""
@@ -179,9 +203,10 @@ class Loader:
                 return
             windows = deque(self._windows(chain, [block is not None for block in resident], sources))
             in_flight: deque[tuple[_Window, Future[Part]]] = deque()
+            awaited: deque[tuple[Part, tuple[Source, ...]]] = deque()
             ahead = 0
             try:
-                while (held or windows or in_flight) and not over():
+                while (held or windows or in_flight or awaited) and not over():
                     while windows and (not in_flight or ahead + windows[0].nbytes <= self._ahead_bytes):
                         window = windows.popleft()
                         in_flight.append((window, self._pool.submit(copy_context().run, window.run)))
@@ -189,13 +214,23 @@ class Loader:
                     if held:
                         yield held.popleft()
                         continue
+                    if not in_flight:  # all else is handed over: nothing of it is held while the caller's own thread waits
+                        held.append(awaited[0][0])
+                        self._await(chain, *awaited.popleft())
+                        continue
                     at = _come([future for _, future in in_flight])
                     try:
                         part = in_flight[at][1].result()
                     except CancelledError:  # nobody waits for it any more, and it had not begun
                         return
-                    ahead -= in_flight[at][0].nbytes
+                    window, _ = in_flight[at]
+                    ahead -= window.nbytes
                     del in_flight[at]
+                    if part.awaited:
+                        answered, left = part.cut()
+                        held.extend(answered)
+                        awaited.extend((one, window.sources) for one in left)
+                        continue
                     while at < len(in_flight) and _is_there(in_flight[at][1]) and part.extend(in_flight[at][1].result()):
                         ahead -= in_flight[at][0].nbytes
                         del in_flight[at]
@@ -250,7 +285,7 @@ class Loader:
             ):
                 end += 1
             run = partial(self._run, chain, start, end, candidates[start])
-            yield _Window((end - start) * block_bytes, run)
+            yield _Window((end - start) * block_bytes, run, candidates[start])
             start = end
 
     def _blocks_of_window(self, block_bytes: int, *, durable: bool) -> int:
@@ -261,8 +296,8 @@ class Loader:
             blocks = min(2, self._ahead_bytes // (DISK_WINDOWS // 2) // block_bytes)
         return max(1, blocks)
 
-    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], tries: int = TRIES) -> Part:
-        """One window, in a pool thread: claim, take room, read or fetch, wait for what others bring."""
+    def _claim(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Part:
+        """Some keys, in whichever thread: claim, take room, read or fetch. What others bring is left awaited."""
         keys = chain.keys[start:end]
         part = Part(start, [Outcome.MISS] * len(keys), [None] * len(keys), Tier.NVME, self._node_id)
         claim = self._table.claim(chain.domain, keys)
@@ -281,16 +316,40 @@ class Loader:
             lost = {position: block for position, block in claim.durable.items() if part.blocks[position] is None}
             absent = [position for position in claim.claimed_absent if part.blocks[position] is None]
             self._table.unclaim((keys[position] for position in (*lost, *absent)), lost.values())
-        for position in claim.busy:
-            found = self._table.await_resident(chain.domain, keys[position], chain.deadline_s)
-            part.blocks[position] = found
-            part.outcomes[position] = Outcome.HIT if found is not None else Outcome.TIMEOUT
-            at = start + position
-            if found is None and tries > 1 and self._clock.now_s() < chain.deadline_s and not over():
-                # whoever brought it failed, or it was only passing through: now it is ours to bring
-                again = self._run(chain, at, at + 1, sources, tries - 1)
-                part.blocks[position], part.outcomes[position] = again.blocks[0], again.outcomes[0]
+        part.awaited = claim.busy
         return part
+
+    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Part:
+        """One window, in a pool thread. What others bring is awaited as well, where enough threads are left to work meanwhile."""
+        part = self._claim(chain, start, end, sources)
+        if part.awaited and self._waiters.acquire(blocking=False):
+            try:
+                self._await(chain, part, sources)
+            except BaseException:
+                self._table.unpin(part.pinned())
+                raise
+            finally:
+                self._waiters.release()
+        return part
+
+    def _await(self, chain: _Chain, part: Part, sources: tuple[Source, ...]) -> None:
+        """Waits for what others bring of a part. They may take their time, or be a writer that never ends."""
+        awaited, part.awaited = part.awaited, ()
+        for index in awaited:
+            at = part.first + index
+            part.outcomes[index] = Outcome.TIMEOUT
+            for left in reversed(range(TRIES)):
+                part.blocks[index] = self._table.await_resident(chain.domain, chain.keys[at], chain.deadline_s)
+                if part.blocks[index] is not None:
+                    part.outcomes[index] = Outcome.HIT
+                    break
+                if not left or self._clock.now_s() >= chain.deadline_s or over():
+                    break
+                # whoever brought it failed, or it was only passing through: now it is ours to bring
+                again = self._claim(chain, at, at + 1, sources)
+                if not again.awaited:
+                    part.blocks[index], part.outcomes[index] = again.blocks[0], again.outcomes[0]
+                    break
 
     def _reserve(self, chain: _Chain, count: int) -> list[Slot] | None:
         if self._clock.now_s() >= chain.deadline_s or over():

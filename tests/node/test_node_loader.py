@@ -14,7 +14,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, VolumeId
 from kvstore.node.block import Home
 from kvstore.node.domain import Domains
-from kvstore.node.loader import Loader
+from kvstore.node.loader import Loader, Part
 from kvstore.node.mounts import make_mounts
 from kvstore.node.peers import Peers
 from kvstore.node.replicas import ReplicaLog
@@ -109,3 +109,55 @@ def test_what_has_come_is_not_kept_for_what_takes_its_time(node: Node, slow: int
     assert range(last.first, last.first + len(last.blocks)) == window
     assert last.outcomes == [Outcome.HIT] * len(window)
     node.table.unpin(last.pinned())
+
+
+def test_a_block_that_is_never_written_stops_only_who_asks_for_it(node: Node) -> None:
+    """As a writer that never ends, and more loads of its block than the loader has threads."""
+    key = BlockKey(b"k" * 16)
+    writer = node.table.prepare(node.domain, BlockRun(node.domain.namespace, None, 0, (key,)), node.clock.now_s())
+    found: list[list[Outcome]] = []
+
+    def wait() -> None:
+        for part in node.loader.load(node.domain, [key, KEYS[0]], node.clock.now_s() + WAIT_S):
+            found.append(part.outcomes)
+            node.table.unpin(part.pinned())
+
+    waiting = [threading.Thread(target=wait) for _ in range(12)]
+    for thread in waiting:
+        thread.start()
+    came: set[int] = set()
+    for part in node.loader.load(node.domain, KEYS, node.clock.now_s() + WAIT_S):
+        assert part.outcomes == [Outcome.HIT] * len(part.blocks)
+        came.update(range(part.first, part.first + len(part.blocks)))
+        node.table.unpin(part.pinned())
+    assert came == set(range(BLOCKS))
+    assert all(thread.is_alive() for thread in waiting)
+    for slot in writer.slots.values():
+        node.arena.view(slot, SHAPE.block_bytes)[:] = bytes(SHAPE.block_bytes)
+    node.table.complete(writer, [key], [layer_checksums(memoryview(bytes(SHAPE.block_bytes)), SHAPE)])
+    for thread in waiting:
+        thread.join(WAIT_S)
+    assert [outcome for outcomes in found for outcome in outcomes] == [Outcome.HIT] * 24
+
+
+def test_a_block_that_its_writer_gives_up_is_ours_to_bring(node: Node) -> None:
+    """Whichever thread waits for it: those of the loader, or, where they may wait no more, the caller's."""
+    for waiters in (2, 0):
+        claim = node.table.claim(node.domain, KEYS[:8])
+        node.loader._waiters = threading.Semaphore(waiters)
+        parts: list[Part] = []
+        load = threading.Thread(target=load_into, args=(node, parts))
+        load.start()
+        while len(node.table._changed._waiters) == 0:
+            pass
+        node.table.unclaim(KEYS[:8], claim.durable.values())
+        load.join(WAIT_S)
+        assert sorted(at for part in parts for at in range(part.first, part.first + len(part.blocks))) == list(range(8))
+        assert {outcome for part in parts for outcome in part.outcomes} == {Outcome.HIT}
+        for part in parts:
+            node.table.unpin(part.pinned())
+        node.table.evict_dram()
+
+
+def load_into(node: Node, parts: list[Part]) -> None:
+    parts += node.loader.load(node.domain, KEYS[:8], node.clock.now_s() + WAIT_S)
