@@ -30,6 +30,9 @@ MAX_DATA_CONNECTIONS = 256
 MAX_HELD_CONNECTIONS = 64
 """Of one client to one node: hand-overs under way. Each has a connection while its prompt is computed."""
 MAX_SESSIONS = 256
+TENANT_SHARE = 4
+"""A tenant that is confined by its token has at most this fraction (1/n) of what has a bound for all: calls that wait, sessions
+over TCP, subscriptions, the buffers that loads and prompts pass through."""
 MAX_WATCH_FILTER = 1_024
 """Namespaces, and nodes, that a subscriber to block events may name."""
 MAX_VOLUMES_PER_NODE = 64

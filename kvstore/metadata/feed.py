@@ -56,7 +56,8 @@ class BlockFeed:
         """Names this count: another process, or this one started again, counts anew."""
         self._loop = loop
         self._ring_bytes = ring_bytes
-        self._most = most
+        self.most: Final = most
+        """Subscribers at once."""
         self._clock = clock
         self._lock = threading.Lock()
         self._sequence = 0
@@ -146,8 +147,8 @@ class BlockFeed:
         """
         if self._closed:
             raise Unavailable("the server is about to end: come again")
-        if self._subscribers >= self._most:
-            raise CapacityExceeded("too many subscribers to block events", limit=self._most)
+        if self._subscribers >= self.most:
+            raise CapacityExceeded("too many subscribers to block events", limit=self.most)
         with self._lock:
             if not self._recording:
                 # read while no change is told: one that is committed and not told yet comes as an event as well

@@ -36,6 +36,7 @@ from kvstore.metadata.writes import register_node, repair_range
 from kvstore.observe.counters import Counters
 from kvstore.rpc.access import confine, tenant
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
+from kvstore.rpc.shares import Shares
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
 MISSED_BEATS: Final = 3
@@ -84,6 +85,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._parts = parts
         self._lookups = parts.lookups
         self._tenants = Tenants(parts.index)
+        self._watches = Shares("block events", 0 if parts.feed is None else parts.feed.most, parts.counters.add)
         self._streams: set[PublishStream] = set()
 
     def end_streams(self) -> None:
@@ -233,9 +235,13 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             raise Unsupported("block events are told by one process that sees all changes: set metadata.workers to 1")
         self._tenants.check_all(request.namespace_ids)
         watch = BlockWatch(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
-        async with aclosing(watch.run()) as messages:
-            async for message in messages:
-                yield message
+        give_back = self._watches.take()
+        try:
+            async with aclosing(watch.run()) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            give_back()
 
     async def GetStats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
         stats = self._parts.index.stats()

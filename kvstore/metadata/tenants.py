@@ -50,7 +50,9 @@ class Tenants:
         known = self._index.namespaces()
         # only what is new is parsed, and what is no more is dropped: an index that was made anew begins without
         before = self._owners
-        owners = {one: before[one] if one in before else CacheSpec.FromString(encoded).tenant for one, encoded in known}
+        owners: dict[bytes, str] = {
+            one: before[one] if one in before else CacheSpec.FromString(encoded).tenant for one, encoded in known
+        }
         if spec.tenant and sum(owner == spec.tenant for owner in owners.values()) >= limits.MAX_NAMESPACES_OF_TENANT:
             raise CapacityExceeded(
                 "too many namespaces of this tenant", tenant=spec.tenant, limit=limits.MAX_NAMESPACES_OF_TENANT

@@ -6,23 +6,28 @@ none to go on with and to give it back: all would wait until their deadlines. So
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.core.errors import CapacityExceeded
+from kvstore.observe.counters import Counters
+from kvstore.rpc.shares import Shares
 
 
 class Lanes:
-    """``enter`` before a call begins to wait, ``leave`` when no thread works for it any more. On the event loop only.
+    """``enter`` before a call begins to wait; leave when no thread works for it any more. On the event loop only.
 
     Args:
         count: calls at once; threads are made as they are needed.
         name: of the threads, and for errors.
+        counters: what is refused to tenants that have their share.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, counters: Counters) -> None:
         self.pool = ThreadPoolExecutor(count, thread_name_prefix=f"kvstore-{name}")
         self._count = count
         self._name = name
+        self._shares = Shares(name, count, counters.add)
         self._taken = 0
 
     @property
@@ -30,19 +35,25 @@ class Lanes:
         """Calls that have one."""
         return self._taken
 
-    def enter(self) -> None:
+    def enter(self) -> Callable[[], None]:
         """Takes a lane.
 
+        Returns:
+            What gives it back, once.
+
         Raises:
-            CapacityExceeded: all are taken.
+            CapacityExceeded: all are taken, or the caller's tenant has its share of them.
         """
         if self._taken >= self._count:
             raise CapacityExceeded("too many calls wait on this node", what=self._name, limit=self._count)
+        give_back = self._shares.take()
         self._taken += 1
 
-    def leave(self) -> None:
-        """Gives it back."""
-        self._taken -= 1
+        def leave() -> None:
+            self._taken -= 1
+            give_back()
+
+        return leave
 
     def close(self) -> None:
         """Waits in it are bounded by their deadlines or ended by ``BlockTable.close``."""

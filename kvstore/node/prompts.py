@@ -22,6 +22,7 @@ from kvstore.node.provider import runs_of_equal
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import Wanted, over
 from kvstore.observe.counters import Counters
+from kvstore.rpc.access import tenant
 
 
 class Prompts:
@@ -34,8 +35,8 @@ class Prompts:
         self._buffer = buffer
         self._counters = counters
         self._lock = threading.Lock()
-        self._awaiting: dict[str, tuple[Wanted, ...]] = {}
-        self._abandoned: Recent[str] = Recent()
+        self._awaiting: dict[str, tuple[tuple[Wanted, str | None], ...]] = {}  # with the tenant whose namespace it is
+        self._abandoned: Recent[tuple[str | None, str]] = Recent()
 
     def arrive(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float, transfer_id: str = "") -> Iterator[Part]:
         """Yields the prompt's blocks, once all are resident or the deadline has passed. Their pins are the caller's.
@@ -43,10 +44,10 @@ class Prompts:
         Nothing is yielded before, so that the time in which the caller must have copied begins when it can. The wait also ends
         where the transfer is abandoned.
         """
-        size = len(keys) * domain.shape.block_bytes
-        with self._abandonable(transfer_id) as wanted:
+        size, mine = len(keys) * domain.shape.block_bytes, tenant()
+        with self._abandonable(domain, transfer_id) as wanted:
             waiting = wanted.context()
-            if not waiting.run(self._buffer.admit, size, deadline_s):
+            if not waiting.run(self._buffer.admit, size, deadline_s, mine):
                 yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
                 return
             try:
@@ -61,33 +62,39 @@ class Prompts:
                 outcomes = [Outcome.HIT if block is not None else missing for block in found]
                 yield Part(0, outcomes, found, Tier.DRAM, self._node_id)
             finally:
-                self._buffer.release(size)
+                self._buffer.release(size, mine)
 
-    def abandon(self, transfer_id: str) -> int:
-        """What is missing of a prompt will not come: whoever waits for it, now or soon, waits no longer. How many did."""
+    def abandon(self, transfer_id: str, only: str | None = None) -> int:
+        """What is missing of a prompt will not come: whoever waits for it, now or soon, waits no longer. How many did.
+
+        Args:
+            transfer_id: the transfer; others may have one of the same name.
+            only: of this tenant's namespaces alone; None: whosever.
+        """
         with self._lock:
-            self._abandoned.add(transfer_id)
-            awaiting = self._awaiting.get(transfer_id, ())
+            self._abandoned.add((only, transfer_id))
+            awaiting = [one for one, whose in self._awaiting.get(transfer_id, ()) if only is None or whose == only]
         for wanted in awaiting:
             wanted.end()
         return len(awaiting)
 
     @contextmanager
-    def _abandonable(self, transfer_id: str) -> Iterator[Wanted]:
+    def _abandonable(self, domain: Domain, transfer_id: str) -> Iterator[Wanted]:
         """What ends with the call that awaits a prompt, and with its transfer."""
         wanted = Wanted()
         if not transfer_id:
             yield wanted
             return
+        whose = None if domain.spec is None else domain.spec.tenant
         with self._lock:
-            self._awaiting[transfer_id] = (*self._awaiting.get(transfer_id, ()), wanted)
-            if transfer_id in self._abandoned:
+            self._awaiting[transfer_id] = (*self._awaiting.get(transfer_id, ()), (wanted, whose))
+            if (None, transfer_id) in self._abandoned or (whose, transfer_id) in self._abandoned:
                 wanted.end()
         try:
             yield wanted
         finally:
             with self._lock:
-                others = tuple(one for one in self._awaiting.pop(transfer_id) if one is not wanted)
+                others = tuple(entry for entry in self._awaiting.pop(transfer_id) if entry[0] is not wanted)
                 if others:
                     self._awaiting[transfer_id] = others
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
-from kvstore.core.errors import InvalidArgument, Unsupported
+from kvstore.core.errors import CapacityExceeded, InvalidArgument, Unsupported
 from kvstore.core.limits import MAX_DEPTH, MAX_NAME_BYTES, MAX_REASON, MAX_TRANSFER_ID_BYTES
 from kvstore.core.types import BlockKey, BlockRun, NodeId, OperationId, Outcome, SessionId
 from kvstore.node.domain import Domains
@@ -36,7 +36,7 @@ from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import Wanted, apart
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import confine
+from kvstore.rpc.access import confine, tenant
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
 
@@ -47,6 +47,10 @@ MAX_WAIT_S = 300.0
 """No call waits longer, whatever its deadline says."""
 TICKET_VALID_S = 60.0
 MAX_SOURCES = 4096
+MAX_LOADS = 256
+"""Loads block by block under way at once, but those of what lies in DRAM."""
+MAX_WAITS = 256
+"""Calls that wait for room, for disks or for the index at once."""
 MAX_PROMPTS = 256
 MAX_PULLED = 4_096
 """Keys that one call pulls."""
@@ -112,19 +116,33 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._io_engines = io_engines
         self._accounts = accounts
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-node-rpc")
-        self._staging_lanes = Lanes(MAX_STAGED, "staged-loads")
-        self._prompt_lanes = Lanes(MAX_PROMPTS, "prompts")
+        self._load_lanes = Lanes(MAX_LOADS, "loads", counters)
+        self._staging_lanes = Lanes(MAX_STAGED, "staged-loads", counters)
+        self._prompt_lanes = Lanes(MAX_PROMPTS, "prompts", counters)
+        self._wait_lanes = Lanes(MAX_WAITS, "waits", counters)
         self._ending: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
         """Ends the pool; waits in it are bounded by their deadlines or ended by ``BlockTable.close``."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._staging_lanes.close()
-        self._prompt_lanes.close()
+        for lanes in (self._load_lanes, self._staging_lanes, self._prompt_lanes, self._wait_lanes):
+            lanes.close()
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
-        """Work that may wait, in the pool: for as long as its call lives."""
+        """Work for operators and nodes that may take its time, in the pool: for as long as its call lives."""
         return await apart(self._pool, work)
+
+    async def _waiting(self, work: Callable[[], Result]) -> Result:
+        """What an engine waits for, in a thread of its own: it is in no other's way, however long it waits.
+
+        Raises:
+            CapacityExceeded: too many wait, of all or of the caller's tenant.
+        """
+        leave = self._wait_lanes.enter()
+        try:
+            return await apart(self._wait_lanes.pool, work)
+        finally:
+            leave()
 
     def _deadline_s(self, context: Context) -> float:
         left_s = context.time_remaining()
@@ -187,7 +205,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         wait_s = min(request.wait_ms / 1000, MAX_WAIT_S)
         deadline_s = min(self._deadline_s(context), self._clock.now_s() + wait_s)
         prepare = partial(self._sessions.prepare, session, operation, run, deadline_s, heads=request.heads)
-        outcomes, offsets = await self._apart(prepare) if wait_s else prepare()
+        outcomes, offsets = await self._waiting(prepare) if wait_s else prepare()
         return node_pb2.PrepareResponse(outcomes=outcomes, offsets=offsets, draining=self._gate.shut)
 
     async def Complete(self, request: node_pb2.CompleteRequest, context: Context) -> node_pb2.CompleteResponse:  # noqa: N802
@@ -201,7 +219,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         outcomes = self._sessions.complete(session, operation, keys, checksums)
         if request.wait_visible_ms:
             deadline_s = min(self._deadline_s(context), self._clock.now_s() + request.wait_visible_ms / 1000)
-            if not await self._apart(lambda: self._log.wait_published([self._table.dram.volume_id], deadline_s)):
+            visible = False
+            with suppress(CapacityExceeded):  # it is stored, and not waited for
+                visible = await self._waiting(lambda: self._log.wait_published([self._table.dram.volume_id], deadline_s))
+            if not visible:
                 self._counters.add("store_not_yet_visible_total")
         return node_pb2.CompleteResponse(outcomes=bytes(outcomes))
 
@@ -229,18 +250,17 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if self._gate.shut:  # what lies here is served; of the rest the caller asks those who have it
             named = place.pop("sources")
             parts = self._left_to_others(self._loader.load(session.domain, keys, deadline_s, **place), named)  # type: ignore[arg-type]
-            lanes = None
+            lanes = self._load_lanes
         elif request.layer_group:
             layers = session.domain.shape.layers
             if request.first_layer >= layers:
                 raise InvalidArgument("no such layer", first_layer=request.first_layer, layers=layers)
             groups = {"layer_group": min(request.layer_group, layers), "first_layer": request.first_layer}
-            self._staging_lanes.enter()
             parts = self._stager.load(session.domain, keys, deadline_s, **place, **groups)  # type: ignore[arg-type]
             lanes = self._staging_lanes
         else:
             parts = self._loader.load(session.domain, keys, deadline_s, **place)  # type: ignore[arg-type]
-            lanes = None
+            lanes = self._load_lanes
         try:
             async for progress in self._stream(session, parts, lanes, account, want_checksums=request.want_checksums):
                 yield progress
@@ -282,7 +302,6 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
         if self._gate.shut:  # what is here is told at once; nothing more is to come here
             deadline_s = min(deadline_s, self._clock.now_s() + SHUT_PROMPT_S)
-        self._prompt_lanes.enter()
         parts = self._prompts.arrive(session.domain, keys, deadline_s, request.transfer_id)
         async for progress in self._stream(session, parts, self._prompt_lanes, None, want_checksums=request.want_checksums):
             yield progress
@@ -293,17 +312,21 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         context: Context,  # noqa: ARG002
     ) -> node_pb2.AbandonPromptResponse:
         _check_transfer_id(request.transfer_id)
-        return node_pb2.AbandonPromptResponse(awaited=self._prompts.abandon(request.transfer_id))
+        return node_pb2.AbandonPromptResponse(awaited=self._prompts.abandon(request.transfer_id, tenant()))
 
     async def _stream(
-        self, session: Session, parts: Iterator[Part], lanes: Lanes | None, account: LoadAccount | None, *, want_checksums: bool
+        self, session: Session, parts: Iterator[Part], lanes: Lanes, account: LoadAccount | None, *, want_checksums: bool
     ) -> AsyncIterator[node_pb2.LoadProgress]:
         """The parts of a load as they travel, each under a lease; what was waited for goes into the account.
 
-        The waiting for them is done in a thread of ``lanes``, which the caller has entered (they are left when no thread works
-        for the load any more), or (None) of the common pool. While the next part takes its time, a message without runs shows
-        from time to time that a load waits, or that bytes still come in.
+        The waiting for them is done in a thread of ``lanes``, which are left when no thread works for the load any more. While
+        the next part takes its time, a message without runs shows from time to time that a load waits, or that bytes still come
+        in.
+
+        Raises:
+            CapacityExceeded: no lane is free, or the caller's tenant has its share of them.
         """
+        leave = lanes.enter()
         began_s = self._clock.now_s()
         taken: Part | None = None
         turn = threading.Lock()  # `stop` comes after a `following` that still runs: not for long, for nobody wants it any more
@@ -321,14 +344,13 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 parts.close()  # type: ignore[attr-defined]  # a generator, by construction
 
         loop = asyncio.get_running_loop()
-        pool = self._pool if lanes is None else lanes.pool
         coming: asyncio.Future[Part | None] | None = None
         told = 0
         wanted = Wanted()
         request = wanted.context()  # `following` runs in other threads, for the same request
         try:
             while True:
-                coming = loop.run_in_executor(pool, request.run, following)
+                coming = loop.run_in_executor(lanes.pool, request.run, following)
                 while not (await asyncio.wait((coming,), timeout=SIGN_OF_LIFE_S))[0]:
                     session.used_s = self._clock.now_s()
                     received = self._counters.get(_RECEIVED)
@@ -350,12 +372,16 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                     account.told(handed_s)
         finally:
             wanted.end()  # the caller may have gone
-            ending = loop.create_task(self._end_stream(coming, pool, stop, lanes))
+            ending = loop.create_task(self._end_stream(coming, lanes.pool, stop, leave))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
     async def _end_stream(
-        self, coming: asyncio.Future[Part | None] | None, pool: ThreadPoolExecutor, stop: Callable[[], None], lanes: Lanes | None
+        self,
+        coming: asyncio.Future[Part | None] | None,
+        pool: ThreadPoolExecutor,
+        stop: Callable[[], None],
+        leave: Callable[[], None],
     ) -> None:
         """Gives back what a load still holds, once no thread drives it any more; until then none waits for that."""
         try:
@@ -364,8 +390,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             with suppress(RuntimeError):  # the pool is closed: so is the table
                 await asyncio.get_running_loop().run_in_executor(pool, stop)
         finally:
-            if lanes is not None:
-                lanes.leave()
+            leave()
 
     def _sources(self, sources: Sequence[node_pb2.LoadSource]) -> list[Source]:
         if len(sources) > MAX_SOURCES:
@@ -409,15 +434,16 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         deadline_s = min(self._deadline_s(context), self._clock.now_s() + request.timeout_ms / 1000)
         keys = keys_from_packed(request.keys)
         session = self._session(request.session_id) if keys else None
+        mine = tenant()
 
         def flush() -> tuple[bool, int]:
             if session is None:
-                return self._table.wait_written(deadline_s), self._table.not_durable()
+                return self._table.wait_written(deadline_s), self._table.not_durable(mine)
             self._table.write_again(session.domain, keys)
             return self._table.wait_written(deadline_s), self._table.are_durable(keys).count(False)
 
-        in_time, missing = await self._apart(flush)
-        counters = self._counters.snapshot()
+        in_time, missing = await self._waiting(flush)
+        counters = self._counters.snapshot() if mine is None else {}  # what others did is not a tenant's to know
         return node_pb2.FlushResponse(
             durable_blocks=counters.get("write_behind_blocks_total", 0),
             dropped_blocks=counters.get("write_behind_dropped_blocks_total", 0),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.clock import Clock
@@ -23,6 +23,7 @@ from kvstore.node.domain import Domain
 from kvstore.node.gate import Gate
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.rpc.shares import Shares
 
 MAX_STORES_PER_SESSION = 256
 MAX_LEASES_PER_SESSION = 4096
@@ -60,6 +61,8 @@ class Session:
         self.remote = remote
         self.over_tcp = over_tcp
         self.connected = False
+        self.give_back: Callable[[], None] | None = None
+        """Ends its place among those of its tenant over TCP."""
         self.opened_s = self.used_s = now_s
         self.stores: OrderedDict[OperationId, _Store] = OrderedDict()
         self.leases: dict[int, _Lease] = {}
@@ -87,6 +90,7 @@ class Sessions:
         self._prepare_ttl_s = prepare_ttl_s
         self._lock = threading.Lock()
         self._sessions: dict[SessionId, Session] = {}
+        self._over_tcp = Shares("sessions over TCP", MAX_SESSIONS // 2, counters.add)
         self._next_lease = 1
 
     # ---------------------------------------------------------------- life
@@ -94,7 +98,7 @@ class Sessions:
         """Begins a session. The engine must come to the arena door soon; one of another host (``remote``) must merely use it.
 
         Those that were asked for over TCP (``over_tcp``) take half of the places at most: whoever reaches that port cannot keep
-        the engines of this host out, which come by the unix socket.
+        the engines of this host out, which come by the unix socket. A tenant's have a share of those places.
         """
         now_s = self._clock.now_s()
         session = Session(SessionId(secrets.token_bytes(16)), domain, name, now_s, remote=remote, over_tcp=over_tcp)
@@ -103,6 +107,8 @@ class Sessions:
                 raise CapacityExceeded("too many sessions on this node", limit=MAX_SESSIONS)
             if over_tcp and sum(one.over_tcp for one in self._sessions.values()) >= MAX_SESSIONS // 2:
                 raise CapacityExceeded("too many sessions over TCP on this node", limit=MAX_SESSIONS // 2)
+            if over_tcp:
+                session.give_back = self._over_tcp.take()
             self._sessions[session.session_id] = session
         return session
 
@@ -125,6 +131,8 @@ class Sessions:
             stores, leases = list(session.stores.values()), list(session.leases.values())
             session.stores.clear()
             session.leases.clear()
+        if session.give_back is not None:
+            session.give_back()
         for store in stores:
             self._table.abandon(store.prepared)
         for lease in leases:

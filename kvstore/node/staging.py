@@ -38,6 +38,7 @@ from kvstore.node.peers import Peers
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import ending, over, result
 from kvstore.observe.counters import Counters
+from kvstore.rpc.access import tenant
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import Checksums, ReadRequest, ReadWatch
 
@@ -196,10 +197,12 @@ class Stager:
             first_layer: layers below are not wanted.
         """
         staged, rest = self._split(domain, keys, sources)
-        if len(staged) * domain.shape.block_bytes > self._buffer.capacity_bytes:
+        if len(staged) * domain.shape.block_bytes > self._buffer.most_bytes(tenant()):
             self._counters.add("staged_loads_too_large_total")
             log.info(
-                "a load of %d blocks is larger than the prefill buffer: block by block instead of layer by layer", len(staged)
+                "a load of %d blocks is larger than the prefill buffer, or its tenant's share of it: block by block instead of"
+                " layer by layer",
+                len(staged),
             )
             staged, rest = [], [(0, len(keys))]
         for start, count in rest:
@@ -238,7 +241,7 @@ class Stager:
         table, shape = self._table, chain.domain.shape
         size = len(positions) * shape.block_bytes
         others: list[int] = []
-        with self._buffer.room(size, chain.deadline_s) as admitted:
+        with self._buffer.room(size, chain.deadline_s, tenant()) as admitted:
             slots = table.reserve(shape, len(positions), chain.deadline_s, chain.domain) if admitted else None
             if slots is None:
                 yield from self._answers(positions, Outcome.NO_ROOM)

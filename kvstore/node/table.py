@@ -526,9 +526,10 @@ class BlockTable:
             found = (self._blocks.get(key) for key in keys)
             return [key in self._gone if block is None else block.durable for key, block in zip(keys, found, strict=True)]
 
-    def not_durable(self) -> int:
-        """How many blocks that were stored here would not outlive this process."""
-        return sum(block.ours and not block.durable for block in self.snapshot())
+    def not_durable(self, tenant: str | None = None) -> int:
+        """How many blocks (of a tenant) that were stored here would not outlive this process."""
+        mine = [one for one in self.snapshot() if tenant is None or (one.domain.spec and one.domain.spec.tenant == tenant)]
+        return sum(block.ours and not block.durable for block in mine)
 
     def write_again(self, domain: Domain, keys: Sequence[BlockKey]) -> int:
         """Sends those of the keys to write-behind that lie in DRAM only: given up before, or not meant to be kept. How many."""

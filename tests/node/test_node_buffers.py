@@ -73,6 +73,32 @@ def test_a_small_one_does_not_overtake_a_large_one() -> None:
     assert buffer.used_bytes == 0
 
 
+def test_a_tenant_waits_for_its_own_share_and_is_in_nobodys_way() -> None:
+    buffer, counters, clock = make(16)
+    assert not buffer.admit(5, clock.now_s() + LONG_S, "acme"), "more than its share, ever"
+    assert counters.get("prefill_buffer_refused_total") == 1
+    assert buffer.admit(4, clock.now_s(), "acme")
+    assert not buffer.admit(1, clock.now_s(), "acme")
+    done = threading.Event()
+
+    def wait() -> None:
+        if buffer.admit(3, clock.now_s() + LONG_S, "acme"):
+            done.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert buffer.admit(12, clock.now_s() + LONG_S), "who waits for its own share is not in the line"
+    buffer.release(12)
+    assert buffer.admit(4, clock.now_s(), "other")
+    assert not done.is_set()
+    buffer.release(4, "acme")
+    thread.join(LONG_S)
+    assert done.is_set()
+    buffer.release(3, "acme")
+    buffer.release(4, "other")
+    assert (buffer.used_bytes, dict(buffer._of_tenants)) == (0, {})
+
+
 @settings(max_examples=25)
 @given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=30), capacity=st.integers(1, 12))
 def test_never_over_capacity_and_everybody_is_served(sizes: list[int], capacity: int) -> None:

@@ -207,6 +207,18 @@ def test_a_transfer_may_be_abandoned_before_anybody_waits(node: Node) -> None:
     assert not prompts._awaiting
 
 
+def test_a_tenant_abandons_its_own_prompts_alone(node: Node) -> None:
+    """Names of transfers are the engines': two may have the same, and one may be guessed."""
+    prompts = prompts_of(node)
+    assert SPEC.tenant != "acme"
+    assert prompts.abandon("t", "acme") == 0, "before anybody waits"
+    call = Waiting(node, 3, FOR_EVER_S, transfer="t", prompts=prompts)
+    assert prompts.abandon("t", "acme") == 0
+    store(node, 0, 2)
+    assert prompts.abandon("t", SPEC.tenant) == 1
+    assert call.end() == [Outcome.HIT] * 2 + [Outcome.UNAVAILABLE]
+
+
 def test_who_waits_for_room_in_vain_is_told_too(node: Node) -> None:
     prompts = prompts_of(node)
     assert node.buffer.admit(node.buffer.capacity_bytes, node.clock.now_s())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import copy_context
+from functools import partial
 
 import pytest
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
-from kvstore.core.limits import MAX_SESSIONS
+from kvstore.core.limits import MAX_SESSIONS, TENANT_SHARE
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.gate import Gate
@@ -17,6 +19,8 @@ from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.rpc import access
+from kvstore.rpc.tokens import Caller, Role
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.policy import make_policy
 
@@ -257,6 +261,18 @@ def test_sessions_over_tcp_leave_half_of_the_places_to_this_host(node: Node) -> 
         node.sessions.open(node.domain, "here")
     with pytest.raises(CapacityExceeded):
         node.sessions.open(node.domain, "here")
+
+
+def test_sessions_over_tcp_of_a_tenant_have_a_share_of_those_places(node: Node) -> None:
+    context = copy_context()
+    context.run(access._caller.set, Caller("acme", Role.TENANT))
+    open_far = partial(node.sessions.open, node.domain, "far", remote=True, over_tcp=True)
+    mine = [context.run(open_far) for _ in range(MAX_SESSIONS // 2 // TENANT_SHARE)]
+    with pytest.raises(CapacityExceeded, match="share"):
+        context.run(open_far)
+    open_far()
+    node.sessions.end(mine[0].session_id)
+    context.run(open_far)
 
 
 def test_a_shut_gate_gives_no_slots_and_lets_what_was_begun_finish(node: Node) -> None:

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     shown = written(folder / "node-token", TOKENS[Role.NODE])
     settings = (("tokens_file", str(tokens)), ("token_file", str(shown)))
     nodes = [NodeSpec(name, dram_bytes=16 << 20, nvme_bytes=32 << 20, settings=settings) for name in ("a", "b")]
-    with LocalCluster(nodes, folder / "data", metadata_settings=[("tokens_file", str(tokens))]) as cluster:
+    with LocalCluster(
+        nodes, folder / "data", metadata_settings=[("tokens_file", str(tokens)), ("max_subscribers", "8")]
+    ) as cluster:
         made = Store(cluster, folder)
         stub = metadata_pb2_grpc.MetadataStub(made.channel("metadata", TOKENS[Role.OPERATOR]))
         until(lambda: len(call(stub.ListNodes, metadata_pb2.ListNodesRequest(), CALL_S).nodes) == 2, "nodes show their token")
@@ -274,6 +277,45 @@ def test_old_bytes_of_others_are_no_block_of_a_tenant(store: Store) -> None:
             done = node_pb2.CompleteRequest(session_id=session, operation_id=operation, keys=run.keys, checksums=sums)
             assert list(call(node.Complete, done, CALL_S).outcomes) == [StoreOutcome.LOST]
         assert engine.lookup(keys).hit_blocks == BLOCKS
+
+
+def test_a_tenant_takes_its_share_of_subscriptions_and_no_more(store: Store) -> None:
+    request = metadata_pb2.WatchBlocksRequest(namespace_ids=[spec("other").namespace])
+
+    def watch(token: str) -> Any:
+        stream = metadata_pb2_grpc.MetadataStub(store.channel("metadata", token)).WatchBlocks(request, timeout=WAIT_S)
+        next(stream)
+        return stream
+
+    def again() -> bool:
+        with suppress(grpc.RpcError):
+            held.append(watch(OTHER))
+            return True
+        return False
+
+    with store.client("other", OTHER):
+        held = [watch(OTHER), watch(OTHER)]
+        with pytest.raises(grpc.RpcError, match="share"):
+            watch(OTHER)
+        held += [watch(TOKENS[Role.ENGINE]) for _ in range(3)]
+        held.pop(0).cancel()
+        until(again, "its place is free again")
+        for stream in held:
+            stream.cancel()
+
+
+def test_a_tenant_flushes_what_is_its_own(store: Store) -> None:
+    with store.client("acme", ACME) as engine, store.client("other", OTHER) as other:
+        filled(engine, 6)
+        assert engine.flush(CALL_S)
+        answers = {
+            token: call(node_pb2_grpc.NodeStub(store.channel("a", token)).Flush, node_pb2.FlushRequest(timeout_ms=1_000), CALL_S)
+            for token in (OTHER, TOKENS[Role.ENGINE])
+        }
+        assert answers[OTHER].complete
+        assert answers[OTHER].durable_blocks == 0, "what others have is not told"
+        assert answers[TOKENS[Role.ENGINE]].durable_blocks >= BLOCKS
+        assert other.flush(CALL_S)
 
 
 def test_a_client_that_is_refused_misses_and_says_so(store: Store, caplog: pytest.LogCaptureFixture) -> None:
