@@ -13,7 +13,8 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Final, cast
 from urllib.parse import urlsplit
@@ -37,10 +38,13 @@ from kvstore.core.errors import (
 )
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.address import stays_on_host
+from kvstore.rpc.http_server import ABORT
 from kvstore.rpc.tokens import LOCAL, Caller, Role, Tokens, Watched
 
 logger = logging.getLogger(__name__)
+_limited = LimitedLog(logger)
 
 PUBLIC: Final = frozenset({PAGE, "/healthz", "/readyz", "/v1/openapi.json"})
 QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
@@ -49,6 +53,8 @@ REUSED: Final = "/v1/"
 """Where answers may be told again, where a question comes again and again (``kvstore.admin.reuse``)."""
 BODY_S: Final = 10.0
 """How long a client may take to send its request."""
+TAKE_S: Final = 10.0
+"""How long it may take none of its answer: then its connection ends, with all requests that lie in it."""
 _SPARE_S: Final = 5.0
 _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -73,8 +79,8 @@ class Gate:
         self._tokens = tokens
         self._counters = counters
         self._answers: Answers[tuple[str, bytes], list[Message]] = Answers()
-        self._inflight = 0
-        self._public = 0
+        self._under_way = {True: 0, False: 0}
+        """Requests that are served; those of what is public have places of their own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,15 +90,15 @@ class Gate:
         name = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
         before = request_id.set(name)
         self._counters.add("admin_requests_total")
-        public = scope["path"] in PUBLIC
-        self._public += public
-        self._inflight += not public
-        answer = _Answer(send, name)
+        answer = _Answer(send, name, scope.get("state", {}).get(ABORT))
         try:
             await self._pass(scope, receive, answer, headers)
+        except _Left:
+            if answer.untaken:
+                self._counters.add("admin_answers_untaken_total")
+                _limited.warning("ended a connection that takes none of its answer")
+                await asyncio.sleep(0)  # the server learns of it first: what ends here is no answer that was forgotten
         finally:
-            self._public -= public
-            self._inflight -= not public
             request_id.reset(before)
 
     async def _pass(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
@@ -106,8 +112,6 @@ class Gate:
             error = late if isinstance(late, KVStoreError) else DeadlineExceeded("the request took too long")
         except KVStoreError as refused:
             error = refused
-        except _Left:
-            return
         except Exception:  # the process edge: nothing may leave as a bare exception
             logger.exception("unexpected error in a handler")
             error = Internal("internal error; the server's log has the details")
@@ -118,10 +122,28 @@ class Gate:
             await problem(error, status)(scope, receive, answer)
 
     async def _serve(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
-        # what is public has places of its own and its body is not read: who may ask nothing else takes no place from who may
-        if max(self._inflight, self._public) > self._config.max_inflight:
-            raise CapacityExceeded("as many requests are under way as this server takes", most=self._config.max_inflight)
+        # what is public has places of its own and its body is not read: who may ask nothing else takes no place from who may;
+        # nor does who is refused
         scope.setdefault("state", {})["caller"] = self._admit(scope, headers)
+        with self._place(public=scope["path"] in PUBLIC):
+            await self._serve_admitted(scope, receive, answer, headers)
+
+    @contextmanager
+    def _place(self, *, public: bool) -> Iterator[None]:
+        """One of those under way.
+
+        Raises:
+            CapacityExceeded: there are as many as may be.
+        """
+        if self._under_way[public] >= self._config.max_inflight:
+            raise CapacityExceeded("as many requests are under way as this server takes", most=self._config.max_inflight)
+        self._under_way[public] += 1
+        try:
+            yield
+        finally:
+            self._under_way[public] -= 1
+
+    async def _serve_admitted(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
         body, send = b"", cast("Send", answer)
         if _changes(scope):
             self._answers.forget()
@@ -177,13 +199,17 @@ class Gate:
             return LOCAL
         scheme, _, token = headers.get("authorization", "").partition(" ")
         caller = self._tokens.get().caller(token.strip()) if scheme.lower() == "bearer" else None
+        changes = _changes(scope)
         if caller is None:
+            if changes:
+                _limited.warning("refused a change by nobody that is known: %s", _told(scope))
             raise Unauthenticated("give a token of the server's file: Authorization: Bearer TOKEN")
-        if caller.role not in (Role.READ, Role.OPERATOR):
-            raise PermissionDenied("this takes the role read or operator", role=caller.role.value)
-        if _changes(scope) and caller.role is not Role.OPERATOR:
-            raise PermissionDenied("this takes the role operator", role=caller.role.value)
-        return caller
+        if caller.role is Role.OPERATOR or (caller.role is Role.READ and not changes):
+            return caller
+        if changes:
+            _limited.warning("refused a change by %s of the role %s: %s", caller.name, caller.role.value, _told(scope))
+        takes = "operator" if caller.role is Role.READ else "read or operator"
+        raise PermissionDenied(f"this takes the role {takes}", role=caller.role.value)
 
     def _keeping(self, question: tuple[str, bytes], send: Send) -> Send:
         """Sends an answer on, and keeps it where it is a good one and whole. Whoever may ask for a path is told the same."""
@@ -222,23 +248,41 @@ def _changes(scope: Scope) -> bool:
     return scope["method"] not in {"GET", "HEAD"} and scope["path"] not in QUESTIONS
 
 
-class _Left(Exception):
-    """The client has gone: there is nobody to answer."""
+def _told(scope: Scope) -> str:
+    """A request for the log: one line, ASCII, and not long."""
+    client = scope.get("client")
+    return ascii(f"{scope['method']} {scope['path']}"[:256]) + (f" from {client[0]}" if client else "")
+
+
+class _Left(BaseException):
+    """The client has gone: there is nobody to answer. No handler takes it for an error."""
 
 
 class _Answer:
-    """Adds to every answer what all have, and notes that it has begun."""
+    """Adds to every answer what all have, notes that it has begun, and ends the connection of who takes nothing of it."""
 
-    def __init__(self, send: Send, name: str) -> None:
+    def __init__(self, send: Send, name: str, abort: Callable[[], None] | None) -> None:
         self._send = send
         self._name = name
+        self._abort = abort
         self.begun = False
+        self.untaken = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
             _mark(MutableHeaders(scope=message), self._name)
-        await self._send(message)
+        waiting = asyncio.timeout(TAKE_S)
+        try:
+            async with waiting:
+                await self._send(message)
+        except TimeoutError:
+            if not waiting.expired():
+                raise  # another time is up, of the whole request
+            self.untaken = True
+            if self._abort is not None:
+                self._abort()
+            raise _Left from None
 
 
 def _copied(message: Message) -> Message:

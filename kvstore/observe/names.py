@@ -518,6 +518,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     # ---- admin server
     "admin_requests_total": ("counter", "requests to the admin REST"),
     "admin_answers_reused_total": ("counter", "requests answered with what was told a moment ago, as they come again and again"),
+    "admin_answers_untaken_total": ("counter", "connections ended, as their clients took nothing of an answer in time"),
     "admin_changes_total": ("counter", "changes asked for by it: each is a line of the audit log"),
     "admin_request_errors_total": (
         "counter", "requests answered with an error", {"labels": {"kind": _ERRORS}, "events": "admin_errors_{kind}_total"},

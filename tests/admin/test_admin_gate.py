@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from kvstore.admin.upstream import Upstream
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc import http_server
 from kvstore.rpc.tokens import Role, Tokens, Watched
 from kvstore.rpc.tokens import tokens_file as watched
 
@@ -197,6 +201,93 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await client.get("/healthz")).status_code == 200, "what is public has places of its own"
         problem(await late, 504, "deadline_exceeded")
         problem(await client.get("/v1/nodes"), 503, "unavailable")
+
+
+@asynccontextmanager
+async def listening(
+    tokens: Watched[Tokens], config: AdminConfig
+) -> AsyncIterator[tuple[str, int, Callable[[str], Awaitable[int]], Counters]]:
+    """A server on a real port; asks it for a path as the one who reads."""
+    counters = Counters()
+    upstream = Upstream(config, counters)
+    app = make_app(upstream, config, tokens, counters)
+    door = http_server.bind("127.0.0.1:0", "test")
+    serving = asyncio.create_task(
+        http_server.serve(app, door, tls=None, stop_grace_s=1.0, ready_file=None, malformed=app.malformed)
+    )
+    host, port = door.getsockname()
+
+    async def ask(path: str) -> int:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            return (await client.get(path, headers={"authorization": f"Bearer {BOB}"})).status_code
+
+    try:
+        yield host, port, ask, counters
+    finally:
+        signal.raise_signal(signal.SIGTERM)
+        await serving
+        await upstream.close()
+
+
+def deaf(host: str, port: int, path: str) -> socket.socket:
+    """A connection that asks again and again and reads nothing."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    sock.connect((host, port))
+    sock.setblocking(False)
+    with suppress(BlockingIOError):
+        for _ in range(100):
+            sock.send(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() * 100)
+    return sock
+
+
+async def still(counters: Counters) -> None:
+    """Until the server answers nobody any more."""
+    before = -1
+    while (now := counters.get("admin_requests_total")) != before or not now:
+        before = now
+        await asyncio.sleep(0.2)
+
+
+async def test_who_reads_no_answers_takes_no_places(tokens: Watched[Tokens]) -> None:
+    async with listening(tokens, replace(NOBODY, max_inflight=2)) as (host, port, ask, counters):
+        refused = [deaf(host, port, "/v1/nodes") for _ in range(4)]
+        await still(counters)
+        assert await ask("/v1/nodes") == 503, "let in, and the metadata server is not there"
+        public = [deaf(host, port, "/v1/openapi.json") for _ in range(4)]
+        await still(counters)
+        assert await ask("/v1/nodes") == 503, "what is public has places of its own"
+        for sock in (*refused, *public):
+            sock.close()
+
+
+async def test_who_takes_nothing_of_an_answer_is_left(tokens: Watched[Tokens], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.admin.gate.TAKE_S", 0.1)
+    async with listening(tokens, NOBODY) as (host, port, ask, counters):
+        socks = [deaf(host, port, path) for path in ("/v1/nodes", "/v1/openapi.json")]
+        loop = asyncio.get_running_loop()
+        await still(counters)
+        for sock in socks:
+            with suppress(ConnectionError):
+                while await loop.sock_recv(sock, 1 << 16):
+                    pass  # what was on its way; then its end
+            sock.close()
+        assert counters.get("admin_answers_untaken_total") == 2
+        assert await ask("/healthz") == 200
+
+
+async def test_refused_changes_leave_a_line(
+    tokens: Watched[Tokens], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.admin.gate._limited", LimitedLog(logging.getLogger("kvstore.admin.gate")))
+    async with served(tokens=tokens) as (client, _):
+        await client.delete("/v1/nodes/a%0Ab")
+        await client.delete("/v1/nodes/a", headers={"authorization": f"Bearer {BOB}"})
+        await client.get("/v1/nodes")
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.admin.gate"]
+    assert len(lines) == 2
+    assert "nobody that is known: 'DELETE /v1/nodes/a\\nb'" in lines[0]
+    assert "bob of the role read: 'DELETE /v1/nodes/a'" in lines[1]
 
 
 async def test_nobody_waits_for_the_body_of_what_is_public() -> None:
