@@ -87,7 +87,7 @@ class Checks:
             request = pb.CheckVolumeRequest(operation_id=this, volume_id=volume_id, bytes_per_s=bytes_per_s)
             return await node(node.stub.CheckVolume, request)
 
-        return await self._ask(node_id, name, ask)
+        return await self._ask(node_id, name, ask, changes=True)
 
     async def look(self, node_id: str, name: str) -> VolumeCheck:
         """How far it is, or what the last one found. Raises as ``begin`` does, but for ``Conflict``."""
@@ -103,14 +103,16 @@ class Checks:
         async def ask(node: Ask, volume_id: str) -> pb.VolumeCheck:
             return await node(node.stub.CancelCheck, pb.CancelCheckRequest(volume_id=volume_id))
 
-        return await self._ask(node_id, name, ask)
+        return await self._ask(node_id, name, ask, changes=True)
 
-    async def _ask(self, node_id: str, name: str, question: Callable[[Ask, str], Awaitable[pb.VolumeCheck]]) -> VolumeCheck:
+    async def _ask(
+        self, node_id: str, name: str, question: Callable[[Ask, str], Awaitable[pb.VolumeCheck]], *, changes: bool = False
+    ) -> VolumeCheck:
         volume_id = f"{node_id}/{name}"
         status = await self._upstream.node(node_id)
         if all(volume.volume_id != volume_id for volume in status.node.volumes):
             raise NotFound("the node has no such volume", volume_id=volume_id[:64])
-        return _shown(await self._upstream.ask_node(status, lambda node: question(node, volume_id)))
+        return _shown(await self._upstream.ask_node(status, lambda node: question(node, volume_id), changes=changes))
 
 
 def _shown(found: pb.VolumeCheck) -> VolumeCheck:

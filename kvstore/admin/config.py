@@ -27,6 +27,7 @@ class AdminConfig:
         stop_grace_s: how long requests under way may take when it ends.
         tls: of the channels to metadata server and nodes.
         token: what they are shown; None: nothing.
+        read_token: what nodes are shown that are only asked; None: the same. A node's address is whatever was registered.
         serve_tls: this server's own certificate; None: plain HTTP.
         allow_insecure_remote: listen without TLS where other hosts can reach it. Never without tokens.
         ready_file: written as JSON ``{"address", "pid"}`` once it answers.
@@ -46,6 +47,7 @@ class AdminConfig:
     stop_grace_s: float = 5.0
     tls: TlsConfig | None = None
     token: Shown | None = None
+    read_token: Shown | None = None
     serve_tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     ready_file: Path | None = None

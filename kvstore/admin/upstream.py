@@ -163,7 +163,12 @@ class Upstream:
 
     # ---- nodes ----
     async def ask_node(
-        self, status: metadata_pb2.NodeStatus, ask: Callable[[Ask], Awaitable[T]], timeout_s: float | None = None
+        self,
+        status: metadata_pb2.NodeStatus,
+        ask: Callable[[Ask], Awaitable[T]],
+        timeout_s: float | None = None,
+        *,
+        changes: bool = False,
     ) -> T:
         """Asks one node.
 
@@ -171,6 +176,8 @@ class Upstream:
             status: who.
             ask: what, given a way to call its NodeAdmin.
             timeout_s: how long it may take; None: as a question.
+            changes: it takes a token that may change the store. Others are not shown one, where there is one that reads: whoever
+                registers nodes says where they are.
 
         Raises:
             Unavailable: it is silent, or does not answer.
@@ -179,20 +186,23 @@ class Upstream:
         """
         if not status.alive:
             raise Unavailable("the node is silent", node_id=status.node.node_id)
-        tls, token = self._config.tls, self._config.token
+        config = self._config
+        tls, token = config.tls, config.token if changes or config.read_token is None else config.read_token
         address = status.node.control_address
         async with self._slots, connect_aio(address, tls=tls, token=token, own_connection=True) as channel:
             return await ask(Ask(status, channel, self._config.timeout_s if timeout_s is None else timeout_s, self._counters))
 
     async def change_node(self, status: metadata_pb2.NodeStatus, ask: Callable[[Ask], Awaitable[T]]) -> T:
         """As ``ask_node``, for what takes longer than a question."""
-        return await self.ask_node(status, ask, self._config.change_timeout_s)
+        return await self.ask_node(status, ask, self._config.change_timeout_s, changes=True)
 
     async def ask_nodes(
         self,
         statuses: Iterable[metadata_pb2.NodeStatus],
         ask: Callable[[Ask], Awaitable[T]],
         timeout_s: float | None = None,
+        *,
+        changes: bool = False,
     ) -> Asked[T]:
         """Asks several; one that fails does not fail the others."""
         found: Asked[T] = Asked({}, {})
@@ -200,7 +210,7 @@ class Upstream:
         async def one(status: metadata_pb2.NodeStatus) -> None:
             node_id = status.node.node_id
             try:
-                found.answers[node_id] = await self.ask_node(status, ask, timeout_s)
+                found.answers[node_id] = await self.ask_node(status, ask, timeout_s, changes=changes)
             except KVStoreError as error:
                 self._counters.add("admin_nodes_unreached_total")
                 found.failed[node_id] = error
@@ -210,7 +220,7 @@ class Upstream:
 
     async def change_nodes(self, statuses: Iterable[metadata_pb2.NodeStatus], ask: Callable[[Ask], Awaitable[T]]) -> Asked[T]:
         """As ``ask_nodes``, for what takes longer than a question."""
-        return await self.ask_nodes(statuses, ask, self._config.change_timeout_s)
+        return await self.ask_nodes(statuses, ask, self._config.change_timeout_s, changes=True)
 
     # ---- inside ----
     async def _ask(self, method: Callable[..., Awaitable[T]], request: Message) -> T:

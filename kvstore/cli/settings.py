@@ -261,10 +261,11 @@ def admin_config(config: Config, provenance: Provenance | None = None) -> AdminC
         stop_grace_s=section.stop_grace / 1000,
         tls=tls(config.client.tls),
         token=token(config.client),
+        read_token=Shown.of(file=config.client.read_token_file),
         serve_tls=tls(section.tls),
         allow_insecure_remote=section.allow_insecure_remote,
         ready_file=section.ready_file,
-        in_force=in_force(config, provenance, "admin.", "client.tls.", "client.token_file", "log."),
+        in_force=in_force(config, provenance, "admin.", "client.tls.", "client.token_file", "client.read_token_file", "log."),
     )
 
 

@@ -128,6 +128,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
     from kvstore.admin.questions import Questions
     from kvstore.admin.upstream import Upstream
     from kvstore.observe.counters import Counters
+    from kvstore.rpc.tokens import Shown
 
     upstream = Upstream(
         AdminConfig(
@@ -136,6 +137,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
             change_timeout_s=config.admin.change_timeout / 1000,
             tls=tls(config.client.tls),
             token=token(config.client),
+            read_token=Shown.of(file=config.client.read_token_file),
         ),
         Counters(),
     )

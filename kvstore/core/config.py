@@ -241,6 +241,11 @@ class ClientSection(Section):
         default=None,
         description="file with the token shown to metadata server and nodes, also by admin server and router",
     )
+    read_token_file: Path | None = Field(
+        default=None,
+        description="file with a token of the role read, which the admin server and commands show to nodes that they only ask;"
+        " unset: that of token_file",
+    )
     tls: TlsSection = TlsSection()
 
 

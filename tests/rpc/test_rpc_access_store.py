@@ -367,6 +367,43 @@ def test_a_node_shows_its_token_to_nodes_alone(store: Store) -> None:
     assert "no node of this store has this address" in store.cluster.node("a").log_path.read_text()
 
 
+def test_an_operators_token_is_not_shown_to_whoever_registers_as_a_node(store: Store) -> None:
+    """Where there is one that reads: questions about nodes go to the addresses that these named."""
+    seen: list[str] = []
+
+    class Thief(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: Any) -> None:
+            seen.extend(value for name, value in handler_call_details.invocation_metadata if name == "authorization")
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers([Thief()])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    metadata = metadata_pb2_grpc.MetadataStub(store.channel("metadata", TOKENS[Role.NODE]))
+    rogue = common_pb2.NodeInfo(node_id="rogue", boot_id=b"r" * 16, control_address=address, data_address=address)
+    reads = written(store.folder / "reads", TOKENS[Role.READ])
+    shown = written(store.folder / "operates", TOKENS[Role.OPERATOR])
+    before = store.cluster._arguments
+    store.cluster._arguments = ("--set", f"client.token_file={shown}", "--set", f"client.read_token_file={reads}")
+    try:
+        call(metadata.RegisterNode, metadata_pb2.RegisterNodeRequest(operation_id=b"o" * 16, node=rogue), CALL_S)
+        admin = store.cluster.start_admin().address
+        with urllib.request.urlopen(f"http://{admin}/v1/overview", timeout=WAIT_S) as answer:
+            assert {one["node_id"] for one in json.loads(answer.read())["activity"]} >= {"a", "b"}
+        until(lambda: bool(seen), "the rogue was asked, too")
+        assert set(seen) == {f"Bearer {TOKENS[Role.READ]}"}
+        check = urllib.request.Request(f"http://{admin}/v1/volumes/a/nvme0/check", b"{}", {"content-type": "application/json"})
+        with urllib.request.urlopen(check, timeout=WAIT_S) as answer:
+            assert answer.status in (200, 202), "what changes something takes the operator's"
+    finally:
+        store.cluster.stop("admin")
+        store.cluster._arguments = before
+        operator = metadata_pb2_grpc.MetadataStub(store.channel("metadata", TOKENS[Role.OPERATOR]))
+        gone = metadata_pb2.RemoveNodeRequest(operation_id=b"o" * 16, node_id="rogue", force=True)
+        call(operator.RemoveNode, gone, CALL_S)
+        server.stop(None)
+
+
 def test_a_session_of_another_server_life_is_lost_not_denied(store: Store) -> None:
     stub = node_pb2_grpc.NodeStub(store.channel("a", ACME))
     with pytest.raises(LeaseLost):
