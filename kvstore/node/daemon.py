@@ -309,7 +309,7 @@ class NodeDaemon:
         """Of all namespaces that the metadata server knows."""
         if self.config.metadata is None:
             return []
-        with connect(self.config.metadata, tls=self.config.tls) as channel:
+        with connect(self.config.metadata, tls=self.config.tls, token=self._token) as channel:
             stub = metadata_pb2_grpc.MetadataStub(channel)
             known = call(stub.ListNamespaces, metadata_pb2.ListNamespacesRequest(), RPC_TIMEOUT_S).namespaces
         return [one.spec for one in known]

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvclient import CacheSpec, ClientOptions, KVClient, list_namespaces
 from kvclient.events import BlockWatcher
-from kvproto.v1 import admin_pb2, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvproto.v1 import admin_pb2, admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.cli.app import root
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
 from kvstore.core.types import Outcome, StoreOutcome
@@ -408,6 +408,23 @@ def test_a_session_of_another_server_life_is_lost_not_denied(store: Store) -> No
     stub = node_pb2_grpc.NodeStub(store.channel("a", ACME))
     with pytest.raises(LeaseLost):
         call(stub.Release, node_pb2.ReleaseRequest(session_id=b"s" * 16), CALL_S)
+
+
+def test_a_node_started_anew_learns_with_its_token_whose_its_blocks_are(store: Store) -> None:
+    """Nobody opens the namespace there again: only the metadata server can tell."""
+    with store.client("acme", ACME) as engine:
+        filled(engine, 5)
+        assert engine.flush(WAIT_S)
+    store.cluster.kill("a")
+    store.cluster.start_node("a")
+    stub = admin_pb2_grpc.NodeAdminStub(store.channel("a", TOKENS[Role.OPERATOR]))
+
+    def known() -> bool:
+        volumes = call(stub.DescribeNode, admin_pb2.DescribeNodeRequest(), CALL_S).volumes
+        whose = {(one.tenant, one.unknown) for volume in volumes for one in volume.tenants if one.nvme_bytes}
+        return ("acme", False) in whose and not any(nobodys for _, nobodys in whose)
+
+    until(known, "whose they are")
 
 
 def test_commands_and_the_admin_server_carry_a_token(store: Store) -> None:
