@@ -22,9 +22,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.core.errors import CapacityExceeded, Conflict, Unavailable
+from kvstore.core.limits import MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULES
 from kvstore.core.types import NamespaceId
+from kvstore.core.whole_file import write_whole
 
 VERSION: Final = 1
+MAX_FILE_BYTES: Final = 4 << 20
+"""Several times what all quotas and rules that there may be take."""
+NAMESPACE_BYTES: Final = 16
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -83,23 +88,47 @@ class Orders:
         Raises:
             ValueError: it is none of ours.
         """
-        found = json.loads(raw)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ValueError("too large for a file of orders")
+        try:
+            found = json.loads(raw)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
         if not isinstance(found, dict) or found.get("version") != VERSION:
             raise ValueError("of another version, or no file of orders")
         return cls(
-            {tenant: Quota(_number(said, "dram"), _number(said, "nvme")) for tenant, said in _part(found, "quotas")},
             {
-                NamespaceId(bytes.fromhex(namespace)): Rule(_number(said, "ttl_ms") or 0, said.get("pinned") is True)
-                for namespace, said in _part(found, "namespaces")
+                _tenant(name): Quota(_number(said, "dram"), _number(said, "nvme"))
+                for name, said in _part(found, "quotas", MAX_QUOTAS)
+            },
+            {
+                _namespace(name): Rule(_number(said, "ttl_ms") or 0, said.get("pinned") is True)
+                for name, said in _part(found, "namespaces", MAX_RULES)
             },
         )
 
 
-def _part(found: dict[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for key, said in dict(found.get(name, {})).items():
+def _part(found: dict[str, Any], name: str, most: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    part = found.get(name, {})
+    if not isinstance(part, dict) or len(part) > most:
+        raise ValueError(f"{name} are none, or more than {most}")
+    for key, said in part.items():
         if not isinstance(said, dict):
             raise ValueError(f"{name} of {key!r} are not as they are written")  # noqa: TRY004  # as all else that is wrong
         yield key, said
+
+
+def _tenant(name: str) -> str:
+    if len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():  # a lone surrogate cannot be encoded: a ValueError, too
+        raise ValueError(f"{name[:64]!r} is no tenant's name")
+    return name
+
+
+def _namespace(name: str) -> NamespaceId:
+    namespace = bytes.fromhex(name)
+    if len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(f"{name[:64]!r} is no id of a namespace")
+    return NamespaceId(namespace)
 
 
 def _number(said: dict[str, Any], name: str) -> int | None:
@@ -125,7 +154,9 @@ class OrdersFile:
             found = self.path.stat()
             seen = (found.st_ino, found.st_mtime_ns, found.st_size)
             if seen != self._seen:
-                self._orders, self.wrong = Orders.decode(self.path.read_bytes()), ""
+                with self.path.open("rb") as file:
+                    raw = file.read(MAX_FILE_BYTES + 1)
+                self._orders, self.wrong = Orders.decode(raw), ""
                 self._seen = seen
         except FileNotFoundError:
             self._orders, self.wrong, self._seen = Orders(), "", None
@@ -152,7 +183,7 @@ class OrdersFile:
                     raise Conflict("the file of orders cannot be read: mend or remove it", path=self.path, why=before.wrong)
                 after = changed(orders)
                 if after != orders:
-                    self._write(after.encode())
+                    write_whole(self.path, after.encode())
                 return orders, after
         except OSError as error:
             if error.errno in _NO_ROOM:
@@ -167,21 +198,3 @@ class OrdersFile:
             yield
         finally:
             os.close(lock)
-
-    def _write(self, raw: bytes) -> None:
-        scratch = self.path.with_name(f".{self.path.name}.new")
-        try:
-            with scratch.open("wb") as file:
-                os.fchmod(file.fileno(), 0o600)
-                file.write(raw)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(self.path)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            raise
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

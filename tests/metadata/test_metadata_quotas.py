@@ -64,10 +64,11 @@ def test_no_room_no_share() -> None:
 bounds_ = st.none() | st.integers(0, 2**62)
 
 
+names_ = st.text(st.characters(exclude_categories=("C", "Z")), max_size=20)
 rules_ = st.dictionaries(st.binary(min_size=16, max_size=16), st.builds(Rule, st.integers(0, 2**40), st.booleans()))
 
 
-@given(st.dictionaries(st.text(max_size=20), st.builds(Quota, bounds_, bounds_)), rules_)
+@given(st.dictionaries(names_, st.builds(Quota, bounds_, bounds_)), rules_)
 def test_orders_are_read_as_they_were_written(quotas: dict[str, Quota], rules: dict[NamespaceId, Rule]) -> None:
     orders = Orders()
     for namespace, rule in rules.items():
@@ -87,10 +88,23 @@ WRONG = [
     b'{"version": 1, "quotas": {"a": {"dram": -1}}}',
     b'{"version": 1, "quotas": {"a": {"dram": true}}}',
     b'{"version": 1, "namespaces": {"xyz": {"ttl_ms": 1}}}',
+    b'{"version": 1, "quotas": null}',
+    b'{"version": 1, "quotas": []}',
+    b'{"version": 1, "namespaces": 7}',
+    b'{"version": 1, "namespaces": {"ab": {"ttl_ms": 1}}}',
+    b'{"version": 1, "namespaces": {"ab cd ef ab cd ef ab cd ef ab cd ": {"ttl_ms": 1}}}',
+    b'{"version": 1, "quotas": {"\\ud800": {"dram": 1}}}',
+    b'{"version": 1, "quotas": {"a\\u0007": {"dram": 1}}}',
+    b'{"version": 1, "quotas": {"' + b"x" * 513 + b'": {"dram": 1}}}',
+    b'{"version": 1, "quotas": {' + b",".join(b'"%d": {}' % number for number in range(257)) + b"}}",
+    b'{"version": 1, "quotas": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"version": 1, "quotas": {"a": {"dram": ' + b"9" * 5_000 + b"}}}",
+    b'{"version": 1}' + b" " * (4 << 20),
+    b"\xff\xfe\x00",
 ]
 
 
-@pytest.mark.parametrize("raw", WRONG)
+@pytest.mark.parametrize("raw", WRONG, ids=lambda raw: raw[:48].decode(errors="replace"))
 def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "orders.json"
     path.write_bytes(raw)
@@ -256,8 +270,9 @@ async def test_quotas_outlive_the_index(tmp_path: Path) -> None:
 async def test_a_damaged_file_is_told_to_nobody_and_refuses_changes(running: Running, tmp_path: Path) -> None:
     peer = running.peer("a")
     await peer.register()
-    (tmp_path / "index.orders.json").write_text("{")
-    assert not (await peer.beat()).HasField("retention"), "what was told before holds"
+    for raw in (b"{", *WRONG):
+        (tmp_path / "index.orders.json").write_bytes(raw)
+        assert not (await peer.beat()).HasField("retention"), "what was told before holds"
     with pytest.raises(Conflict):
         await set_quota(running, "acme", dram_bytes=1)
     with pytest.raises(Conflict):
