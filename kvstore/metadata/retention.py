@@ -1,26 +1,24 @@
 """What may stay on nodes, by order of operators: kept in a file beside the index, told to nodes with each answer to a heartbeat.
 
-A tenant's quota is shared out anew, from what nodes say that they hold, at most every half of the time between heartbeats.
+How a tenant's quota is shared out over nodes: ``kvstore.metadata.sharing``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from typing import Final
 
 from kvproto.v1 import admin_pb2 as pb
-from kvproto.v1.common_pb2 import NodeInfo
-from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention, TenantShare, TenantUsage
+from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention
 from kvstore.core import limits
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
-from kvstore.core.types import NamespaceId, NodeId, Tier
+from kvstore.core.types import NamespaceId, Tier
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.nodes import NodeTable
 from kvstore.metadata.orders_file import Orders, OrdersFile, Quota, Rule
-from kvstore.metadata.quotas import shares
+from kvstore.metadata.sharing import Sharing, rule_to_proto
 from kvstore.metadata.writer import IndexThread
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -43,7 +41,7 @@ class RetentionOrders:
         writes: the thread that changes what is kept.
         counters: events of this process.
         clock: the host's monotonic clock.
-        interval_s: how long shares hold that were computed.
+        interval_s: how long shares of quotas hold.
     """
 
     def __init__(
@@ -61,27 +59,13 @@ class RetentionOrders:
         self._nodes = nodes
         self._writes = writes
         self._counters = counters
-        self._clock = clock
-        self._interval_s = interval_s
-        self._shared: tuple[Orders, float] | None = None
-        self._answers: dict[NodeId, Retention] = {}
+        self._sharing = Sharing(nodes, counters, clock, interval_s)
 
     # ---- to nodes ----
-    def answer(self, node_id: NodeId) -> Retention | None:
-        """What a node is told; None: the orders cannot be read, and what it was told before holds.
-
-        Never before it has said what it holds: with a share made without that it would let go of what it may keep.
-        """
+    async def answer(self, asking: HeartbeatRequest) -> Retention | None:
+        """What a node is told; None: what it was told before holds, as orders cannot be read or it has not said what it holds."""
         orders = self._orders()
-        if orders is None:
-            return None
-        if not orders.quotas and not orders.rules:
-            return Retention()
-        now_s = self._clock.now_s()
-        if self._shared is None or self._shared[0] is not orders or now_s >= self._shared[1] or node_id not in self._answers:
-            self._share_out(orders)
-            self._shared = orders, now_s + self._interval_s
-        return self._answers.get(node_id)
+        return None if orders is None else await self._sharing.answer(orders, asking)
 
     def _orders(self) -> Orders | None:
         orders = self._file.now()
@@ -93,27 +77,6 @@ class RetentionOrders:
                 self._file.wrong,
             )
         return orders
-
-    def _share_out(self, orders: Orders) -> None:
-        living = list(self._nodes.living())
-        held = [_by_tenant(report) for _, report in living]
-        rooms = {tier: [_capacity(info, tier) for info, _ in living] for tier in (Tier.DRAM, Tier.NVME)}
-        rules = [rule_to_proto(namespace, rule) for namespace, rule in orders.rules.items()]
-        said = [NodeId(info.node_id) for info, report in living if report is not None and report.usages]
-        self._answers = {node_id: Retention(rules=rules) for node_id in said}
-        for tenant, quota in orders.quotas.items():
-            told = [TenantShare(tenant=tenant) for _ in living]
-            if quota.dram is not None:
-                known = [usages[tenant].dram_bytes if tenant in usages else 0 for usages in held]
-                for share, most in zip(told, shares(quota.dram, known, rooms[Tier.DRAM]), strict=True):
-                    share.dram_bytes = most
-            if quota.nvme is not None:
-                known = [usages[tenant].nvme_bytes if tenant in usages else 0 for usages in held]
-                for share, most in zip(told, shares(quota.nvme, known, rooms[Tier.NVME]), strict=True):
-                    share.nvme_bytes = most
-            for (info, _), share in zip(living, told, strict=True):
-                if info.node_id in self._answers:
-                    self._answers[NodeId(info.node_id)].shares.append(share)
 
     # ---- to operators ----
     def describe(self, request: pb.DescribeTenantsRequest) -> pb.DescribeTenantsResponse:
@@ -279,19 +242,6 @@ def rule_from_proto(message: NamespaceRule) -> Rule:
     return Rule(message.ttl_ms, message.pinned)
 
 
-def rule_to_proto(namespace: NamespaceId, rule: Rule) -> NamespaceRule:
-    """As it travels."""
-    return NamespaceRule(namespace_id=namespace, ttl_ms=rule.ttl_ms, pinned=rule.pinned)
-
-
 def shown_rule(rule: Rule) -> str:
     """In a word: for the log, and for whoever compares."""
     return f"ttl={rule.ttl_ms},pinned={'yes' if rule.pinned else 'no'}"
-
-
-def _by_tenant(report: HeartbeatRequest | None) -> Mapping[str, TenantUsage]:
-    return {usage.tenant: usage for usage in report.tenants if not usage.unknown} if report is not None else {}
-
-
-def _capacity(info: NodeInfo, tier: Tier) -> int:
-    return sum(volume.capacity_bytes for volume in info.volumes if int(volume.tier) == int(tier))

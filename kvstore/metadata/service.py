@@ -129,7 +129,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             index_epoch=self._parts.index.epoch,
             register_again=not known,
             drain=self._parts.nodes.order(node_id),
-            retention=self._parts.retention.answer(node_id) if known else None,
+            retention=await self._parts.retention.answer(request) if known else None,
         )
 
     async def UnregisterNode(self, request: pb.UnregisterNodeRequest, context: object) -> pb.UnregisterNodeResponse:

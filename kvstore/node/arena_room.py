@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.block import Block
@@ -52,9 +52,11 @@ class ArenaRoom:
         for order in domain.dram_orders:
             order.touch(keys)
 
-    def restore(self, keys: Iterable[BlockKey]) -> None:
+    def restore(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace that is not pinned any more may leave again."""
         self._policy.restore(keys)
+        for order in domain.dram_orders:
+            order.policy.restore(keys)
 
     def coldest(self) -> Iterator[tuple[BlockKey, Slot]]:
         """What may leave as it is, with its slots, coldest first."""

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
 from kvstore.node.domain import Domain
+from kvstore.node.leaving import Leaving
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 
 Key = TypeVar("Key", bound=Hashable)
@@ -43,8 +44,8 @@ class Block:
         """Stored here by an engine or a peer; False: only a copy of a peer's block, whose durability is the peer's affair."""
         self.pending = False
         """Waits for write-behind, or is being written."""
-        self.leaving = False
-        """Its NVMe replica is about to leave: nobody may begin to read it."""
+        self.leaving = Leaving.STAYS
+        """Whether its NVMe replica is about to leave: nobody may begin to read it then. Changed by ``leave`` and ``stay``."""
         self.arriving = False
         """Its first layers are in its DRAM slot and the others on their way: not in the table yet, its slot lives by its pins."""
         self.passing = False
@@ -64,6 +65,18 @@ class Block:
     def durable(self) -> bool:
         """Outlives this process."""
         return self.elsewhere or (self.nvme_home is not None and self.nvme_home.volume.lasting)
+
+    def leave(self, why: Leaving = Leaving.FOR_ROOM) -> None:
+        """Its NVMe replica is on its way out from now on."""
+        if not self.leaving:
+            self.domain.parting += 1
+        self.leaving = why
+
+    def stay(self) -> None:
+        """It is not: it left, or could not."""
+        if self.leaving:
+            self.domain.parting -= 1
+        self.leaving = Leaving.STAYS
 
     def record(self) -> BlockRecord:
         """What a slot header says of it."""

@@ -47,6 +47,7 @@ from kvstore.node.publisher import Publisher
 from kvstore.node.pull import Puller
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.retention import Retainer
+from kvstore.node.rules_file import NAME as RULES_FILE
 from kvstore.node.service import NodeServicer
 from kvstore.node.sessions import Sessions
 from kvstore.node.staging import Stager
@@ -181,8 +182,10 @@ class NodeDaemon:
             durable_policy=make_policy(config.policy),
             accounts=self._accounts,
         )
-        self._retainer = Retainer(self.table, self._domains, self._list_specs, counters)
+        rules_file = config.nvme[0].path / RULES_FILE if config.nvme and config.metadata is not None else None
+        self._retainer = Retainer(self.table, self._domains, self._list_specs, counters, rules_file)
         self._recover(homes)
+        self._retainer.recall()
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
         known = None if self._token is None else KnownNodes(config.metadata, config.tls, self._token)

@@ -17,8 +17,8 @@ class Domain:
     """One namespace. There is one object a namespace and node, so that ``is`` compares them."""
 
     __slots__ = (
-        *("account", "dram_orders", "granted", "in_account", "namespace", "nvme_orders", "pin_orders", "pinned", "shape", "spec"),
-        "uses",
+        *("account", "counted", "dram_orders", "granted", "in_account", "namespace", "nvme_orders", "parting", "pin_orders"),
+        *("pinned", "shape", "spec", "uses"),
     )
 
     def __init__(self, namespace: NamespaceId, shape: BlockShape, spec: CacheSpec | None) -> None:
@@ -27,8 +27,13 @@ class Domain:
         self.spec = spec
         self.account: Account | None = None
         """Its tenant's; None: nobody has shown the spec yet."""
+        self.counted = False
+        """Whether its tenant's share here was made with knowledge of what it holds, or it held nothing when its tenant became
+        known. Until then its blocks do not count against the share, and none of them leaves for it."""
         self.granted = 0
         """Blocks granted to stores that are under way."""
+        self.parting = 0
+        """Blocks that are on their way out of durable volumes."""
         self.in_account: dict[Tier, SideOrder | None] = {Tier.DRAM: None, Tier.NVME: None}
         """The orders of its tenant that its blocks go by."""
         self.dram_orders: tuple[SideOrder, ...] = ()
@@ -88,18 +93,22 @@ class Domains:
         Raises:
             CapacityExceeded: too many namespaces, of its tenant or of all.
         """
-        with self._lock:
-            # what lies here already is known to be this tenant's now, however much that is: nothing is added
-            if spec.tenant and spec.namespace not in self._known and self._of_tenant[spec.tenant] >= MAX_NAMESPACES_OF_TENANT:
-                raise CapacityExceeded(
-                    "this node knows too many namespaces of this tenant", tenant=spec.tenant, limit=MAX_NAMESPACES_OF_TENANT
-                )
-            domain = self._of_shape(spec.namespace, spec.shape)
-            if domain.spec is None:
-                self._of_tenant[spec.tenant] += 1
-                domain.account = self.accounts.of(domain, spec.tenant)
-                domain.spec = spec
-            return domain
+        domain = self._known.get(spec.namespace)
+        if domain is None or domain.spec is None or domain.shape != spec.shape:
+            with self._lock:
+                fresh = spec.namespace not in self._known
+                # what lies here already is known to be this tenant's now, however much that is: nothing is added
+                if fresh and spec.tenant and self._of_tenant[spec.tenant] >= MAX_NAMESPACES_OF_TENANT:
+                    raise CapacityExceeded(
+                        "this node knows too many namespaces of this tenant", tenant=spec.tenant, limit=MAX_NAMESPACES_OF_TENANT
+                    )
+                domain = self._of_shape(spec.namespace, spec.shape)
+                if domain.spec is None:
+                    self._of_tenant[spec.tenant] += 1
+                    domain.counted = fresh
+                    domain.account = self.accounts.of(domain, spec.tenant)
+                    domain.spec = spec
+        return domain
 
     def of_shape(self, namespace: NamespaceId, shape: BlockShape) -> Domain:
         """The domain of a namespace whose spec is not known here (a recovered volume, a peer's write).

@@ -11,7 +11,7 @@ aside, out of the order, until it takes changes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockShape
@@ -64,9 +64,11 @@ class DurableRoom:
         for order in domain.nvme_orders:
             order.touch(keys)
 
-    def restore(self, keys: Iterable[BlockKey]) -> None:
+    def restore(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace that is not pinned any more may leave again."""
         self._policy.restore(keys)
+        for order in domain.nvme_orders:
+            order.policy.restore(keys)
 
     def held(self, domain: Domain) -> int:
         """Blocks of a namespace on all volumes."""

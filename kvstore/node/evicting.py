@@ -200,7 +200,7 @@ def _lies_in(block: Block, home: Home | None) -> bool:
 
 def _mark(victims: Iterable[Block]) -> None:
     for block in victims:
-        block.leaving = True
+        block.leave()
 
 
 def _leave_dram(table: BlockTable, victims: Sequence[Block]) -> None:

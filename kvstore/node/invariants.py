@@ -44,6 +44,10 @@ def check_invariants(table: BlockTable) -> None:
     for home in table.homes:
         durable_blocks = Counter(block.domain for block in table._blocks.values() if block.nvme_home is home)
         assert {domain: blocks for domain, blocks in table._durable.held_on(home).items() if blocks} == durable_blocks
+    parting = Counter(block.domain for block in table._blocks.values() if block.leaving)
+    for home in table.homes:
+        for domain in table._durable.held_on(home):
+            assert domain.parting == parting[domain], "blocks on their way out miscounted"
     for block in table._blocks.values():
         for order in (*block.domain.dram_orders, *block.domain.nvme_orders):
             assert len(order.policy) == len(order.keys), "an order that does not know what it holds"

@@ -382,8 +382,9 @@ class Publisher:
             boot_id=self._boot_id,
             usages=usages,
             drain=drain,
-            tenants=self._retainer.usage() if self._retainer is not None else (),
         )
+        if self._retainer is not None:
+            self._retainer.report(request)
         response: metadata_pb2.HeartbeatResponse = call(self._stub.Heartbeat, request, RPC_TIMEOUT_S)
         if self._retainer is not None and response.HasField("retention"):  # a server that knows no such rules says nothing
             self._retainer.told(response.retention)

@@ -1,12 +1,16 @@
 """Takes over blocks of another node, which drains: reads them from it, verifies them, and says which are durable here now.
 
-It is a store like any other, but that this node fetches the bytes itself, and that it takes free room alone.
+It is a store like any other, but that this node fetches the bytes itself, and that it takes free room alone: on a volume, and in
+its tenant's share. What is refused for the share is asked for again, and the share follows what is held here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.errors import KVStoreError
@@ -17,6 +21,7 @@ from kvstore.node.moving import free_room, room_of
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.provider import NodeProvider
 from kvstore.node.table import BlockTable
+from kvstore.node.tenants import Account, free_durable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.transport.contract import ReadRequest, WriteRequest
@@ -34,6 +39,8 @@ class Puller:
         self._peers = peers
         self._gate = gate
         self._counters = counters
+        self._lock = threading.Lock()
+        self._coming: Counter[Account | None] = Counter()  # bytes that pulls under way bring to a tenant with a quota
 
     def pull(
         self, domain: Domain, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
@@ -47,10 +54,11 @@ class Puller:
         why = ""
         for run in runs:
             refusal = self._refusal(domain, run)
-            if refusal:
-                came, reason = [StoreOutcome.SKIPPED] * len(run.keys), refusal
-            else:
-                came, reason = self._pull(domain, run, source, deadline_s)
+            with self._within_share(domain, run) as fits:
+                if refusal or not fits:
+                    came, reason = [StoreOutcome.SKIPPED] * len(run.keys), refusal or "no free room in the tenant's quota here"
+                else:
+                    came, reason = self._pull(domain, run, source, deadline_s)
             outcomes += came
             why = why or reason
         good = sum(outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS) for outcome in outcomes)
@@ -73,6 +81,23 @@ class Puller:
         ):
             return "no free room on a volume here"
         return ""
+
+    @contextmanager
+    def _within_share(self, domain: Domain, run: BlockRun) -> Iterator[bool]:
+        """Whether a run fits what is free in its tenant's share, with all others that come meanwhile."""
+        size = self._table.on_nvme(domain, run.keys).count(False) * domain.shape.block_bytes
+        account = domain.account
+        with self._lock:
+            free = free_durable(self._table, domain)
+            fits = not size or free is None or self._coming[account] + size <= free
+            if fits:
+                self._coming[account] += size
+        try:
+            yield fits
+        finally:
+            if fits:
+                with self._lock:
+                    self._coming[account] -= size
 
     def _pull(self, domain: Domain, run: BlockRun, source: PeerAddress, deadline_s: float) -> tuple[list[StoreOutcome], str]:
         shape = domain.shape

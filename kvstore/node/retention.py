@@ -1,11 +1,11 @@
 """Keeps what this node holds to what operators ordered: tenants' quotas, namespaces' times to live and pins.
 
-The orders come with answers of the metadata server (``told``), what tenants hold goes out with heartbeats (``usage``). A thread
+The orders come with answers of the metadata server (``told``), what tenants hold goes out with heartbeats (``report``). A thread
 of its own looks every ``TICK_S``: whose namespaces are, where nobody has shown their specs (blocks found at start); which
 tenants hold more than their share, and brings them down. Each round does a bounded number of batches, and the table's lock is
 held for one.
 
-Without the metadata server the orders heard last go on.
+Without the metadata server the orders heard last go on; rules do so over a restart, too (``kvstore.node.rules_file``).
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Final
 
 from kvproto.v1.common_pb2 import CacheSpec
-from kvproto.v1.metadata_pb2 import Retention, TenantUsage
+from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention, TenantUsage
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_TENANTS_TOLD
 from kvstore.core.types import NamespaceId, Tier
 from kvstore.node.block import Block
 from kvstore.node.domain import Domain, Domains
 from kvstore.node.evicting import leave_nvme
+from kvstore.node.rules_file import read_rules, write_rules
 from kvstore.node.table import BlockTable
 from kvstore.node.tenants import (
     MOST_GIVEN,
@@ -49,29 +51,44 @@ _limited = LimitedLog(log)
 TICK_S: Final = 0.5
 BATCHES: Final = 16
 """Of 1,024 blocks, for each tenant and tier in one round."""
+KEEP_S: Final = 5.0
+"""Between attempts to write rules to a disk that fails."""
 ASK_S: Final = 5.0
 """Between questions for specs that the metadata server does not know either."""
 
 
 class Retainer:
-    """``told`` and ``usage`` from any thread; ``start`` and ``stop`` once each.
+    """``report`` and ``told`` from one thread; ``start`` and ``stop`` once each.
 
     Args:
         table: what this node holds.
         domains: its namespaces.
         specs: asks for the specs of all namespaces; raises ``KVStoreError``.
         counters: events.
+        rules_file: where rules are kept over restarts; None: nothing outlives this process.
     """
 
-    def __init__(self, table: BlockTable, domains: Domains, specs: Callable[[], Iterable[CacheSpec]], counters: Counters) -> None:
+    def __init__(
+        self,
+        table: BlockTable,
+        domains: Domains,
+        specs: Callable[[], Iterable[CacheSpec]],
+        counters: Counters,
+        rules_file: Path | None = None,
+    ) -> None:
         self._table = table
         self._domains = domains
         self._specs = specs
         self._counters = counters
+        self._rules_file = rules_file
+        self._kept: dict[NamespaceId, tuple[float, bool]] = {}
+        self._keep_at_s = 0.0
         self._asked_s = -ASK_S
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._shares: dict[str, Share] = {}
+        self._reported = self._heard = 0  # reports made, and the one that the shares in force were made of
+        self._joining: dict[Domain, int] = {}  # namespaces that do not count yet, and the report that told of them first
         self._rules: dict[NamespaceId, tuple[float, bool]] = {}
         self._ruled: set[Domain] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-retention", daemon=True)
@@ -87,6 +104,38 @@ class Retainer:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def recall(self) -> None:
+        """The rules that were kept hold again, for what was found on volumes. Before ``start``, and before anything is served."""
+        if self._rules_file is None:
+            return
+        try:
+            kept = read_rules(self._rules_file)
+        except (OSError, ValueError) as error:
+            self._counters.add("retention_rules_unreadable_total")
+            log.warning("%s is ignored (%s): pins and times to live hold once the metadata server tells", self._rules_file, error)
+            return
+        self._rules = self._kept = _rules_of(kept)
+        if self._rules:
+            log.info("%d rules of namespaces hold as they were heard last", len(self._rules))
+            self._apply_rules()
+
+    def _keep_rules(self) -> None:
+        now_s = self._table._clock.now_s()
+        rules = self._rules
+        if self._rules_file is None or rules == self._kept or now_s < self._keep_at_s:
+            return
+        told = (
+            NamespaceRule(namespace_id=one, ttl_ms=round(ttl_s * 1000), pinned=pinned) for one, (ttl_s, pinned) in rules.items()
+        )
+        try:
+            write_rules(self._rules_file, told)
+        except OSError as error:
+            self._keep_at_s = now_s + KEEP_S
+            self._counters.add("retention_rules_unwritten_total")
+            _limited.warning("rules of namespaces cannot be kept for the next start, trying again: %s", error)
+        else:
+            self._kept = rules
+
     def told(self, orders: Retention) -> None:
         """What the metadata server says; the same again changes nothing."""
         shares = {
@@ -95,19 +144,30 @@ class Retainer:
             )
             for one in orders.shares
         }
-        rules = {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in orders.rules}
+        rules = _rules_of(orders.rules)
         if rules != self._rules:
             self._rules = rules
             self._wake.set()
-        if shares == self._shares:
+        if orders.report > self._reported or 0 < orders.report < self._heard:
+            return  # shares of a report that was overtaken on its way, of a worker that lags behind, or of another life
+        self._heard = orders.report
+        known = [domain for domain, report in self._joining.items() if report <= orders.report]
+        if shares == self._shares and not known:
             return
         with self._table._lock:
             self._domains.accounts.told(shares)
+            for domain in known:
+                domain.counted = True
+                del self._joining[domain]
         self._shares = shares
         self._wake.set()
 
-    def usage(self) -> list[TenantUsage]:
-        """What tenants hold here; of very many those that hold most."""
+    def report(self, heartbeat: HeartbeatRequest) -> None:
+        """Puts what tenants hold here into a heartbeat: of very many those with a quota, then those that hold most.
+
+        One thread calls this and ``told``.
+        """
+        joining = [domain for domain in self._domains.all() if domain.account is not None and not domain.counted]
         told = []  # counts are read as they are: a block that comes or leaves meanwhile is told at the next heartbeat
         for account in self._domains.accounts.all():
             dram, nvme = (held_bytes(self._table, account.domains, tier) for tier in TIERS)
@@ -116,7 +176,14 @@ class Retainer:
         dram, nvme = (held_bytes(self._table, nobodys, tier) for tier in TIERS)
         told.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
         told = [one for one in told if one.dram_bytes or one.nvme_bytes]
-        return sorted(told, key=lambda one: -max(one.dram_bytes, one.nvme_bytes))[:MAX_TENANTS_TOLD]
+        told.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
+        left_out = {one.tenant for one in told[MAX_TENANTS_TOLD:]}
+        self._reported += 1
+        heartbeat.report = self._reported
+        heartbeat.tenants.extend(told[:MAX_TENANTS_TOLD])
+        for domain in joining:
+            if domain.account is not None and domain.account.tenant not in left_out:
+                self._joining.setdefault(domain, self._reported)
 
     # ---- rounds ----
     def _run(self) -> None:
@@ -143,6 +210,7 @@ class Retainer:
             self._join_all()
         if self._rules or self._ruled:
             self._apply_rules()
+        self._keep_rules()
         self._bring_down()
         self._drop_expired()
         self._learn_specs()
@@ -207,8 +275,8 @@ class Retainer:
             keys = [block.key for block in held[domain]]
             for first in range(0, len(keys), MOST_GIVEN):
                 with table._lock:
-                    table._arena.restore(keys[first : first + MOST_GIVEN])
-                    table._durable.restore(keys[first : first + MOST_GIVEN])
+                    table._arena.restore(domain, keys[first : first + MOST_GIVEN])
+                    table._durable.restore(domain, keys[first : first + MOST_GIVEN])
         self._ruled = {domain for domain in self._domains.all() if domain.pinned or domain.uses is not None}
 
     def _bring_down(self) -> None:
@@ -275,3 +343,8 @@ class Retainer:
         field = "dram_bytes" if tier is Tier.DRAM else "nvme_bytes"
         most = sorted((whose for whose, size in known.most_common(MAX_TENANTS_TOLD) if size), key=lambda whose: whose)
         return [TenantUsage(tenant=tenant, unknown=nobodys, **{field: known[nobodys, tenant]}) for nobodys, tenant in most]
+
+
+def _rules_of(told: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
+    """By namespace: time to live in seconds (0: none), and whether it is pinned."""
+    return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in told}

@@ -30,9 +30,10 @@ from kvstore.node.cascade import with_parents
 from kvstore.node.domain import Domain
 from kvstore.node.durable_room import DurableRoom
 from kvstore.node.invariants import check_invariants
+from kvstore.node.leaving import Leaving
 from kvstore.node.places import make_way
 from kvstore.node.replicas import ReplicaLog
-from kvstore.node.tenants import Accounts, first_victims, give_first, holds_nothing, is_full, make_own_room
+from kvstore.node.tenants import Accounts, first_victims, give_first, holds_nothing, is_full, make_own_room, may_come
 from kvstore.node.wanted import wait
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Slot
@@ -150,13 +151,14 @@ class BlockTable:
         while granted < len(wanted):
             count = min(piece, len(wanted) - granted)
             over = self._pending_bytes > self._pending_limit
-            slots = None if over or not make_own_room(self, prepared.domain, count) else self._allocate(shape, count)
+            own = over or make_own_room(self, prepared.domain, count)
+            slots = self._allocate(shape, count) if own and not over else None
             if slots is None and piece > 1 and not over:
                 piece = max(1, count // 2)
                 continue
             if slots is None:
                 # never waits for more while holding some (two large stores would wait for each other), nor for nothing
-                if granted or holds_nothing(prepared.domain) or not self._may_come(prepared):
+                if granted or holds_nothing(prepared.domain) or not may_come(self, prepared, own=not own):
                     break
                 if not self._wait(self._changed, deadline_s):
                     break
@@ -174,14 +176,6 @@ class BlockTable:
         if granted < len(wanted):
             full = not over and is_full(self, prepared.domain)
             self._counters.add(f"store_skipped_{'quota' if full else 'no_room'}_blocks_total", len(wanted) - granted)
-
-    def _may_come(self, waiting: Prepared) -> bool:
-        """Whether room may come without anybody's doing: something is being written, read, stored or held by others."""
-        if self._pending or self._in_write or self._loading:
-            return True
-        if any(other is not waiting for other in self._preparing.values()):
-            return True
-        return any(block.pins > (block is waiting.guarded) or block.leaving for block in self._blocks.values())
 
     def complete(self, prepared: Prepared, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Makes written blocks visible, in the order given."""
@@ -434,6 +428,7 @@ class BlockTable:
             self._durable.remove(block, home)
             self._log.removed(home.volume.volume_id, block.key)
             block.nvme = block.nvme_home = None
+            block.stay()
             self._drop_if_nowhere(block)
             return True
 
@@ -462,6 +457,7 @@ class BlockTable:
         with self._lock:
             if home is not None and slot is not None:
                 self._set_nvme(block, home, slot)
+                block.ours = True  # again, where it had left for its tenant's quota
             else:
                 block.elsewhere = True
             self._written(block)
@@ -488,16 +484,18 @@ class BlockTable:
             if slots is not None:
                 return slots, []
             victims = first_victims(self) if self.accounts.in_force else []
-            victims = victims or self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._idle)
-            for block in victims:
-                block.leaving = True
+            if not victims:
+                victims = self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._idle)
+                for block in victims:
+                    block.leave()
             return None, victims
 
     def evicted_nvme(self, home: Home, victims: Sequence[Block]) -> None:
         """The catalog no longer holds ``victims``: their slots may be used again."""
         with self._lock:
             for block in victims:
-                block.leaving = False
+                for_quota = block.leaving is Leaving.FOR_QUOTA
+                block.stay()
                 if block.nvme is None or block.nvme_home is not home:
                     continue
                 home.volume.free((block.nvme,))
@@ -505,6 +503,7 @@ class BlockTable:
                 self._log.removed(home.volume.volume_id, block.key)
                 block.nvme = block.nvme_home = None
                 block.expendable = False  # should it leave DRAM too, it is written again first (cascade)
+                block.ours = block.ours and not for_quota
                 self._drop_if_nowhere(block)
             self._counters.add("evicted_nvme_blocks_total", len(victims))
             self._changed.notify_all()
@@ -570,14 +569,14 @@ class BlockTable:
         with self._lock:
             victims = [self._blocks[key] for key, _ in self._durable.coldest(home, self._idle)]
             for block in victims:
-                block.leaving = True
+                block.leave()
             return victims
 
     def stay_on_nvme(self, victims: Sequence[Block]) -> None:
         """The catalog could not be changed: victims stay."""
         with self._lock:
             for block in victims:
-                block.leaving = False
+                block.stay()
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- looking

@@ -9,6 +9,10 @@ What is held is counted in blocks a namespace and volume (``Room.held``), whethe
 quota have an order of eviction of their own, beside the common one, in which their blocks stay: so finding a tenant's coldest
 looks at nobody else's, and the common order is as it is without quotas.
 
+Decisions count what will be there once all that is on its way out of a volume has left it: who looks meanwhile, in another
+thread, finds no excess twice. What a node found on its volumes counts only once the share was made with knowledge of it
+(``Domain.counted``): a share of a tenant that seems to hold nothing here is small.
+
 Bytes are payload, as in all that is said of usage; slots may be somewhat larger. All but ``Accounts.of`` under the table's lock.
 """
 
@@ -19,12 +23,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.core.types import BlockKey, Tier
+from kvstore.node.leaving import Leaving
 from kvstore.node.moving import room_of
 from kvstore.tiers.contract import EvictionPolicy
 from kvstore.tiers.policy import LruPolicy
 
 if TYPE_CHECKING:
-    from kvstore.node.block import Block
+    from kvstore.node.block import Block, Prepared
     from kvstore.node.domain import Domain
     from kvstore.node.table import BlockTable
 
@@ -153,6 +158,18 @@ def held_bytes(table: BlockTable, domains: Iterable[Domain], tier: Tier) -> int:
     return total
 
 
+def _taken_bytes(table: BlockTable, account: Account, tier: Tier) -> int:
+    """What a tenant takes of its share: without what is on its way out, and what the share was made without."""
+    domains = [domain for domain in account.domains if domain.counted]
+    leaving = sum(domain.parting * domain.shape.block_bytes for domain in domains) if tier is Tier.NVME else 0
+    return held_bytes(table, domains, tier) - leaving
+
+
+def _limit(domain: Domain, tier: Tier) -> int | None:
+    """The share that a namespace's blocks are held to; None: there is none, or they do not count yet."""
+    return domain.account.share.of(tier) if domain.account is not None and domain.counted else None
+
+
 def join(table: BlockTable, domain: Domain, *, empty: bool = False) -> bool:
     """A namespace's blocks go by its tenant's orders from now on.
 
@@ -165,7 +182,7 @@ def join(table: BlockTable, domain: Domain, *, empty: bool = False) -> bool:
         Whether it did not before; what it holds is then to be entered (``enter``).
     """
     account = domain.account
-    if account is None or all(domain.in_account[tier] is account.orders.get(tier) for tier in TIERS):
+    if account is None or not domain.counted or all(domain.in_account[tier] is account.orders.get(tier) for tier in TIERS):
         return False
     if empty and (table._arena.room.held.get(domain, 0) or table._durable.held(domain)):
         return False
@@ -177,29 +194,49 @@ def join(table: BlockTable, domain: Domain, *, empty: bool = False) -> bool:
 
 def make_own_room(table: BlockTable, domain: Domain, count: int) -> bool:
     """Whether a tenant's share has room for ``count`` blocks more in DRAM; its own coldest leave for them."""
-    account = domain.account
-    if account is None or account.share.dram is None:
+    account, share = domain.account, _limit(domain, Tier.DRAM)
+    if account is None or share is None:
         return True
     join(table, domain, empty=True)
     needed = count * domain.shape.block_bytes
-    if needed > account.share.dram:
+    if needed > share:
         return False
-    excess = held_bytes(table, account.domains, Tier.DRAM) + needed - account.share.dram
+    excess = _taken_bytes(table, account, Tier.DRAM) + needed - share
     return excess <= 0 or give_dram(table, account.orders[Tier.DRAM], excess) >= excess
 
 
 def is_full(table: BlockTable, domain: Domain) -> bool:
     """Whether one block more in DRAM would be beyond the tenant's share."""
-    account = domain.account
-    if account is None or account.share.dram is None:
+    account, share = domain.account, _limit(domain, Tier.DRAM)
+    if account is None or share is None:
         return False
-    return held_bytes(table, account.domains, Tier.DRAM) + domain.shape.block_bytes > account.share.dram
+    return _taken_bytes(table, account, Tier.DRAM) + domain.shape.block_bytes > share
 
 
 def holds_nothing(domain: Domain) -> bool:
     """Whether the tenant's share of DRAM is smaller than a block: there is nothing to wait for."""
-    share = domain.account.share.dram if domain.account is not None else None
+    share = _limit(domain, Tier.DRAM)
     return share is not None and share < domain.shape.block_bytes
+
+
+def may_come(table: BlockTable, waiting: Prepared, *, own: bool) -> bool:
+    """Whether room in DRAM may come without anybody's doing: something is being written, read, stored or held by others.
+
+    ``own``: it is the tenant's share that is full, so only its own blocks that are not pinned by order can make room.
+    """
+    account = waiting.domain.account
+    if own and account is not None:
+        order = account.orders.get(Tier.DRAM)
+        held = (table._blocks[key] for key in order.keys) if order is not None else ()
+        blocks: Iterable[Block] = (block for block in held if not block.domain.pinned)
+        stores = [each for each in table._preparing.values() if each.domain.account is account and not each.domain.pinned]
+    else:
+        if table._pending or table._in_write or table._loading:
+            return True
+        blocks, stores = table._blocks.values(), list(table._preparing.values())
+    if any(other is not waiting for other in stores):
+        return True
+    return any(block.pins > (block is waiting.guarded) or block.leaving or block.pending for block in blocks)
 
 
 def give_dram(table: BlockTable, order: SideOrder, wanted_bytes: int) -> int:
@@ -219,8 +256,10 @@ def give_dram(table: BlockTable, order: SideOrder, wanted_bytes: int) -> int:
     return sum(block.nbytes for block in leaving)
 
 
-def _may_leave_dram(table: BlockTable, order: SideOrder, block: Block, passed: dict[BlockKey, Block]) -> bool:
-    if not table._idle(block) or (block.domain.pinned and not order.of_pins):
+def _may_leave_dram(table: BlockTable, order: SideOrder, block: Block, passed: dict[BlockKey, Block]) -> bool | None:
+    if block.domain.pinned and not order.of_pins:
+        return None  # not asked about again until it is unpinned
+    if not table._idle(block):
         return False
     if not block.expendable and len(passed) < MOST_GIVEN:
         passed[block.key] = block
@@ -232,21 +271,23 @@ def durable_victims(table: BlockTable, order: SideOrder, wanted_bytes: int) -> l
     now_s = table._clock.now_s()
 
     def to_leave(rule: Callable[[Block], bool]) -> list[Block]:
-        def may_leave(block: Block) -> bool:
-            if block.nvme_home is None or not block.nvme_home.takes_changes(now_s) or (block.domain.pinned and not order.of_pins):
-                return False
-            return rule(block)
+        def may_leave(block: Block) -> bool | None:
+            if block.domain.pinned and not order.of_pins:
+                return None
+            return block.nvme_home is not None and block.nvme_home.takes_changes(now_s) and rule(block)
 
         return list(_coldest(table, order, wanted_bytes, may_leave))
 
     found = to_leave(table._no_loss) or to_leave(table._idle)
     for block in found:
-        block.leaving = True
+        block.leave(Leaving.FOR_ROOM if order.of_pins else Leaving.FOR_QUOTA)
     table._counters.add(f"evicted_{'pinned' if order.of_pins else 'quota'}_blocks_total", len(found))
     return found
 
 
-def _coldest(table: BlockTable, order: SideOrder, wanted_bytes: int, may_leave: Callable[[Block], bool]) -> Iterator[Block]:
+def _coldest(
+    table: BlockTable, order: SideOrder, wanted_bytes: int, may_leave: Callable[[Block], bool | None]
+) -> Iterator[Block]:
     """Blocks of an order, coldest first, until they are enough or ``MOST_GIVEN``."""
     blocks = table._blocks
     given = 0
@@ -263,7 +304,7 @@ def over_share(table: BlockTable, tier: Tier) -> Iterator[tuple[SideOrder, int]]
     """The tenants that hold more than their share: their order, and by how much."""
     for account in table.accounts.limited[tier]:
         allowed = account.share.of(tier)
-        if allowed is not None and (excess := held_bytes(table, account.domains, tier) - allowed) > 0:
+        if allowed is not None and (excess := _taken_bytes(table, account, tier) - allowed) > 0:
             yield account.orders[tier], excess
 
 
@@ -273,7 +314,7 @@ def beyond_pins(table: BlockTable, tier: Tier) -> Iterator[tuple[SideOrder, int]
     if not pinned:
         return
     volumes = [table.dram] if tier is Tier.DRAM else [home.volume for home in table.homes]
-    taken = {domain: _taken_bytes(table, domain, tier) for domain in pinned}
+    taken = {domain: _slot_bytes(table, domain, tier) for domain in pinned}
     excess = sum(taken.values()) - sum(volume.usage().capacity_bytes for volume in volumes) // PIN_PART
     for domain in sorted(pinned, key=lambda one: -taken[one]):
         if excess <= 0:
@@ -282,11 +323,11 @@ def beyond_pins(table: BlockTable, tier: Tier) -> Iterator[tuple[SideOrder, int]
         excess -= taken[domain]
 
 
-def _taken_bytes(table: BlockTable, domain: Domain, tier: Tier) -> int:
-    """What a namespace takes of the room of a tier: whole slots."""
+def _slot_bytes(table: BlockTable, domain: Domain, tier: Tier) -> int:
+    """What a namespace takes of the room of a tier: whole slots, without what is on its way out."""
     if tier is Tier.DRAM:
         return held_bytes(table, [domain], tier)
-    return table._durable.held(domain) * room_of(domain.shape.block_bytes)
+    return (table._durable.held(domain) - domain.parting) * room_of(domain.shape.block_bytes)
 
 
 def give_first(table: BlockTable) -> bool:
@@ -304,38 +345,52 @@ def first_victims(table: BlockTable) -> list[Block]:
     return found
 
 
-def claim_durable(table: BlockTable, domain: Domain, count: int) -> tuple[int, list[Block]]:
-    """Leave to bring blocks to durable volumes, within the tenant's share; takes the lock.
+def free_durable(table: BlockTable, domain: Domain) -> int | None:
+    """Bytes that may come to durable volumes without anything's leaving for the tenant's quota; None: any; takes the lock."""
+    with table._lock:
+        account, share = domain.account, _limit(domain, Tier.NVME)
+        if account is None or share is None:
+            return None
+        return share - _taken_bytes(table, account, Tier.NVME) - account.claimed_bytes
 
-    Returns:
-        How many of ``count`` may come (``unclaim_durable`` once they are there or given up), or 0 and blocks of the tenant that
-        are to leave first, marked: then ask again.
-    """
-    account = domain.account
-    if account is None or account.share.nvme is None:
-        return count, []
+
+class Leave(NamedTuple):
+    """Leave to bring blocks to durable volumes."""
+
+    blocks: int
+    victims: Sequence[Block] = ()
+    """Where it is 0: blocks of the tenant that are to leave first, marked; then ask again."""
+    account: Account | None = None
+    """Whom ``claimed_bytes`` are noted for; give them back with ``unclaim_durable``."""
+    claimed_bytes: int = 0
+
+
+def claim_durable(table: BlockTable, domain: Domain, count: int) -> Leave:
+    """Leave to bring ``count`` blocks of a namespace to durable volumes, or some, within the tenant's share; takes the lock."""
+    if _limit(domain, Tier.NVME) is None:
+        return Leave(count)
     size = domain.shape.block_bytes
     with table._lock:
-        allowed, order = account.share.nvme, account.orders.get(Tier.NVME)
-        if allowed is None or order is None:  # lifted meanwhile
-            account.claimed_bytes += count * size
-            return count, []
+        account, allowed = domain.account, _limit(domain, Tier.NVME)
+        if account is None or allowed is None:  # lifted meanwhile
+            return Leave(count)
         join(table, domain, empty=True)
         count = min(count, allowed // size)
-        free = allowed - held_bytes(table, account.domains, Tier.NVME) - account.claimed_bytes
-        if count and free < count * size and (victims := durable_victims(table, order, count * size - free)):
-            return 0, victims
+        free = allowed - _taken_bytes(table, account, Tier.NVME) - account.claimed_bytes
+        if count and free < count * size:
+            victims = durable_victims(table, account.orders[Tier.NVME], count * size - free)
+            if victims:
+                return Leave(0, victims)
         count = min(count, max(0, free // size))
         account.claimed_bytes += count * size
-        return count, []
+        return Leave(count, (), account, count * size)
 
 
-def unclaim_durable(table: BlockTable, domain: Domain, count: int) -> None:
+def unclaim_durable(table: BlockTable, leave: Leave) -> None:
     """What ``claim_durable`` let come is there, or will not come; takes the lock."""
-    account = domain.account
-    if account is not None and account.claimed_bytes:
+    if leave.account is not None:
         with table._lock:
-            account.claimed_bytes = max(0, account.claimed_bytes - count * domain.shape.block_bytes)
+            leave.account.claimed_bytes -= leave.claimed_bytes
 
 
 def enter(table: BlockTable, orders: Mapping[Tier, SideOrder], held: Sequence[Block]) -> None:

@@ -78,5 +78,6 @@ def expired(table: BlockTable, order: UseOrder) -> list[Block]:
             break
         found.append(blocks[key])
     for block in found:
-        block.leaving = block.nvme is not None
+        if block.nvme is not None:
+            block.leave()
     return found

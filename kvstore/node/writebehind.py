@@ -33,7 +33,7 @@ from kvstore.node.evicting import leave_nvme
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.replicas import runs_of
 from kvstore.node.table import BlockTable
-from kvstore.node.tenants import claim_durable, unclaim_durable
+from kvstore.node.tenants import Leave, claim_durable, unclaim_durable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import Slot
@@ -79,25 +79,25 @@ class LocalTarget:
 
     def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
         domain = blocks[0].domain
-        count = self._claim(domain, len(blocks))
+        leave = self._claim(domain, len(blocks))
         try:
-            self._persist(blocks[:count], turn)
+            self._persist(blocks[: leave.blocks], turn)
         finally:
-            unclaim_durable(self._table, domain, count)
-        if denied := blocks[count:]:
+            unclaim_durable(self._table, leave)
+        if denied := blocks[leave.blocks :]:
             turn()
             self._counters.add("write_behind_beyond_quota_blocks_total", len(denied))
             for block in denied:
                 self._table.not_persisted(block, denied=True)
 
-    def _claim(self, domain: Domain, wanted: int) -> int:
+    def _claim(self, domain: Domain, wanted: int) -> Leave:
         """How many leading blocks their tenant's share lets come to the volumes; its coldest have left for them."""
         for _ in range(CLAIM_TRIES):
-            count, victims = claim_durable(self._table, domain, wanted)
-            if not victims:
-                return count
-            self._leave(None, victims)
-        return 0
+            leave = claim_durable(self._table, domain, wanted)
+            if not leave.victims:
+                return leave
+            self._leave(None, leave.victims)
+        return Leave(0)
 
     def _persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
         if not blocks:

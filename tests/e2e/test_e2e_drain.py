@@ -165,6 +165,25 @@ def test_draining_under_load_brings_no_error_and_loses_nothing(make_store: MakeS
         assert command(store, "undrain", "a").stdout == "a: active\n"
 
 
+def test_what_a_tenant_near_its_quota_holds_moves_whole(make_store: MakeStore) -> None:
+    """Before the drain the other node's share of the quota is what the drained one leaves of it."""
+    store = make_store(*nodes("a", "b"))
+    here, there = store.engine("a", tenant="acme"), store.engine("b", tenant="acme")
+    durable = [store_durably(here, f"near {number}", 30) for number in range(3)]
+    held = sum(map(len, durable)) * here.spec.block_bytes
+    limited = command(store, "tenants", "set", "acme", "--nvme", str(held * 9 // 8), "--yes")
+    assert limited.returncode == 0, limited.stderr
+    store.evict("a")
+    done = command(store, "drain", "a", "--move", "--wait")
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    for name in "ab":
+        assert dict(store.node_stats(name).counters).get("evicted_quota_blocks_total", 0) == 0, "nothing made room on the way"
+    store.cluster.stop("a")
+    assert command(store, "remove", "a").returncode == 0
+    store.evict("b")  # what lies in DRAM alone does not count
+    assert all_there(there, durable)
+
+
 def test_a_client_whose_node_drains_reads_from_others_itself(make_store: MakeStore) -> None:
     store = make_store(*nodes("a", "b"))
     here, there = store.engine("a"), store.engine("b")

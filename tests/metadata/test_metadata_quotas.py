@@ -55,6 +55,14 @@ def test_a_lone_holder_comes_to_have_most_of_it_and_gives_way_to_another() -> No
     assert held == [4000, 4000]
 
 
+@given(held=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9), spare=st.integers(0, 1 << 40), data=st.data())
+def test_without_room_to_grow_nobody_gives_while_the_quota_suffices(held: list[int], spare: int, data: st.DataObject) -> None:
+    rooms = data.draw(st.lists(st.integers(1, 1 << 40), min_size=len(held), max_size=len(held)))
+    given_ = shares(sum(held) + spare, held, rooms, grows=False)
+    assert all(share >= has for has, share in zip(held, given_, strict=True))
+    assert sum(held) + spare - len(held) <= sum(given_) <= sum(held) + spare
+
+
 def test_no_room_no_share() -> None:
     assert shares(100, [], []) == []
     assert shares(100, [5, 5], [0, 0]) == [0, 0]
@@ -139,15 +147,22 @@ async def set_quota(running: Running, tenant: str, expected: pb.TenantQuota | No
     return await ask(running, "SetTenantQuota", request)
 
 
-async def beat(peer: Peer, **held: int) -> dict[str, tuple[int | None, int | None]]:
+async def reported(peer: Peer, report: int = 0, **held: int) -> metadata_pb2.HeartbeatResponse:
     """What the node is told, after it said what tenants hold there in DRAM."""
     request = metadata_pb2.HeartbeatRequest(
         node_id=peer.node_id,
         boot_id=peer.boot_id,
         usages=[metadata_pb2.VolumeUsage(volume_id=peer.dram)],
         tenants=[metadata_pb2.TenantUsage(tenant=tenant, dram_bytes=size) for tenant, size in held.items()],
+        report=report,
     )
     answer: metadata_pb2.HeartbeatResponse = await call_aio(peer.stub.Heartbeat, request, TIMEOUT_S)
+    return answer
+
+
+async def beat(peer: Peer, **held: int) -> dict[str, tuple[int | None, int | None]]:
+    """As ``reported``: the shares, in DRAM and on NVMe."""
+    answer = await reported(peer, **held)
     assert answer.HasField("retention")
     return {
         one.tenant: (
@@ -183,6 +198,59 @@ async def test_quotas_are_shared_out_by_what_nodes_hold(running: Running) -> Non
     assert (nobody.HasField("quota"), nobody.nodes) == (False, 0)
     await set_quota(running, "acme")
     assert await beat(first, acme=4000) == {}
+
+
+async def test_shares_say_which_report_of_which_boot_they_were_made_of(running: Running) -> None:
+    peer = running.peer("a")
+    await peer.register()
+    assert (await reported(peer, 7)).retention.report == 7, "without any order, too"
+    await set_quota(running, "acme", dram_bytes=8000)
+    assert (await reported(peer, 8)).retention.report == 8
+    assert (await reported(peer, 9, acme=5)).retention.report == 8, "shares of a moment ago"
+    running.clock.advance(0.05)
+    assert (await reported(peer, 10, acme=5)).retention.report == 10
+    peer.reboot()
+    await peer.register()
+    assert not (
+        await call_aio(peer.stub.Heartbeat, metadata_pb2.HeartbeatRequest(node_id="a", boot_id=peer.boot_id), TIMEOUT_S)
+    ).HasField("retention"), "it has not said what it holds"
+    assert (await reported(peer, 1, acme=3)).retention.report == 1, "nothing of the boot before"
+
+
+async def test_a_node_that_drains_has_no_share_and_the_others_all_of_it(running: Running) -> None:
+    first, second = running.peer("a"), running.peer("b")
+    for peer in (first, second):
+        await peer.register()
+    await set_quota(running, "acme", dram_bytes=8000)
+    await beat(first, acme=7600)
+    await beat(second, acme=100)
+    order = metadata_pb2.DrainNodeRequest(operation_id=bytes(16), node_id="a", move=True)
+    await call_aio(first.stub.DrainNode, order, TIMEOUT_S)
+    assert await beat(first, acme=7600) == {}, "at once: nothing of it leaves"
+    running.clock.advance(0.05)
+    assert await beat(second, acme=100) == {"acme": (8000, None)}
+    await call_aio(first.stub.UndrainNode, metadata_pb2.UndrainNodeRequest(operation_id=bytes(16), node_id="a"), TIMEOUT_S)
+    running.clock.advance(0.05)
+    told = (await beat(first, acme=7600))["acme"][0]
+    assert told is not None
+    assert told < 8000
+
+
+async def test_what_moves_is_not_cut_for_others_to_grow(running: Running) -> None:
+    """A quota that is full, unevenly, while a node drains: nobody is told less than it holds."""
+    peers = [running.peer(name) for name in "abc"]
+    for peer in peers:
+        await peer.register()
+    await set_quota(running, "acme", dram_bytes=8000)
+    await call_aio(
+        peers[0].stub.DrainNode, metadata_pb2.DrainNodeRequest(operation_id=bytes(16), node_id="a", move=True), TIMEOUT_S
+    )
+    held = dict(zip(peers, (900, 7000, 1000), strict=True))
+    for peer, size in held.items():
+        await beat(peer, acme=size)
+    running.clock.advance(0.05)
+    told = [(await beat(peer, acme=size)).get("acme") for peer, size in held.items()]
+    assert told == [None, (7000, None), (1000, None)]
 
 
 async def test_quotas_are_compared_before_they_are_set_and_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

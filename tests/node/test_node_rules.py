@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,77 @@ def test_a_pin_keeps_from_its_tenants_quota_and_its_time_to_live(node: Node) -> 
     node.retainer.round()
     assert node.resident(kept, 0) == [True] * 10
     assert node.store(2, 0, 4) == [SKIPPED] * 4, "the quota is full of what cannot leave"
+
+
+# ---- over a restart ----
+def test_rules_are_kept_for_a_start_without_the_metadata_server(tmp_path: Path) -> None:
+    node = Node(tmp_path / "slab")
+    kept = node.stored(1, 10)
+    ruled(node, (0, 0, True), (1, 60, False))
+    node.close()
+    again = Node(tmp_path / "slab")
+    again.retainer.recall()
+    assert again.domains[0].pinned, "before anybody is served"
+    press(again, 100)
+    assert again.held(0, Tier.NVME) == 10
+    assert again.table.are_durable(kept) == [True] * 10
+    assert again.domains[1].uses is not None
+    assert again.domains[1].uses.ttl_s == 60
+    ruled(again)
+    again.close()
+    third = Node(tmp_path / "slab")
+    third.retainer.recall()
+    assert not third.domains[0].pinned, "lifted"
+    third.close()
+
+
+DAMAGE: list[Callable[[bytes], bytes]] = [
+    lambda _: b"",
+    lambda raw: raw[:-1],
+    lambda raw: raw[:20],
+    lambda raw: raw[:30] + bytes([raw[30] ^ 1]) + raw[31:],
+    lambda raw: b"X" + raw[1:],
+    lambda raw: raw + bytes(1 << 20),
+]
+
+
+def test_a_damaged_file_of_rules_is_ignored(tmp_path: Path) -> None:
+    node = Node(tmp_path / "slab")
+    node.stored(1, 4)
+    ruled(node, (0, 0, True))
+    node.close()
+    file = tmp_path / "slab" / "rules"
+    good = file.read_bytes()
+    (tmp_path / "other").write_bytes(good)
+    written: list[Callable[[], object]] = [partial(file.write_bytes, damage(good)) for damage in DAMAGE]
+    written += [partial(os.mkfifo, file), file.mkdir, partial(file.symlink_to, tmp_path / "other")]
+    for write in written:
+        file.unlink()
+        write()
+        again = Node(tmp_path / "slab")
+        again.retainer.recall()
+        assert not again.domains[0].pinned
+        assert again.counters.get("retention_rules_unreadable_total") == 1
+        again.close()
+        if file.is_dir() and not file.is_symlink():
+            file.rmdir()
+            file.touch()
+
+
+def test_rules_that_cannot_be_written_hold_and_are_tried_again(tmp_path: Path) -> None:
+    node = Node(tmp_path / "slab")
+    node.stored(1, 4)
+    file = tmp_path / "slab" / "rules"
+    file.mkdir()
+    ruled(node, (0, 0, True))
+    node.retainer.round()
+    assert node.domains[0].pinned
+    assert node.counters.get("retention_rules_unwritten_total") == 1, "not at every round"
+    file.rmdir()
+    node.clock.advance(60)
+    node.retainer.round()
+    assert file.is_file()
+    node.close()
 
 
 class RuleMachine(RuleBasedStateMachine):

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_node_table import ARENA_BYTES, DRAM, NVME, SLAB_BYTES, Harness, key_of
 
 from kvproto.v1.common_pb2 import CacheSpec as SpecMessage
-from kvproto.v1.metadata_pb2 import Retention
+from kvproto.v1.metadata_pb2 import HeartbeatRequest, Retention
 from kvstore.core.clock import ManualClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, StoreOutcome, Tier
@@ -47,15 +47,18 @@ class Node(Harness):
         log = ReplicaLog([DRAM, NVME], counters, clock)
         arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
         slab = NvmeSlab.open(folder, volume_id=NVME, capacity_bytes=SLAB_BYTES, io_threads=1)
-        assert list(slab.recover()) == []
         self.known = Domains(Accounts(lambda: make_policy(policy)))
         table = BlockTable(
             arena, make_policy(policy), [Home(slab)], log, counters, clock, writes_behind=True,
             durable_policy=make_policy(policy), accounts=self.known.accounts,
         )  # fmt: skip
-        super().__init__(table, [self.known.of_spec(spec_of(name)) for name in TENANTS], log, counters, clock, slab, arena)
+        for slot, record in slab.recover():  # whose these are nobody has said
+            assert table.restore(table.homes[0], self.known.of_shape(record.namespace, record.shape), record, slot)
+        specs = [spec_of(name) for name in TENANTS]
+        domains = [self.known.find(spec.namespace) or self.known.of_spec(spec) for spec in specs]
+        super().__init__(table, domains, log, counters, clock, slab, arena)
         self.target = LocalTarget(table, counters, clock)
-        self.retainer = Retainer(table, self.known, self.specs, counters)
+        self.retainer = Retainer(table, self.known, self.specs, counters, folder / "rules")
 
     def specs(self) -> list[SpecMessage]:
         return [spec_to_proto(spec_of(tenant)) for tenant in TENANTS]
@@ -79,9 +82,9 @@ class Node(Harness):
     def keys(self, chain: int, count: int, tenant: int = 0) -> list[BlockKey]:
         return [key_of(chain * len(TENANTS) + tenant, depth) for depth in range(count)]
 
-    def told(self, *shares: tuple[str, int | None, int | None]) -> None:
-        """Shares in blocks: tenant, in DRAM, on NVMe."""
-        told = Retention()
+    def told(self, *shares: tuple[str, int | None, int | None], report: int = 0) -> None:
+        """Shares in blocks: tenant, in DRAM, on NVMe; made of a report of this node."""
+        told = Retention(report=report)
         for tenant, dram, nvme in shares:
             share = told.shares.add(tenant=tenant)
             if dram is not None:
@@ -212,7 +215,9 @@ def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(n
 def test_usage_is_told_by_tenant(node: Node) -> None:
     node.stored(1, 3)
     node.stored(9, 5, 1)
-    told = {one.tenant: (one.dram_bytes // BLOCK, one.nvme_bytes // BLOCK) for one in node.retainer.usage()}
+    beat = HeartbeatRequest()
+    node.retainer.report(beat)
+    told = {one.tenant: (one.dram_bytes // BLOCK, one.nvme_bytes // BLOCK) for one in beat.tenants}
     assert told == {"acme": (3, 3), "beta": (5, 5)}
     (dram,) = [one for one in node.retainer.by_tenant(node.table._arena.room.held, Tier.DRAM) if one.tenant == "beta"]
     assert (dram.dram_bytes, dram.nvme_bytes) == (5 * BLOCK, 0)

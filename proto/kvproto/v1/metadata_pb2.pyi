@@ -70,18 +70,20 @@ class VolumeNeed(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., inventory_needed: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants")
+    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     USAGES_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     usages: _containers.RepeatedCompositeFieldContainer[VolumeUsage]
     drain: _common_pb2.DrainProgress
     tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...
+    report: int
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ...) -> None: ...
 
 class VolumeUsage(_message.Message):
     __slots__ = ("volume_id", "used_bytes", "blocks", "read_only")
@@ -120,12 +122,14 @@ class TenantUsage(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., unknown: _Optional[bool] = ...) -> None: ...
 
 class Retention(_message.Message):
-    __slots__ = ("shares", "rules")
+    __slots__ = ("shares", "rules", "report")
     SHARES_FIELD_NUMBER: _ClassVar[int]
     RULES_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     shares: _containers.RepeatedCompositeFieldContainer[TenantShare]
     rules: _containers.RepeatedCompositeFieldContainer[NamespaceRule]
-    def __init__(self, shares: _Optional[_Iterable[_Union[TenantShare, _Mapping]]] = ..., rules: _Optional[_Iterable[_Union[NamespaceRule, _Mapping]]] = ...) -> None: ...
+    report: int
+    def __init__(self, shares: _Optional[_Iterable[_Union[TenantShare, _Mapping]]] = ..., rules: _Optional[_Iterable[_Union[NamespaceRule, _Mapping]]] = ..., report: _Optional[int] = ...) -> None: ...
 
 class NamespaceRule(_message.Message):
     __slots__ = ("namespace_id", "ttl_ms", "pinned")

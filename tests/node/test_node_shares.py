@@ -1,0 +1,233 @@
+"""Shares of quotas against what goes on meanwhile on a node: a start, drains, several writers, pins of the same tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_node_rules import HALF_NVME, ruled
+from test_node_tenants import BLOCK, SKIPPED, STORED, Node
+
+from kvproto.v1.metadata_pb2 import HeartbeatRequest
+from kvstore.core.types import BlockRun, NodeId, Tier
+from kvstore.node import tenants
+from kvstore.node.evicting import leave_nvme
+from kvstore.node.gate import Gate
+from kvstore.node.leaving import Leaving
+from kvstore.node.peers import PeerAddress
+from kvstore.node.pull import Puller
+from kvstore.node.tenants import beyond_pins, claim_durable, durable_victims, over_share, unclaim_durable
+
+
+@pytest.fixture(params=["gap", "lru", "s3-fifo"])
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path / "slab", request.param)
+    yield made
+    made.table.check()
+    made.close()
+
+
+def held(node: Node) -> tuple[int, int]:
+    return node.held(0, Tier.DRAM), node.held(0, Tier.NVME)
+
+
+def told_of(node: Node) -> dict[tuple[bool, str], int]:
+    """What the next heartbeat says: blocks on NVMe of tenants."""
+    beat = HeartbeatRequest()
+    node.retainer.report(beat)
+    return {(one.unknown, one.tenant): one.nvme_bytes // BLOCK for one in beat.tenants}
+
+
+# ---- after a start ----
+def test_what_was_found_at_start_leaves_only_for_a_share_made_with_knowledge_of_it(tmp_path: Path) -> None:
+    before = Node(tmp_path / "slab")
+    before.stored(1, 20)
+    before.close()
+    node = Node(tmp_path / "slab")
+    assert told_of(node) == {(True, ""): 20}
+    node.told(("acme", None, 4), report=1)  # of what nobody seems to hold here, the server gives little
+    node.clock.advance(60)
+    node.retainer.round()
+    assert node.domains[0].account is not None, "whose they are is known now"
+    node.retainer.round()
+    assert told_of(node) == {(False, "acme"): 20}
+    node.told(("acme", None, 5), report=1)  # an answer of the server's cache
+    assert node.stored(2, 3), "nor are stores held to it"
+    node.retainer.round()
+    assert held(node)[1] == 23
+    node.told(("acme", None, 18), report=2)
+    node.retainer.round()
+    assert held(node)[1] == 18, "now it counts"
+    node.told(("acme", None, 1), report=1)  # overtaken on the way
+    node.told(("acme", None, 1), report=99)  # for another life of this node
+    node.retainer.round()
+    assert held(node)[1] == 18
+    node.table.check()
+    node.close()
+
+
+def test_a_namespace_that_an_engine_opens_counts_at_once(node: Node) -> None:
+    node.told(("acme", 4, 4))
+    assert node.store(1, 0, 6) == [STORED] * 4 + [SKIPPED] * 2
+
+
+# ---- drains ----
+def test_what_left_its_volume_for_a_quota_owes_nobody_durability(node: Node) -> None:
+    node.stored(1, 20)
+    node.told(("acme", None, 5))
+    node.retainer.round()
+    assert held(node) == (20, 5)
+    assert node.table.not_durable() == 0, "a drain has nothing to wait for"
+    node.stored(2, 5)
+    assert held(node) == (25, 5), "its own made room"
+    assert node.table.not_durable() == 0
+    node.told()
+    kept = node.keys(1, 20)
+    node.table.write_again(node.domains[0], kept)
+    node.durable()
+    assert node.table.are_durable(kept) == [True] * 20
+    assert all(block.ours for block in node.table.snapshot()), "durable here again: that is to be kept"
+
+
+def test_a_pin_beyond_its_part_still_owes_durability(node: Node) -> None:
+    ruled(node, (0, 0, True))
+    node.stored(1, 10)
+    order = node.domains[0].pin_orders[Tier.NVME]
+    with node.table._lock:
+        victims = durable_victims(node.table, order, 3 * BLOCK)
+    assert [block.leaving for block in victims] == [Leaving.FOR_ROOM] * 3
+    leave_nvme(node.table, node.table.homes[0], victims)
+    assert node.table.not_durable() == 3
+
+
+def test_a_draining_node_is_told_of_rules_alone_and_nothing_leaves(node: Node) -> None:
+    node.stored(1, 20)
+    node.told(("acme", 8, 10))
+    node.told()
+    node.retainer.round()
+    assert held(node) == (20, 20)
+
+
+def test_blocks_of_a_node_that_drains_come_only_as_far_as_the_share_has_room(node: Node) -> None:
+    unused: Any = None  # what fetches them: not reached
+    puller = Puller(node.table, unused, unused, Gate(node.table, node.counters), node.counters)
+    domain = node.domains[0]
+    here = node.stored(1, 6)
+
+    def run(chain: int, count: int) -> BlockRun:
+        return BlockRun(domain.namespace, None, 0, tuple(node.keys(chain, count)))
+
+    with puller._within_share(domain, run(2, 1000)) as fits:
+        assert fits, "no quota"
+    node.told(("acme", None, 10))
+    with puller._within_share(domain, run(2, 3)) as fits, puller._within_share(domain, run(3, 2)) as more:
+        assert (fits, more) == (True, False), "another run that comes meanwhile counts"
+    with puller._within_share(domain, run(1, 6 + 4)) as fits:
+        assert fits, "what is here takes no more room"
+    with puller._within_share(domain, run(3, 5)) as fits:
+        assert not fits
+    node.told(("acme", None, 6))
+    (outcomes, why) = puller.pull(domain, [run(3, 5)], PeerAddress(NodeId("x"), "", ""), node.clock.now_s())
+    assert (outcomes, why) == ([SKIPPED] * 5, "no free room in the tenant's quota here")
+    assert node.table.are_durable(here) == [True] * 6
+
+
+# ---- several at once ----
+def test_what_is_on_its_way_out_is_no_excess_for_others(node: Node) -> None:
+    node.stored(1, 20)
+    node.told(("acme", None, 12))
+    node.retainer._join_all()
+    table = node.table
+    with table._lock:
+        ((order, excess),) = over_share(table, Tier.NVME)
+        victims = durable_victims(table, order, excess)
+        assert len(victims) == 8
+        assert list(over_share(table, Tier.NVME)) == [], "another thread looks before they have left"
+    leave_nvme(table, table.homes[0], victims)
+    assert held(node)[1] == 12
+    first = claim_durable(table, node.domains[0], 4)
+    second = claim_durable(table, node.domains[0], 4)
+    assert (first.blocks, len(first.victims)) == (0, 4)
+    assert (second.blocks, len(second.victims)) == (4, 0), "what leaves for one is not asked for twice"
+    leave_nvme(table, table.homes[0], first.victims)
+    unclaim_durable(table, second)
+    assert held(node)[1] == 8
+
+
+def test_what_could_not_leave_is_excess_again(node: Node) -> None:
+    node.stored(1, 20)
+    node.told(("acme", None, 12))
+    node.retainer._join_all()
+    table = node.table
+    with table._lock:
+        ((order, excess),) = over_share(table, Tier.NVME)
+        victims = durable_victims(table, order, excess)
+    table.stay_on_nvme(victims)
+    with table._lock:
+        assert [size for _, size in over_share(table, Tier.NVME)] == [8 * BLOCK]
+
+
+def test_pins_beyond_their_part_are_looked_for_once(node: Node) -> None:
+    ruled(node, (0, 0, True))
+    for chain in range(8):
+        node.stored(chain, (HALF_NVME + 8) // 8 + 1)
+    table = node.table
+    with table._lock:
+        ((order, excess),) = beyond_pins(table, Tier.NVME)
+        victims = durable_victims(table, order, excess)
+        assert victims
+        assert list(beyond_pins(table, Tier.NVME)) == []
+    table.stay_on_nvme(victims)
+
+
+# ---- pins of a tenant over its share ----
+def test_the_pinned_are_not_asked_again_until_they_are_unpinned(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for chain in range(30):
+        node.stored(chain, 1)
+    ruled(node, (0, 0, True))
+    node.told(("acme", 4, 4))
+    node.retainer._join_all()
+    asked = []
+    rule = tenants._may_leave_dram
+
+    def counting(*arguments: Any) -> bool | None:
+        asked.append(arguments)
+        return rule(*arguments)
+
+    monkeypatch.setattr(tenants, "_may_leave_dram", counting)
+    node.retainer._bring_down()
+    assert len(asked) == 30
+    node.retainer._bring_down()
+    assert len(asked) == 30, "nothing was looked at"
+    assert held(node) == (30, 30)
+    node.told(("acme", 4, 4))
+    ruled(node)
+    node.told(("acme", 4, 4))
+    node.retainer.round()
+    assert held(node) == (4, 4)
+
+
+def test_a_share_full_of_what_is_pinned_is_waited_for_by_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.stored(1, 8)
+    ruled(node, (0, 0, True))
+    node.told(("acme", 8, None))
+    others = node.prepare(9, 0, 4, 1)  # a store of somebody else, which cannot help
+    waits = []
+
+    def waited(*arguments: Any) -> bool:
+        waits.append(arguments)
+        return False
+
+    monkeypatch.setattr(node.table, "_wait", waited)
+    assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4
+    assert not waits
+    ruled(node)
+    node.told(("acme", 8, None))
+    node.retainer._join_all()
+    used = node.table.pin_resident(node.domains[0], node.keys(1, 8))
+    assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4
+    assert waits, "its own come free one day"
+    node.table.unpin([block for block in used if block is not None])
+    node.table.abandon(others)
