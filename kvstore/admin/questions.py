@@ -196,10 +196,21 @@ class Questions:
         """What may stay of a namespace.
 
         Raises:
-            NotFound: nobody registered it.
+            NotFound: nobody registered it, and it has no rule.
         """
-        found = await self._upstream.namespace(namespace_id)
+        try:
+            found = await self._upstream.namespace(namespace_id)
+        except NotFound:
+            rules = await self.rules()
+            kept = next((rule for rule in rules if rule.namespace_id == namespace_id.hex()), None)
+            if kept is None:
+                raise
+            return kept
         return retention_models.Rule(namespace_id=namespace_id.hex(), ttl_s=found.ttl_ms / 1000 or None, pinned=found.pinned)
+
+    async def rules(self) -> list[retention_models.Rule]:
+        """What may stay of the namespaces that something was ordered of, by id, whether they are registered or not."""
+        return [shapes.rule(one) for one in await self._upstream.rules()]
 
     async def usage(self, namespace_id: bytes) -> models.Usage:
         """Where a namespace's blocks lie, counted by every node now: each looks at all of its blocks.

@@ -11,12 +11,17 @@ from kvstore.admin.audit import audited
 from kvstore.admin.changes import STATE, meanwhile
 from kvstore.admin.etags import IfMatch, check_match, tag_of
 from kvstore.admin.operations import Operations
+from kvstore.admin.paging import USUAL, Cursor, Limit, Page, after, page_of
 from kvstore.admin.questions import Questions
 from kvstore.admin.reads import MISSING, TAGGED, NamespaceId, Responses
 from kvstore.admin.upstream import Upstream
 from kvstore.core.errors import Conflict
 from kvstore.observe.counters import Counters
 
+_LISTING: Final[Responses] = {
+    409: {"description": "the metadata server cannot read its file of orders"},
+    501: {"description": "the metadata server does not list rules: it is of an older version"},
+}
 _SETTING: Final[Responses] = {
     409: {"description": "the metadata server cannot read its file of orders"},
     429: {"description": "too many namespaces have a rule, or the metadata server's disk is full"},
@@ -25,7 +30,7 @@ _SETTING: Final[Responses] = {
 
 
 class Rules:
-    """Handlers of ``/v1/namespaces/{namespace_id}/rule``."""
+    """Handlers of ``/v1/rules`` and ``/v1/namespaces/{namespace_id}/rule``."""
 
     def __init__(self, upstream: Upstream, counters: Counters) -> None:
         self._questions = Questions(upstream)
@@ -34,18 +39,26 @@ class Rules:
 
     def routes(self) -> APIRouter:
         """Where they answer."""
-        router = APIRouter(prefix="/v1/namespaces/{namespace_id}", tags=["namespaces"])
+        router = APIRouter(prefix="/v1", tags=["namespaces"])
+        router.add_api_route("/rules", self.rules, methods=["GET"], summary="Rules of namespaces", responses=_LISTING)
+        path = "/namespaces/{namespace_id}/rule"
         router.add_api_route(
-            "/rule", self.rule, methods=["GET"], summary="What may stay of a namespace", responses={**TAGGED, **MISSING}
+            path, self.rule, methods=["GET"], summary="What may stay of a namespace", responses={**TAGGED, **MISSING}
         )
         router.add_api_route(
-            "/rule",
+            path,
             self.set_rule,
             methods=["PUT"],
             summary="Set a namespace's time to live, and pin or unpin it",
             responses={**TAGGED, **MISSING, **STATE, **_SETTING},
         )
         return router
+
+    async def rules(self, limit: Limit = USUAL, cursor: Cursor = None) -> Page[models.Rule]:
+        """Of namespaces that something was ordered of, by id. Also of those that the index has forgotten: rules hold on."""
+        after("rules", cursor)
+        shown, following = page_of("rules", await self._questions.rules(), lambda one: one.namespace_id, cursor, limit)
+        return Page[models.Rule](items=shown, next_cursor=following)
 
     async def rule(self, response: Response, namespace_id: NamespaceId) -> models.Rule:
         """Its time to live, and whether it is pinned."""

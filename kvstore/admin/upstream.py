@@ -149,6 +149,11 @@ class Upstream:
         request = pb.SetTenantQuotaRequest(operation_id=operation_id(), tenant=tenant, quota=quota, expected=expected)
         return await self._change(self._admin.SetTenantQuota, request)
 
+    async def rules(self) -> list[metadata_pb2.NamespaceRule]:
+        """What may stay of the namespaces that something was ordered of, by id."""
+        answer: pb.ListNamespaceRulesResponse = await self._ask(self._admin.ListNamespaceRules, pb.ListNamespaceRulesRequest())
+        return list(answer.rules)
+
     async def set_rule(
         self, rule: metadata_pb2.NamespaceRule, expected: metadata_pb2.NamespaceRule | None
     ) -> pb.SetNamespaceRuleResponse:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvstore.admin.models import Namespace, NamespaceEvicted, Usage
     from kvstore.admin.retention_models import Rule
 
+Found = TypeVar("Found")
 LEAST_DIGITS: Final = 4
 _ID_DIGITS: Final = 32
 _argument = click.argument("namespace", shell_complete=complete_namespaces)
@@ -41,13 +42,40 @@ async def find(store: Store, text: str) -> Namespace:
         click.BadParameter: it is no beginning of an id.
         Refusal: there is none, or there are several.
     """
+    wanted = _digits(text)
+    return _only([one async for one in store.questions.namespaces() if one.namespace_id.startswith(wanted)], wanted)
+
+
+async def _find_ruled(store: Store, text: str) -> bytes:
+    """As ``find``, the id; also of a namespace that has a rule and is not registered any more.
+
+    Raises:
+        click.BadParameter: it is no beginning of an id.
+        Refusal: there is none, or there are several.
+    """
+    wanted = _digits(text)
+    known = {one.namespace_id async for one in store.questions.namespaces()}
+    if not any(one.startswith(wanted) for one in known):
+        known |= {one.namespace_id for one in await store.questions.rules()}
+    return bytes.fromhex(_only([one for one in known if one.startswith(wanted)], wanted))
+
+
+def _digits(text: str) -> str:
+    """The beginning of an id.
+
+    Raises:
+        click.BadParameter: it is none.
+    """
     wanted = text.lower()
     if not re.fullmatch(f"[0-9a-f]{{{LEAST_DIGITS},{_ID_DIGITS}}}", wanted):
         raise click.BadParameter(
             f"a namespace is its id, or {LEAST_DIGITS} or more digits that it begins with: not {show.clean(text[:64])}",
             param_hint="NAMESPACE",
         )
-    found = [one async for one in store.questions.namespaces() if one.namespace_id.startswith(wanted)]
+    return wanted
+
+
+def _only(found: Sequence[Found], wanted: str) -> Found:
     if len(found) != 1:
         many = f"{len(found)} namespaces begin" if found else "no namespace begins"
         raise Refusal(f"{many} with {wanted}: kvstore namespaces lists them")
@@ -252,7 +280,7 @@ def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float |
     """Changes what may stay of a namespace, if nobody else has changed it since it was looked at."""
 
     async def change(store: Store) -> Rule:
-        found = bytes.fromhex((await find(store, namespace)).namespace_id)
+        found = await _find_ruled(store, namespace)
         before = await store.questions.rule(found)
         ttl_s, pinned = wanted(before)
         done, _ = await store.operations.set_rule(found, ttl_s, pinned=pinned, expected=before)
@@ -264,6 +292,26 @@ def _rule(config: Config, namespace: str, wanted: Callable[[Rule], tuple[float |
     else:
         lives = "no time to live" if done.ttl_s is None else f"time to live {show.duration(done.ttl_s)}"
         show.line(f"{done.namespace_id}: {lives}, {'pinned' if done.pinned else 'not pinned'}")
+
+
+@namespaces.command(cls=Command)
+@json_option
+@store_options
+def rules(config: Config, *, as_json: bool) -> None:
+    """Lists the namespaces that have a time to live or are pinned, also those that are not registered any more.
+
+    Examples:
+      kvstore namespaces rules
+      kvstore namespaces rules --json | jq -r '.items[] | select(.pinned) | .namespace_id'
+    """
+    found = ask(config, lambda store: store.questions.rules())
+    if as_json:
+        show.as_json({"items": [one.model_dump(mode="json") for one in found]})
+        return
+    show.table(
+        ("namespace", "ttl", "pinned"),
+        [(one.namespace_id, "" if one.ttl_s is None else show.duration(one.ttl_s), "yes" if one.pinned else "") for one in found],
+    )
 
 
 @namespaces.command("bump-weights", cls=Command)

@@ -147,6 +147,9 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
     async def DescribeTenants(self, request: pb.DescribeTenantsRequest, context: object) -> pb.DescribeTenantsResponse:
         return self._parts.retention.describe(request)
 
+    async def ListNamespaceRules(self, request: pb.ListNamespaceRulesRequest, context: object) -> pb.ListNamespaceRulesResponse:
+        return pb.ListNamespaceRulesResponse(rules=self._parts.retention.rules())
+
     # ---- changing ----
     async def SetTenantQuota(self, request: pb.SetTenantQuotaRequest, context: object) -> pb.SetTenantQuotaResponse:
         return await self._parts.retention.set_quota(request)

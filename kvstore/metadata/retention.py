@@ -145,23 +145,32 @@ class RetentionOrders:
         orders = self._orders()
         return Rule() if orders is None else orders.rules.get(namespace, Rule())
 
+    def rules(self) -> list[NamespaceRule]:
+        """All rules, by id of the namespace.
+
+        Raises:
+            Conflict: the orders cannot be read.
+        """
+        return [rule_to_proto(namespace, rule) for namespace, rule in sorted(self._readable().rules.items())]
+
     async def set_rule(self, request: pb.SetNamespaceRuleRequest) -> pb.SetNamespaceRuleResponse:
         """Sets what may stay of a namespace.
 
         Raises:
             InvalidArgument: malformed.
-            NotFound: nobody registered it.
+            NotFound: nobody registered it, and it has no rule. The rule of one that the index has forgotten can be changed.
             Conflict: it has another rule than expected, or the orders cannot be read.
             CapacityExceeded: too many namespaces have one, or there is no room on disk.
         """
         check_id(request.operation_id, "operation_id")
         namespace, rule = NamespaceId(check_id(request.rule.namespace_id, "namespace_id")), rule_from_proto(request.rule)
         expected = rule_from_proto(request.expected) if request.HasField("expected") else None
-        if rule and namespace not in {known for known, _ in self._index.namespaces()}:
-            raise NotFound("no such namespace", namespace_id=namespace.hex())
+        registered = not rule or namespace in {known for known, _ in self._index.namespaces()}
 
         def changed(orders: Orders) -> Orders:
             before = orders.rules.get(namespace, Rule())
+            if not registered and not before:
+                raise NotFound("no such namespace", namespace_id=namespace.hex())
             if expected is not None and before != expected:
                 raise Conflict("the namespace has another rule", rule=shown_rule(before), expected=shown_rule(expected))
             if rule and not before and len(orders.rules) >= limits.MAX_RULES:

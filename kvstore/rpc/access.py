@@ -101,6 +101,7 @@ _METADATA_ADMIN: Final = {
     "DescribeBlocks": Need.LOOK,
     "DescribePlanning": Need.LOOK,
     "DescribeTenants": Need.LOOK,
+    "ListNamespaceRules": Need.LOOK,
     "SetPathPolicy": Need.CHANGE,
     "SetTenantQuota": Need.CHANGE,
     "SetNamespaceRule": Need.CHANGE,

@@ -86,6 +86,7 @@ def test_no_request_brings_a_5xx_or_an_undocumented_answer(http: AdminHttp) -> N
         "/v1/activity",
         "/v1/volumes",
         "/v1/namespaces",
+        "/v1/rules",
         "/v1/tenants",
         "/v1/decisions",
         "/v1/loads/slow",

@@ -16,6 +16,9 @@ from click.testing import CliRunner
 
 from kvclient import CacheSpec, KVClient, StoreResult
 from kvstore.cli.app import root
+from kvstore.core.types import NamespaceId
+from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.orders_file import OrdersFile, Rule
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 30.0
@@ -157,7 +160,7 @@ def test_the_same_by_command(store: Store) -> None:
     assert "say it with --yes" in store.command("tenants", "set", "acme", "--nvme", "0", code=3)
     store.command("tenants", "set", "gamma", code=2)
     store.command("tenants", "unset", "gamma")
-    assert store.tenant("gamma") is None
+    until(lambda: store.tenant("gamma") is None, "what is asked again and again may be told from a moment ago")
     assert "default tenant" in store.command("tenants", "set", "", "--dram", "1TiB")
     store.command("tenants", "unset", "")
 
@@ -198,3 +201,21 @@ def test_what_nobody_uses_leaves_and_what_is_pinned_stays(store: Store) -> None:
     assert "time to live 2h" in store.command("namespaces", "ttl", old, "2h")
     assert "no time to live" in store.command("namespaces", "ttl", old, "none")
     assert [one["outcome"] for one in store.audited("namespace.rule")][-1] == "done"
+
+
+def test_a_rule_of_what_the_index_has_forgotten_is_listed_and_lifted(store: Store) -> None:
+    """As after an index made anew in which nobody has opened the namespace yet."""
+    http, orders = store.http, OrdersFile(MetadataConfig(index_path=store.cluster.index_path).orders_path)
+    gone, path = "ab" * 16, f"/v1/namespaces/{'ab' * 16}/rule"
+    orders.change(lambda known: known.with_rule(NamespaceId(bytes.fromhex(gone)), Rule(60_000, True)))
+    rule = {"namespace_id": gone, "ttl_s": 60.0, "pinned": True}
+    assert rule in http.get("/v1/rules")["items"]
+    assert http.get(path) == rule
+    assert gone in store.command("namespaces", "rules")
+    assert "time to live 2min, pinned" in store.command("namespaces", "ttl", gone, "2m")
+    assert "time to live 2min, not pinned" in store.command("namespaces", "unpin", "abababab")
+    assert http.ask("PUT", path, {"ttl_s": 5}, if_match="*").json["ttl_s"] == 5
+    assert "no time to live" in store.command("namespaces", "ttl", gone, "none")
+    assert gone not in {one["namespace_id"] for one in json.loads(store.command("namespaces", "rules", "--json"))["items"]}
+    assert http.ask("GET", path).status == http.ask("PUT", path, {"ttl_s": 5}, if_match="*").status == 404
+    store.command("namespaces", "pin", gone, code=3)

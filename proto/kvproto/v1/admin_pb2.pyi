@@ -351,6 +351,16 @@ class DescribeTenantsResponse(_message.Message):
     unknown_nvme_bytes: int
     def __init__(self, tenants: _Optional[_Iterable[_Union[TenantDescription, _Mapping]]] = ..., unknown_dram_bytes: _Optional[int] = ..., unknown_nvme_bytes: _Optional[int] = ...) -> None: ...
 
+class ListNamespaceRulesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNamespaceRulesResponse(_message.Message):
+    __slots__ = ("rules",)
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    rules: _containers.RepeatedCompositeFieldContainer[_metadata_pb2.NamespaceRule]
+    def __init__(self, rules: _Optional[_Iterable[_Union[_metadata_pb2.NamespaceRule, _Mapping]]] = ...) -> None: ...
+
 class SetTenantQuotaRequest(_message.Message):
     __slots__ = ("operation_id", "tenant", "quota", "expected")
     OPERATION_ID_FIELD_NUMBER: _ClassVar[int]

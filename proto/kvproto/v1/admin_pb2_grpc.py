@@ -69,6 +69,11 @@ class MetadataAdminStub:
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.FromString,
                 _registered_method=True)
+        self.ListNamespaceRules = channel.unary_unary(
+                '/kvstore.v1.MetadataAdmin/ListNamespaceRules',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.ListNamespaceRulesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.ListNamespaceRulesResponse.FromString,
+                _registered_method=True)
         self.SetNamespaceRule = channel.unary_unary(
                 '/kvstore.v1.MetadataAdmin/SetNamespaceRule',
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.SetNamespaceRuleRequest.SerializeToString,
@@ -134,6 +139,13 @@ class MetadataAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNamespaceRules(self, request, context):
+        """What may stay of the namespaces that something was ordered of, whether the index knows them or not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetNamespaceRule(self, request, context):
         """Sets what may stay of a namespace; kept over restarts. Nodes hear of it with their next heartbeat.
         """
@@ -185,6 +197,11 @@ def add_MetadataAdminServicer_to_server(servicer, server):
                     servicer.SetTenantQuota,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.SerializeToString,
+            ),
+            'ListNamespaceRules': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNamespaceRules,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.ListNamespaceRulesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.ListNamespaceRulesResponse.SerializeToString,
             ),
             'SetNamespaceRule': grpc.unary_unary_rpc_method_handler(
                     servicer.SetNamespaceRule,
@@ -386,6 +403,33 @@ class MetadataAdmin:
             '/kvstore.v1.MetadataAdmin/SetTenantQuota',
             kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.SetTenantQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNamespaceRules(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.MetadataAdmin/ListNamespaceRules',
+            kvstore_dot_v1_dot_admin__pb2.ListNamespaceRulesRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.ListNamespaceRulesResponse.FromString,
             options,
             channel_credentials,
             insecure,
