@@ -16,6 +16,7 @@ from typing import Self, cast
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 from kvclient.buffers import as_block_buffer
 from kvclient.core import Core
@@ -134,6 +135,8 @@ class Handoff:
             self._finished = True
             result = self._result
             if self._write is not None and result.error is None:
+                coming = np.array(self._write.outcomes, np.uint8) == StoreOutcome.IN_PROGRESS
+                there = self._look(coming)
                 try:
                     outcomes: Outcomes = np.array(self._write.commit(), np.uint8)
                 except KVStoreError as error:
@@ -141,35 +144,35 @@ class Handoff:
                 else:
                     stored = int(np.count_nonzero(outcomes[self._write.granted] == StoreOutcome.STORED))
                     result.bytes_stored = stored * self._core.shape.block_bytes
+                    outcomes[coming] = there[coming]
                     result.outcomes = outcomes
-                    self._note_lacking(result, self._not_brought(result))
+                    self._note_lacking(result, int(np.count_nonzero(there[coming] == StoreOutcome.SKIPPED)))
             result.seconds = self._operation.elapsed_s()
             count_store(self._core, result)
             self._core.incidents.counters.add("client_handoff_bytes_total", result.bytes_stored)
             return result
 
-    def _not_brought(self, result: StoreResult) -> int:
-        """Marks, and counts, blocks that were left to a load over that host which has ended without them.
+    def _look(self, coming: npt.NDArray[np.bool_]) -> Outcomes:
+        """What became of blocks that were left to a load over that host: there, on their way, or not, if it ended without them.
 
         Such a load is planned again over other hosts when its part stalls or fails, and these bring nothing to the decode host.
+        This is asked before the prompt is whole: afterwards whoever waits for it may have taken it, and its blocks may be gone.
         """
-        outcomes = result.outcomes
-        coming = outcomes == StoreOutcome.IN_PROGRESS
+        there: Outcomes = np.full(len(self._keys), StoreOutcome.IN_PROGRESS, np.uint8)
         if not coming.any() or self._node is None or self._operation.over:
-            return 0
+            return there
         try:
             probe = self._core.peers.peer(self._node).begin_write(self._request())
-        except KVStoreError as error:  # what was handed over is there all the same
-            result.error = error
-            why = "it is not known whether a prompt that was handed over is whole"
+        except KVStoreError as error:  # what is handed over is there all the same
+            self._result.error = error
+            why = "it is not known whether a prompt that is handed over is whole"
             self._core.incidents.report("client_handoffs_failed_total", why, error)
-            return 0
+            return there
         now: Outcomes = np.array(probe.outcomes, np.uint8)
         probe.abort()
-        outcomes[coming & (now == StoreOutcome.EXISTS)] = StoreOutcome.EXISTS
-        lost = coming & (now != StoreOutcome.EXISTS) & (now != StoreOutcome.IN_PROGRESS)
-        outcomes[lost] = StoreOutcome.SKIPPED
-        return int(np.count_nonzero(lost))
+        there[now == StoreOutcome.EXISTS] = StoreOutcome.EXISTS
+        there[(now != StoreOutcome.EXISTS) & (now != StoreOutcome.IN_PROGRESS)] = StoreOutcome.SKIPPED
+        return there
 
     def _note_lacking(self, result: StoreResult, lost: int) -> None:
         """Blocks that the decode host does not have: whoever waits for the prompt there waits in vain."""

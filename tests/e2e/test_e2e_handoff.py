@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -14,6 +14,7 @@ import pytest
 
 from conftest import Engine, Store, until
 from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
+from kvclient.handoff import Handoff
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import NodeSpec
@@ -217,6 +218,46 @@ def test_what_was_handed_over_counts_although_something_before_it_did_not_come(
     again = handed_over()
     assert (again.held_blocks, again.bytes_stored) == (len(prompt.keys), size)
     assert again.error is None
+
+
+def test_a_prompt_that_was_taken_before_its_commit_was_heard_of_is_whole(store: Store) -> None:
+    """What others brought of it may have left the decode host by then."""
+    writer, decode = engine(store, "storage-0"), engine(store, "decode-0")
+    one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
+    prompt = Prompt(writer, "taken", hit=1, new=4)
+
+    def put(handoff: Handoff, blocks: int, layers: range) -> None:
+        for layer in layers:
+            handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:blocks, layer]))
+
+    with (
+        decode.client.await_prompt(prompt.keys, deadline_s=30) as awaited,
+        one.client.begin_handoff(prompt.keys[:3], "decode-0") as first,
+        other.client.begin_handoff(prompt.keys, "decode-0", tail=True) as second,
+    ):
+        put(first, 3, range(1))
+        put(second, len(prompt.keys), range(LAYERS))
+        put(first, 3, range(1, LAYERS))
+        assert first.commit().held_blocks == 3
+        assert second._write is not None
+        commit = second._write.commit
+
+        def heard_late() -> Sequence[StoreOutcome]:
+            said = commit()
+            assert awaited.wait(30.0)
+            taken = decode.room(len(prompt.keys))
+            assert awaited.take(taken).hit_blocks == len(prompt.keys)
+            assert (taken == prompt.bytes).all()
+            assert store.flush("decode-0")
+            store.evict("decode-0")
+            until(lambda: in_progress(decode, prompt) == 0, "nothing of it is left")
+            return said
+
+        second._write.commit = heard_late  # type: ignore[method-assign]
+        result = second.commit()
+    assert result.error is None
+    assert (result.held_blocks, result.skipped_blocks) == (len(prompt.keys), 0)
+    assert result.count(StoreOutcome.EXISTS) == 3
 
 
 def in_progress(decode: Engine, prompt: Prompt) -> int:
