@@ -151,8 +151,8 @@ def watch_pages(engine: VllmEngine) -> list[bool]:
         compare([job for job in under_way if job.request_id in came.received])
         return came
 
-    def end_forward(plan: Any) -> None:
-        end(plan)
+    def end_forward(plan: Any, **how: Any) -> None:
+        end(plan, **how)
         compare([job for job in under_way if job.layerwise])
 
     side._saver.add, side._begin, side.arrivals = add_jobs, begin_load, arrived  # type: ignore[method-assign]
