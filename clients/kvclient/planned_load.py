@@ -37,7 +37,8 @@ from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
 _WATCH_S = 0.05
 """How often stalls are looked for, and progress is told."""
 _AGAIN = outcome_table(Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.NO_ROOM)
-"""What is worth another path; a MISS or CORRUPT of storage is the same over every path."""
+"""What is worth another path; a MISS or CORRUPT of storage is the same over every path. (What is bent on the way from
+another host's node is UNAVAILABLE over it.)"""
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class _Running:
     plan: Plan | None
     future: Future[None]
     told: int = 0
+    stalled: bool = False
 
 
 @dataclass(slots=True)
@@ -310,6 +312,7 @@ class PlannedLoad:
             for one in self._running:
                 if one.part.still_for(clock.now_s()) > stall_s and not one.part.over:
                     self._core.incidents.report("client_parts_stalled_total", f"nothing moves over {one.part.node_id}")
+                    one.stalled = True
                     one.part.cancel()
             self._report(far, finished=False)
 
@@ -338,7 +341,8 @@ class PlannedLoad:
                 tally.note(self._operation.error())
                 self._give_up(again)
             return
-        why = f"{part.node_id} over {part.path}: {part.error or 'stalled'}"
+        trouble = f"nothing moved for {self._paths.stall_s:g} s" if one.stalled else part.trouble
+        why = f"{part.node_id} over {part.path}: {trouble}"
         self._core.incidents.report("client_parts_failed_total", f"a part of a load goes over another path; {why}")
         if one.planned is not None and one.plan is not None:
             self._failed(wanted, one.planned, one.plan, far, why)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, cast
@@ -22,7 +23,7 @@ from kvclient.buffers import pick_blocks
 from kvclient.core import Core
 from kvclient.layer_board import LayerBoard
 from kvclient.operation import Operation
-from kvclient.results import NodeRef, Run
+from kvclient.results import NodeRef, Outcomes, Run, outcome_table
 from kvclient.session import Session, means_lost, new_operation_id
 from kvclient.stages import Stage
 from kvclient.tally import Tally, spans
@@ -45,6 +46,8 @@ OPEN_STAGE_S = 2.0
 """Opening a session with another host's node takes at most so long."""
 _COPY_THREADS = 1
 """The wire is the limit."""
+_BY_THIS_HOP = outcome_table(Outcome.TIMEOUT, Outcome.CORRUPT)
+"""Fates on the way from another host's node that say nothing of what is in storage."""
 _OUTCOMES = frozenset(map(int, Outcome))
 _TIERS = frozenset(map(int, Tier))
 
@@ -154,6 +157,7 @@ class StagedPart(ABC):
         self._cancelled = False
         self._call: Any = None
         self._received = -1
+        self._trouble = ""
 
     def cancel(self) -> None:
         """Ends ``run`` soon."""
@@ -166,6 +170,16 @@ class StagedPart(ABC):
     def still_for(self, now_s: float) -> float:
         """For how many seconds nothing has moved; below 0 where it has not begun."""
         return now_s - self.moved_s
+
+    @property
+    def trouble(self) -> str:
+        """What kept it from bringing everything, for people."""
+        return str(self.error) if self.error is not None else self._trouble or "it ended before everything had come"
+
+    def _failed(self, outcomes: Outcomes, where: str) -> None:
+        """Some blocks did not come: notes how many met which fate, of the first that did not."""
+        fates = ", ".join(f"{count} blocks {Outcome(fate).name}" for fate, count in Counter(outcomes.tolist()).items())
+        self._trouble = self._trouble or f"{fates} {where}"
 
     @property
     def over(self) -> bool:
@@ -235,6 +249,8 @@ class StagedPart(ABC):
         if outcome != Outcome.HIT:
             missing = positions[wanted.board.ready(positions) < layers]
             wanted.tally.outcomes[missing] = outcome
+            if len(missing):
+                self._failed(wanted.tally.outcomes[missing], "in storage")
             return
         if tier not in _TIERS or first_layer + layer_count > layers:
             raise Internal("the node answers layers that there are not", first_layer=first_layer, layer_count=layer_count)
@@ -321,6 +337,7 @@ class LocalPart(StagedPart):
         if core.clock.now_s() > lease_end_s:  # what was copied may be another block's by now
             core.incidents.report("client_lease_expired_blocks_total", "blocks were copied too late to trust them", amount=count)
             wanted.tally.outcomes[positions] = Outcome.UNAVAILABLE
+            self._trouble = self._trouble or "blocks were copied too late to trust them"
             return np.zeros(count, bool)
         return good
 
@@ -411,8 +428,11 @@ class RemotePart(StagedPart):
                 request, pick_blocks(wanted.buffer, positions), verify=wanted.verify_wire, watch=watch
             )
         outcomes = np.array(result.outcomes, np.uint8)
-        outcomes[outcomes == Outcome.TIMEOUT] = Outcome.UNAVAILABLE
         good: npt.NDArray[np.bool_] = outcomes == Outcome.HIT
+        if not good.all():
+            self._failed(outcomes[~good], "on the way from it")
+        # The node had read and checked them: what came otherwise was bent on this hop, and comes whole over another.
+        outcomes[_BY_THIS_HOP[outcomes]] = Outcome.UNAVAILABLE
         wanted.tally.outcomes[positions[~good]] = outcomes[~good]
         if not good.all() and not self.over:
             self.cancel()  # the rest over another node

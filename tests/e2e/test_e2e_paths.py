@@ -14,17 +14,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from conftest import HANG_S, Engine, Store, until
 from kvclient import LoadResult, Lookup, Paths
+from kvclient.directory import Directory
+from kvclient.paths import Plan, PlannedPart
+from kvclient.results import NodeRef
 from kvclient.staged import Wanted
 from kvproto.v1 import node_pb2
 from kvstore.core.types import Outcome, Tier
 from kvstore.testing.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
+from kvstore.transport.contract import BlockPeer
 
 MIB = 1 << 20
 LAYERS = 6
@@ -366,6 +371,51 @@ def test_a_corrupt_block_shortens_the_hit_and_nothing_else(ready: Ready) -> None
         bad = [position for position in range(BLOCKS) if result.outcome(position) is not Outcome.HIT]
         assert bad == [37, 71]
         assert {result.outcome(position) for position in bad} <= {Outcome.CORRUPT, Outcome.MISS, Outcome.UNAVAILABLE}
+
+
+@pytest.fixture
+def told_why(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why parts were planned again, as the planner was told."""
+    said: list[str] = []
+    replan = Directory.replan_load
+
+    def listen(self: Directory, plan: Plan, part: PlannedPart, arrived: Any, why: str, left_s: float) -> Plan:
+        said.append(why)
+        return replan(self, plan, part, arrived, why, left_s)
+
+    monkeypatch.setattr(Directory, "replan_load", listen)
+    return said
+
+
+@pytest.mark.parametrize("layer_group", [0, 2])
+def test_what_is_bent_between_the_hosts_comes_over_another_path(
+    ready: Ready, proxies: Proxies, told_why: list[str], monkeypatch: pytest.MonkeyPatch, layer_group: int
+) -> None:
+    store, engine, found = ready
+    bad = proxies(store.cluster.node("d").ready["data_address"])
+    bad.to_client.flips = frozenset(range(100_000, 1 << 24, 100_000))
+    peers = engine.client._core.peers
+    straight = peers.peer
+
+    def bent(node: NodeRef) -> BlockPeer:
+        return straight(replace(node, data_address=bad.address) if node.node_id == "d" else node)
+
+    monkeypatch.setattr(peers, "peer", bent)
+    result = load_by_layers(engine, found, paths("split", layer_group))
+    assert result.hit_blocks == BLOCKS
+    assert "decode" not in result.bytes_by_path or result.bytes_by_path["decode"] < found.hit_blocks * engine.spec.block_bytes
+    first = told_why[0]
+    assert first.startswith("d over decode: ")
+    assert "blocks CORRUPT on the way from it" in first
+    assert not any(why.startswith("d ") for why in told_why[1:]), "no part goes twice over a hop that failed it"
+
+
+def test_what_failed_is_said_not_that_it_stalled(ready: Ready, told_why: list[str]) -> None:
+    store, engine, found = ready
+    store.cluster.kill("s")
+    assert load(engine, found, paths("split"), deadline_s=5.0).hit_blocks == 0
+    assert told_why
+    assert not [why for why in told_why if "nothing moved" in why or "UNAVAILABLE in storage" not in why]
 
 
 def test_a_decode_node_that_was_restarted_is_used_again(ready: Ready) -> None:
