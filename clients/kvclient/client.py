@@ -33,7 +33,7 @@ from kvclient.layer_store import StoreHandle
 from kvclient.layers import LayerGate, LoadHandle
 from kvclient.load import Load
 from kvclient.near import NearPool
-from kvclient.operation import Operation, check_seconds
+from kvclient.operation import Operation, check_name, check_seconds, check_sendable
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.paths import Paths
 from kvclient.planned_load import PlannedLoad
@@ -500,11 +500,12 @@ class KVClient:
             deadline_s: bound, up to the commit.
 
         Raises:
-            InvalidArgument: keys that do not fit.
+            InvalidArgument: keys that do not fit, or a ``decode_node`` that is no name.
         """
         self._check_usable()
         keys, _ = check_keys(keys)
         check_place(parent, depth)
+        check_name("decode_node", decode_node)
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
         node, failed = None, None
         try:
@@ -526,11 +527,13 @@ class KVClient:
             Whether it was told. If not, the decode side waits for as long as it chose to.
 
         Raises:
-            InvalidArgument: ``transfer_id`` is not of 1 to 64 bytes.
+            InvalidArgument: ``transfer_id`` is not of 1 to 64 bytes, or ``decode_node`` no name.
         """
         self._check_usable()
+        check_sendable("transfer_id", check_transfer_id(transfer_id, needed=True))
+        check_name("decode_node", decode_node)
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        return abandon_prompt(self._core, self._directory, check_transfer_id(transfer_id, needed=True), decode_node, operation)
+        return abandon_prompt(self._core, self._directory, transfer_id, decode_node, operation)
 
     def await_prompt(self, keys: Keys, *, transfer_id: str = "", deadline_s: float | None = None) -> AwaitedPrompt:
         """Decode side: takes room for a prompt in this host's decode buffer and waits, in the background, until it is complete.
@@ -541,12 +544,12 @@ class KVClient:
             deadline_s: how long it may take; None: the option's.
 
         Raises:
-            InvalidArgument: malformed keys, or a ``transfer_id`` that is too long.
+            InvalidArgument: malformed keys, or a ``transfer_id`` that is too long or no Unicode.
             CapacityExceeded: too much runs in the background already.
         """
         self._check_usable()
         keys, packed = check_keys(keys)
-        check_transfer_id(transfer_id)
+        check_sendable("transfer_id", check_transfer_id(transfer_id))
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
         prompt = AwaitedPrompt(self._core, keys, packed, operation, transfer_id)
         prompt.begin(self._part_pool().submit(prompt.run))

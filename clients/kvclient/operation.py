@@ -10,6 +10,7 @@ from typing import cast
 
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, InvalidArgument
+from kvstore.core.limits import MAX_NAME_BYTES
 
 MOST_SECONDS = 86_400.0
 """What is longer, infinity included, is taken as a day: timers below us and milliseconds on the wire know no infinity."""
@@ -32,6 +33,38 @@ def check_seconds(name: str, seconds: object, *, zero: bool = False) -> float:
     if not (value > 0 or (zero and value == 0)):
         raise InvalidArgument("seconds from now are above 0", argument=name, seconds=seconds)
     return MOST_SECONDS if value > MOST_SECONDS else float(value)
+
+
+def check_name(name: str, value: object) -> str:
+    """The name of a node or a policy that a caller gave.
+
+    Args:
+        name: what it is, for the error.
+        value: the name.
+
+    Raises:
+        InvalidArgument: no string, too long, or nothing that a server would take: lone surrogates, control characters.
+    """
+    if not isinstance(value, str) or not value.isprintable() or len(value.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument("this takes a name of printable text", argument=name, got=ascii(value)[:64])
+    return value
+
+
+def check_sendable(name: str, value: str) -> str:
+    """A text that a caller gave, of whatever characters.
+
+    Args:
+        name: what it is, for the error.
+        value: the text.
+
+    Raises:
+        InvalidArgument: it is not Unicode, as with a lone surrogate, and cannot be sent.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("this is not valid Unicode", argument=name, got=ascii(value)[:64]) from error
+    return value
 
 
 class Operation:

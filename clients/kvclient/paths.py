@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvclient.operation import check_seconds
+from kvclient.operation import check_name, check_seconds
 from kvclient.results import PATH_DECODE, PATH_PREFILL, PATH_RELAY, NodeRef
 from kvproto.v1 import metadata_pb2
 from kvstore.core.errors import Internal, InvalidArgument
@@ -50,8 +50,8 @@ class Paths:
         if not isinstance(self.relays, bool):
             raise InvalidArgument("the option is True or False", option="relays", got=type(self.relays).__name__)
         for name in ("decode_node", "policy"):
-            if not isinstance(getattr(self, name), str | None):
-                raise InvalidArgument("the option takes a name", option=name, got=type(getattr(self, name)).__name__)
+            if getattr(self, name) is not None:
+                check_name(name, getattr(self, name))
         object.__setattr__(self, "stall_s", check_seconds("stall_s", self.stall_s))
 
 

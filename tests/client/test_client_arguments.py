@@ -190,6 +190,18 @@ def test_places_of_another_type_raise(spec: CacheSpec, near: FakeNode, make_clie
             wrong()
 
 
+def test_hand_overs_take_names(spec: CacheSpec, near: FakeNode, make_client: MakeClient) -> None:
+    client = make_client(near)
+    keys = chain(spec, 1)
+    for node in (5, None, b"d", "d\udc80", "d\n", "x" * 513):
+        for wrong in (lambda: client.begin_handoff(keys, node), lambda: client.abandon_prompt("id", node)):  # type: ignore[arg-type]  # noqa: B023
+            with pytest.raises(InvalidArgument, match="decode_node"):
+                wrong()
+    for wrong in (lambda: client.await_prompt(keys, transfer_id="id\ud800"), lambda: client.abandon_prompt("id\ud800", "d")):
+        with pytest.raises(InvalidArgument, match="transfer_id"):
+            wrong()
+
+
 def test_connect_takes_what_it_says(spec: CacheSpec, metadata: FakeMetadata) -> None:
     for arguments, named in (
         ((5, spec), {}),

@@ -110,9 +110,11 @@ def test_no_more_ranges_are_told_than_a_server_takes() -> None:
 
 def test_choices_are_checked() -> None:
     Paths()
+    Paths(decode_node="hôte 2", policy="x" * 512)
     for wrong in (
         {"layer_group": -1}, {"layer_group": 1.5}, {"layer_group": True}, {"attempts": -1}, {"stall_s": 0}, {"stall_s": "x"},
-        {"decode_node": 3}, {"policy": 3}, {"relays": "yes"},
+        {"decode_node": 3}, {"policy": 3}, {"relays": "yes"}, {"decode_node": "d\udc80"}, {"policy": "split\ud800"},
+        {"decode_node": "d\n"}, {"policy": "x" * 513}, {"decode_node": b"d"},
     ):  # fmt: skip
         with pytest.raises(InvalidArgument):
             Paths(**wrong)  # type: ignore[arg-type]
