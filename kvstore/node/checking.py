@@ -166,10 +166,12 @@ class VolumeChecks:
 
     def _held(self, home: Home) -> list[Block]:
         """What the volume holds, in the order in which it lies there."""
-        with self._table._lock:
-            found = [
-                (block.nvme.offset, block) for block in self._table._blocks.values() if block.nvme_home is home and block.nvme
-            ]
+        # the lock is held for a copy alone; what leaves or moves meanwhile is told apart when it is pinned
+        found = [
+            (slot.offset, block)
+            for block in self._table.snapshot()
+            if block.nvme_home is home and (slot := block.nvme) is not None
+        ]
         return [block for _, block in sorted(found, key=lambda pair: pair[0])]
 
     def _check(self, home: Home, blocks: Sequence[Block], check: Check) -> None:

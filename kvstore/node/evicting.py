@@ -137,17 +137,29 @@ def leave_nvme(table: BlockTable, home: Home, victims: Sequence[Block]) -> None:
 
 
 def quarantine(table: BlockTable, home: Home, block: Block, slot: Slot, counters: Counters) -> None:
-    """Forgets a replica that proved bad in ``slot``, unless somebody has.
+    """Forgets a replica that proved bad in ``slot``, unless somebody has, or is about to.
 
-    The slot rests until the next start, which does not find it in the catalog any more.
+    The slot rests until the next start, which does not find it in the catalog any more. The catalog forgets it first: once the
+    table has, a good copy may be committed under the same key, and would be forgotten in its place.
     """
-    if not table.lost_replica(block, slot):
-        return
+    with table._lock:
+        if block.nvme != slot or block.nvme_home is not home or block.leaving:
+            return
+        block.leave()
     counters.add("quarantined_blocks_total")
     try:
         home.volume.commit([], [block.key])
     except (OSError, KVStoreError) as error:
         log.warning("the catalog of %s still names the bad block %s: %s", home.volume.volume_id, block.key.hex(), error)
+    finally:
+        with table._lock:
+            block.stay()
+            home.quarantined += 1
+            table._durable.remove(block, home)
+            table._log.removed(home.volume.volume_id, block.key)
+            block.nvme = block.nvme_home = None
+            table._drop_if_nowhere(block)
+            table._changed.notify_all()
 
 
 def evict_all_nvme(table: BlockTable) -> int:

@@ -418,20 +418,6 @@ class BlockTable:
                 block.pins -= 1
             self._changed.notify_all()
 
-    def lost_replica(self, block: Block, slot: Slot) -> bool:
-        """A block's NVMe replica in ``slot`` proved bad: it is forgotten, its slot kept out of use. False: it was already."""
-        with self._lock:
-            if block.nvme != slot or block.nvme_home is None:
-                return False
-            home = block.nvme_home
-            home.quarantined += 1
-            self._durable.remove(block, home)
-            self._log.removed(home.volume.volume_id, block.key)
-            block.nvme = block.nvme_home = None
-            block.stay()
-            self._drop_if_nowhere(block)
-            return True
-
     # ---------------------------------------------------------------- write-behind
     def take_pending(self, max_blocks: int, max_bytes: int, wait_s: float) -> list[Block]:
         """Next blocks to write behind, oldest first, all of one namespace; waits up to ``wait_s`` for the first.

@@ -6,13 +6,14 @@ import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
-from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, VolumeId
+from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.block import Block, Home
 from kvstore.node.checking import ENDED, Check, CheckState, VolumeChecks
 from kvstore.node.domain import Domains
@@ -143,6 +144,55 @@ def test_a_replica_that_proved_bad_is_not_taken_for_the_one_that_followed(node: 
     quarantine(node.table, node.home, block, bad, node.counters)
     assert block.nvme is not None, "another reader of the same bad slot came later"
     assert node.home.quarantined == 1
+
+
+def test_a_good_copy_that_is_written_while_a_bad_one_is_forgotten_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine brings the block again, and it is written behind, just as the catalog is to forget the bad one."""
+    block = node.block(3)
+    bad, commit = block.nvme, node.home.volume.commit
+    assert bad is not None
+    with node.table._lock:
+        node.table._evict_dram(block)
+    payload = hashlib.sha256(block.key).digest() * (SHAPE.block_bytes // 32)
+    sums = layer_checksums(memoryview(payload), SHAPE)
+    run = BlockRun(node.domain.namespace, node.keys[2], 3, (block.key,))
+
+    def bring() -> StoreOutcome:
+        prepared = node.table.prepare(node.domain, run, 0.0)
+        for slot in prepared.slots.values():
+            node.arena.view(slot, SHAPE.block_bytes)[:] = payload
+        node.table.complete(prepared, list(prepared.slots), [sums] * len(prepared.slots))
+        node.write_behind()
+        return prepared.outcomes[0]
+
+    brought: list[StoreOutcome] = []
+
+    def meanwhile(stored: Any, removed: Any) -> None:
+        monkeypatch.setattr(node.home.volume, "commit", commit)
+        brought.append(bring())
+        commit(stored, removed)
+
+    monkeypatch.setattr(node.home.volume, "commit", meanwhile)
+    quarantine(node.table, node.home, block, bad, node.counters)
+    brought.append(bring())
+    assert StoreOutcome.STORED in brought
+    assert node.block(3).nvme not in (None, bad)
+    assert dict(node.home.volume._inner._listed())[block.key] == node.block(3).nvme, "or a restart would not find it"  # type: ignore[attr-defined]
+
+
+def test_loads_go_on_while_a_check_looks_for_what_it_is_to_read(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bool] = []
+
+    class Blocks(list[Block]):
+        def __iter__(self) -> Iterator[Block]:
+            for block in super().__iter__():
+                looked.append(node.table._lock.locked())
+                yield block
+
+    snapshot = node.table.snapshot
+    monkeypatch.setattr(node.table, "snapshot", lambda: Blocks(snapshot()))
+    assert len(node.checks._held(node.home)) == BLOCKS
+    assert looked == [False] * BLOCKS
 
 
 def test_one_check_of_a_volume_at_a_time_and_it_can_be_called_off(node: Node) -> None:
