@@ -92,6 +92,8 @@ class ServerConnection:
         self._scope: TicketScope | None = None
         # payload by NIXL goes past TLS and past a cap: where there is one, there is no NIXL
         self._one_sided = None if nixl is None or not isinstance(wire, PlainWire) else OneSidedServing(nixl, wire, counters)
+        self.known = False
+        """Whether the peer has shown a ticket, or needs none. Other threads may look."""
         self.idle_since_s: float | None = None
         """Since when it waits for a request; None: it is busy. Other threads may look."""
 
@@ -127,6 +129,7 @@ class ServerConnection:
                 self._counters.add("transport_unauthenticated_total")
                 self._answer(frames.encode_error(0, error), deadline_s)
                 return False
+        self.known = True
         self._answer(frames.encode_head(FrameKind.WELCOME, 0), deadline_s)
         return True
 

@@ -6,8 +6,9 @@ request's deadline (at most ``max_request_s``), or than ``stall_timeout_s`` with
 committed or aborted exactly once, however the connection ends.
 
 Hostile input: every length is checked before memory is taken (``frames``), a connection must say a good HELLO within
-``handshake_timeout_s``. At ``max_connections`` the connection that has been idle longest gives way to a new one, so that a client
-that leaks connections locks nobody out; where none is idle, the new one is refused with an error that says so.
+``handshake_timeout_s``. At ``max_connections`` one gives way to a new one: of strangers, which have not said a good HELLO yet,
+the one that came first, where they are many; else the connection that has been idle longest. So a client that leaks connections
+locks nobody out, and strangers displace one another; where none is idle, the new one is refused with an error that says so.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 limited = LimitedLog(log)
 
 _JOIN_S = 5.0
+STRANGERS_SHARE = 4
+"""Connections that have not said a good HELLO may be this fraction (1/n) of all before they make way for one another."""
 _GIVE_WAY_S = 0.5
 """A connection told to give way ends at once, unless a request had just come."""
 
@@ -50,7 +53,7 @@ class TcpServer:
         authority: verifies tickets. None: anybody may reach every namespace.
         tls: server-side context. None: clear text.
         counters: where events are counted.
-        max_connections: one more takes the place of the one idle longest, or is refused where none is idle.
+        max_connections: one more takes the place of a stranger or of the one idle longest, or is refused where none is idle.
         handshake_timeout_s: how long a new connection may take for TLS and HELLO.
         idle_timeout_s: how long a connection may wait between requests.
         stall_timeout_s: how long a peer may neither take nor give a byte in the middle of a request.
@@ -174,22 +177,29 @@ class TcpServer:
                 self._counters.add("transport_connections_total")
 
     def _make_room(self) -> None:
-        """Where the bound is reached, ends the connection that has waited longest for a request.
+        """Where the bound is reached, ends a connection: of strangers, where they are many, else that idle longest.
 
-        Only its receiving side is shut: a request that came in this very moment is still answered, and a client that finds
-        an idle connection ended opens another.
+        Of an idle one only the receiving side is shut: a request that came in this very moment is still answered, and a client
+        that finds an idle connection ended opens another.
         """
         with self._lock:
             if len(self._sockets) < self._max_connections:
                 return
+            strangers = [thread for thread in self._sockets if (one := self._connections.get(thread)) is None or not one.known]
+            many = len(strangers) > self._max_connections // STRANGERS_SHARE
             idle = [(since, thread) for thread, one in self._connections.items() if (since := one.idle_since_s) is not None]
-            if not idle:
+            if not many and not idle:
                 return
-            thread = min(idle, key=lambda entry: entry[0])[1]
+            # in the order in which they came
+            thread = strangers[0] if many else min(idle, key=lambda entry: entry[0])[1]
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(self._sockets[thread], socket.SHUT_RD)
-        self._counters.add("transport_idle_connections_dropped_total")
-        limited.warning("%d data connections are open: %s, idle longest, gives way", self._max_connections, thread.name)
+                socket.socket.shutdown(self._sockets[thread], socket.SHUT_RDWR if many else socket.SHUT_RD)
+        why = "that has shown no ticket" if many else "idle longest"
+        if many:
+            self._counters.add("transport_stranger_connections_dropped_total")
+        else:
+            self._counters.add("transport_idle_connections_dropped_total")
+        limited.warning("%d data connections are open: %s, %s, gives way", self._max_connections, thread.name, why)
         thread.join(_GIVE_WAY_S)
 
     def _refuse(self, sock: socket.socket) -> None:

@@ -176,8 +176,11 @@ def test_connections_are_bounded(provider: MemoryProvider, counters: Counters) -
     server.start()
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
-        for _ in range(8):  # none of them is idle: they have not said who they are
-            stack.enter_context(raw(server, greet=False))
+        for first in range(0, 80, 10):  # none of them is idle: each writes, and its bytes are awaited
+            writer = stack.enter_context(raw(server))
+            run = BlockRun(NAMESPACE, None, 0, (block_key(200 + first),))
+            writer.sendall(frames.encode_write(1, WriteFrame(run, SHAPE, False, 60_000)))
+            assert answer(writer)[0].kind is FrameKind.GRANT
         beyond = stack.enter_context(raw(server, greet=False))
         assert isinstance(refusal(beyond), CapacityExceeded)
         peer = TcpPeer(server.address)
@@ -185,6 +188,23 @@ def test_connections_are_bounded(provider: MemoryProvider, counters: Counters) -
             peer.read(ask([1], 2), dense(1, SHAPE))
         peer.close()
     assert counters.snapshot()["transport_connections_refused_total"] >= 2
+
+
+def test_strangers_make_way_for_one_another_first(provider: MemoryProvider, counters: Counters) -> None:
+    """Who shows no ticket ends no connection of who did, however many it opens, and keeps nobody out meanwhile."""
+    server = TcpServer(provider, counters=counters, handshake_timeout_s=PATIENCE_S, max_connections=8)
+    server.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        known = [stack.enter_context(raw(server)) for _ in range(4)]
+        strangers = [stack.enter_context(raw(server, greet=False)) for _ in range(40)]
+        assert serves(server), "one more, which says who it is"
+        assert ended(strangers[0])
+        for request_id, sock in enumerate(known, start=1):
+            sock.sendall(frames.encode_head(FrameKind.PING, request_id))
+            assert answer(sock)[0].kind is FrameKind.PONG
+    assert "transport_idle_connections_dropped_total" not in counters.snapshot()
+    assert counters.get("transport_stranger_connections_dropped_total") >= 36
 
 
 def test_a_client_that_leaks_idle_connections_locks_nobody_out(server: TcpServer, counters: Counters) -> None:
