@@ -388,9 +388,14 @@ def test_an_operators_token_is_not_shown_to_whoever_registers_as_a_node(store: S
     try:
         call(metadata.RegisterNode, metadata_pb2.RegisterNodeRequest(operation_id=b"o" * 16, node=rogue), CALL_S)
         admin = store.cluster.start_admin().address
-        with urllib.request.urlopen(f"http://{admin}/v1/overview", timeout=WAIT_S) as answer:
-            assert {one["node_id"] for one in json.loads(answer.read())["activity"]} >= {"a", "b"}
-        until(lambda: bool(seen), "the rogue was asked, too")
+
+        def asked() -> bool:
+            call(metadata.Heartbeat, metadata_pb2.HeartbeatRequest(node_id="rogue", boot_id=rogue.boot_id), CALL_S)
+            with urllib.request.urlopen(f"http://{admin}/v1/overview", timeout=WAIT_S) as answer:
+                assert {one["node_id"] for one in json.loads(answer.read())["activity"]} >= {"a", "b"}
+            return bool(seen)
+
+        until(asked, "the rogue was asked, too")
         assert set(seen) == {f"Bearer {TOKENS[Role.READ]}"}
         check = urllib.request.Request(f"http://{admin}/v1/volumes/a/nvme0/check", b"{}", {"content-type": "application/json"})
         with urllib.request.urlopen(check, timeout=WAIT_S) as answer:
