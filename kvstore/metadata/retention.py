@@ -165,7 +165,7 @@ class RetentionOrders:
         check_id(request.operation_id, "operation_id")
         namespace, rule = NamespaceId(check_id(request.rule.namespace_id, "namespace_id")), rule_from_proto(request.rule)
         expected = rule_from_proto(request.expected) if request.HasField("expected") else None
-        registered = not rule or namespace in {known for known, _ in self._index.namespaces()}
+        registered = not rule or self._index.spec_of(namespace) is not None
 
         def changed(orders: Orders) -> Orders:
             before = orders.rules.get(namespace, Rule())

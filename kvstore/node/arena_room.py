@@ -91,4 +91,8 @@ class ArenaRoom:
 
         order = (blocks[key] for key in self._policy.coldest(may_leave))
         leaving = self.room.victims(shape, (count,), order, lambda block: block.dram, (may_leave,))
+        if not leaving:
+            leaving = self.room.among_pins(
+                shape, lambda block: block.dram, lambda key: idle(blocks[key]) and blocks[key].expendable
+            )
         return leaving, list(passed.values())

@@ -72,11 +72,12 @@ class Block:
             self.domain.parting += 1
         self.leaving = why
 
-    def stay(self) -> None:
-        """It is not: it left, or could not."""
-        if self.leaving:
+    def stay(self) -> Leaving:
+        """It is not: it left, or could not. Returns why it was."""
+        why, self.leaving = self.leaving, Leaving.STAYS
+        if why:
             self.domain.parting -= 1
-        self.leaving = Leaving.STAYS
+        return why
 
     def record(self) -> BlockRecord:
         """What a slot header says of it."""

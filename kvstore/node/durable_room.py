@@ -132,7 +132,9 @@ class DurableRoom:
             victims = [block for block in found if id(block.nvme_home) in fit]
             if victims:
                 return victims
-        return []
+        return self._rooms[id(home)].among_pins(
+            shape, slot_of, lambda key: id(self._blocks[key].nvme_home) in fit and may_leave[-1](self._blocks[key])
+        )
 
     def _take_back(self) -> None:
         """What was set aside of volumes that take changes again is in the order again, as newcomers."""

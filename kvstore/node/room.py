@@ -108,6 +108,31 @@ class Room:
                 return vacated
         return prefix
 
+    def among_pins(
+        self, shape: BlockShape, slot_of: Callable[[Block], Slot | None], may_leave: Callable[[BlockKey], bool | None]
+    ) -> list[Block]:
+        """What leaves, pinned by order or not, where nothing else made room and blocks of a size have no slot here at all.
+
+        A few pinned blocks, one in each place, would keep every other size out for as long as they are pinned. Once the size has
+        a place, it makes room among its own.
+
+        Args:
+            shape: of the blocks to come.
+            slot_of: as in ``victims``.
+            may_leave: whether a block may, pinned or not.
+        """
+        pinned = False
+        for domain, blocks in self.held.items():
+            if blocks and domain.shape.block_bytes == shape.block_bytes:
+                return []
+            pinned |= bool(blocks and domain.pinned)
+
+        def size_of(block: Block) -> int:
+            slot = slot_of(block)
+            return block.nbytes if slot is None else slot.size
+
+        return self._vacated(self._volume.vacancies(shape, []), set(), may_leave, size_of)[1] if pinned else []
+
     def _vacated(
         self,
         places: Sequence[Vacancy],

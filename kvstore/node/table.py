@@ -474,14 +474,14 @@ class BlockTable:
                 victims = self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._idle)
                 for block in victims:
                     block.leave()
+                self.accounts.count_pinned(victims, self._counters)
             return None, victims
 
     def evicted_nvme(self, home: Home, victims: Sequence[Block]) -> None:
         """The catalog no longer holds ``victims``: their slots may be used again."""
         with self._lock:
             for block in victims:
-                for_quota = block.leaving is Leaving.FOR_QUOTA
-                block.stay()
+                for_quota = block.stay() is Leaving.FOR_QUOTA
                 if block.nvme is None or block.nvme_home is not home:
                     continue
                 home.volume.free((block.nvme,))
@@ -608,6 +608,7 @@ class BlockTable:
             for block in leaving:
                 self._evict_dram(block)
             self._counters.add("evicted_dram_blocks_total", len(leaving))
+            self.accounts.count_pinned(leaving, self._counters)
         return slots
 
     @staticmethod

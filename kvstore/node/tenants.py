@@ -18,6 +18,7 @@ Bytes are payload, as in all that is said of usage; slots may be somewhat larger
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -25,6 +26,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstore.core.types import BlockKey, Tier
 from kvstore.node.leaving import Leaving
 from kvstore.node.moving import room_of
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import EvictionPolicy
 from kvstore.tiers.policy import LruPolicy
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from kvstore.node.domain import Domain
     from kvstore.node.table import BlockTable
 
+_limited: Final = LimitedLog(logging.getLogger(__name__))
 TIERS: Final = (Tier.DRAM, Tier.NVME)
 PIN_PART: Final = 2
 """Pins of namespaces hold up to this fraction (1/n) of a tier; of what is beyond it the coldest make room before anybody else."""
@@ -116,6 +120,12 @@ class Accounts:
     def in_force(self) -> bool:
         """Whether somebody may have to give before others."""
         return bool(self.pinned or any(self.limited.values()))
+
+    def count_pinned(self, leaving: Sequence[Block], counters: Counters) -> None:
+        """Counts those of pinned namespaces among blocks that make room (``Room.among_pins``)."""
+        if self.pinned and (pinned := sum(block.domain.pinned for block in leaving)):
+            counters.add("evicted_pinned_blocks_total", pinned)
+            _limited.warning("%d blocks of pinned namespaces made room: their size had no place at all", pinned)
 
     def of(self, domain: Domain, tenant: str) -> Account:
         """The account of a tenant, which a namespace turns out to belong to. Thread-safe; once a namespace."""

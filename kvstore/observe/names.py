@@ -48,7 +48,7 @@ _METHODS = (
     "GetNode", "IssueTicket", "OpenSession", "Prepare", "Complete", "Abort", "Load", "Locate", "AwaitPrompt", "AbandonPrompt",
     "Release", "Flush", "Evict", "GetNodeStats",
     "DescribeServer", "DescribeNamespaces", "DescribeBlocks", "DescribePlanning", "SetPathPolicy", "RebuildIndex",
-    "DescribeTenants", "SetTenantQuota", "SetNamespaceRule",
+    "DescribeTenants", "ListNamespaceRules", "SetTenantQuota", "SetNamespaceRule",
     "DescribeNode", "DescribeUsage", "ListSlowLoads", "EvictBlocks", "InvalidateNamespace", "SetTrafficCap", "CompareIndex",
     "CheckVolume", "DescribeCheck", "CancelCheck",
 )  # fmt: skip
@@ -296,7 +296,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "store_skipped_quota_blocks_total": ("counter", "blocks not stored, as their tenant's quota is full of what cannot leave"),
     "load_beyond_quota_blocks_total": ("counter", "blocks loaded beyond their tenant's quota of DRAM: they leave soon after"),
     "evicted_unused_blocks_total": ("counter", "blocks that left a node as nobody used them for their namespace's time to live"),
-    "evicted_pinned_blocks_total": ("counter", "blocks of pinned namespaces beyond half of a tier, that made room"),
+    "evicted_pinned_blocks_total": ("counter", "blocks of pinned namespaces that made room: see how-to/operate"),
     "evicted_quota_blocks_total": ("counter", "blocks that left DRAM or a volume for their own tenant's quota"),
     "write_behind_beyond_quota_blocks_total": ("counter", "blocks that a quota keeps off the volumes: in DRAM only"),
     "retention_bugs_total": ("counter", "rounds of keeping to orders that failed in a way nobody meant"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.orders_file import Orders, OrdersFile, Quota, Rule
 from kvstore.metadata.quotas import HEADROOM, shares
 from kvstore.metadata.server import MetadataServer
+from kvstore.metadata.sharing import REST_TIMES
 from kvstore.rpc.client import call_aio, connect_aio
 
 GIB = 1 << 30
@@ -251,6 +253,40 @@ async def test_what_moves_is_not_cut_for_others_to_grow(running: Running) -> Non
     running.clock.advance(0.05)
     told = [(await beat(peer, acme=size)).get("acme") for peer, size in held.items()]
     assert told == [None, (7000, None), (1000, None)]
+
+
+async def test_sharing_out_rests_after_it_took_long_and_is_done_for_nobody_silent(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def slow(*arguments: Any, **more: Any) -> list[int]:
+        made.append(arguments)
+        running.clock.advance(0.5)
+        return shares(*arguments, **more)
+
+    monkeypatch.setattr("kvstore.metadata.sharing.shares", slow)
+    first, second = running.peer("a"), running.peer("b")
+    for peer in (first, second):
+        await peer.register()
+    silent = metadata_pb2.HeartbeatRequest(node_id="b", boot_id=second.boot_id)
+    for tenant in ("acme", "beta"):
+        await set_quota(running, tenant, dram_bytes=8000)
+    assert not (await call_aio(second.stub.Heartbeat, silent, TIMEOUT_S)).HasField("retention")
+    assert not made, "it has not said what it holds"
+    told = await asyncio.gather(*(reported(first, 1, acme=5) for _ in range(4)))
+    assert len(made) == 2, "once for all who ask: for each tenant"
+    assert all(len(one.retention.shares) == 2 for one in told)
+    running.clock.advance(REST_TIMES - 2.0)
+    await set_quota(running, "acme", dram_bytes=9000)
+    assert (await beat(first, acme=5))["beta"][0]
+    assert not (await reported(second, 1)).HasField("retention"), "its turn comes with the next"
+    assert len(made) == 2
+    running.clock.advance(2.0)
+    await beat(first, acme=5)
+    assert len(made) == 4
+    assert (await reported(second, 2)).HasField("retention")
+    assert len(made) == 4
 
 
 async def test_quotas_are_compared_before_they_are_set_and_bounded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

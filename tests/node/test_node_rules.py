@@ -16,6 +16,7 @@ from test_node_table import ARENA_BYTES, SLAB_BYTES
 from test_node_tenants import BLOCK, SKIPPED, STORED, Node
 
 from kvproto.v1.metadata_pb2 import Retention
+from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
 from kvstore.node.evicting import evict_down_to, evict_namespace, invalidate
 
@@ -176,6 +177,26 @@ def test_a_pin_keeps_from_its_tenants_quota_and_its_time_to_live(node: Node) -> 
     node.retainer.round()
     assert node.resident(kept, 0) == [True] * 10
     assert node.store(2, 0, 4) == [SKIPPED] * 4, "the quota is full of what cannot leave"
+
+
+def test_a_few_pinned_blocks_everywhere_do_not_keep_another_size_out(node: Node) -> None:
+    large = CacheSpec(model="large", block_tokens=16, layers=1, layer_block_bytes=16 * BLOCK, tenant="acme")
+    for chain in range(HALF_NVME * 2 // 8):  # in every place of both tiers, one in eight is pinned
+        node.stored(100 + chain, 1, 0)
+        node.store(100 + chain, 0, 7, 1)
+        node.durable()
+    ruled(node, (0, 0, True))
+    before = held(node)
+    node.domains.append(node.known.of_spec(large))
+    for chain in range(6):
+        assert node.store(200 + chain, 0, 1, len(node.domains) - 1) == [STORED]
+        node.durable()
+    assert node.held(len(node.domains) - 1, Tier.DRAM) >= 1
+    assert node.held(len(node.domains) - 1, Tier.NVME) >= 1
+    left = [was - now for was, now in zip(before, held(node), strict=True)]
+    assert 0 < left[0] <= 16
+    assert 0 < left[1] <= 32, "one place of each tier; then the size makes room among its own"
+    assert node.counters.get("evicted_pinned_blocks_total") == sum(left)
 
 
 # ---- over a restart ----
