@@ -60,7 +60,7 @@ class Questions:
             address: of the metadata server, to be shown.
         """
         server, statuses = await self._upstream.server(), await self._upstream.nodes()
-        problems = shapes.problems(list(statuses.values()), MOST_PROBLEMS)
+        problems = shapes.problems(server.problems, list(statuses.values()), MOST_PROBLEMS)
         return models.Cluster(
             health="degraded" if problems else "ok",
             problems=problems,

@@ -448,9 +448,9 @@ def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Setting
 
 
 # ---- health ----
-def problems(statuses: Sequence[metadata_pb2.NodeStatus], most: int) -> list[str]:
-    """What is wrong with the nodes, in words."""
-    found = []
+def problems(server: Iterable[str], statuses: Sequence[metadata_pb2.NodeStatus], most: int) -> list[str]:
+    """What is wrong with the metadata server, which says so itself, and with the nodes, in words."""
+    found = [f"metadata server: {problem}" for problem in server]
     if not statuses:
         found.append("no node has registered")
     for status in statuses:
@@ -463,4 +463,5 @@ def problems(statuses: Sequence[metadata_pb2.NodeStatus], most: int) -> list[str
             if status.state == common_pb2.NODE_STATE_DRAIN_BLOCKED:
                 lost = f"{status.drain.not_durable_blocks} blocks would be lost if it ended now"
                 found.append(f"node {status.node.node_id} cannot be drained ({status.drain.why}): {lost}")
+            found += [f"node {status.node.node_id}: {problem}" for problem in status.problems]
     return found[:most]

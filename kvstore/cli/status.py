@@ -19,10 +19,11 @@ from kvstore.core.config import Config
 def status(config: Config, *, as_json: bool) -> None:
     """Shows nodes, volumes and fill, as the metadata server knows them.
 
-    JSON: metadata (its address), blocks and index_bytes of the index, counters of the metadata server by name; namespaces, each
-    with id, model, block_tokens, block_bytes; nodes, each with id, alive, state (active, draining, drained, drain_blocked),
-    stopped, heartbeat_age_ms, roles, control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each
-    with id, tier, capacity_bytes, used_bytes, blocks and read_only (null, or why it takes no blocks).
+    JSON: metadata (its address), problems (what is wrong, in words), blocks and index_bytes of the index, counters of the
+    metadata server by name; namespaces, each with id, model, block_tokens, block_bytes; nodes, each with id, alive, state
+    (active, draining, drained, drain_blocked), stopped, heartbeat_age_ms, roles, control_address, data_address, mounts, drain
+    (null: it is not to drain) and volumes, each with id, tier, capacity_bytes, used_bytes, blocks and read_only (null, or why it
+    takes no blocks).
 
     Examples:
       kvstore status
@@ -42,12 +43,15 @@ async def fetch_status(config: Config, store: Store) -> dict[str, Any]:
         KVStoreError: it does not answer.
     """
     from kvproto.v1.common_pb2 import NodeState
+    from kvstore.admin import shapes
+    from kvstore.admin.questions import MOST_PROBLEMS
     from kvstore.core.types import Tier
 
     server, nodes, counters = await asyncio.gather(store.upstream.server(), store.upstream.nodes(), store.upstream.counters())
     namespaces = [one async for one in store.questions.namespaces()]
     return {
         "metadata": config.client.metadata,
+        "problems": shapes.problems(server.problems, list(nodes.values()), MOST_PROBLEMS),
         "blocks": server.blocks,
         "index_bytes": server.index_bytes,
         "counters": dict(sorted(counters.items())),
@@ -107,6 +111,8 @@ def _print(found: dict[str, Any]) -> None:
     from kvstore.replay.report import show_bytes
 
     show.line(f"metadata server {found['metadata']}: {found['blocks']:,} blocks, index {show_bytes(found['index_bytes'])}")
+    for problem in found["problems"]:
+        show.line(f"problem: {problem}")
     for namespace in found["namespaces"]:
         size = show_bytes(namespace["block_bytes"])
         show.line(f"namespace {namespace['id']}")

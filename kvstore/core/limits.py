@@ -14,6 +14,8 @@ MAX_NAME_BYTES = 512
 """Model names, tenants, layouts, node and volume ids."""
 MAX_REASON = 512
 """Characters in which a node says why a volume takes no blocks."""
+MAX_PROBLEMS_TOLD = 16
+"""Things that a node says are wrong with it."""
 MAX_SALT_BYTES = 256
 MAX_DEPTH = 1 << 24
 """Position of a block in its chain."""

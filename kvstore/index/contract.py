@@ -111,11 +111,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Sizes. ``blocks`` counts keys, dead ones included until they are swept."""
+    """Sizes, and whether changes fail. ``blocks`` counts keys, dead ones included until they are swept."""
 
     blocks: int
     bytes: int
     dead_lives: int
+    failing: str = ""
+    """Why changes by this process fail now, e.g. on a full disk; empty: they do not."""
+    failing_s: float = 0.0
+    """For how long."""
 
 
 class PrefixIndex(ABC):
@@ -241,7 +245,7 @@ class PrefixIndex(ABC):
 
     @abstractmethod
     def stats(self) -> IndexStats:
-        """Sizes, at once."""
+        """Sizes, and whether changes fail, at once."""
 
     @abstractmethod
     def close(self) -> None:

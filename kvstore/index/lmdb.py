@@ -21,6 +21,7 @@ import os
 import secrets
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ import lmdb
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError, NotFound, Unavailable, Unsupported
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.checks import check_batch, check_keys, check_namespace
 from kvstore.index.contract import (
     Entry,
     IndexedBlock,
@@ -48,6 +50,7 @@ from kvstore.index.ends import ChainEnds
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
+from kvstore.observe.failing import Failing
 from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
@@ -98,6 +101,7 @@ class LmdbIndex(PrefixIndex):
         self._count = count
         self._on_damage = on_damage
         self._damaged = False
+        self._changes = Failing()
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._closed: str | None = None
@@ -193,7 +197,7 @@ class LmdbIndex(PrefixIndex):
 
     # ---- blocks ----
     def publish(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
-        _check_batch(stored, removed)
+        check_batch(stored, removed)
         wanted = BatchEdit.reads(stored, removed)
 
         def work(txn: Txn) -> BatchEdit:
@@ -302,7 +306,7 @@ class LmdbIndex(PrefixIndex):
         self._on_damage()
 
     def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
-        _check_keys(keys)
+        check_keys(keys)
         found: list[tuple[Life, ...]] = []
 
         def work(txn: Txn, part: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
@@ -386,7 +390,7 @@ class LmdbIndex(PrefixIndex):
 
     # ---- namespaces ----
     def put_namespace(self, namespace: NamespaceId, spec: bytes) -> None:
-        _check_namespace(namespace)
+        check_namespace(namespace)
 
         def work(txn: Txn) -> None:
             ordinal = self._ordinal_or_new(txn, namespace)
@@ -446,10 +450,13 @@ class LmdbIndex(PrefixIndex):
 
     def stats(self) -> IndexStats:
         def work(txn: Txn) -> IndexStats:
+            now_s = time.monotonic()
             return IndexStats(
                 blocks=txn.stat(self._blocks)["entries"],
                 bytes=(self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"],
                 dead_lives=txn.stat(self._dead)["entries"],
+                failing=self._changes.why(now_s),
+                failing_s=self._changes.seconds(now_s),
             )
 
         return self._read(work)
@@ -488,18 +495,31 @@ class LmdbIndex(PrefixIndex):
                 while True:
                     if self._closed is not None:
                         raise Unavailable(self._closed, path=self._files.path)
-                    self._files.make_writable()
+                    try:
+                        self._files.make_writable()
+                    except KVStoreError as error:
+                        self._refused(error)
+                        raise
                     try:
                         with self._env.begin(write=True) as txn:
-                            return work(txn)
+                            done = work(txn)
                     except lmdb.MapFullError:
                         with self._gate:
                             self._files.grow()
                     except lmdb.MapResizedError:
                         with self._gate:
                             self._adopt_size()
+                    else:
+                        self._changes.worked(time.monotonic())
+                        return done
         except lmdb.Error as error:
-            raise self._failed(error) from error
+            failed = self._failed(error)
+            self._refused(failed)
+            raise failed from error
+
+    def _refused(self, error: KVStoreError) -> None:
+        limited.warning("the index in %s takes no changes: %s", self._files.path, error)
+        self._changes.failed(time.monotonic(), error)
 
     def _adopt_size(self) -> None:
         if self._closed is None:
@@ -671,28 +691,3 @@ def _note_entry(name: str, value: bytes) -> bytes:
 def _note_of(entry: bytes) -> tuple[str, bytes]:
     end = 4 + struct.unpack_from("<I", entry)[0]
     return entry[4:end].decode(), entry[end:]
-
-
-def _check_namespace(namespace: NamespaceId) -> None:
-    if len(namespace) != KEY_BYTES:
-        raise InvalidArgument("a namespace id takes 16 bytes", bytes=len(namespace))
-
-
-def _check_batch(stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
-    if len(removed) + sum(len(run.keys) for run in stored) > limits.MAX_KEYS_PER_CALL:
-        raise InvalidArgument("too many keys in one batch: split it", limit=limits.MAX_KEYS_PER_CALL)
-    for run in stored:
-        _check_namespace(run.namespace)
-        if run.depth < 0 or run.depth + len(run.keys) > limits.MAX_DEPTH:
-            raise InvalidArgument("a run lies outside of what a chain may be", depth=run.depth, limit=limits.MAX_DEPTH)
-        if (run.parent is None) != (run.depth == 0):
-            raise InvalidArgument("a run has a parent exactly where it does not begin its chain", depth=run.depth)
-        if run.parent is not None and len(run.parent) != KEY_BYTES:
-            raise InvalidArgument("a key takes 16 bytes", bytes=len(run.parent))
-        _check_keys(run.keys)
-    _check_keys(removed)
-
-
-def _check_keys(keys: Sequence[BlockKey]) -> None:
-    if set(map(len, keys)) - {KEY_BYTES}:
-        raise InvalidArgument("a key takes 16 bytes")

@@ -71,6 +71,7 @@ DAMAGE = (
 )
 """What LMDB says of a file that is not as it left it."""
 
+_LITTLE_ROOM_BYTES = 1 << 20
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 _open_paths: set[str] = set()
@@ -368,9 +369,19 @@ class IndexFiles:
 
 def as_store_error(error: lmdb.Error, path: Path) -> KVStoreError:
     """LMDB's errors in our words."""
-    if isinstance(error, lmdb.DiskError | lmdb.MapFullError) or getattr(error, "code", 0) in _NO_ROOM:
+    code = getattr(error, "code", 0)
+    if isinstance(error, lmdb.DiskError | lmdb.MapFullError) or code in _NO_ROOM or (code == errno.EIO and _is_full(path)):
         return CapacityExceeded("no room on disk for the index", path=path, reason=error)
     return Unavailable("the index does not answer", path=path, reason=error)
+
+
+def _is_full(path: Path) -> bool:
+    """Whether a commit may have found no room. LMDB calls a write that a full disk cut short an input/output error."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize < _LITTLE_ROOM_BYTES
 
 
 def _machine_boot() -> str:

@@ -14,14 +14,16 @@ from kvproto.v1.common_pb2 import CacheSpec
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.in_force import InForce
+from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.contract import LoadPlan, NodeState, PlanUnderWay
 from kvstore.dualpath.planner import DECISIONS_KEPT
 from kvstore.dualpath.policies import POLICIES
-from kvstore.index.contract import PrefixIndex
+from kvstore.index.contract import IndexStats, PrefixIndex
 from kvstore.metadata.describing import describe_blocks
 from kvstore.metadata.lookup import Lookups
 from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.orders_file import OrdersFile
 from kvstore.metadata.planning import SIDES, Planning
 from kvstore.metadata.retention import RetentionOrders
 from kvstore.metadata.writer import IndexThread
@@ -50,6 +52,7 @@ class AdminParts:
         in_force: the configuration, for those who ask.
         rebuild: gives the index up, so that it is made anew.
         retention: what may stay on nodes.
+        orders: where that is kept.
     """
 
     index: PrefixIndex
@@ -63,6 +66,7 @@ class AdminParts:
     in_force: Sequence[InForce]
     rebuild: Callable[[], None]
     retention: RetentionOrders
+    orders: OrdersFile
 
 
 class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
@@ -93,7 +97,19 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
                 pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
                 for one in parts.in_force
             ],
+            problems=self._problems(stats),
         )
+
+    def _problems(self, stats: IndexStats) -> list[str]:
+        """What is wrong with this process's index and files, in words."""
+        found = []
+        if stats.failing:
+            since = f"since {stats.failing_s:.0f} s"
+            found.append(f"the index takes no changes {since}, and what is new is not found: {stats.failing}"[:MAX_REASON])
+        if self._parts.orders.now() is None:
+            why = f"{self._parts.orders.path} cannot be read ({self._parts.orders.wrong})"
+            found.append(f"{why}: nodes go on with the quotas, times to live and pins that they heard last")
+        return found
 
     async def DescribeNamespaces(self, request: pb.DescribeNamespacesRequest, context: object) -> pb.DescribeNamespacesResponse:
         entries = self._parts.index.namespaces()

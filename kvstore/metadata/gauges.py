@@ -56,6 +56,7 @@ class MetadataGauges:
         stats = self._index.stats()
         yield Sample("index_blocks", stats.blocks)
         yield Sample("index_size_bytes", stats.bytes)
+        yield Sample("index_changes_failing_seconds", stats.failing_s)
         statuses = self._nodes.statuses()
         alive = sum(status.alive for status in statuses)
         yield Sample("metadata_nodes", alive, {"state": "alive"})

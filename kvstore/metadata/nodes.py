@@ -74,6 +74,8 @@ class NodeTable:
         self._started_s = clock.now_s()
         self._view = View()
         self._beats: dict[NodeId, Beat] = {}
+        self._said: dict[NodeId, HeartbeatRequest] = {}
+        """The last heartbeat here of any boot of a known node: one whose registration the index does not take is seen, too."""
         self._unshared: set[NodeId] = set()  # beats that arrived here and the other workers have not seen
         self._alive: frozenset[NodeId] = frozenset()
         self._visible: frozenset[Life] = frozenset()
@@ -182,15 +184,17 @@ class NodeTable:
             raise NotFound("no such node", node_id=node_id)
         beat = self._beat_of(node_id, BootId(record.boot_id))
         age_s = self._clock.now_s() - (beat.at_s if beat is not None else self._started_s)
+        said = beat.report if beat is not None and beat.report.usages else self._said.get(node_id, HeartbeatRequest())
         return NodeStatus(
             node=record,
             alive=node_id in self._alive,
             heartbeat_age_ms=max(0, round(age_s * 1000)),
-            usages=beat.report.usages if beat is not None else (),
+            usages=said.usages,
             state=self.state(node_id),
             stopped=node_id in self._view.left,
             order=self._view.orders.get(node_id),
             drain=self._progress(node_id),
+            problems=said.problems,
         )
 
     def living(self) -> Iterator[tuple[NodeInfo, HeartbeatRequest | None]]:
@@ -214,6 +218,13 @@ class NodeTable:
         return silent
 
     # ---- liveness ----
+    def registered(self, node_id: NodeId, boot_id: BootId) -> None:
+        """A boot has registered, perhaps again: it lives, and what it said last of what it holds is as true as before."""
+        said = self._said.get(node_id)
+        if said is None or said.boot_id != boot_id:
+            said = HeartbeatRequest(node_id=node_id, boot_id=boot_id)
+        self.beat(said)
+
     def beat(self, report: HeartbeatRequest) -> bool:
         """Takes a heartbeat in.
 
@@ -222,6 +233,8 @@ class NodeTable:
         """
         node_id, boot_id = NodeId(report.node_id), BootId(report.boot_id)
         record = self.view().nodes.get(node_id)
+        if record is not None:
+            self._said[node_id] = report
         if record is None or BootId(record.boot_id) != boot_id:
             return False
         self._beats[node_id] = Beat(boot_id, self._clock.now_s(), report)
@@ -250,6 +263,7 @@ class NodeTable:
                 self._beats[node_id] = beat
         known_nodes = self.view().nodes
         self._beats = {node_id: beat for node_id, beat in self._beats.items() if node_id in known_nodes}
+        self._said = {node_id: report for node_id, report in self._said.items() if node_id in known_nodes}
         self._judge()
 
     def _beat_of(self, node_id: NodeId, boot_id: BootId) -> Beat | None:

@@ -107,8 +107,9 @@ class MetadataServer:
             feed = self._feed = self._block_feed(loop, index) if config.workers == 1 else None
             lookups = Lookups(index, nodes, self.counters)
             orders = NodeOrders(index, nodes, writes, reads, self.counters, self._clock)
+            orders_file = OrdersFile(config.orders_path)
             retention = RetentionOrders(
-                OrdersFile(config.orders_path),
+                orders_file,
                 index,
                 nodes,
                 writes,
@@ -143,6 +144,7 @@ class MetadataServer:
                 config.in_force,
                 self._rebuild,
                 retention,
+                orders_file,
             )
             self._bound = await build_aio_server(
                 [

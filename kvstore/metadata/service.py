@@ -99,7 +99,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         _check_node(info)
         self._check_room_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
-        self._parts.nodes.beat(pb.HeartbeatRequest(node_id=info.node_id, boot_id=info.boot_id))
+        self._parts.nodes.registered(NodeId(info.node_id), BootId(info.boot_id))
         if self._parts.feed is not None:
             tell_served(self._parts.feed, self._parts.nodes)
         self._parts.counters.add("metadata_registrations_total")
@@ -122,6 +122,10 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         if request.HasField("drain"):
             check_progress(request.drain)
         check_usages(request)
+        if len(request.problems) > limits.MAX_PROBLEMS_TOLD:
+            raise InvalidArgument("too many problems", got=len(request.problems), limit=limits.MAX_PROBLEMS_TOLD)
+        if (longest := max(map(len, request.problems), default=0)) > limits.MAX_REASON:
+            raise InvalidArgument("a problem takes a few words", got=longest, limit=limits.MAX_REASON)
         known = self._parts.nodes.beat(request)
         self._parts.counters.add("metadata_heartbeats_total")
         node_id = NodeId(request.node_id)

@@ -26,12 +26,13 @@ from kvstore.node.replicas import ReplicaLog
 from kvstore.node.retention import Retainer
 from kvstore.node.sessions import Sessions
 from kvstore.node.table import BlockTable
+from kvstore.node.troubles import Troubles
 from kvstore.node.wanted import apart
 from kvstore.observe.counters import Counters
 from kvstore.observe.metrics import EVENTS, PREFIX
 from kvstore.observe.recent import SHOWN, RecentLoads
 from kvstore.rpc.codec import check_id, tier_to_proto
-from kvstore.tiers.contract import DurableVolume, Volume
+from kvstore.tiers.contract import Volume
 from kvstore.transport.traffic import KvTraffic
 
 Result = TypeVar("Result")
@@ -71,6 +72,7 @@ class AdminParts:
     links: Links
     checks: VolumeChecks
     retainer: Retainer
+    troubles: Troubles
 
 
 class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
@@ -123,7 +125,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         described = [_volume(table.dram)]
         described[0].tenants.extend(by_tenant(table._arena.room.held, Tier.DRAM))
         for home in table.homes:
-            described.append(_volume(home.volume, home.quarantined))
+            described.append(_volume(home.volume, self._parts.troubles.why_no_blocks(home), home.quarantined))
             described[-1].tenants.extend(by_tenant(table._durable.held_on(home), Tier.NVME))
         return described
 
@@ -299,7 +301,7 @@ def _load_times(counters: Counters) -> list[pb.LoadTimes]:
     ]
 
 
-def _volume(volume: Volume, quarantined: int = 0) -> pb.VolumeDescription:
+def _volume(volume: Volume, read_only: str = "", quarantined: int = 0) -> pb.VolumeDescription:
     usage = volume.usage()
     return pb.VolumeDescription(
         volume_id=volume.volume_id,
@@ -307,6 +309,6 @@ def _volume(volume: Volume, quarantined: int = 0) -> pb.VolumeDescription:
         capacity_bytes=usage.capacity_bytes,
         used_bytes=usage.used_bytes,
         blocks=usage.blocks,
-        read_only=(volume.read_only or "") if isinstance(volume, DurableVolume) else "",
+        read_only=read_only,
         quarantined_blocks=quarantined,
     )

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
 from kvstore.node.domain import Domain
 from kvstore.node.leaving import Leaving
+from kvstore.observe.failing import Failing
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 
 Key = TypeVar("Key", bound=Hashable)
@@ -140,6 +141,8 @@ class Home:
     """Replicas that proved bad: their slots are out of use until the next start."""
     resting_until_s: float = 0.0
     """It failed, and is left alone until then."""
+    failing: Failing = field(default_factory=Failing)
+    """How writing to it fares."""
     aside: dict[BlockKey, Block] = field(default_factory=dict)
     """Its blocks that are out of the order of eviction while it takes no changes (``kvstore.node.durable_room``)."""
 

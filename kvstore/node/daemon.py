@@ -53,9 +53,11 @@ from kvstore.node.sessions import Sessions
 from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.tenants import Accounts
+from kvstore.node.troubles import Troubles
 from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
+from kvstore.observe.failing import Failing
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.observe.recent import RecentLoads
 from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
@@ -242,11 +244,13 @@ class NodeDaemon:
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
         self._door = ArenaDoor(self._arena_socket, self._hand_out_arena, self._engine_left)
+        sent_away = Failing()
         target = (
             LocalTarget(self.table, counters, clock)
             if homes or config.write_behind_to is None
-            else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock)
+            else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, sent_away)
         )
+        self._troubles = Troubles(self.table, self._log if config.metadata is not None else None, clock, sent_away)
         self._write_behind = WriteBehind(self.table, target, counters)
 
     def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlPort | None = None) -> TcpServer:
@@ -432,6 +436,7 @@ class NodeDaemon:
                 tls=config.tls,
                 token=self._token,
                 anti_entropy_interval_s=config.anti_entropy_interval_ms / 1000,
+                troubles=self._troubles,
                 drainer=self._drainer,
                 retainer=self._retainer,
             )
@@ -470,6 +475,7 @@ class NodeDaemon:
             links=self._links,
             checks=VolumeChecks(self.table, self.counters, self._clock),
             retainer=self._retainer,
+            troubles=self._troubles,
         )
         return NodeAdminServicer(parts)
 
@@ -543,7 +549,16 @@ class NodeDaemon:
     def _gauges(self) -> NodeGauges:
         publisher = self._publisher
         heard = (lambda: True) if publisher is None else (lambda: publisher.heard)
-        return NodeGauges(self.table, self.sessions, self._log, self._buffers, heard, self._links, self._drainer)
+        return NodeGauges(
+            self.table,
+            self.sessions,
+            self._log,
+            self._buffers,
+            heard,
+            self._links,
+            self._drainer,
+            self._troubles,
+        )
 
     def _stop_parts(self, until_s: float) -> None:
         if self._metrics is not None:

@@ -15,8 +15,8 @@ from kvstore.node.drain import Drainer
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.sessions import Sessions
 from kvstore.node.table import BlockTable
+from kvstore.node.troubles import Troubles
 from kvstore.observe.exposition import Sample
-from kvstore.tiers.contract import DurableVolume
 from kvstore.transport.link_counters import interface_of
 
 _RECEIVED, _SENT = 0, 8
@@ -55,6 +55,7 @@ class NodeGauges:
         registered: whether the metadata server answers.
         links: the NICs of its data planes.
         drainer: how far it is, where the node drains.
+        troubles: what fails.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class NodeGauges:
         registered: Callable[[], bool],
         links: Links,
         drainer: Drainer,
+        troubles: Troubles,
     ) -> None:
+        self._troubles = troubles
         self._drainer = drainer
         self._table = table
         self._sessions = sessions
@@ -77,19 +80,20 @@ class NodeGauges:
 
     def __call__(self) -> Iterator[Sample]:
         yield Sample("build_info", 1, {"version": kvstore.__version__})
+        read_only = {home.volume.volume_id for home in self._table.homes if self._troubles.why_no_blocks(home)}
         for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
             labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
             usage = volume.usage()
-            read_only = isinstance(volume, DurableVolume) and volume.read_only is not None
             yield Sample("volume_capacity_bytes", usage.capacity_bytes, labels)
             yield Sample("volume_used_bytes", usage.used_bytes, labels)
             yield Sample("volume_blocks", usage.blocks, labels)
-            yield Sample("volume_read_only", int(read_only), labels)
+            yield Sample("volume_read_only", int(volume.volume_id in read_only), labels)
         blocks, waiting = self._table.counts()
         yield Sample("node_sessions", self._sessions.count())
         yield Sample("node_blocks", blocks)
         yield Sample("node_write_behind_waiting_blocks", waiting)
         yield Sample("node_publish_waiting_events", self._log.waiting())
+        yield Sample("node_publish_failing_seconds", self._troubles.publish_failing_s())
         yield Sample("node_registered", int(self._registered()))
         drain = self._drainer.progress()
         yield Sample("node_draining", int(drain is not None))

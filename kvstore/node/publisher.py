@@ -21,22 +21,25 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
+from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict, KVStoreError, Unavailable
-from kvstore.core.limits import MAX_REASON
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.antientropy import AntiEntropy, held_by
+from kvstore.node.block import Home
 from kvstore.node.drain import Drainer
 from kvstore.node.replicas import ReplicaLog, Taken, in_chains, runs_of
 from kvstore.node.retention import Retainer
 from kvstore.node.table import BlockTable
+from kvstore.node.troubles import Troubles
 from kvstore.observe.counters import Counters
+from kvstore.observe.failing import Failing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.errors import from_rpc_error
 from kvstore.rpc.tokens import Shown
-from kvstore.tiers.contract import DurableVolume
+from kvstore.tiers.contract import Volume
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
@@ -65,10 +68,12 @@ class Publisher:
         tls: TlsConfig | None,
         token: Shown | None = None,
         anti_entropy_interval_s: float,
+        troubles: Troubles | None = None,
         drainer: Drainer | None = None,
         retainer: Retainer | None = None,
     ) -> None:
         self._node = node
+        self._troubles = troubles or Troubles(table, replica_log, MonotonicClock(), Failing())
         self._drainer = drainer
         self._retainer = retainer
         self._boot_id = BootId(node.boot_id)
@@ -179,6 +184,7 @@ class Publisher:
                 self._stream(needed)
             except KVStoreError as error:
                 self._counters.add("publish_interrupted_total")
+                self._troubles.interrupted(error)
                 log.warning("publishing interrupted, trying again: %s", error)
                 if not error.retryable:  # sequence numbers no longer match the server's: begin as if booted anew
                     self._boot_id = BootId(secrets.token_bytes(16))
@@ -186,6 +192,7 @@ class Publisher:
                     self._epoch = b""
             except Exception:  # process edge: a bug must not end publishing for good
                 self._counters.add("publish_bugs_total")
+                self._troubles.interrupted("a bug: the node's log has it")
                 log.exception("publishing failed, trying again")
             self._stopping.wait(pause_s)
             pause_s = min(RETRY_MOST_S, pause_s * 2)
@@ -238,6 +245,7 @@ class Publisher:
             nonlocal heard_s
             try:
                 for response in responses:
+                    self._troubles.acknowledged()
                     with lock:
                         heard_s = time.monotonic()
                         while self._unacknowledged and self._unacknowledged[0][0].sequence <= response.sequence:
@@ -311,6 +319,8 @@ class Publisher:
                 taken = self._round.popleft()
                 yield self._message(taken.volume, taken.stored, b"".join(taken.removed)), taken.events
             if not any(self._log.behind(volume) for volume in self._volumes):
+                if not self._log.waiting() and not self._unacknowledged:
+                    self._troubles.caught_up()
                 yield None, 0
 
     def _inventory(self, volume: VolumeId) -> Iterator[tuple[metadata_pb2.PublishRequest, int]]:
@@ -368,12 +378,15 @@ class Publisher:
 
     def _beat(self) -> None:
         usages = []
-        for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
+        places: list[tuple[Volume, Home | None]] = [(home.volume, home) for home in self._table.homes]
+        for volume, home in [(self._table.dram, None), *places]:
             usage = volume.usage()
-            read_only = (volume.read_only or "")[:MAX_REASON] if isinstance(volume, DurableVolume) else ""
             usages.append(
                 metadata_pb2.VolumeUsage(
-                    volume_id=volume.volume_id, used_bytes=usage.used_bytes, blocks=usage.blocks, read_only=read_only
+                    volume_id=volume.volume_id,
+                    used_bytes=usage.used_bytes,
+                    blocks=usage.blocks,
+                    read_only=self._troubles.why_no_blocks(home) if home is not None else "",
                 )
             )
         drain = self._drainer.progress() if self._drainer is not None else None
@@ -382,6 +395,7 @@ class Publisher:
             boot_id=self._boot_id,
             usages=usages,
             drain=drain,
+            problems=self._troubles.told(),
         )
         if self._retainer is not None:
             self._retainer.report(request)

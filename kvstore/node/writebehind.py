@@ -35,6 +35,7 @@ from kvstore.node.replicas import runs_of
 from kvstore.node.table import BlockTable
 from kvstore.node.tenants import Leave, claim_durable, unclaim_durable
 from kvstore.observe.counters import Counters
+from kvstore.observe.failing import Failing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import WriteRequest
@@ -151,6 +152,8 @@ class LocalTarget:
             written = []
         else:
             home.volume.free(list(outdated.values()))
+            if written:
+                home.failing.worked(self._clock.now_s())
         for block, slot in written:
             self._table.persisted(block, home, slot)
         self._counters.add("write_behind_blocks_total", len(written))
@@ -205,7 +208,9 @@ class LocalTarget:
     def _rest(self, home: Home, error: Exception) -> None:
         self._counters.add("write_behind_errors_total")
         log.warning("%s does not take blocks (%s); it is left alone for %.0f s", home.volume.volume_id, error, REST_S)
-        home.resting_until_s = self._clock.now_s() + REST_S
+        now_s = self._clock.now_s()
+        home.failing.failed(now_s, error)
+        home.resting_until_s = now_s + REST_S
 
 
 def _put_back(home: Home, outdated: Mapping[BlockKey, Slot]) -> None:
@@ -216,7 +221,10 @@ def _put_back(home: Home, outdated: Mapping[BlockKey, Slot]) -> None:
 class RemoteTarget:
     """A storage node: blocks are durable once it says so."""
 
-    def __init__(self, table: BlockTable, peers: Peers, find: FindNode, counters: Counters, clock: Clock) -> None:
+    def __init__(
+        self, table: BlockTable, peers: Peers, find: FindNode, counters: Counters, clock: Clock, failing: Failing
+    ) -> None:
+        self._failing = failing
         self._table = table
         self._peers = peers
         self._find = find
@@ -233,7 +241,10 @@ class RemoteTarget:
             except KVStoreError as error:
                 self._counters.add("write_behind_errors_total")
                 log.warning("the storage node does not take blocks (%s); it is left alone for %.0f s", error, REST_S)
+                self._failing.failed(self._clock.now_s(), error)
                 self._resting_until = self._clock.now_s() + REST_S
+            else:
+                self._failing.worked(self._clock.now_s())
         self._counters.add("write_behind_blocks_total", len(durable))
         self._counters.add("write_behind_dropped_blocks_total", len(blocks) - len(durable))
         for block in blocks:

@@ -1,0 +1,131 @@
+"""A disk that fills up under way, with the index and a volume on it: whoever asks hears it, until there is room again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Store, until
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(
+            f"a file system of its own takes root and mounts: a disk that fills up was NOT tested ({done.stderr.strip()})"
+        )
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path, small_disk: Path) -> Iterator[Store]:
+    """One node, whose volume shares the disk with the index; logs lie elsewhere."""
+    node = NodeSpec("a", dram_bytes=32 * MIB, settings=(("nvme", f"{small_disk / 'volume'}:8MiB"),))
+    made = Store(LocalCluster([node], tmp_path / "0", metadata_settings=[("index_path", str(small_disk / "index"))]).__enter__())
+    yield made
+    made.close()
+
+
+def fill_up(path: Path) -> Path:
+    """Takes all the room that is left."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space"):
+        deque((os.write(fd, bytes(4096)) for _ in itertools.count()), maxlen=0)
+    os.close(fd)
+    return path
+
+
+def get(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+        return bytes(answer.read()).decode()
+
+
+def gauge(address: str, name: str) -> float:
+    """The largest value of a metric."""
+    found = [line for line in get(address, "/metrics").splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return max(float(line.rpartition(" ")[2]) for line in found)
+
+
+def shown(store: Store) -> dict[str, Any]:
+    """What ``kvstore status`` says."""
+    command = [sys.executable, "-m", "kvstore.cli", "status", "--json", "--metadata", store.cluster.metadata_address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_disk_that_fills_up_is_told_by_all_who_are_asked_and_no_more_once_there_is_room(store: Store, small_disk: Path) -> None:
+    rest = store.cluster.start_admin().address
+    engine = store.engine("a", layers=1, layer_bytes=512)
+    metadata, node = store.cluster.node("metadata"), store.cluster.node("a")
+    held = engine.store("kept", 500, durable=True, wait_visible=True)
+    assert held.durable
+
+    def problems() -> list[str]:
+        found = json.loads(get(rest, "/v1/cluster"))
+        assert (found["health"] == "ok") == (not found["problems"])
+        return list(found["problems"])
+
+    until(lambda: not problems(), "all is well")
+    filler = fill_up(small_disk / "filler")
+    number = itertools.count()
+
+    def told() -> bool:
+        engine.store(f"more{next(number)}", 2000)
+        said = "\n".join(problems())
+        return all(part in said for part in ("the index takes no changes", "volume a/nvme0 takes no blocks", "since"))
+
+    until(told, "the index and the volume are said to fail", 90.0)
+    until(lambda: any(one.startswith("node a: the index does not take") for one in problems()), "so is publishing")
+    assert gauge(metadata.metrics_address, "kvstore_index_changes_failing_seconds") > 0
+    assert gauge(node.metrics_address, "kvstore_node_publish_failing_seconds") > 0
+    assert gauge(node.metrics_address, "kvstore_volume_read_only") == 1
+    assert "takes no changes" in metadata.log_tail(200)
+    status = shown(store)
+    (nvme,) = (volume for volume in status["nodes"][0]["volumes"] if volume["tier"] == "nvme")
+    assert nvme["blocks"] >= 500
+    assert nvme["read_only"]
+    assert any("the index takes no changes" in problem for problem in status["problems"])
+
+    filler.unlink()
+
+    def well() -> bool:
+        engine.store(f"late{next(number)}", 1, durable=True)
+        return not problems()
+
+    until(well, "it is well again by itself", 60.0)
+    assert engine.store("last", 20, wait_visible=True).held_blocks == 20
+    assert engine.client.lookup(engine.keys("last", 20)).hit_blocks == 20
+    assert gauge(metadata.metrics_address, "kvstore_index_changes_failing_seconds") == 0
+    assert shown(store)["problems"] == []
+
+
+def test_orders_that_cannot_be_read_are_told(make_store: Any) -> None:  # a factory
+    store = make_store(NodeSpec("a", dram_bytes=8 * MIB))
+    rest = store.cluster.start_admin().address
+    orders = store.cluster.index_path.with_name("index.orders.json")
+    orders.write_text("{")
+    assert "cannot be read" in json.loads(get(rest, "/v1/cluster"))["problems"][0]
+    orders.unlink()
+    assert json.loads(get(rest, "/v1/cluster"))["health"] == "ok"
