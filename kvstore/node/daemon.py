@@ -45,6 +45,7 @@ from kvstore.node.prompts import Prompts
 from kvstore.node.provider import NodeProvider
 from kvstore.node.publisher import Publisher
 from kvstore.node.pull import Puller
+from kvstore.node.pulse import Pulse
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.retention import Retainer
 from kvstore.node.rules_file import NAME as RULES_FILE
@@ -250,6 +251,7 @@ class NodeDaemon:
             if homes or config.write_behind_to is None
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, sent_away)
         )
+        self._pulse = Pulse(clock)
         self._troubles = Troubles(self.table, self._log if config.metadata is not None else None, clock, sent_away)
         self._write_behind = WriteBehind(self.table, target, counters)
 
@@ -391,7 +393,9 @@ class NodeDaemon:
             prefaulted=config.prefault,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,
-            accounts=LoadAccounts(NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock),
+            accounts=LoadAccounts(
+                NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock, self._pulse.stood_still
+            ),
         )
         self._links = self._make_links()
         self._admin = self._make_admin()
@@ -410,6 +414,7 @@ class NodeDaemon:
         self.info.control_address = next(self._advertised(one) for one in self._server.addresses if not is_unix(one))
         await self._server.start()
         self._socket.chmod(0o600)
+        self._pulse.start()
         self._mounts.start()
         self._write_behind.start()
         self._janitor.start()
@@ -566,6 +571,7 @@ class NodeDaemon:
         if self._publisher is not None:
             self._publisher.stop(2.0)
         self._retainer.stop(STOP_CALLS_S)
+        self._pulse.stop(STOP_CALLS_S)
         self._write_behind.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()
         self._door.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -18,6 +19,9 @@ from kvstore.observe.recent import LoadRecord, RecentLoads
 
 limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
 
+Standstill = Callable[[float, float], float]
+_REAL_SHARE: Final = 0.25
+"""Of a load's time, that a standstill takes before it is the reason."""
 _REACHES: Final = ("none", "dram", "nvme", "peer")
 """Nearest first."""
 _SECONDS: Final = {reach: event("node_load_seconds", reach=reach) for reach in _REACHES}
@@ -33,9 +37,13 @@ class LoadAccounts:
         counters: where times are counted.
         recent: where the last loads are kept.
         clock: where time comes from.
+        standstill: for how much of a time on that clock the process did not run.
     """
 
-    def __init__(self, node_id: NodeId, slow_s: float, counters: Counters, recent: RecentLoads, clock: Clock) -> None:
+    def __init__(
+        self, node_id: NodeId, slow_s: float, counters: Counters, recent: RecentLoads, clock: Clock, standstill: Standstill
+    ) -> None:
+        self.standstill = standstill
         self.node_id = node_id
         self.slow_s = slow_s
         self.counters = counters
@@ -59,6 +67,8 @@ class LoadAccount:
         self._waited_s = dict.fromkeys(_REACHES, 0.0)
         self._misses: dict[Outcome, int] = {}
         self._engine_s = 0.0
+        self._handed_s: float | None = None
+        self._stood_s = 0.0
 
     def part(self, part: Part) -> None:
         """A part is there: the time since the last was told is what it was waited for."""
@@ -70,17 +80,23 @@ class LoadAccount:
                 self._hits[reach] += count if not part.first_layer else 0  # in layer groups a block comes several times
             elif not part.first_layer:
                 self._misses[outcome] = self._misses.get(outcome, 0) + count
-        self._waited_s[reach] += self._accounts.clock.now_s() - self._told_s
+        self._handed_s = self._accounts.clock.now_s()
+        self._waited_s[reach] += self._handed_s - self._told_s
 
     def told(self, since_s: float) -> None:
         """A part was taken by the engine, which was handed it at ``since_s``."""
         self._told_s = self._accounts.clock.now_s()
         self._engine_s += self._told_s - since_s
+        self._handed_s = None
 
     def close(self) -> None:
         """The load is over."""
         accounts = self._accounts
-        seconds = accounts.clock.now_s() - self._began_s
+        now_s = accounts.clock.now_s()
+        seconds = now_s - self._began_s
+        if self._handed_s is not None:  # the last part: nobody says when it was taken
+            self._engine_s += now_s - self._handed_s
+        self._stood_s = accounts.standstill(self._began_s, now_s)
         reach = next((one for one in reversed(_REACHES) if self._hits[one]), "none")
         accounts.counters.observe(_SECONDS[reach], seconds)
         brought = [one for one in _BYTES if self._hits[one]]
@@ -108,19 +124,27 @@ class LoadAccount:
             **{f"{reach}_wait_s": round(waited, 6) for reach, waited in self._waited_s.items() if waited > 0},
             **{f"{outcome.name.lower()}_blocks": count for outcome, count in self._misses.items()},
             "engine_s": round(self._engine_s, 6),
+            "other_s": round(max(0.0, seconds - sum(self._waited_s.values()) - self._engine_s), 6),
+            **({"stood_still_s": round(self._stood_s, 6)} if self._stood_s else {}),
         }
         hits = sum(self._hits.values())
         return LoadRecord(name, round(seconds, 6), self._blocks, hits, self._reason(seconds), parts)
 
     def _reason(self, seconds: float) -> str:
+        """What took the most, the rest that is nobody's among it; a process that stood still did so in the middle of any part."""
         waits = {
             "DRAM and its table": self._waited_s["dram"],
             "this node's volumes": self._waited_s["nvme"],
             "other nodes": self._waited_s["peer"],
             "blocks that did not come": self._waited_s["none"],
-            "the engine, which copies": self._engine_s,
+            "the engine and the way to it": self._engine_s,
         }
-        most = max(waits, key=lambda name: waits[name])
+        waits["what is not measured: threads, the network, the caller"] = max(0.0, seconds - sum(waits.values()))
+        if self._stood_s >= seconds * _REAL_SHARE:
+            most, most_s = "this node to run: its process or its host stood still, or was too busy", self._stood_s
+        else:
+            most = max(waits, key=lambda name: waits[name])
+            most_s = waits[most]
         missing = ", ".join(f"{count} {outcome.name.lower()}" for outcome, count in self._misses.items())
-        text = f"waited {waits[most]:.3f} of {seconds:.3f} s for {most}"
+        text = f"waited {most_s:.3f} of {seconds:.3f} s for {most}"
         return f"{text}; not brought: {missing}" if missing else text

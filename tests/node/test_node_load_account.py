@@ -1,0 +1,103 @@
+"""Why a load was slow: the reason names what took the time, also where that is none of the parts that are waited for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.core.clock import ManualClock, MonotonicClock
+from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.node.load_account import LoadAccounts
+from kvstore.node.loader import Part
+from kvstore.node.pulse import BEAT_S, MISSED_S, Pulse
+from kvstore.observe.counters import Counters
+from kvstore.observe.recent import LoadRecord, RecentLoads
+
+HOME = NodeId("n")
+
+
+class Load:
+    """One load, told by what happens one after the other."""
+
+    def __init__(self) -> None:
+        self.clock, self.recent = ManualClock(), RecentLoads()
+        self.pulse = Pulse(self.clock)
+        self.pulse.beat()
+        accounts = LoadAccounts(HOME, 9.0, Counters(), self.recent, self.clock, self.pulse.stood_still)
+        self.account = accounts.open(4, 4096)
+
+    def pass_s(self, seconds: float) -> None:
+        """Time in which the process runs."""
+        for _ in range(round(seconds / BEAT_S)):
+            self.clock.advance(BEAT_S)
+            self.pulse.beat()
+
+    def part(self, tier: Tier = Tier.DRAM, node: str = HOME) -> float:
+        self.account.part(Part(0, [Outcome.HIT] * 4, [None] * 4, tier, NodeId(node)))
+        return self.clock.now_s()
+
+    def end(self) -> LoadRecord:
+        self.account.close()
+        (record,) = self.recent.slowest()
+        return record
+
+
+def test_time_before_a_part_is_that_parts() -> None:
+    load = Load()
+    load.pass_s(1.0)
+    load.account.told(load.part(Tier.NVME))
+    load.pass_s(0.2)
+    assert load.end().reason == "waited 1.000 of 1.200 s for this node's volumes"
+
+
+def test_time_that_nobody_measured_is_not_said_to_be_the_drams() -> None:
+    load = Load()
+    load.account.told(load.part())
+    load.pass_s(0.5)
+    record = load.end()
+    assert record.reason.startswith("waited 0.500 of 0.500 s for what is not measured")
+    assert record.parts["other_s"] == pytest.approx(0.5)
+
+
+def test_the_last_part_on_its_way_to_the_engine_is_the_engines() -> None:
+    load = Load()
+    load.part()
+    load.pass_s(0.5)
+    assert load.end().reason == "waited 0.500 of 0.500 s for the engine and the way to it"
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["the pulse came first", "the load ended first"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_process_that_stood_still_is_the_reason_wherever_it_did(where: str, noted: bool) -> None:
+    load = Load()
+    if where == "after":
+        load.part()
+    load.clock.advance(1.5)
+    if noted:
+        load.pulse.beat()
+    if where == "before":
+        load.account.told(load.part(node="another"))
+    record = load.end()
+    assert record.reason.startswith(f"waited {1.5 - BEAT_S:.3f} of 1.500 s for this node to run")
+    assert record.parts["stood_still_s"] == pytest.approx(1.5 - BEAT_S)
+
+
+def test_a_standstill_outside_of_a_load_is_not_its_reason() -> None:
+    load = Load()
+    load.pass_s(1.0)
+    began_s = load.clock.now_s()
+    load.clock.advance(1.5)
+    load.pulse.beat()
+    ended_s = load.clock.now_s()
+    assert load.pulse.stood_still(0.0, began_s) == 0
+    assert load.pulse.stood_still(ended_s, ended_s + MISSED_S) == 0
+    assert load.pulse.stood_still(began_s, ended_s) == pytest.approx(1.5 - BEAT_S)
+
+
+def test_a_pulse_of_a_process_that_runs_ends_when_told() -> None:
+    before = threading.active_count()
+    pulse = Pulse(MonotonicClock(), beat_s=0.001)
+    pulse.start()
+    pulse.stop(10.0)
+    assert threading.active_count() == before
