@@ -21,8 +21,9 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
-    """The decode host's buffer holds two of the prompts below at once."""
-    with pd_bed(tmp_path_factory.mktemp("pd"), tiny("gemma3", tmp_path_factory.mktemp("model")), decode_buffer="2MiB") as made:
+    """The decode host's buffer holds two of the prompts below at once; nothing here ends by its deadline, however busy the cores."""
+    folder, model = tmp_path_factory.mktemp("pd"), tiny("gemma3", tmp_path_factory.mktemp("model"))
+    with pd_bed(folder, model, decode_buffer="2MiB", prompt_deadline_s=WAIT_S, handoff_deadline_s=WAIT_S) as made:
         yield made
 
 
