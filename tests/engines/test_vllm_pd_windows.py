@@ -21,7 +21,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
-    """The decode host's buffer holds two of the prompts below at once; nothing here ends by its deadline, however busy the cores."""
+    """The decode host's buffer holds two of the prompts below at once; deadlines are none that busy cores miss."""
     folder, model = tmp_path_factory.mktemp("pd"), tiny("gemma3", tmp_path_factory.mktemp("model"))
     with pd_bed(folder, model, decode_buffer="2MiB", prompt_deadline_s=WAIT_S, handoff_deadline_s=WAIT_S) as made:
         yield made
