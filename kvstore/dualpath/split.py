@@ -9,8 +9,9 @@ best single node; the rest is rounding to blocks.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.contract import NodeState, ReadRequest, ReadSide, Share
@@ -49,59 +50,50 @@ class Split:
         least = max(self.least_blocks, -(-self.least_bytes // request.block_bytes))
         parts = min(self.most_parts, request.blocks // least)
         into = _Into(prefill.cnic, prefill.receiving_bytes) if prefill is not None else _Into(math.inf, 0)
-        lanes = [_Lane(state, side) for state, side in nodes]
+        lanes = [_Lane(state, side, least * request.block_bytes, into) for state, side in nodes]
         pair = [lane for lane in lanes if lane.side is not ReadSide.RELAY]
         relays = [lane for lane in lanes if lane.side is ReadSide.RELAY]
-        total = request.total_bytes
-        best = _Filling.of_one(min(pair or relays, key=lambda lane: lane.alone(total, into)), request, into)
-        if parts > 1 and len(pair) > 1:
-            best = min(best, _fill(pair, request, into, least, best.seconds), key=_seconds)
-        if relays:
-            best = self._with_relays(pair, relays, request, into, least, best)
-        # leading blocks to whoever starts first: they are computed on first
-        best.lanes.sort(key=lambda entry: entry[0].start)
-        return [Share(lane.state.node, lane.side, blocks) for lane, blocks in best.lanes]
-
-    def _with_relays(
-        self, pair: list[_Lane], relays: list[_Lane], request: ReadRequest, into: _Into, least: int, best: _Filling
-    ) -> _Filling:
-        """What is best without relays, or what is better by enough with them."""
+        best = _best_of_one(pair or relays, request, into)
+        # a lane that needs as long for the smallest part it may get cannot help: it is not even asked
+        if parts > 1 and len(soon := [lane for lane in pair if lane.soonest < best.seconds]) > 1:
+            best = _fill(soon, request, into, least, best.seconds) or best
         wanted = best.seconds * (1 - self.relay_gain)
-        # one that needs as long for the smallest part it may get cannot help
-        soon = [(lane.alone(least * request.block_bytes, into), lane) for lane in relays]
-        useful = [lane for seconds, lane in sorted(soon, key=_first) if seconds < wanted]
-        if not useful:
-            return best
-        if min(self.most_parts, request.blocks // least) > 1:
-            wider = _fill([*pair, *useful][: self.most_parts], request, into, least, best.seconds)
-        else:
-            total = request.total_bytes
-            wider = _Filling.of_one(min(useful, key=lambda lane: lane.alone(total, into)), request, into)
-        return wider if wider.seconds < wanted else best
+        if useful := [lane for lane in relays if lane.soonest < wanted]:
+            useful.sort(key=_by_soonest)
+            if parts > 1:
+                soon = [lane for lane in pair if lane.soonest < wanted]
+                wider = _fill([*soon, *useful][: self.most_parts], request, into, least, wanted)
+            else:
+                wider = _best_of_one(useful, request, into)
+            if wider is not None and wider.seconds < wanted:
+                best = wider
+        # leading blocks to whoever starts first: they are computed on first
+        shares = sorted(zip(best.lanes, best.blocks, strict=True), key=_by_start)
+        return [Share(lane.state.node, lane.side, blocks) for lane, blocks in shares]
 
 
-@dataclass(frozen=True, slots=True)
-class _Into:
+class _Into(NamedTuple):
     """The way into the prefill node."""
 
     cnic: float
     receiving: int
 
     def seconds(self, forwarded: int) -> float:
+        """Until it has taken in that many bytes more."""
         return (self.receiving + forwarded) / self.cnic if forwarded else 0.0
 
 
 class _Lane:
-    """One node that may read."""
+    """One node that may read. It needs ``soonest`` seconds for the smallest part that it may get, if nobody else reads."""
 
-    __slots__ = ("cnic", "forwards", "queue", "sending", "side", "snic", "start", "state")
+    __slots__ = ("cnic", "forwards", "queue", "sending", "side", "snic", "soonest", "start", "state")
 
-    def __init__(self, state: NodeState, side: ReadSide) -> None:
+    def __init__(self, state: NodeState, side: ReadSide, least_bytes: int, into: _Into) -> None:
         self.state, self.side = state, side
         self.forwards = side is not ReadSide.PREFILL
-        self.snic, self.queue = state.snic, state.pending_bytes
-        self.cnic, self.sending = state.cnic, state.sending_bytes
+        _, _, self.queue, _, self.snic, self.cnic, self.sending, _ = state
         self.start = self.queue / self.snic
+        self.soonest = self.alone(least_bytes, into)
 
     def seconds(self, nbytes: int) -> float:
         """Until the node has read (and sent) that many bytes more."""
@@ -118,37 +110,30 @@ class _Lane:
         return end
 
 
-@dataclass(slots=True)
-class _Filling:
+_by_soonest = operator.attrgetter("soonest")
+
+
+def _by_start(share: tuple[_Lane, int]) -> float:
+    return share[0].start
+
+
+class _Filling(NamedTuple):
     """Blocks of each lane, and when the last of them has arrived."""
 
-    lanes: list[tuple[_Lane, int]]
+    lanes: Sequence[_Lane]
+    blocks: Sequence[int]
     seconds: float
 
-    @classmethod
-    def of_one(cls, lane: _Lane, request: ReadRequest, into: _Into) -> _Filling:
-        return cls([(lane, request.blocks)], lane.alone(request.total_bytes, into))
 
-    @classmethod
-    def of(cls, lanes: list[tuple[_Lane, int]], request: ReadRequest, into: _Into) -> _Filling:
-        size, forwarded, latest = request.block_bytes, 0, 0.0
-        for lane, blocks in lanes:
-            if lane.forwards:
-                forwarded += blocks
-            if (end := lane.seconds(blocks * size)) > latest:
-                latest = end
-        return cls(lanes, max(latest, into.seconds(forwarded * size)))
+def _best_of_one(lanes: Sequence[_Lane], request: ReadRequest, into: _Into) -> _Filling:
+    """All blocks on the lane that has them first."""
+    total = request.total_bytes
+    ends = [lane.alone(total, into) for lane in lanes]
+    seconds = min(ends)
+    return _Filling((lanes[ends.index(seconds)],), (request.blocks,), seconds)
 
 
-def _seconds(filling: _Filling) -> float:
-    return filling.seconds
-
-
-def _first(entry: tuple[float, _Lane]) -> float:
-    return entry[0]
-
-
-def _fill(lanes: list[_Lane], request: ReadRequest, into: _Into, least: int, at_most: float) -> _Filling:
+def _fill(lanes: list[_Lane], request: ReadRequest, into: _Into, least: int, wanted: float) -> _Filling | None:
     """Water-fills the lanes; one that would read fewer than ``least`` blocks is left out and its water goes to the others.
 
     Args:
@@ -156,29 +141,37 @@ def _fill(lanes: list[_Lane], request: ReadRequest, into: _Into, least: int, at_
         request: what to read.
         into: the way into the prefill node.
         least: blocks.
-        at_most: a time by which a single lane can have read everything.
+        wanted: seconds.
+
+    Returns:
+        None: they do not have it all sooner than ``wanted``.
     """
-    lanes = list(lanes)
+    size = request.block_bytes
     while len(lanes) > 1:
-        filled = _round(lanes, _amounts(lanes, request.total_bytes, into, at_most), request, into)
-        smallest = min(blocks for _, blocks in filled)
+        amounts = _amounts(lanes, request.total_bytes, into, wanted)
+        if amounts is None:
+            return None
+        blocks = _round(lanes, amounts, request, into)
+        smallest = min(blocks)
         if smallest >= least:
-            return _Filling.of(filled, request, into)
+            seconds = into.seconds(sum(count for lane, count in zip(lanes, blocks, strict=True) if lane.forwards) * size)
+            for lane, count in zip(lanes, blocks, strict=True):
+                if (end := lane.seconds(count * size)) > seconds:
+                    seconds = end
+            return _Filling(lanes, blocks, seconds) if seconds < wanted else None
         # all the dry ones at once, else only the one with least: the others rise when it goes
-        kept = [lane for lane, blocks in filled if blocks] if not smallest else []
-        if kept and len(kept) < len(lanes):
-            lanes = kept
-        else:
-            lanes.remove(min(filled, key=lambda entry: entry[1])[0])
-        # without the lane that was left out, the bound may be met by none of those that are left
-        at_most = max(at_most, min(lane.alone(request.total_bytes, into) for lane in lanes))
-    return _Filling.of_one(lanes[0], request, into)
+        driest = blocks.index(smallest)
+        lanes = [lane for at, lane in enumerate(lanes) if (blocks[at] if not smallest else at != driest)]
+    alone = _best_of_one(lanes, request, into)
+    return alone if alone.seconds < wanted else None
 
 
-def _amounts(lanes: list[_Lane], total: int, into: _Into, at_most: float) -> list[float]:
-    """Bytes of each lane at the lowest water level that holds them all."""
+def _amounts(lanes: list[_Lane], total: int, into: _Into, at_most: float) -> list[float] | None:
+    """Bytes of each lane at the lowest water level that holds them all; None: that is above ``at_most``."""
     low, high, level = 0.0, at_most, at_most
     amounts, have, slope = _held(lanes, into, level)
+    if have < total:
+        return None
     for _ in range(MOST_STEPS):
         excess = have - total
         if excess >= 0:
@@ -191,11 +184,12 @@ def _amounts(lanes: list[_Lane], total: int, into: _Into, at_most: float) -> lis
         level = step if low < step < high else (low + high) / 2
         amounts, have, slope = _held(lanes, into, level)
     spare = into.cnic * level - into.receiving
-    for place, lane in enumerate(lanes):
-        if lane.forwards:  # what the prefill node cannot take in, the later lanes do not get
-            if amounts[place] > spare:
-                amounts[place] = spare if spare > 0 else 0.0
-            spare -= amounts[place]
+    if spare < sum(amounts):
+        for place, lane in enumerate(lanes):
+            if lane.forwards:  # what the prefill node cannot take in, the later lanes do not get
+                if amounts[place] > spare:
+                    amounts[place] = spare if spare > 0 else 0.0
+                spare -= amounts[place]
     return amounts
 
 
@@ -225,28 +219,26 @@ def _held(lanes: list[_Lane], into: _Into, level: float) -> tuple[list[float], f
     return amounts, here + forwarded, here_slope + forwarded_slope
 
 
-def _round(lanes: list[_Lane], amounts: list[float], request: ReadRequest, into: _Into) -> list[tuple[_Lane, int]]:
+def _round(lanes: list[_Lane], amounts: list[float], request: ReadRequest, into: _Into) -> list[int]:
     """Whole blocks: all that fit below the level, and the few that are left one by one to whoever has them soonest."""
     size = request.block_bytes
     blocks = [int(amount / size) for amount in amounts]
     left = request.blocks - sum(blocks)
     while left < 0:  # the level is exact but for rounding errors of floats
-        blocks[max(range(len(blocks)), key=blocks.__getitem__)] -= 1
+        blocks[blocks.index(max(blocks))] -= 1
         left += 1
     if left:
-        forwarded, ends = 0, []
-        for lane, count in zip(lanes, blocks, strict=True):
-            ends.append(lane.seconds((count + 1) * size))
-            if lane.forwards:
-                forwarded += count
+        ends = [lane.seconds((count + 1) * size) for lane, count in zip(lanes, blocks, strict=True)]
+        here = next((place for place, lane in enumerate(lanes) if not lane.forwards), None)
+        forwarded = sum(blocks) - (0 if here is None else blocks[here])
         for _ in range(left):
-            crowded = (into.receiving + (forwarded + 1) * size) / into.cnic
-            soonest, place = math.inf, 0
-            for at, lane in enumerate(lanes):
-                end = crowded if lane.forwards and crowded > ends[at] else ends[at]
-                if end < soonest:
-                    soonest, place = end, at
+            place = ends.index(min(ends))
+            if place != here:
+                # what is forwarded has one way in common
+                if here is not None and ends[here] < (into.receiving + (forwarded + 1) * size) / into.cnic:
+                    place = here
+                else:
+                    forwarded += 1
             blocks[place] += 1
-            forwarded += lanes[place].forwards
             ends[place] = lanes[place].seconds((blocks[place] + 1) * size)
-    return list(zip(lanes, blocks, strict=True))
+    return blocks
