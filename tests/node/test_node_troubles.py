@@ -1,0 +1,89 @@
+"""What a node says is wrong with it, and for how long it says so."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+from kvstore.core.clock import ManualClock
+from kvstore.core.limits import MAX_REASON
+from kvstore.node.block import Home
+from kvstore.node.replicas import ReplicaLog
+from kvstore.node.table import BlockTable
+from kvstore.node.troubles import BEHIND_S, QUARANTINE_TOLD_S, Troubles
+from kvstore.observe.failing import FORGOTTEN_S, SETTLED_S, Failing
+from kvstore.tiers.contract import DurableVolume
+
+
+class Node:
+    """One with a volume, of which only what is wrong with it is looked at."""
+
+    def __init__(self) -> None:
+        self.clock, self.sent_away, self.waiting = ManualClock(), Failing(), 0
+        volume = SimpleNamespace(volume_id="n/nvme0", read_only=None)
+        self.home = Home(cast("DurableVolume", volume))
+        table = cast("BlockTable", SimpleNamespace(homes=[self.home]))
+        log = cast("ReplicaLog", SimpleNamespace(waiting=lambda: self.waiting))
+        self.troubles = Troubles(table, log, self.clock, self.sent_away)
+
+
+def test_all_is_well() -> None:
+    node = Node()
+    assert node.troubles.told() == []
+    assert node.troubles.why_no_blocks(node.home) == ""
+    assert node.troubles.publish_failing_s() == 0
+
+
+def test_bad_blocks_are_told_until_none_has_come_for_long() -> None:
+    node = Node()
+    node.home.quarantined = 3
+    assert node.troubles.told() == ["3 blocks on n/nvme0 proved bad within 10 minutes and are quarantined"]
+    node.clock.advance(QUARANTINE_TOLD_S - 1)
+    node.home.quarantined = 4
+    assert node.troubles.told()[0].startswith("4 blocks")
+    node.clock.advance(QUARANTINE_TOLD_S + 1)
+    assert node.troubles.told() == []
+    node.home.quarantined = 5
+    assert node.troubles.told()[0].startswith("1 blocks"), "a lot of its own"
+
+
+def test_publishing_that_breaks_off_is_told_until_it_has_caught_up() -> None:
+    node = Node()
+    node.waiting = 70_000
+    node.troubles.interrupted("no room on disk for the index")
+    node.clock.advance(3.0)
+    node.troubles.acknowledged()  # one small batch found room
+    (told,) = node.troubles.told()
+    assert told == "the index does not take what changes here since 3 s (70000 changes wait): no room on disk for the index"
+    assert node.troubles.publish_failing_s() == 3.0
+    node.waiting = 0
+    node.troubles.caught_up()
+    assert node.troubles.told() == []
+
+
+def test_what_is_not_acknowledged_for_long_is_behind() -> None:
+    node = Node()
+    node.clock.advance(1000.0)
+    assert node.troubles.told() == [], "there was nothing to publish"
+    node.troubles.caught_up()
+    node.waiting = 1
+    node.clock.advance(BEHIND_S)
+    assert node.troubles.told() == []
+    node.clock.advance(1.0)
+    assert "nothing is acknowledged" in node.troubles.told()[0]
+    node.troubles.acknowledged()
+    assert node.troubles.told() == []
+
+
+def test_writes_that_fail_are_told_by_the_volume_until_they_work() -> None:
+    node = Node()
+    node.home.failing.failed(node.clock.now_s(), OSError(28, "No space left on device" * 100))
+    assert "No space left on device" in node.troubles.why_no_blocks(node.home)
+    assert len(node.troubles.why_no_blocks(node.home)) <= MAX_REASON
+    node.clock.advance(SETTLED_S)
+    node.home.failing.worked(node.clock.now_s())
+    assert node.troubles.why_no_blocks(node.home) == ""
+    node.sent_away.failed(node.clock.now_s(), "no answer")
+    assert node.troubles.told() == ["the storage node does not take its blocks: no answer"]
+    node.clock.advance(FORGOTTEN_S)
+    assert node.troubles.told() == []
