@@ -289,7 +289,8 @@ class Store:
     def _not_durable(self, blocks: int) -> None:
         """Stored, but not durable: the caller is told why, as far as it is known here."""
         error = Unavailable(
-            "stored, but not durable: not written in time, or no disk takes it (the node's log and `kvstore status` tell)",
+            "stored, but not durable: not written in time, no disk takes it, or its tenant is at its quota (the node's log,"
+            " `kvstore status` and `kvstore tenants` tell)",
             not_durable_blocks=blocks,
         )
         self._core.incidents.report("client_stores_not_durable_total", "a store did not become durable", error)

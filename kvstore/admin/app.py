@@ -9,8 +9,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 import kvstore
 from kvstore.admin import models
@@ -46,6 +48,7 @@ _EVERYWHERE: Final = {
 _WITH_TOKENS: Final = {"401": "no token, or nobody's", "403": "the role does not reach, or a web page from elsewhere asks"}
 _WITH_BODY: Final = {"413": "the request is too long"}
 _NOT_FOUND: Final = 404
+_NO_METHOD: Final = 405
 
 
 def make_app(upstream: Upstream, config: AdminConfig, tokens: Watched[Tokens] | None, counters: Counters) -> Gate:
@@ -69,9 +72,12 @@ def make_app(upstream: Upstream, config: AdminConfig, tokens: Watched[Tokens] | 
     app.add_api_route(
         "/readyz", doors.readyz, methods=["GET"], tags=["health"], summary="The metadata server answers this server"
     )
-    app.add_api_route(PAGE, WebPage().show, methods=["GET"], include_in_schema=False)
+    page = WebPage()
+    app.add_api_route(PAGE, page.show, methods=["GET"], include_in_schema=False)
     app.add_api_route(OPENAPI, doors.openapi, methods=["GET"], include_in_schema=False)
     app.add_api_route("/metrics", doors.metrics, methods=["GET"], include_in_schema=False)
+    for path, door in (("/healthz", doors.healthz), ("/readyz", doors.readyz), (PAGE, page.show)):  # as probes ask
+        app.add_api_route(path, door, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(Exception, doors.refused)  # told here; the gate logs it
     app.add_exception_handler(KVStoreError, doors.refused)
     app.add_exception_handler(Refused, doors.refused)
@@ -138,6 +144,10 @@ class _Doors:
         answer = problem(told, error.status_code)
         for name, value in (error.headers or {}).items():
             answer.headers[name] = value
+        if error.status_code == _NO_METHOD:  # the framework names those of the first route of the path
+            routes = [route for route in self._app.routes if isinstance(route, APIRoute)]
+            here = [route.methods for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+            answer.headers["allow"] = ", ".join(sorted(set().union(*here)))
         return answer
 
 

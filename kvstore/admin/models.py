@@ -382,7 +382,7 @@ class NamespaceEvicted(Shown):
     complete: bool = Field(
         description="every node did it, and nothing stays; if not, do it again once those nodes are there", examples=[True]
     )
-    evicted_blocks: Count = Field(description="all nodes together", examples=[2400])
+    evicted_blocks: Count = Field(description="replicas that left, all nodes and tiers together", examples=[2400])
     kept_blocks: Count = Field(description="all nodes together", examples=[0])
     nodes: list[NodeEvicted] = Field(description="by node")
     unreached: list[Unreached] = Field(description="nodes that did not do it: what they hold, they still hold")

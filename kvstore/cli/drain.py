@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import click
 
@@ -15,17 +14,14 @@ from kvstore.cli import parameters
 from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
 from kvstore.cli.show import clean
-from kvstore.cli.store import Store, complete_nodes, metadata_option
-from kvstore.cli.store import ask as ask_store
+from kvstore.cli.store import Refusal, Store, ask, complete_nodes, metadata_option
 from kvstore.core.config import Config
 
 if TYPE_CHECKING:
     from kvproto.v1 import metadata_pb2
 
-T = TypeVar("T")
-
 EXIT_BLOCKED = 3
-"""The node can do no more, and stopping it would lose blocks."""
+"""The node can do no more, and stopping it would lose blocks; as where it is refused: it is not to be stopped."""
 EXIT_TIMEOUT = 4
 """It was not drained in time; it goes on."""
 _POLL_S = 0.3
@@ -51,8 +47,8 @@ def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float |
       kvstore drain host-3 --wait              before a restart of the host
       kvstore drain host-3 --move --wait       before it leaves for good; then stop it, and kvstore remove host-3
 
-    Exits with 0 once that is done (without --wait: ordered), 1 where it failed, 3 where the node can do no more and stopping it
-    would lose blocks, 4 where --timeout came first.
+    Exits with 0 once that is done (without --wait: ordered), 1 where it failed, 3 where it is refused, there is no such node, or
+    the node can do no more and stopping it would lose blocks, 4 where --timeout came first.
     """
 
     async def order(store: Store) -> int:
@@ -62,7 +58,7 @@ def drain(config: Config, *, node: str, move: bool, wait: bool, timeout: float |
         click.echo(describe(status))
         return 0
 
-    sys.exit(_ask(config, order))
+    sys.exit(ask(config, order))
 
 
 @click.command(cls=Command)
@@ -74,8 +70,10 @@ def undrain(config: Config, *, node: str) -> None:
 
     Examples:
       kvstore undrain host-3
+
+    Exits with 0 done, 1 failed or no answer, 2 used wrongly, 3 refused or not there.
     """
-    click.echo(describe(_ask(config, lambda store: store.upstream.undrain_node(node))))
+    click.echo(describe(ask(config, lambda store: store.upstream.undrain_node(node))))
 
 
 @click.command(cls=Command)
@@ -90,9 +88,11 @@ def remove(config: Config, *, node: str, force: bool) -> None:
 
     Examples:
       kvstore remove host-3
+
+    Exits with 0 done, 1 failed or no answer, 2 used wrongly, 3 refused or not there.
     """
-    if not _ask(config, lambda store: store.upstream.remove_node(node, force=force)):
-        raise click.ClickException(f"no such node: {node}")
+    if not ask(config, lambda store: store.upstream.remove_node(node, force=force)):
+        raise Refusal(f"no such node: {node}")
     click.echo(f"{node}: removed")
 
 
@@ -116,11 +116,6 @@ def describe(status: metadata_pb2.NodeStatus) -> str:
     elif not status.alive:
         said.append(f"silent for {status.heartbeat_age_ms / 1000:.0f} s")
     return clean(", ".join(said))
-
-
-def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
-    """Here a refusal is a failure like others: 3 says that blocks would be lost."""
-    return ask_store(config, question, refusal=click.ClickException)
 
 
 async def _await_drained(store: Store, node: str, timeout_s: float | None) -> int:

@@ -88,7 +88,8 @@ def _only(found: Sequence[Found], wanted: str) -> Found:
 def namespaces(config: Config, *, as_json: bool) -> None:
     """Lists the namespaces (cache domains), in order of registration, and how lookups in them fared.
 
-    Wherever one is named, the digits that its id begins with will do.
+    Wherever one is named, the digits that its id begins with will do. Long names are cut in the table; `show` and --json have all
+    of them.
 
     Examples:
       kvstore namespaces
@@ -111,12 +112,12 @@ def namespaces(config: Config, *, as_json: bool) -> None:
         [
             (
                 one.namespace_id,
-                one.spec.model,
-                one.spec.weights_epoch,
+                show.short(one.spec.model),
+                show.short(one.spec.weights_epoch),
                 str(one.spec.block_tokens),
                 show.size(one.spec.layers * one.spec.layer_block_bytes),
                 f"{one.spec.shard_rank}/{one.spec.shard_count}",
-                one.spec.tenant,
+                show.short(one.spec.tenant),
                 str(one.lookups),
                 show.share(one.hit_blocks, one.asked_blocks),
                 "" if one.ttl_s is None else show.duration(one.ttl_s),
@@ -189,6 +190,8 @@ def usage(config: Config, *, namespace: str, as_json: bool) -> None:
 @store_options
 def evict(config: Config, *, namespace: str, tiers: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Evicts a namespace's blocks, at every node, to make room. What is in use, or in DRAM and not durable yet, stays.
+
+    Copies are counted: a block in DRAM and on a volume is two.
 
     Refused while it is pinned.
 
@@ -360,4 +363,4 @@ def _say(done: NamespaceEvicted, verb: str, *, as_json: bool) -> None:
 def _tell(done: NamespaceEvicted, verb: str) -> None:
     kept = f", {done.kept_blocks:,} stay" if done.kept_blocks else ""
     nodes = ", ".join(f"{one.node_id} {one.evicted_blocks:,}" for one in done.nodes)
-    show.line(f"{done.namespace_id}: {done.evicted_blocks:,} blocks {verb}{kept}" + (f" ({nodes})" if nodes else ""))
+    show.line(f"{done.namespace_id}: {done.evicted_blocks:,} copies of blocks {verb}{kept}" + (f" ({nodes})" if nodes else ""))

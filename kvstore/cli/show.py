@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NOTHING: Final = "-"
 """In a column that has nothing to say, so that every line has as many columns."""
+_LONGEST_CELL: Final = 40
 _UNITS: Final = ("B", "KiB", "MiB", "GiB")
 
 
@@ -26,6 +27,11 @@ def clean(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def short(text: str) -> str:
+    """A name, cut where it would make every row of a table as wide as itself."""
+    return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 
 def as_json(found: BaseModel | dict[str, object]) -> None:

@@ -95,7 +95,7 @@ def lists(ctx: click.Context, *given: object) -> bool:
     return ctx.invoked_subcommand is None
 
 
-def ask(config: Config, question: Callable[[Store], Awaitable[T]], *, refusal: type[click.ClickException] = Refusal) -> T:
+def ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
     """Asks, on an event loop of its own.
 
     Args:
@@ -103,10 +103,9 @@ def ask(config: Config, question: Callable[[Store], Awaitable[T]], *, refusal: t
             (``client.tls``, ``client.token_file``), and how long answers may take
             (``admin.timeout``, and no longer than ``client.deadline``; ``admin.change_timeout``).
         question: what to ask.
-        refusal: what is raised where the store says no, or has no such thing.
 
     Raises:
-        Refusal: it does.
+        Refusal: the store says no, or has no such thing.
         click.ClickException: no metadata server answers; it says so that one knows what to do.
         KVStoreError: any other failure.
     """
@@ -114,7 +113,7 @@ def ask(config: Config, question: Callable[[Store], Awaitable[T]], *, refusal: t
         return asyncio.run(_ask(config, question))
     except KVStoreError as error:
         if error.kind in _REFUSALS:
-            raise refusal(clean(str(error))) from error
+            raise Refusal(clean(str(error))) from error
         raise
     except (ValueError, KeyError) as error:  # a tier, a side or an id that there is none of
         _log.debug("an answer has another shape", exc_info=True)

@@ -47,6 +47,7 @@ Look at it:  {page}
              curl {metadata_metrics}/metrics    curl {node_metrics}/metrics
              curl {node_metrics}/loads          the slowest loads of the last minute, and why
 Change it:   {admin}
+             each change over HTTP is a line of {data}/admin.log
 """
 
 

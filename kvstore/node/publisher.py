@@ -46,6 +46,7 @@ limited = LimitedLog(log)
 
 BATCH_EVENTS = 4096
 BATCHES_IN_FLIGHT = 8
+_BEYOND_QUOTA = ("store_skipped_quota_blocks_total", "write_behind_beyond_quota_blocks_total")
 RPC_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 30.0
 """A stream on which nothing is acknowledged for so long is given up for a new one."""
@@ -76,6 +77,7 @@ class Publisher:
         self._troubles = troubles or Troubles(table, replica_log, MonotonicClock(), Failing())
         self._drainer = drainer
         self._retainer = retainer
+        self._beyond_quota = 0
         self._boot_id = BootId(node.boot_id)
         self._table = table
         self._log = replica_log
@@ -376,7 +378,19 @@ class Publisher:
                 self._counters.add("anti_entropy_bugs_total")
                 log.exception("anti-entropy failed, trying again")
 
+    def _tell_of_quotas(self) -> None:
+        """An engine sees no error of them: the log says why its blocks are not there."""
+        beyond = sum(map(self._counters.get, _BEYOND_QUOTA))
+        if beyond != self._beyond_quota:
+            self._beyond_quota = beyond
+            limited.warning(
+                "%d blocks until now were not stored, or not made durable, as their tenants are at their quotas: kvstore tenants"
+                " shows them",
+                beyond,
+            )
+
     def _beat(self) -> None:
+        self._tell_of_quotas()
         usages = []
         places: list[tuple[Volume, Home | None]] = [(home.volume, home) for home in self._table.homes]
         for volume, home in [(self._table.dram, None), *places]:

@@ -321,12 +321,23 @@ async def test_of_a_million_errors_one_is_told() -> None:
         assert len(answer.content) < 4_096
 
 
+@pytest.mark.parametrize("path", ["/", "/healthz"])
+async def test_a_probe_may_ask_without_wanting_the_body(path: str) -> None:
+    async with served() as (client, _):
+        assert (await client.head(path)).status_code == (await client.get(path)).status_code == 200
+
+
 async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served() as (client, _):
         problem(await client.get("/v1/nothing"), 404, "not_found")
         refused = await client.delete("/v1/nodes")
         problem(refused, 405, "unsupported")
         assert refused.headers["allow"] == "GET"
+        everything = {"/v1/tenants/quota": "DELETE, GET, PUT", "/v1/path-policy": "GET, PUT", "/healthz": "GET, HEAD"}
+        for path, allowed in everything.items():
+            refused = await client.patch(path)
+            problem(refused, 405, "unsupported")
+            assert refused.headers["allow"] == allowed
         problem(await client.get("/v1/nodes?limit=0"), 400, "invalid_argument")
         problem(await client.get("/v1/nodes?limit=501"), 400, "invalid_argument")
         problem(await client.get("/v1/nodes?cursor=%00"), 400, "invalid_argument")

@@ -253,8 +253,17 @@ def test_evicting_asks_first_and_takes_no_for_an_answer(store: Store) -> None:
         terminal.until(r"Evict all blocks of .* from nvme, at every node\? \[y/N\]")
         terminal.press("y\n")
         assert terminal.end() == 0
-        assert f"{BLOCKS} blocks evicted" in terminal.shown
+        assert f"{BLOCKS} copies of blocks evicted" in terminal.shown
     assert store.get("/volumes/a/nvme0")["blocks"] == 0
+
+
+def test_a_long_name_does_not_make_every_row_long(store: Store) -> None:
+    long = CacheSpec(model="m" * 300, weights_epoch="w" * 512, block_tokens=16, layers=1, layer_block_bytes=512, tenant="t" * 300)
+    with KVClient.connect(store.cluster.metadata_address, long):
+        done = store.run("namespaces")
+    assert long.namespace.hex() in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 300
+    assert store.json("namespaces", "show", long.namespace.hex())["spec"]["weights_epoch"] == "w" * 512
 
 
 def test_changes_are_made(store: Store) -> None:
@@ -282,6 +291,10 @@ def test_changes_are_made(store: Store) -> None:
         ("volumes evict a --to 1 --yes", 2),
         ("volumes evict a/dram --to 101 --yes", 2),
         (f"namespaces show {'0' * 32}", 3),
+        ("drain nope", 3),
+        ("undrain nope", 3),
+        ("remove nope", 3),
+        ("remove a", 3),
         ("namespaces show 12", 2),
         ("blocks show xyz", 2),
         (f"blocks lookup {NAMESPACE} 1 nonsense", 2),

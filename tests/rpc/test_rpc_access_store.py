@@ -435,7 +435,7 @@ def test_a_node_started_anew_learns_with_its_token_whose_its_blocks_are(store: S
 def test_commands_and_the_admin_server_carry_a_token(store: Store) -> None:
     assert "token" in store.command("nodes", code=3)
     assert "a" in store.command("nodes", token=TOKENS[Role.READ])
-    store.command("drain", "b", token=TOKENS[Role.READ], code=1)
+    store.command("drain", "b", token=TOKENS[Role.READ], code=3)
     assert "b" in store.command("volumes", "check", "b/nvme0", "--wait", token=TOKENS[Role.OPERATOR])
     shown = written(store.folder / "admin-token", TOKENS[Role.OPERATOR])
     store.cluster._arguments = ("--set", f"client.token_file={shown}")
