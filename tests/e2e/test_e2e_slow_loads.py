@@ -23,7 +23,7 @@ STOP_S = 0.6
 def test_a_node_that_stood_still_is_the_reason(make_store: Callable[..., Store]) -> None:
     store = make_store(NodeSpec("a", dram_bytes=8 << 20, nvme_bytes=64 << 20))  # loads are larger than DRAM: they take their time
     engine, node = store.engine("a", layer_bytes=64 << 10), store.cluster.node("a")
-    for end in range(8, BLOCKS + 1, 8):
+    for end in range(16, BLOCKS + 1, 16):
         assert engine.store("chain", end, durable=True).durable
     over = threading.Event()
 
