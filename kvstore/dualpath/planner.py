@@ -83,12 +83,12 @@ class _Live:
     charges: list[Charge | None] = field(default_factory=list)
     at: dict[str, Charge] = field(default_factory=dict)
     """Its first charge at each node: the others there belong to it."""
-    failed: set[str] = field(default_factory=set)
+    failed: frozenset[str] = frozenset()
 
     @property
     def wake(self) -> float:
         """When it is to be looked at."""
-        return self.deadline if self.doubted else min(self.deadline, self.doubt)
+        return self.deadline if self.doubted or self.deadline < self.doubt else self.doubt
 
 
 class Planner:
@@ -198,7 +198,7 @@ class Planner:
         self._check_room(1)
         if self.relays and not request.relays:
             pair = {request.prefill_node, request.decode_node or request.prefill_node}
-            request = replace(request, relays=tuple(self.queues.idlest(self.relays, now, pair)))
+            request = request.with_relays(tuple(self.queues.idlest(self.relays, now, pair)))
         plan_id = self._draw()
         while plan_id in self._live:
             plan_id = self._draw()
@@ -294,7 +294,7 @@ class Planner:
         self.queues.credit(charge, max(0, done - (failed.count - charge.blocks)), now, moved=True)
         self.queues.credit(charge, charge.blocks, now, moved=False)
         live.charges[part] = None
-        live.failed.add(failed.node)
+        live.failed |= {failed.node}
         live.attempt += 1
         parts = len(live.parts)
         try:
@@ -346,7 +346,11 @@ class Planner:
 
     def _moved(self, plan_id: int, live: _Live, now: float) -> None:
         """Something of the plan has arrived, or was planned again: somebody is at it."""
-        live.deadline = max(live.deadline, min(now + self.plan_life_s, live.last))
+        deadline = now + self.plan_life_s
+        if deadline > live.last:
+            deadline = live.last
+        if deadline > live.deadline:
+            live.deadline = deadline
         live.doubt = now + live.patience
         if live.doubted:
             self._count(live, now, doubted=False)
@@ -380,11 +384,14 @@ class Planner:
     def _decide(self, plan_id: int, live: _Live, missing: Sequence[Span], now: float) -> LoadPlan:
         """Asks the policy about the missing blocks, charges the answer, remembers why."""
         request = live.request
-        blocks = sum(count for _, count in missing)
+        blocks = sum([count for _, count in missing])
         usable: list[tuple[NodeState, ReadSide]] = []
         excluded = []
+        prefill = None  # also where it may not read: whatever is forwarded goes into its CNIC
         for node, side in request.candidates():
             state = self.queues.state(node, now)
+            if side is ReadSide.PREFILL:
+                prefill = state
             if state is None or not state.alive or node in live.failed:
                 excluded.append(node)
             else:
@@ -394,12 +401,11 @@ class Planner:
         if blocks:
             if not usable:
                 raise Unavailable("no node can read", request=request.request_id, excluded=",".join(excluded))
-            prefill = self.queues.state(request.prefill_node, now)
             asked = request if blocks == request.blocks else replace(request, blocks=blocks)
             shares = live.policy.choose(asked, usable, prefill)
             states = {state.node: state for state, _ in usable}
             predicted = finish_seconds(
-                ((states[share.node], share.side, share.blocks * request.block_bytes) for share in shares), prefill
+                [(states[node], side, count * request.block_bytes) for node, side, count in shares], prefill
             )
         parts = lay(shares, missing, len(live.parts))
         for part in parts:
@@ -410,10 +416,10 @@ class Planner:
             live.at.setdefault(part.node, charge)
             live.parts.append(part)
             live.charges.append(charge)
-        before = max((state.pending_bytes / state.snic for state, _ in usable if state.node in live.at), default=0.0)
+        before = max([state.pending_bytes / state.snic for state, _ in usable if state.node in live.at], default=0.0)
         live.patience = self.patience_s + 2 * before
         live.doubt = now + live.patience
-        reasons = Reasons(live.policy.name, now, tuple(state for state, _ in usable), predicted, tuple(excluded))
+        reasons = Reasons(live.policy.name, now, tuple([state for state, _ in usable]), predicted, tuple(excluded))
         answer = LoadPlan(plan_id, live.attempt, request, parts, reasons)
         self._keep(answer)
         return answer
@@ -458,16 +464,20 @@ def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> t
     """
     if not shares:
         return ()
-    if sum(share.blocks for share in shares) != sum(count for _, count in missing) or min(s.blocks for s in shares) < 1:
-        raise Internal("the policy's shares are not the request", shares=[tuple(share) for share in shares])
     parts: list[Part] = []
     spans = iter(missing)
-    start, left = 0, 0
+    start, left, fits = 0, 0, True
     for node, side, wanted in shares:
-        while wanted:
+        fits = fits and wanted > 0
+        while wanted > 0:
             if not left:
-                start, left = next(spans)
+                start, left = next(spans, (0, 0))
+                if not left:
+                    fits = False
+                    break
             count = min(wanted, left)
             parts.append(Part(first_index + len(parts), node, side, start, count))
             start, left, wanted = start + count, left - count, wanted - count
+    if not fits or left or next(spans, None):
+        raise Internal("the policy's shares are not the request", shares=[tuple(share) for share in shares])
     return tuple(parts)

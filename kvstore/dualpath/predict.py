@@ -22,9 +22,11 @@ def finish_seconds(shares: Iterable[tuple[NodeState, ReadSide, int]], prefill: N
     latest = 0.0
     forwarded = 0
     for state, side, nbytes in shares:
-        latest = max(latest, (state.pending_bytes + nbytes) / state.snic)
+        if (read := (state.pending_bytes + nbytes) / state.snic) > latest:
+            latest = read
         if side is not ReadSide.PREFILL:
-            latest = max(latest, (state.sending_bytes + nbytes) / state.cnic)
+            if (sent := (state.sending_bytes + nbytes) / state.cnic) > latest:
+                latest = sent
             forwarded += nbytes
     if forwarded and prefill is not None:
         latest = max(latest, (prefill.receiving_bytes + forwarded) / prefill.cnic)

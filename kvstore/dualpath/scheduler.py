@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, Role, assign_decode, assign_prefill, decode_watermark
@@ -46,9 +47,9 @@ class SchedulerLimits:
             raise InvalidArgument("scheduler limits out of bounds", alpha=self.alpha_tokens, beta=self.beta_tokens, z=self.z)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as there are many: see the contract
 class Ask:
-    """A request as it comes in.
+    """A request as it comes in; does not change.
 
     Attributes:
         request_id: unique among the requests under way.
@@ -75,9 +76,9 @@ class Ask:
         return self.tokens - self.spared(engine)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineReport:
-    """What an engine says of itself when its group fetches; None: not said, whatever was said before.
+    """What an engine says of itself when its group fetches; None: not said, whatever was said before. Does not change.
 
     Attributes:
         seq: assigned, unfinished requests; together with ``tok``.
@@ -100,8 +101,7 @@ class EngineReport:
                 raise InvalidArgument("engine report out of bounds", engine=self.engine, value=value)
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """A request was given to an engine of the group that fetched."""
 
     request_id: str
@@ -109,8 +109,7 @@ class Assignment:
     engine: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """A request has both engines: its read can be planned."""
 
     request_id: str
