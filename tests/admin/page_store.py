@@ -27,6 +27,8 @@ SPEC = CacheSpec(model="meta-llama/Llama-3.1-8B", block_tokens=32, layers=8, lay
 OTHER = CacheSpec(model=HOSTILE, block_tokens=16, layers=4, layer_block_bytes=8192, tenant="</script><b>x</b>")
 BLOCKS = 60
 TOKENS = np.arange(BLOCKS * SPEC.block_tokens, dtype=np.uint32)
+MORE = np.arange(180 * SPEC.block_tokens, dtype=np.uint32) + len(TOKENS)
+"""So much that a slow check of the volume takes half a minute."""
 PAUSE_S = 0.15
 WAIT_S = 30.0
 
@@ -83,7 +85,7 @@ def working(folder: Path) -> Iterator[Working]:
     specs = [
         NodeSpec("host-1", roles=("prefill",), dram_bytes=48 << 20, nvme_bytes=64 << 20, settings=links),
         NodeSpec("host-2", roles=("decode",), dram_bytes=48 << 20, nvme_bytes=32 << 20, settings=links),
-        NodeSpec("host-3", roles=("storage",), dram_bytes=16 << 20, settings=links),
+        NodeSpec("host-3", roles=("storage",), dram_bytes=16 << 20, settings=(*links, ("compute_cap", "9GB"))),
     ]
     with LocalCluster(specs, folder) as cluster:
         address = cluster.start_admin().address
@@ -94,6 +96,7 @@ def working(folder: Path) -> Iterator[Working]:
             KVClient.connect(cluster.metadata_address, OTHER, node=sockets[1]) as other,
         ):
             fill(near, TOKENS)
+            fill(near, MORE)
             fill(other, np.arange(64, dtype=np.uint32))
             decide(cluster)
             made = Working(cluster, AdminHttp(address))

@@ -157,6 +157,8 @@ def test_it_shows_what_the_rest_says(page: Any, store: Working) -> None:
     said(page, "#decisions tbody tr", "host-1 → host-2")
     said(page, "#namespaces tbody tr", SPEC.model)
     page.locator("#nodes .row svg[aria-label*='link of node host-2']:not([aria-label*='in —'])").wait_for()
+    local = page.locator("#nodes svg[aria-label^='loads at node host-1 out of DRAM']")
+    page.wait_for_function("label => / [1-9][^ ]* [kMG]?B.s$/.test(label.ariaLabel)", arg=local.element_handle())
     said(page, "#latency .legend", "≤")
     page.locator("#ratio path[d*='L']").wait_for(state="attached")
 
@@ -256,6 +258,46 @@ def test_a_dialog_that_is_opened_at_once_after_another_can_be_confirmed(page: An
     page.locator("dialog").wait_for(state="hidden")
 
 
+def test_a_quota_is_given_changed_and_taken_away(page: Any, store: Working) -> None:
+    def quota() -> Any:
+        return store.http.get("/v1/tenants/quota?tenant=team-a")["dram_bytes"]
+
+    row = page.locator("#tenants tbody tr").filter(has_text="team-a")
+    said(page, "#tenants tbody tr", OTHER.tenant)
+    said(page, "#tenants tbody tr", "(default)")
+    assert page.locator("#tenants td b").count() == 0, "names stay text"
+    page.get_by_role("button", name="Quota for another …").click()
+    page.fill("#dialog-tenant", "team-a")
+    page.fill("#dialog-dram", "1.5 bananas")
+    page.keyboard.press("Enter")
+    said(page, "#dialog-error", "“1.5 bananas” is no size")
+    page.fill("#dialog-dram", "1.5 GiB")
+    page.keyboard.press("Enter")
+    said(page, "#told", "The quota of team-a is set")
+    assert quota() == 3 << 29
+    said(page, "#tenants tbody tr", "0 B of 1.5 GiB")
+    page.get_by_role("button", name="Quota for another …").click()
+    page.fill("#dialog-tenant", "team-a")
+    page.fill("#dialog-dram", "7 GiB")
+    page.locator("#dialog-yes").click()
+    said(page, "#dialog-error", "it has a quota already")
+    said(page, "#dialog-body", "Now: in DRAM 1.5 GiB at most, on volumes as there is room.")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Quota of team-a …", exact=True).click()
+    said(page, "#dialog-body", "Now: in DRAM 1.5 GiB at most, on volumes as there is room.")
+    assert page.input_value("#dialog-dram") == "1536 MiB"
+    page.fill("#dialog-dram", "1 GiB")
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "The quota of team-a is set")
+    assert quota() == 1 << 30
+    page.get_by_role("button", name="Remove the quota of team-a …").click()
+    said(page, "#dialog-body", "Now: in DRAM 1.0 GiB at most")
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "team-a has no quota any more")
+    assert quota() is None
+    row.wait_for(state="hidden")
+
+
 def test_evictions_say_what_they_bring(page: Any, store: Working) -> None:
     page.get_by_role("button", name="Evict from host-2/nvme0 …").click()
     assert "is lost, and is computed anew" in page.locator("#dialog-body").inner_text()
@@ -274,6 +316,127 @@ def test_evictions_say_what_they_bring(page: Any, store: Working) -> None:
     page.locator("#dialog-yes").click()
     said(page, "#told", "4 blocks have left")
     assert "nvme" not in {one["tier"] for one in store.http.get(f"/v1/namespaces/{OTHER.namespace.hex()}/usage")["tiers"]}
+
+
+def test_what_stays_of_a_namespace_is_seen_and_set(page: Any, store: Working) -> None:
+    path = f"/v1/namespaces/{OTHER.namespace.hex()}"
+    row = page.locator("#namespaces tbody tr").filter(has_text=HOSTILE)
+    row.get_by_role("button", name="time to live").click()
+    said(page, "#dialog-body", "Now: its blocks leave as room is needed.")
+    page.fill("#dialog-ttl", "soon")
+    page.check("#dialog-pin")
+    page.locator("#dialog-yes").click()
+    said(page, "#dialog-error", "“soon” is no time")
+    page.fill("#dialog-ttl", "36 h")
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "Set for")
+    rule = store.http.get(path)
+    assert (rule["ttl_s"], rule["pinned"]) == (36 * 3600, True)
+    row.get_by_text("36 h after its last use").wait_for()
+    row.get_by_text("pinned", exact=True).wait_for()
+    row.get_by_role("button", name="Evict").click()
+    said(page, "#dialog-body", "What is pinned is not evicted")
+    assert not page.locator("#dialog-yes").is_visible()
+    page.keyboard.press("Escape")
+    row.get_by_role("button", name="time to live").click()
+    said(page, "#dialog-body", "Now: pinned")
+    assert page.input_value("#dialog-ttl") == "36 h"
+    page.fill("#dialog-ttl", "")
+    page.uncheck("#dialog-pin")
+    page.locator("#dialog-yes").click()
+    row.get_by_text("pinned").wait_for(state="hidden")
+    assert store.http.get(path)["ttl_s"] is None
+
+
+def test_a_namespace_is_invalidated_once_its_id_was_typed(page: Any, store: Working) -> None:
+    namespace = OTHER.namespace.hex()
+    page.locator("#namespaces tbody tr").filter(has_text=HOSTILE).get_by_role("button", name="Invalidate").click()
+    assert page.locator("#dialog-yes").is_disabled()
+    page.fill("#dialog-typed", namespace[:7])
+    page.keyboard.press("Enter")
+    assert page.locator("#dialog-yes").is_disabled()
+    page.fill("#dialog-typed", namespace[:8])
+    partly = {"complete": False, "evicted_blocks": 2, "kept_blocks": 0, "unreached": [{"node_id": "host-3", "detail": "silent"}]}
+    page.route("**/invalidate", lambda route: route.fulfill(json=partly))
+    page.locator("#dialog-yes").click()
+    said(page, "#dialog-error", "Done in part: 2 blocks are gone; not reached: host-3 (silent). Do it again")
+    page.unroute("**/invalidate")
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "nothing of")
+    assert store.http.get(f"/v1/namespaces/{namespace}/usage")["tiers"] == []
+
+
+def test_a_check_of_a_volume_is_followed_and_called_off(browser: Any, page: Any, store: Working) -> None:
+    check = "/v1/volumes/host-1/nvme0/check"
+    page.get_by_role("button", name="Check host-1/nvme0 …").click()
+    said(page, "#dialog-body", "No check was begun since its node was started.")
+    page.fill("#dialog-speed", "1")
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "host-1/nvme0 is checked")
+    said(page, "#nodes .check", "of 240 blocks, none bad so far")
+    with opened(browser, store.http.address) as other:
+        said(other, "#nodes .check", "check under way")  # who looks later sees it too
+    page.get_by_role("button", name="Check host-1/nvme0 …").click()
+    said(page, "#dialog-body", "Check under way")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Cancel the check of host-1/nvme0 …").click()
+    page.locator("#dialog-yes").click()
+    said(page, "#nodes .check", "check cancelled at")
+    assert store.http.get(check)["state"] == "cancelled"
+    page.get_by_role("button", name="Check host-1/nvme0 …").click()
+    said(page, "#dialog-body", "Check cancelled at")
+    page.locator("#dialog-yes").click()
+    said(page, "#nodes .check", "240 blocks, none bad.")
+    assert store.http.get(check)["good_blocks"] == 240
+
+
+def test_path_policy_cap_and_index_are_seen_to(page: Any, store: Working) -> None:
+    page.get_by_role("button", name="Path policy …").click()
+    said(page, "#dialog-body", "Now: split.")
+    page.select_option("#dialog-policy", "prefill_only")
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "Path policy: prefill only.")
+    said(page, "#summary", "prefill only")
+    assert store.http.get("/v1/path-policy")["policy"] == "prefill_only"
+    store.http.put("/v1/path-policy", {"policy": "split"}, if_match="*")
+    page.get_by_role("button", name="Traffic cap of node host-3 …").click()
+    said(page, "#dialog-body", "Now: 9.0 GB/s at most.")
+    assert page.input_value("#dialog-cap") == "9000 MB"
+    page.fill("#dialog-cap", "2.5GB")
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "KV traffic of node host-3: 2.5 GB/s at most.")
+    assert store.http.get("/v1/nodes/host-3/traffic-cap")["bytes_per_s"] == 2_500_000_000
+    page.get_by_role("button", name="Check the index of node host-3 …").click()
+    page.locator("#dialog-yes").click()
+    said(page, "#told", "The index ")
+    with page.expect_request("**/v1/index/rebuild") as asked:
+        page.route("**/v1/index/rebuild", lambda route: route.fulfill(json={"dropped_epoch": "0" * 32}))
+        page.get_by_role("button", name="Rebuild the index …").click()
+        said(page, "#dialog-body", "Now: ")
+        assert page.locator("#dialog-yes").is_disabled()
+        page.fill("#dialog-typed", "rebuild")
+        page.locator("#dialog-yes").click()
+        said(page, "#told", "The index is made anew")
+    assert asked.value.headers["if-match"] == f'"{store.http.get("/v1/index")["epoch"]}"'
+
+
+def test_what_cannot_be_set_or_changed_meanwhile_is_said_in_the_dialog(browser: Any, store: Working) -> None:
+    quota = "/v1/tenants/quota?tenant=team-b"
+    store.http.put(quota, {"dram_bytes": 3 << 30}, if_match="*")
+    with opened(browser, store.http.address, quietly=False) as page:  # browsers complain of every 409 and 412
+        page.get_by_role("button", name="Traffic cap of node host-1 …").click()
+        said(page, "#dialog-error", "this node was started without a cap")
+        assert page.locator("#dialog-yes").is_disabled()
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Remove the quota of team-b …").click()
+        said(page, "#dialog-body", "Now: in DRAM 3.0 GiB at most")
+        store.http.put(quota, {"dram_bytes": 2 << 30}, if_match="*")  # somebody else
+        page.locator("#dialog-yes").click()
+        said(page, "#dialog-error", "it was changed meanwhile")
+        said(page, "#dialog-body", "Now: in DRAM 2.0 GiB at most")
+        assert store.http.get(quota)["dram_bytes"] == 2 << 30
+        page.locator("#dialog-yes").click()
+        said(page, "#told", "team-b has no quota any more")
 
 
 def test_it_is_walked_through_by_keyboard(page: Any) -> None:
@@ -324,6 +487,10 @@ def test_a_phone_shows_it_without_overflow(browser: Any, store: Working) -> None
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= 360
         assert page.locator("dialog").evaluate("e => e.scrollWidth <= e.clientWidth")
+        for opener in ("quota", "rule", "invalidate", "path-policy", "check"):
+            page.keyboard.press("Escape")
+            page.locator(f"[data-do={opener}]").first.click()
+            assert page.locator("dialog").evaluate("e => e.scrollWidth <= e.clientWidth"), opener
 
 
 def test_a_token_is_asked_for_and_used(browser: Any, store: Working, tmp_path: Path) -> None:
@@ -348,6 +515,14 @@ def test_a_token_is_asked_for_and_used(browser: Any, store: Working, tmp_path: P
             page.get_by_role("button", name="Drain node host-3 …").click()
             page.locator("#dialog-yes").click()
             said(page, "#dialog-error", "operator")
+            page.locator("#dialog-no").click()
+            page.get_by_role(
+                "button", name="Quota of (default) …", exact=True
+            ).click()  # who may only look sees it, and changes nothing
+            said(page, "#dialog-body", "Now: in DRAM as there is room")
+            page.fill("#dialog-dram", "1 MiB")
+            page.locator("#dialog-yes").click()
+            said(page, "#dialog-error", "Refused: this takes the role operator")
             page.locator("#dialog-no").click()
             page.get_by_role("button", name="Token …").click()
             page.fill("#dialog-token", OPERATOR)

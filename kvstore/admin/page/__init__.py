@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 PATH: Final = "/"
 _SCRIPTS: Final = (
-    "dom.js", "figures.js", "charts.js", "server.js", "cluster.js", "lists.js", "explorer.js", "dialogs.js", "main.js",
+    "dom.js", "figures.js", "charts.js", "server.js", "cluster.js", "lists.js", "explorer.js", "dialogs.js", "checks.js",
+    "orders.js", "tenants.js", "main.js",
 )  # fmt: skip
 """In order: each uses what is declared in those before it, and all run as one."""
 

@@ -5,6 +5,7 @@ const flows = new Map(); // node and link or path -> History of {received, sent}
 const ratios = new History(900);
 const latencies = new History(900);
 const REACHES = { dram: "DRAM", nvme: "own volumes", peer: "other nodes", none: "no hit" };
+const LOADED = { dram: "DRAM", nvme: "volumes", peer: "other nodes" };
 const STATES = { active: "active", draining: "draining", drained: "drained: may be stopped", drain_blocked: "drain is blocked" };
 
 let recentLoads = null; // of the last look: {rate, p50, p95}
@@ -32,6 +33,7 @@ function reckonActivity(now) {
     const plane = node.data_plane;
     flow(`${node.node_id} readers`, plane.taken_bytes, plane.served_bytes, now);
     flow(`${node.node_id} peers`, plane.fetched_bytes, plane.written_bytes, now);
+    for (const from of Object.keys(LOADED)) flow(`${node.node_id} loads ${from}`, null, node.loaded[from], now);
     for (const load of node.loads) {
       for (const bucket of load.buckets) {
         const found = rates.of(`load ${node.node_id} ${load.reach} ${bucket.up_to_s}`, bucket.loads, now);
@@ -45,9 +47,11 @@ function reckonActivity(now) {
   latencies.add({ at: now, values: [recentLoads.p50, recentLoads.p95] });
 }
 
+/** received: null where it goes one way only. */
 function flow(name, received, sent, now) {
   if (!flows.has(name)) flows.set(name, new History(SPARKS));
-  flows.get(name).add({ received: rates.of(`${name} in`, received, now), sent: rates.of(`${name} out`, sent, now) });
+  const came = received === null ? null : rates.of(`${name} in`, received, now);
+  flows.get(name).add({ received: came, sent: rates.of(`${name} out`, sent, now) });
 }
 
 /** The upper bound of the bucket in which it lies; of the last one, twice the bound before it. */
@@ -102,6 +106,7 @@ function showHealth() {
       tile("plans under way", count(cluster.live_plans), cluster.path_policy.replaceAll("_", " ")),
     ].map((pair) => h("div", {}, pair)),
   );
+  $("whole").hidden = false;
   show(
     $("where"),
     "metadata ",
@@ -134,7 +139,9 @@ function showNodes() {
         )
       : quiet("No node has registered: kvstore node starts one."),
     known.nodes.hidden > 0
-      ? note(`${many(known.nodes.hidden, "node is", "nodes are")} not shown, nor asked for loads and faults; /v1/nodes has them all.`)
+      ? note(
+          `${many(known.nodes.hidden, "node is", "nodes are")} not shown, nor asked for loads and faults; /v1/nodes has them all.`,
+        )
       : null,
     stale("nodes"),
     stale("activity"),
@@ -188,7 +195,13 @@ function nodeCard(node, activity, volumes) {
     h(
       "div",
       { class: "part" },
-      h("h4", {}, "KV payload, by path"),
+      h("h4", {}, "loads of engines here, by where the blocks lay"),
+      activity ? loadRows(id, activity) : h("p", { class: "quiet small" }, "No figures: it does not say."),
+    ),
+    h(
+      "div",
+      { class: "part" },
+      h("h4", {}, "data plane, KV payload (not shared memory)"),
       flowRow(`${id} readers`, "engines, nodes", `written here, and read here by engines and other nodes, on node ${id}`),
       flowRow(`${id} peers`, "of other nodes", `read from other nodes, and written to them, by node ${id}`),
     ),
@@ -199,7 +212,25 @@ function nodeCard(node, activity, volumes) {
       volumes.map(volumeRow),
       volumes.length ? null : h("p", { class: "quiet small" }, "no volumes"),
     ),
+    node.alive && activity
+      ? h(
+          "div",
+          { class: "tools orders" },
+          nodeButton("traffic-cap", id, "Traffic cap …", `Traffic cap of node ${id} …`),
+          nodeButton("compare", id, "Check index …", `Check the index of node ${id} …`),
+        )
+      : null,
   );
+}
+
+const nodeButton = (what, node, text, label) =>
+  h("button", { type: "button", "data-do": what, "data-node": node, "aria-label": label }, text);
+
+/** One row for DRAM, and one for each other place that loads were brought from since the node's start. */
+function loadRows(id, activity) {
+  return Object.entries(LOADED)
+    .filter(([from]) => from === "dram" || activity.loaded[from])
+    .map(([from, label]) => flowRow(`${id} loads ${from}`, label, `loads at node ${id} out of ${label}`, 0, true));
 }
 
 function drainLine(drain) {
@@ -234,7 +265,8 @@ function links(node, activity) {
     });
 }
 
-function flowRow(name, label, said, most) {
+/** outward: it goes one way only. */
+function flowRow(name, label, said, most, outward = false) {
   const values = flows.get(name)?.values ?? [];
   const last = values[values.length - 1] ?? { received: null, sent: null };
   const column = (which) => values.map((one) => one[which]);
@@ -243,8 +275,13 @@ function flowRow(name, label, said, most) {
     "div",
     { class: "row" },
     h("span", {}, label),
-    spark(column("received"), column("sent"), peak, `${said}: in ${rate(last.received)}, out ${rate(last.sent)}`),
-    h("span", { class: "number" }, rate(last.received)),
+    spark(
+      column("received"),
+      column("sent"),
+      peak,
+      `${said}: ${outward ? "" : `in ${rate(last.received)}, out `}${rate(last.sent)}`,
+    ),
+    h("span", { class: "number" }, outward ? "" : rate(last.received)),
     h("span", { class: "number" }, rate(last.sent)),
   );
 }
@@ -259,27 +296,29 @@ function volumeRow(volume) {
       "div",
       { class: "row fill" },
       h("span", {}, name, name.startsWith(volume.tier) ? null : h("span", { class: "quiet" }, ` ${volume.tier}`)),
-      bar(share, `${volume.volume_id} is ${percent(share)} full: ${said}`, volume.read_only !== null),
-      h("span", { class: "number" }, said),
-      evicts
-        ? h(
-            "button",
-            {
-              type: "button",
-              "data-do": "evict-volume",
-              "data-volume": volume.volume_id,
-              "aria-label": `Evict from ${volume.volume_id} …`,
-            },
-            "Evict …",
-          )
-        : null,
+      h(
+        "div",
+        {},
+        bar(share, `${volume.volume_id} is ${percent(share)} full: ${said}`, volume.read_only !== null),
+        h("span", { class: "small" }, said),
+      ),
+      h(
+        "div",
+        { class: "tools" },
+        checkable(volume) ? volumeButton("check", volume, "Check …", `Check ${volume.volume_id} …`) : null,
+        evicts ? volumeButton("evict-volume", volume, "Evict …", `Evict from ${volume.volume_id} …`) : null,
+      ),
     ),
+    checkLine(volume),
     volume.read_only ? h("p", { class: "small bad" }, `takes no blocks: ${volume.read_only}`) : null,
     volume.quarantined_blocks
       ? h("p", { class: "small warn" }, `${many(volume.quarantined_blocks, "block", "blocks")} proved bad and out of use`)
       : null,
   ];
 }
+
+const volumeButton = (what, volume, text, label) =>
+  h("button", { type: "button", "data-do": what, "data-volume": volume.volume_id, "aria-label": label }, text);
 
 // ---- over time ----
 function showCharts() {

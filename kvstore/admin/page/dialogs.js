@@ -4,6 +4,9 @@ let opener = null; // {selector} of what opened the dialog: it may have been dra
 let perform = null;
 let asking = 0; // names the dialog that is open, so that answers for one that was closed are dropped
 
+/** What was done in part: it stays in the dialog. */
+class Partly extends Error {}
+
 /** Opens the dialog. act: called when it is confirmed; what it returns is told, and what it throws is shown in the dialog. */
 function openDialog(title, body, yes, act, tone = "danger") {
   opener = document.activeElement;
@@ -19,8 +22,29 @@ function openDialog(title, body, yes, act, tone = "danger") {
   button.disabled = false;
   show($("dialog-no"), act === null ? "Close" : "Cancel");
   $("dialog").showModal();
-  ($("dialog-body").querySelector("input") ?? $("dialog-no")).focus();
+  ($("dialog-body").querySelector("input, select") ?? $("dialog-no")).focus();
   return asking;
+}
+
+/** As openDialog, for what can be confirmed once `edited` was looked at; fill: with what it is, where the dialog is still open. */
+async function openEdit(title, body, yes, act, edited, fill, tone = "danger") {
+  const mine = openDialog(title, body, yes, act, tone);
+  $("dialog-yes").disabled = true;
+  try {
+    await edited.look();
+    if (mine !== asking) return;
+    $("dialog-yes").disabled = false;
+    fill?.(edited.now);
+  } catch (error) {
+    if (mine === asking) complain(error);
+  }
+}
+
+/** Says in the dialog what went wrong. */
+function complain(error) {
+  const refused = error instanceof Refusal && error.status === 403;
+  const text = error.message.replace(/\.$/, "");
+  show($("dialog-error"), error instanceof Partly ? `${text}.` : `${refused ? "Refused" : "Not done"}: ${text}.`);
 }
 
 async function confirmed(event) {
@@ -37,13 +61,11 @@ async function confirmed(event) {
     said = await perform();
   } catch (error) {
     if (mine === asking && $("dialog").open) {
-      show(
-        $("dialog-error"),
-        error instanceof Refusal && error.status === 403 ? `Refused: ${error.message}.` : `Not done: ${error.message}.`,
-      );
+      complain(error);
       button.disabled = false;
       show(button, label);
-    } else tell(`${label}: not done: ${error.message}.`);
+    } else tell(`${label}: ${error instanceof Partly ? "" : "not done: "}${error.message}.`);
+    if (error instanceof Partly) again();
     return;
   }
   if (mine === asking && $("dialog").open) $("dialog").close();
@@ -57,15 +79,13 @@ function closed() {
   asking += 1;
   $("dialog-body").replaceChildren(); // a token does not stay in the page
   if (opener?.isConnected) return opener.focus();
-  const { do: what, node, volume, namespace } = opener?.dataset ?? {};
-  const twin = [...document.querySelectorAll("[data-do]")].find(
-    (one) =>
-      one.dataset.node === node &&
-      one.dataset.volume === volume &&
-      one.dataset.namespace === namespace &&
-      (one.dataset.do === what || node),
+  const { do: what, node, volume, namespace, tenant } = opener?.dataset ?? {};
+  const twins = [...document.querySelectorAll("[data-do]")].filter(
+    ({ dataset: one }) =>
+      one.node === node && one.volume === volume && one.namespace === namespace && one.tenant === tenant && what,
   );
-  (twin ?? $("health")).focus();
+  const near = node || volume || tenant !== undefined ? twins[0] : undefined; // of another button of the same place
+  (twins.find((one) => one.dataset.do === what) ?? near ?? $("health")).focus();
 }
 
 /** Keeps the focus in the dialog: behind its last control comes its first. */
@@ -171,7 +191,20 @@ const ACTS = {
     );
   },
   "evict-namespace"({ namespace }) {
-    const name = nameOf(known.namespaces.items.find((one) => one.namespace_id === namespace)).join(" · ");
+    const found = known.namespaces.items.find((one) => one.namespace_id === namespace);
+    const name = nameOf(found).join(" · ");
+    if (found.pinned)
+      return openDialog(
+        `${name} is pinned`,
+        [
+          list(
+            "What is pinned is not evicted: unpin it first.",
+            "Where its blocks are wrong, invalidate it: that drops them, pinned or not.",
+          ),
+        ],
+        "",
+        null,
+      );
     const where = h("div", {}, quiet("counting its blocks …"));
     const tiers = ["dram", "nvme"].map((tier) =>
       h("input", { type: "checkbox", id: `dialog-${tier}`, checked: true, value: tier }),

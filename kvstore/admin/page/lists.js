@@ -89,8 +89,8 @@ function showNamespaces() {
       ? table(
           "namespaces",
           [
-            ["model", "wide"],
-            ["id"],
+            ["model"],
+            ["id", "whole"],
             ["a block", "number"],
             ["lookups", "number"],
             ["blocks asked", "number"],
@@ -103,34 +103,17 @@ function showNamespaces() {
             return {
               key: id,
               cells: [
-                [model, more.length ? second(more.join(" · ")) : null],
+                [model, more.length ? second(more.join(" · ")) : null, staying(one)],
                 h("code", { title: id }, `${id.slice(0, 12)}…`),
                 [`${count(one.spec.block_tokens)} tokens`, second(bytes(one.spec.layers * one.spec.layer_block_bytes))],
                 count(one.lookups),
                 [count(one.asked_blocks), one.asked_rate ? second(`${one.asked_rate.toFixed(0)} a second`) : null],
                 percent(one.hit_ratio),
                 [
-                  h(
-                    "button",
-                    {
-                      type: "button",
-                      "data-do": "usage",
-                      "data-namespace": id,
-                      "aria-label": `Where the blocks of ${model} lie`,
-                    },
-                    "Where?",
-                  ),
-                  " ",
-                  h(
-                    "button",
-                    {
-                      type: "button",
-                      "data-do": "evict-namespace",
-                      "data-namespace": id,
-                      "aria-label": `Evict the blocks of ${model} …`,
-                    },
-                    "Evict …",
-                  ),
+                  namespaceButton("usage", id, "Where?", `Where the blocks of ${model} lie`),
+                  namespaceButton("rule", id, "TTL, pin …", `What stays of ${model}: time to live and pin …`),
+                  namespaceButton("evict-namespace", id, "Evict …", `Evict the blocks of ${model} …`),
+                  namespaceButton("invalidate", id, "Invalidate …", `Invalidate ${model} …`),
                 ],
               ],
             };
@@ -145,6 +128,17 @@ function showNamespaces() {
     stale("namespaces"),
   );
   offerNamespaces(all);
+}
+
+const namespaceButton = (what, namespace, text, label) =>
+  h("button", { type: "button", "data-do": what, "data-namespace": namespace, "aria-label": label }, text);
+
+/** What its rule says, where it has one. */
+function staying({ pinned, ttl_s: time }) {
+  return [
+    pinned ? h("span", { class: "badge warn" }, "pinned") : null,
+    time === null ? null : second(`leaves ${exactSpan(time)} after its last use`),
+  ];
 }
 
 // ---- faults ----

@@ -9,6 +9,7 @@ let timer = 0;
 let busy = false;
 let wanted = false; // somebody asked for another look while one was under way
 let heardAt = null;
+let turn = 0; // of rounds, since all was asked last
 
 /** What an error means for the page as a whole. */
 function meet(error) {
@@ -25,8 +26,11 @@ async function round() {
   busy = true;
   wanted = false;
   clearTimeout(timer);
-  const refused = await look();
-  const away = refused.length === Object.keys(QUESTIONS).length;
+  const all = turn === 0;
+  turn = (turn + 1) % SELDOM_ROUNDS;
+  const { refused, away } = await look(all);
+  if (away) turn = 0;
+  await followChecks();
   const unknown = refused.find((error) => error.status === 401);
   if (sessionStorage.getItem(TOKEN)) $("token").hidden = false;
   if (!away) {
@@ -34,7 +38,8 @@ async function round() {
     reckon(performance.now());
     watchFaults(Date.now());
   }
-  for (const draw of [showHealth, showNodes, showCharts, showSlow, showNamespaces, showFaults, showDecisions]) {
+  const drawn = [showHealth, showNodes, showCharts, showSlow, showNamespaces, showTenants, showFaults, showDecisions];
+  for (const draw of drawn) {
     if (!away || heardAt === null || draw === showHealth) draw();
   }
   wait = away ? Math.min(MOST_MS, wait * 2) : EVERY_MS;
@@ -56,6 +61,7 @@ function plan(ms) {
 /** Looks again at once: somebody changed something, or asked. */
 function again() {
   wait = EVERY_MS;
+  turn = 0;
   round();
 }
 

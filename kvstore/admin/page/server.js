@@ -12,8 +12,9 @@ class Refusal extends Error {
   }
 }
 
-async function ask(method, path, body) {
-  const headers = {};
+/** {told, tag} of an answer: its JSON, and the ETag of what it shows. tag: of what is changed, as it was seen. */
+async function exchange(method, path, body, tag) {
+  const headers = tag === undefined ? {} : { "if-match": tag };
   const token = sessionStorage.getItem(TOKEN);
   if (token) headers.authorization = `Bearer ${token}`;
   if (body !== undefined) headers["content-type"] = "application/json";
@@ -39,12 +40,37 @@ async function ask(method, path, body) {
     throw new Refusal(answer.ok ? 0 : answer.status, "its answer broke off, or is none of an admin server");
   }
   if (!answer.ok) throw new Refusal(answer.status, String(told.detail ?? answer.statusText));
-  return told;
+  return { told, tag: answer.headers.get("etag") };
 }
 
+const ask = async (...what) => (await exchange(...what)).told;
 const get = (path) => ask("GET", path);
 const post = (path, body) => ask("POST", path, body);
 const part = encodeURIComponent;
+
+/** What is changed only as it was seen. shown: called with what it is, each time that it was looked at. */
+class Edited {
+  constructor(path, shown = () => {}) {
+    this.path = path;
+    this.shown = shown;
+  }
+
+  async look() {
+    ({ told: this.now, tag: this.tag } = await exchange("GET", this.path));
+    this.shown(this.now);
+  }
+
+  /** Where somebody else changed it since it was looked at, nothing is done, and it is looked at again. */
+  async change(method, body) {
+    try {
+      return await ask(method, this.path, body, this.tag);
+    } catch (error) {
+      if (error.status !== 412) throw error;
+      await this.look();
+      throw new Refusal(412, "it was changed meanwhile. What it is now is said above; confirm once more to replace that");
+    }
+  }
+}
 
 /** What is known of the store. Each list keeps what it had last, and why it could not be asked anew. */
 const known = {};
@@ -57,6 +83,10 @@ const QUESTIONS = {
   decisions: "/v1/decisions?limit=10",
 };
 
+/** What changes slowly: asked in one of so many rounds, and after each change. */
+const SELDOM = { tenants: "/v1/tenants?limit=100" };
+const SELDOM_ROUNDS = 5;
+
 /** What of the store is told together, as each node is asked once for all of it. */
 const TOGETHER = {
   nodes: (told) => ({ items: told.nodes, hidden: told.known_nodes - told.nodes.length }),
@@ -65,10 +95,11 @@ const TOGETHER = {
   slow: (told) => ({ items: told.slow_loads, unreached: told.unreached }),
 };
 
-/** Asks everything once; what is not answered is noted in `failed`. */
-async function look() {
-  const names = Object.keys(QUESTIONS);
-  const answers = await Promise.allSettled(names.map((name) => get(QUESTIONS[name])));
+/** Asks everything once, all: what changes slowly, too; what is not answered is noted in `failed`. What was refused. */
+async function look(all) {
+  const questions = all ? { ...QUESTIONS, ...SELDOM } : QUESTIONS;
+  const names = Object.keys(questions);
+  const answers = await Promise.allSettled(names.map((name) => get(questions[name])));
   answers.forEach((answer, at) => {
     const name = names[at];
     if (answer.status === "fulfilled") {
@@ -83,7 +114,8 @@ async function look() {
       delete failed[name];
     }
   }
-  return answers.filter((answer) => answer.status === "rejected").map((answer) => answer.reason);
+  const refused = answers.filter((answer) => answer.status === "rejected").map((answer) => answer.reason);
+  return { refused, away: refused.length === names.length };
 }
 
 /** Says where what is shown is old. */
