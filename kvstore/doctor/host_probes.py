@@ -17,6 +17,8 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from kvstore.core.host_memory import memory_total
+
 PACKAGES = (
     "kvstore-dualpath", "numpy", "grpcio", "lmdb", "protobuf", "pydantic", "xxhash", "zstandard", "rich", "click", "torch",
     "vllm", "sglang", "transformers", "kvikio-cu12", "kvikio-cu13", "nixl-cu12", "nixl-cu13", "nixl",
@@ -86,9 +88,10 @@ def memory() -> dict[str, object]:
     """RAM, huge pages, ``/dev/shm``, limits of this user's processes."""
     lines = [line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()]
     values = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    most = memory_total() or values["MemTotal"] << 10  # a control group's limit, where that is less
     found: dict[str, object] = {
-        "total_bytes": values["MemTotal"] << 10,
-        "available_bytes": values["MemAvailable"] << 10,
+        "total_bytes": most,
+        "available_bytes": min(most, values["MemAvailable"] << 10),
         "huge_page_bytes": values.get("Hugepagesize", 0) << 10,
         "huge_pages_total": values.get("HugePages_Total", 0),
         "huge_pages_free": values.get("HugePages_Free", 0),

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvstore.core import checksum
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
+from kvstore.core.host_memory import memory_total
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator
@@ -50,6 +51,7 @@ class DramArena(MappedVolume):
 
     Raises:
         InvalidArgument: the capacity is less than a page.
+        CapacityExceeded: it is more than the memory that this process may have, by its host or its control group.
         OSError: the host has no such memory.
     """
 
@@ -85,6 +87,12 @@ class DramArena(MappedVolume):
     # ---- memory ----
     def _make_memory(self, capacity_bytes: int, huge_pages: bool) -> tuple[int, mmap.mmap, str]:
         name = f"kvstore-{self.volume_id}"[:200]
+        most = memory_total()
+        if most is not None and capacity_bytes > most:  # the kernel gives it all the same, and kills whoever fills it
+            raise CapacityExceeded(
+                "a DRAM arena is larger than the memory that this process may have: take less (node.dram)",
+                bytes=capacity_bytes, memory_bytes=most,
+            )  # fmt: skip
         if huge_pages:
             made = self._try_reserved_huge_pages(name, capacity_bytes)
             if made is not None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
@@ -47,6 +48,7 @@ NEEDS_TRUST = (
 LOOPBACK = "lo"
 """The network device of what stays on this host."""
 INFINIBAND = Path("/sys/class/infiniband")
+_PROCESSES = Path("/proc/self/ns/pid")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 
@@ -141,9 +143,13 @@ def has_rdma() -> bool:
 
 
 def host_id() -> bytes:
-    """16 bytes that tell hosts apart: the kernel's boot id; zeros where there is none."""
+    """16 bytes that are equal where one process may copy out of another's memory; zeros where the kernel does not say.
+
+    Of the kernel's boot id and this process's namespace of processes: containers of one host do not reach each other's memory.
+    """
     try:
-        return uuid.UUID(_BOOT_ID.read_text(encoding="ascii").strip()).bytes
+        boot = uuid.UUID(_BOOT_ID.read_text(encoding="ascii").strip()).bytes
+        return xxhash.xxh3_128_digest(boot + os.readlink(_PROCESSES).encode())
     except (OSError, ValueError):
         return bytes(16)
 

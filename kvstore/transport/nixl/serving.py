@@ -61,7 +61,11 @@ class _UnderWay:
 
 
 def choose_way(asked: AttachFrame, transports: str) -> Way:
-    """Who moves the bytes: a reader that leaves it open pulls over RDMA and within a host, and is pushed to over TCP."""
+    """Who moves the bytes: a reader that leaves it open pulls over RDMA and within a host, and is pushed to over TCP.
+
+    To pull over UCX's TCP has to be asked for: a reader that gave up such a read has been seen to end the serving process
+    ("Fatal: unexpected error: Endpoint timeout", within UCX).
+    """
     if asked.wish != "auto":
         return Way[asked.wish.upper()]
     if transports == "tcp":

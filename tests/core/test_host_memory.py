@@ -1,0 +1,49 @@
+"""What a process may have of the host's memory, by files as kernels write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.host_memory import memory_total
+
+GIB = 1 << 30
+
+
+def host(folder: Path, groups: str, limits: dict[str, str]) -> int | None:
+    """Of a host with 8 GiB, whose process is in ``groups``."""
+    (folder / "meminfo").write_text("MemFree: 12 kB\nMemTotal:        8388608 kB\n")
+    (folder / "groups").write_text(groups)
+    for name, limit in limits.items():
+        path = folder / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(limit + "\n")
+    return memory_total(folder / "meminfo", folder / "groups", folder / "tree")
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "most"),
+    [
+        ("", {}, 8 * GIB),
+        ("0::/\n", {"memory.max": str(GIB)}, GIB),
+        ("0::/pods/one\n", {"pods/one/memory.max": "max", "pods/memory.max": str(2 * GIB)}, 2 * GIB),
+        ("0::/pods/one\n", {"pods/one/memory.max": str(64 * GIB)}, 8 * GIB),
+        ("0::/../elsewhere\n", {"memory.max": str(3 * GIB)}, 3 * GIB),
+        ("4:cpu:/a\n3:memory:/a\n", {"memory/a/memory.limit_in_bytes": str(GIB // 2)}, GIB // 2),
+        ("3:memory:/a\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, 8 * GIB),
+        ("nonsense\n\n::\n0:\n", {"memory.max": "many"}, 8 * GIB),
+    ],
+)
+def test_the_least_limit_counts(groups: str, limits: dict[str, str], most: int, tmp_path: Path) -> None:
+    assert host(tmp_path, groups, limits) == most
+
+
+def test_a_host_that_does_not_say(tmp_path: Path) -> None:
+    assert memory_total(tmp_path / "a", tmp_path / "b", tmp_path / "c") is None
+    (tmp_path / "a").write_text("MemTotal: much\n")
+    assert memory_total(tmp_path / "a", tmp_path / "b", tmp_path / "c") is None
+
+
+def test_this_host_says() -> None:
+    assert (memory_total() or 0) > 64 << 20
