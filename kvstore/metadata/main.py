@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import multiprocessing
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from kvstore.core import collector
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import NamespaceId
 from kvstore.metadata.config import MetadataConfig
@@ -123,9 +123,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
             logger.critical("the index is damaged: it is dropped and made anew", exc_info=True)
             server = MetadataServer(config, worker=worker, counters=counters, namespaces=namespaces)
             address = await server.start()
-        # what lives now lives for ever: the collector need not look at it again in the middle of a lookup
-        gc.collect()
-        gc.freeze()
+        collector.settle()
         announcer.ready(address, server.metrics_address)
         await _first_of(leave, server.damaged)
         namespaces = server.kept_namespaces
