@@ -2,8 +2,10 @@
 
 An attempt may be repeated as long as the client has seen nothing of an answer, for nothing else of it is visible to anybody: KV
 that it left behind is the same as the next one makes. The head of an answer is held back until the first piece of its body is
-here, so that an engine which dies in the middle of the prompt is no reason to fail. Attempts are bounded; one that was lost after
-it had been sent is repeated once only, for the request itself may be the reason; one that took too long never is.
+here, so that an engine which dies in the middle of the prompt is no reason to fail; an answer that is not streamed, until it is
+complete. Attempts are bounded; one that was lost after it had been sent, or at which the engine failed, is repeated once only, for
+the request itself may be the reason; one that took too long never is. An engine that says it failed is held to be the reason once
+another one has answered the same request.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from kvstore.core.errors import Internal, KVStoreError, NotFound, Unavailable
+from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.router.body import ParsedBody
 from kvstore.router.config import Role
@@ -41,6 +43,11 @@ _NOT_PASSED: Final = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length")
 ) | {b"date", b"server"}  # of whoever sends the answer, which is this router: its own server writes them
 _JSON: Final = (b"content-type", b"application/json")
+_OK: Final = 200
+_END: Final = b"[DONE]"
+"""The last of a stream: what ends without it has broken off."""
+_TAIL_BYTES: Final = 64
+_MAY_BE_THE_REQUEST: Final = frozenset({FailureKind.LOST, FailureKind.ERRED})
 _Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -170,32 +177,48 @@ class Exchange:
         self._check_model()
         facts = await self._prompts.read(self._body, self._headers)
         avoid: set[str] = set()
-        failure: Failure | None = None
-        lost = 0
+        erred: dict[str, str] = {}
+        suspect = 0
         for attempt in range(1 + self._parts.config.retries):
             if attempt:
                 self._parts.counters.add("router_retries_total")
             place = await self._placement.place(self._wanted(facts, avoid))
+            failure: Failure | None = None
             done = False
             try:
                 outcome, culprit = await self._ask(place, facts)
-                if isinstance(outcome, Answer):
-                    done = await self._pass_on(client, place, outcome)
-                    return
+                failure = await self._pass_on(client, place, outcome) if isinstance(outcome, Answer) else outcome
+                done = failure is None
             finally:
                 (self._placement.done if done else self._placement.dropped)(place)
-            failure = outcome
+            if failure is None:
+                self._parts.pool.succeeded(place.engine)
+                for engine, why in erred.items():
+                    self._failed(engine, why)
+                return
             avoid.add(culprit)
             self._note(culprit, failure)
-            lost += failure.kind is FailureKind.LOST
-            if failure.kind is FailureKind.LATE or lost > 1:
+            suspect += failure.kind in _MAY_BE_THE_REQUEST
+            if client.started or failure.kind is FailureKind.LATE or suspect > 1:
                 break
+            if failure.kind is FailureKind.ERRED:
+                erred[culprit] = str(failure.error)
+                if not self._others(culprit):
+                    break
         assert failure is not None  # there is one attempt at least
+        if client.started:
+            return
         if failure.answer is not None:
             status, headers, content = failure.answer
             await client.whole(status, _passed(headers), content)
             return
         raise failure.error
+
+    def _others(self, engine: str) -> bool:
+        """Whether there is another that could do what an engine failed at; prompts are computed by decode engines, too."""
+        pool = self._parts.pool
+        role = pool.engines[engine].config.role
+        return role is Role.PREFILL or any(other != engine for other in pool.candidates(role, self._parts.now_s()))
 
     def _check_model(self) -> None:
         pool = self._parts.pool
@@ -236,44 +259,63 @@ class Exchange:
         pool, now_s, why = self._parts.pool, self._parts.now_s(), str(failure.error)
         self._parts.counters.add(f"router_attempts_{failure.kind}_total")
         _log.warning("an attempt on %s failed: %s", engine, why)
-        out = False
         if failure.kind is FailureKind.BUSY:
             pool.busy(engine, now_s, failure.retry_after_s)
         elif failure.kind is FailureKind.REFUSED:
-            out = pool.refused(engine, now_s, why)
+            self._went_out(engine, why, out=pool.refused(engine, now_s, why))
         else:
             pool.busy(engine, now_s, _SHUNNED_S)
-            out = pool.failed(engine, now_s, why)
+            if failure.kind is not FailureKind.ERRED:  # of which it is not known yet whose fault it was
+                self._failed(engine, why)
+
+    def _failed(self, engine: str, why: str) -> None:
+        """An engine is to blame for a request that came to nothing."""
+        self._went_out(engine, why, out=self._parts.pool.failed(engine, self._parts.now_s(), why))
+
+    @staticmethod
+    def _went_out(engine: str, why: str, *, out: bool) -> None:
         if out:
             logging.getLogger(__name__).warning("engine %s is out: %s", engine, why)
 
     # ---- the answer
-    async def _pass_on(self, client: _Client, place: Place, answer: Answer) -> bool:
-        """Passes an answer on; says whether it was complete."""
+    async def _pass_on(self, client: _Client, place: Place, answer: Answer) -> Failure | None:
+        """Passes an answer on; what was wrong with it, if anything: it was not complete."""
         parts = self._parts
-        parts.pool.succeeded(place.engine)
         self._placement.prefilled(place)
         parts.counters.add("router_answers_total")
         try:
-            if not answer.streams:
+            if answer.streams:
+                await self._stream(client, place, answer)
+            else:
                 content = await answer.body(MAX_ANSWER_BYTES)
                 await client.whole(answer.status, self._headers_of(answer, place), content)
-                return True
-            parts.counters.add("router_first_byte_ms_total", int((parts.now_s() - self._began_s) * 1000))
-            await client.start(answer.status, self._headers_of(answer, place))
-            await client.piece(answer.first)
-            try:
-                async for piece in answer.rest():
-                    await client.piece(piece)
-            except KVStoreError as error:
-                parts.counters.add("router_answers_broken_total")
-                _log.warning("an answer of %s broke off: %s", place.engine, error)
+        except KVStoreError as error:
+            parts.counters.add("router_answers_broken_total")
+            if client.started:
                 await client.piece(error_event(error), last=True)
-                return False
-            await client.piece(b"", last=True)
-            return True
+            return Failure(FailureKind.LATE if isinstance(error, DeadlineExceeded) else FailureKind.LOST, error)
         finally:
             await answer.close()
+        return None
+
+    async def _stream(self, client: _Client, place: Place, answer: Answer) -> None:
+        """Passes the pieces of an answer on as they come.
+
+        Raises:
+            Unavailable: it ended before its end.
+            DeadlineExceeded: nothing came for too long.
+        """
+        parts = self._parts
+        parts.counters.add("router_first_byte_ms_total", int((parts.now_s() - self._began_s) * 1000))
+        await client.start(answer.status, self._headers_of(answer, place))
+        await client.piece(answer.first)
+        tail = answer.first[-_TAIL_BYTES:]
+        async for piece in answer.rest():
+            await client.piece(piece)
+            tail = (tail + piece)[-_TAIL_BYTES:]
+        if answer.status == _OK and answer.readable and not tail.rstrip().endswith(_END):
+            raise Unavailable("the engine's stream ended before its end", engine=place.engine)
+        await client.piece(b"", last=True)
 
     @staticmethod
     def _headers_of(answer: Answer, place: Place) -> list[tuple[bytes, bytes]]:

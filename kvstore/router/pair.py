@@ -13,14 +13,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvstore.core.errors import KVStoreError, Unavailable
+from kvstore.core.errors import KVStoreError
 from kvstore.router.body import ParsedBody
 from kvstore.router.parts import Parts, Place, Placement
 from kvstore.router.upstream import Answer, Failure, FailureKind
 
 _MAX_PREFILL_ANSWER: Final = 16 << 20
 _OK: Final = 200
-_SERVER_ERROR: Final = 500
 
 
 class PairCall:
@@ -93,10 +92,9 @@ class PairCall:
             return Failure(FailureKind.LOST, error)
         finally:
             await answer.close()
-        if answer.status >= _SERVER_ERROR:
-            return Failure(FailureKind.LOST, Unavailable("the prefill engine failed", engine=engine, status=answer.status))
         if answer.status != _OK:
             return {}
+        self._parts.pool.succeeded(engine)
         self._placement.prefilled(place)
         return _returned_params(content)
 

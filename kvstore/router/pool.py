@@ -2,8 +2,8 @@
 
 An engine is *in* once a check has succeeded. It is *out* after some failed checks or failed requests in a row, or one refused
 connection; it comes in again with the first check that succeeds after its time out, which doubles with each time until it has
-stayed in for as long as the longest. Failed requests alone never put the last engine of a role out: an engine that answers checks
-and fails at requests may fail because of the requests.
+stayed in for as long as the longest. Failed requests alone never put the last engine out that can do something: an engine that
+answers checks and fails at requests may fail because of the requests. Without a prefill engine decode engines compute prompts.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ class Pool:
         """A request was lost; says whether the engine went out by that."""
         health = self.engines[name]
         health.failed_requests += 1
-        others = any(
-            other.up and other is not health and other.config.role is health.config.role for other in self.engines.values()
+        role = health.config.role
+        others = role is Role.PREFILL or any(
+            other.up and other is not health and other.config.role is role for other in self.engines.values()
         )
         if not health.up or not others or health.failed_requests < self._limits.failed_requests:
             return False

@@ -49,6 +49,9 @@ class ScheduledPlacement:
             place = await self._ask(wanted, until_s)
             if place is None:
                 break
+            if not wanted.avoid.isdisjoint((place.engine, place.prefill)):  # which the scheduler is not told of
+                self.done(place)
+                break
             if self._all_in(place):
                 self._parts.counters.add("router_scheduled_total")
                 return self._local.enter(place, wanted)

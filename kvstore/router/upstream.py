@@ -21,6 +21,8 @@ from kvstore.router.config import EngineConfig, RouterConfig
 KEEP_IDLE_S: Final = 2.0
 """Connections idle for longer are not used again: servers close theirs after some seconds, and a request must not meet that."""
 _BUSY: Final = frozenset({429, 503})
+_NOT_THE_ENGINES_FAULT: Final = 501
+"""The engine does not do what is asked of it: an answer like any other."""
 _MAX_ERROR_BYTES: Final = 1 << 20
 _MAX_RETRY_AFTER_S: Final = 30.0
 
@@ -34,6 +36,8 @@ class FailureKind(StrEnum):
     """The engine answered that it has no room, or is not ready."""
     LOST = "lost"
     """The connection ended after the request was sent, before any of the answer came."""
+    ERRED = "erred"
+    """The engine answered that something went wrong inside of it: because of the request, perhaps."""
     LATE = "late"
     """No answer in time."""
 
@@ -78,6 +82,11 @@ class Answer:
         """Server-sent events."""
         kind: str = self._response.headers.get("content-type", "")
         return kind.startswith("text/event-stream")
+
+    @property
+    def readable(self) -> bool:
+        """Whether its bytes are those of its text."""
+        return "content-encoding" not in self._response.headers
 
     async def rest(self) -> AsyncIterator[bytes]:
         """The pieces behind the first, as they come.
@@ -150,7 +159,9 @@ class Upstream:
                 request = self._http.build_request("POST", path, content=body, headers=_as_they_came(headers))
                 response = await self._http.send(request, stream=True)
                 if response.status_code in _BUSY:
-                    return await self._busy(response)
+                    return await self._refusal(response, FailureKind.BUSY, "the engine has no room")
+                if response.is_server_error and response.status_code != _NOT_THE_ENGINES_FAULT:
+                    return await self._refusal(response, FailureKind.ERRED, "the engine failed at the request")
                 pieces = response.aiter_raw()
                 first = await anext(pieces, b"")
             opened = True
@@ -205,7 +216,8 @@ class Upstream:
         except httpx.HTTPError as error:
             raise Unavailable("the engine cannot be reached", engine=name, path=path, why=_why(error)) from error
 
-    async def _busy(self, response: httpx.Response) -> Failure:
+    async def _refusal(self, response: httpx.Response, kind: FailureKind, what: str) -> Failure:
+        """What an engine said instead of an answer."""
         body = bytearray()
         async for piece in response.aiter_raw():
             body += piece
@@ -215,9 +227,9 @@ class Upstream:
             after_s = float(response.headers.get("retry-after", 1.0))
         except ValueError:  # a date: as good as none
             after_s = 1.0
-        error = Unavailable("the engine has no room", engine=self.engine.name, status=response.status_code)
+        error = Unavailable(what, engine=self.engine.name, status=response.status_code)
         answer = (response.status_code, response.headers.raw, bytes(body))
-        return Failure(FailureKind.BUSY, error, answer, min(max(after_s, 0.1), _MAX_RETRY_AFTER_S))
+        return Failure(kind, error, answer, min(max(after_s, 0.1), _MAX_RETRY_AFTER_S))
 
 
 def _as_they_came(headers: Mapping[str, str]) -> httpx.Headers:

@@ -33,6 +33,8 @@ class Behaviour:
         hold: nothing is answered before it is set.
         hold_after: pieces of a stream that come before ``hold`` is waited for.
         cut_after: the connection is cut after so many pieces of a stream; 0: before the head.
+        cut_inside: the connection is cut inside of an answer that is not streamed.
+        unended: a stream closes without its last event.
         headers: further ones.
     """
 
@@ -42,6 +44,8 @@ class Behaviour:
     hold: asyncio.Event | None = None
     hold_after: int = 0
     cut_after: int | None = None
+    cut_inside: bool = False
+    unended: bool = False
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -181,6 +185,8 @@ class FakeEngine:
                 return JSONResponse(content, status_code=behaviour.status, headers=behaviour.headers)
             if body.get("stream"):
                 return StreamingResponse(self._stream(behaviour), media_type="text/event-stream")
+            if behaviour.cut_inside:
+                return StreamingResponse(self._half(), media_type="application/json", headers={"content-length": "100"})
             return JSONResponse(self._answer(body), headers=behaviour.headers)
         finally:
             self.running -= 1
@@ -212,11 +218,18 @@ class FakeEngine:
                 if behaviour.hold is not None and number == behaviour.hold_after:
                     await behaviour.hold.wait()
                 yield f'data: {{"choices": [{{"index": 0, "text": "{self.name} {number}"}}]}}\n\n'.encode()
-            yield b"data: [DONE]\n\n"
+            if not behaviour.unended:
+                yield b"data: [DONE]\n\n"
             ended = True
         finally:
             if not ended:
                 await self._note_gone()
+
+    async def _half(self) -> AsyncIterator[bytes]:
+        yield b'{"choices": ['
+        await asyncio.sleep(0.01)
+        self.cut_all()
+        await asyncio.sleep(60)  # cancelled as the connection goes
 
     async def _hold(self, request: Request, hold: asyncio.Event) -> None:
         """Waits until told, or the client has gone."""

@@ -200,6 +200,73 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_tried_agai
     assert await router.counter("router_answers_broken_total") == 1
 
 
+async def test_a_stream_without_its_last_event_is_no_whole_answer(bed: Make) -> None:
+    router = await bed("e0")
+    router["e0"].default = Behaviour(unended=True)
+    answer = await router.complete(stream=True)
+    assert json.loads(answer.text.split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert await router.counter("router_answers_broken_total") == 1
+    assert await router.counter("router_attempts_failed_total", kind="lost") == 1
+
+
+async def test_an_engine_whose_streams_break_off_is_put_out(bed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_SHUNNED_S", 0.0)
+    router = await bed("e0", "e1", policy="round_robin")
+    router["e0"].default = Behaviour(pieces=5, cut_after=2)
+    for _ in range(20):
+        await router.complete(stream=True)
+    assert await router.up() == {"e1"}
+    assert len(router["e0"].requests) == 3
+
+
+async def test_an_answer_that_breaks_off_before_the_client_has_any_of_it_is_tried_again(bed: Make) -> None:
+    router = await bed("e0", "e1", policy="round_robin")
+    router["e0"].default = Behaviour(cut_inside=True)
+    answer = await router.complete()
+    assert (answer.status_code, answer.headers["x-kvstore-engine"]) == (200, "e1")
+    assert await router.counter("router_answers_broken_total") == 1
+    router["e1"].default = Behaviour(cut_inside=True)
+    answer = await router.complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert sum(len(engine.requests) for engine in router.engines.values()) == 4
+
+
+@pytest.mark.parametrize("status", [500, 502, 504])
+async def test_an_engine_that_fails_at_what_another_one_answers_is_put_out(
+    bed: Make, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is fast at failing, and so the least loaded."""
+    monkeypatch.setattr(exchange, "_SHUNNED_S", 0.0)
+    router = await bed("e0", "e1")
+    router["e0"].default = Behaviour(status=status)
+    for _ in range(20):
+        answer = await router.complete()
+        assert (answer.status_code, answer.headers["x-kvstore-engine"]) == (200, "e1")
+    assert await router.up() == {"e1"}
+    assert len(router["e0"].requests) == 3
+    assert await router.counter("router_attempts_failed_total", kind="erred") == 3
+
+
+async def test_a_request_at_which_every_engine_fails_is_the_reason_itself(bed: Make) -> None:
+    router = await bed("e0", "e1", "e2", retries=5)
+    told = {"error": {"message": "division by zero"}}
+    for engine in router.engines.values():
+        engine.default = Behaviour(status=500, body=told)
+    for _ in range(10):
+        answer = await router.complete()
+        assert (answer.status_code, answer.json()) == (500, told)
+    assert sum(len(engine.requests) for engine in router.engines.values()) == 20, "each is tried once more"
+    assert await router.up() == {"e0", "e1", "e2"}
+
+
+async def test_a_request_at_which_the_only_engine_fails_is_not_tried_again(bed: Make) -> None:
+    router = await bed("e0")
+    router["e0"].default = Behaviour(status=500)
+    assert (await router.complete()).status_code == 500
+    assert len(router["e0"].requests) == 1
+    assert await router.up() == {"e0"}
+
+
 async def test_an_engine_that_says_nothing_is_late_and_the_request_is_not_repeated(bed: Make) -> None:
     router = await bed("e0", "e1", first_byte_timeout_s=0.2)
     for engine in router.engines.values():

@@ -106,3 +106,17 @@ async def test_a_prefill_engine_slower_than_the_answer_is_let_finish(bed: Make) 
     assert (await router.complete()).status_code == 200
     release.set()
     assert router["p0"].gone == 0
+
+
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+async def test_the_only_prefill_engine_that_fails_at_everything_is_gone_without(bed: Make, flow: str) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",), flow=flow)
+    router["p0"].default = Behaviour(status=500)
+    for _ in range(10):
+        router["d0"].script.clear()
+        if flow == "concurrent" and await router.up() == {"p0", "d0"}:
+            router["d0"].script.append(Behaviour(hold=asyncio.Event()))  # as one that waits for a prompt
+        answer = await router.complete()
+        assert (answer.status_code, "x-kvstore-prefill" in answer.headers) == (200, False)
+    assert await router.up() == {"d0"}
+    assert len(router["p0"].requests) == 3
