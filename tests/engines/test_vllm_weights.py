@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vllm_bed import VllmDriver, VllmEngine, text, tiny
 
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.connector_kit import StoreAddress
+from kvstore.testing.tiny_models import Family, TinyModel, make_model
 
 MIB = 1 << 20
 PROMPTS = [text(seed, 400) for seed in range(2)]
@@ -61,6 +63,34 @@ def test_weights_that_were_made_up_are_nobody_elses(
     answers = engine.generate(PROMPTS, 12)
     engine.close()
     assert ([one.tokens for one in answers], loaded(answers)) == (right, [0, 0])
+
+
+@pytest.mark.parametrize("how", ["written", "renamed", "folders swapped"])
+def test_weights_that_were_replaced_once_they_were_read_are_nobody_elses(
+    how: str, driver: VllmDriver, store: StoreAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with the old weights looks at the new ones: its KV must not be taken for theirs."""
+    from replacing_connector import FOLDER, HOW, OTHERS
+
+    others = VllmDriver(make_model(tmp_path / "others", TinyModel(Family.LLAMA, hidden=128, head_dim=32, max_tokens=4096, seed=7)))
+    folder = shutil.copytree(driver.model, tmp_path / "model")
+    alone = others.open(None)
+    right = alone.tokens(PROMPTS)
+    alone.close()
+    replacing = VllmDriver(folder, connector="ReplacingConnector", module="replacing_connector")
+    for name, value in ((FOLDER, folder), (OTHERS, others.model), (HOW, how)):
+        monkeypatch.setenv(name, str(value))
+    torn = replacing.open(store)
+    assert torn.tokens(PROMPTS) != right, "it has the old ones"
+    assert torn.flush()
+    torn.close()
+    engine = VllmDriver(folder).open(store)
+    answers = engine.generate(PROMPTS, 12)
+    engine.forget()
+    again = engine.generate(PROMPTS, 12)
+    engine.close()
+    assert ([one.tokens for one in answers], loaded(answers)) == (right, [0, 0])
+    assert all(loaded(again)), "from the next start on they are shared"
 
 
 def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[tuple[int, ...]], list[int]]:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvclient.engines.stamps import engine_starts
 from kvclient.engines.vllm.scheduler_side import SchedulerSide
 from kvclient.engines.vllm.worker_side import WorkerSide
 from kvstore.testing.connector_kit import Generated, StoreAddress
@@ -91,6 +92,7 @@ class VllmDriver:
                 kv_load_failure_policy=self.policy,
                 kv_connector_extra_config=extra,
             )
+        engine_starts()  # tests make their models in the process that serves them
         return LLM(model=str(self.model), **{**given, **engine})
 
 

@@ -21,6 +21,7 @@ from kvclient.engines.sglang.model_facts import model_text
 from kvclient.engines.sglang.namespaces import page_spec
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import PageKeys, Prefix
+from kvclient.engines.stamps import engine_starts
 
 SHA = st.binary(min_size=32, max_size=32).map(bytes.hex)
 
@@ -209,7 +210,8 @@ def test_restorable_prefixes(kv_pages: int, pools: list[Any]) -> None:
 
 
 def server_of(folder: Path, **arguments: Any) -> Any:
-    """As SGLang describes a server of the model in a folder."""
+    """As SGLang describes a server of the model in a folder, which begins now."""
+    engine_starts()
     return SimpleNamespace(**{"model_path": str(folder), "load_format": "auto", "model_loader_extra_config": "{}", **arguments})
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvclient import BlockBuffer, CacheSpec, InvalidArgument, KeyChain, encode_extra
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.adapters import Adapters, AdapterWeights
+from kvclient.engines.stamps import engine_starts
 from kvclient.engines.vllm.engine_view import check_steps, model_digest, weights_text
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.keys import Masked, RequestKeys, is_hashable, request_extras
@@ -378,7 +379,8 @@ def test_contexts_of_other_lengths_are_other_models_where_positions_depend_on_it
 
 
 def engine_of(folder: Path, load_format: str = "auto", **fields: Any) -> Any:
-    """As vLLM describes an engine with the weights in a folder."""
+    """As vLLM describes an engine with the weights in a folder, which begins now."""
+    engine_starts()
     model = {"model": str(folder), "model_weights": "", "revision": None, "hf_config": SimpleNamespace()}
     load = {"load_format": load_format, "model_loader_extra_config": {}, "download_dir": None}
     for name, value in fields.items():

@@ -5,7 +5,8 @@ the file says where its tensors lie (safetensors), a sample of every tensor, the
 shows. Whoever changes a few numbers of a large tensor in place, and nothing else, says so by ``weights_epoch``.
 
 Files say something of an engine's weights only where the engine has read them: weights made up (``dummy``), or brought by a
-daemon, a server or a loader that nobody here knows, are nobody else's.
+daemon, a server or a loader that nobody here knows, are nobody else's; nor are those whose files were put there since the engine
+began to read, which may be others by now.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from kvclient.engines.stamps import put_there_since, reading_since_s
 
 _log = logging.getLogger(__name__)
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -83,15 +86,14 @@ class WeightsSource:
         Raises:
             OSError: a file cannot be read.
         """
+        why = f"load format {self.load_format}"
         if self.load_format.lower() in _FORMATS_OF_FILES and not self.elsewhere:
             found = self.revision or sampled_digest(self.folder)
-            if found:
+            newer = None if self.revision else replaced(self.folder)
+            if found and newer is None:
                 return f"{found}:{self.way}"
-        _log.warning(
-            "the weights of %s (load format %s) cannot be told apart: no KV is shared until weights_epoch names them",
-            self.model,
-            self.load_format,
-        )
+            why = f"{newer} was put there after this process began to read" if found else why
+        _log.warning("the weights of %s cannot be told apart (%s): no KV is shared until weights_epoch names them", self.model, why)
         return f"{nobody_elses()}:{self.way}"
 
     @property
@@ -106,6 +108,20 @@ class WeightsSource:
         except (ImportError, ValueError):  # a path is no name of a hub
             found = None
         return Path(found).parent if isinstance(found, str) else Path(os.devnull)
+
+
+def replaced(folder: Path) -> Path | None:
+    """Something in a folder of weights, or above it, that may be another than this process has read; None: nothing is.
+
+    Asked after the weights were looked at, so that nothing is missed that comes meanwhile.
+
+    Raises:
+        OSError: a file cannot be looked at.
+    """
+    if not folder.is_dir():
+        return put_there_since([folder] if folder.is_file() else [], reading_since_s())
+    read = sorted(path for path in folder.glob("*") if path.suffix in {*_SUFFIXES, ".json"})
+    return put_there_since([folder, *read], reading_since_s())
 
 
 def sampled_digest(folder: Path) -> str:

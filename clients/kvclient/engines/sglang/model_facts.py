@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvclient.engines.weights import WeightsSource, sampled_digest
+from kvclient.engines.weights import WeightsSource, replaced, sampled_digest
 
+_log = logging.getLogger(__name__)
 _ARGUMENTS = (
     "context_length",
     "custom_weight_loader",
@@ -104,4 +106,8 @@ def _of_adapter(path: str, nobody_elses: Callable[[], str]) -> str:
     config = Path(path) / "adapter_config.json"
     if not config.is_file() or not (weights := sampled_digest(Path(path))):
         return f"{path}:{nobody_elses()}"  # of a hub, say
-    return f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
+    told = f"{path}:{weights}:{hashlib.sha256(config.read_bytes()[:_MOST_CONFIG_BYTES]).hexdigest()}"
+    if (newer := replaced(Path(path))) is None:
+        return told
+    _log.warning("adapter %s: %s was put there after this process began to read: no KV is shared", path, newer)
+    return f"{path}:{nobody_elses()}"

@@ -1,0 +1,104 @@
+"""What decides what a path reads, put there before or after an engine began to read: on a real file system."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvclient.engines.stamps import engine_starts, put_there_since, reading_since_s
+from kvclient.engines.weights import WeightsSource, replaced
+
+MOVES: dict[str, Callable[[Path], object]] = {
+    "written": lambda top: (top / "real" / "v1" / "model.safetensors").write_bytes(b"other"),
+    "cut short": lambda top: os.truncate(top / "real" / "v1" / "model.safetensors", 3),
+    "renamed": lambda top: (top / "spare.safetensors").rename(top / "real" / "v1" / "model.safetensors"),
+    "removed": lambda top: (top / "real" / "v1" / "second.safetensors").unlink(),
+    "its configuration": lambda top: (top / "real" / "v1" / "config.json").write_text("{}"),
+    "the folder moved": lambda top: ((top / "real" / "v1").rename(top / "old"), (top / "v2").rename(top / "real" / "v1")),
+    "a folder above moved": lambda top: ((top / "real").rename(top / "old"), (top / "other").rename(top / "real")),
+    "a link of the folder": lambda top: ((top / "link").unlink(), (top / "link").symlink_to(top / "v2")),
+    "a link of a file": lambda top: (
+        (top / "real" / "v1" / "third.safetensors").unlink(),
+        (top / "real" / "v1" / "third.safetensors").symlink_to(top / "spare.safetensors"),
+    ),
+}
+
+
+@pytest.fixture
+def top(tmp_path: Path) -> Path:
+    """``link`` -> ``real/v1``, which holds weights, one of them as a link; and what could take its place."""
+    for folder in ("real/v1", "v2", "other/v1"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("model.safetensors", "second.safetensors"):
+            (tmp_path / folder / name).write_bytes(folder.encode())
+        (tmp_path / folder / "config.json").write_text("{ }")
+    (tmp_path / "spare.safetensors").write_bytes(b"spare")
+    (tmp_path / "blob").write_bytes(b"blob")
+    (tmp_path / "real" / "v1" / "third.safetensors").symlink_to("../../blob")
+    (tmp_path / "link").symlink_to("real/v1")
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_what_was_put_there_since_is_seen(top: Path, how: str) -> None:
+    engine_starts()
+    assert replaced(top / "link") is None
+    time.sleep(0.05)
+    MOVES[how](top)
+    assert replaced(top / "link") is not None
+    engine_starts()
+    assert replaced(top / "link") is None, "the next engine reads what is there"
+
+
+def test_what_comes_and_goes_beside_a_model_says_nothing(top: Path) -> None:
+    engine_starts()
+    (top / "real" / "another model").mkdir()
+    (top / "real" / "v3.tmp").write_bytes(b"x")
+    (top / "real" / "v3.tmp").unlink()
+    assert replaced(top / "link") is None
+    assert replaced(top / "spare.safetensors") is None, "a model of one file"
+
+
+def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
+    """To less than what a later file's stamp differs by."""
+    script = "import time; time.sleep(0.2); from kvclient.engines.stamps import reading_since_s; print(reading_since_s())"
+    before_s = time.time()
+    told_s = float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+    assert before_s - 0.05 < told_s < time.time() - 0.2
+    path = tmp_path / "now"
+    path.write_bytes(b"x")
+    assert put_there_since([path], told_s) == path
+    assert put_there_since([path], time.time() + 1) is None
+
+
+def test_a_system_that_does_not_tell_is_one_where_everything_may_be_new(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvclient.engines.stamps._STATUS", top / "none")
+    monkeypatch.setattr("kvclient.engines.stamps._said_s", 0.0)
+    assert reading_since_s() == 0.0
+    assert replaced(top / "link") is not None
+
+
+def test_links_that_go_round_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="links"):
+        put_there_since([tmp_path / "a"], time.time() + 1)
+
+
+def test_weights_put_there_since_are_nobody_elses(top: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drawn = iter("abc")
+    source = WeightsSource(str(top / "link"))
+    engine_starts()
+    named = source.digest(lambda: next(drawn))
+    assert named == source.digest(lambda: next(drawn)) != "a:"
+    MOVES["renamed"](top)
+    assert [source.digest(lambda: next(drawn)) for _ in range(2)] == ["a:", "b:"]
+    assert "v1 was put there" in caplog.text
+    assert "weights_epoch" in caplog.text
+    assert WeightsSource(str(top / "link"), revision="commit").digest(lambda: "x") == "commit:", "a hub's folders never change"
