@@ -168,7 +168,9 @@ def test_headers_that_never_come_are_not_waited_for(server: TcpServer, counters:
         assert ended(sock)
         assert ended(silent)
     assert serves(server)
-    assert counters.snapshot()["transport_stalled_peers_total"] >= 1
+    counts = counters.snapshot()
+    either = ("transport_stalled_peers_total", "transport_requests_cut_total")  # of two bounds of half a second whichever is met first
+    assert sum(counts.get(name, 0) for name in either) >= 1
 
 
 def test_connections_are_bounded(provider: MemoryProvider, counters: Counters) -> None:
