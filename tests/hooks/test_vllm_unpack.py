@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient import CacheSpec, InvalidArgument
+from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.namespaces import GroupFacts, group_spec
-from kvclient.engines.vllm.unpack import PageLayout
+from kvclient.engines.vllm.unpack import PageLayout, find_pages
+from kvstore.testing.cluster import LocalCluster
 
 FACTS = GroupFacts(
     model="m",
@@ -104,3 +106,32 @@ def test_what_cannot_be_read_is_refused() -> None:
     for memory in (torch.zeros(1, layout.block_bytes - 4, dtype=torch.uint8), torch.zeros(layout.block_bytes, dtype=torch.uint8)):
         with pytest.raises(InvalidArgument):
             layout.unpack(memory)
+
+
+def test_which_of_several_models_of_one_name_is_the_callers_to_say(tmp_path: Path) -> None:
+    """The last one would be anybody's: an older engine's weights, and so other tokens."""
+    options = HookOptions()
+    first, other = (group_spec(options, replace(FACTS, model_digest=digest)) for digest in ("one", "other"))
+    named = group_spec(options.with_epoch("7"), FACTS)
+    unreadable = group_spec(options, replace(FACTS, model_digest="x", isa="device", backend="FLASH_ATTN"))
+    with LocalCluster([], tmp_path) as cluster:
+        at = cluster.metadata_address
+
+        def register(spec: CacheSpec) -> None:
+            KVClient.connect(at, spec, node=None, options=ClientOptions(require_store=True)).close()
+
+        with pytest.raises(InvalidArgument, match="stored nothing"):
+            find_pages(at, model="m")
+        for spec in (first, unreadable):
+            register(spec)
+        assert find_pages(at, model="m") == first
+        register(other)
+        register(named)
+        with pytest.raises(InvalidArgument, match="namespace") as refused:
+            find_pages(at, model="m")
+        assert all(spec.namespace.hex() in str(refused.value) for spec in (first, other, named))
+        assert unreadable.namespace.hex() not in str(refused.value)
+        assert find_pages(at, model="m", weights_epoch="7") == named
+        assert find_pages(at, model="m", namespace=other.namespace.hex().upper()) == other
+        with pytest.raises(InvalidArgument, match="say which"):
+            find_pages(at, model="m", weights_epoch="")

@@ -40,6 +40,8 @@ from kvclient.engines.torch_blocks import KV
 _TILE = 16
 _FAMILY, _ENGINE_LINES = "vllm", ("0.32",)
 _LAYOUT_VERSION = 1
+_MOST_NAMED = 8
+"""Namespaces of one name that an error tells of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,34 +159,49 @@ def find_pages(
     *,
     model: str,
     weights_epoch: str | None = None,
+    namespace: str = "",
     tenant: str = "",
     tls: TlsConfig | None = None,
     options: ClientOptions | None = None,
 ) -> CacheSpec:
-    """The namespace of a model's pages that vLLM stored and that can be read here; where there are several, the last.
+    """The namespace of a model's pages that vLLM stored and that can be read here.
 
     Args:
         metadata: address of the metadata server.
         model: as vLLM calls it, or its connector was told.
-        weights_epoch: whose weights; None: whichever was registered last.
+        weights_epoch: whose weights; None: there is one only.
+        namespace: the beginning of its name, as the connector logs it in hex digits; empty: there is one only.
         tenant: whose KV.
         tls: as for ``KVClient.connect``.
         options: of them the token.
 
     Raises:
-        InvalidArgument: there is none; why those there are cannot be read.
+        InvalidArgument: there is none; why those there are cannot be read; or there are several, of other weights or
+            configurations of the same name, and which is wanted must be said.
         KVStoreError: the metadata server does not answer.
     """
     why: InvalidArgument | None = None
+    found: list[CacheSpec] = []
     for spec in reversed(list_namespaces(metadata, tls=tls, token=None if options is None else options.shown_token())):
         wanted = spec.model == model and spec.tenant == tenant and spec.layout.startswith(f"{_FAMILY}=")
-        if wanted and weights_epoch in {None, spec.weights_epoch}:
+        named = weights_epoch in {None, spec.weights_epoch} and spec.namespace.hex().startswith(namespace.lower())
+        if wanted and named:
             try:
                 PageLayout.of(spec)
             except InvalidArgument as error:
                 why = why or error
             else:
-                return spec
+                found.append(spec)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(f"{spec.namespace.hex()} (weights epoch {spec.weights_epoch!r})" for spec in found[:_MOST_NAMED])
+        raise InvalidArgument(
+            "vLLM stored KV of several models of this name: say which by namespace, or weights_epoch",
+            model=model,
+            there=len(found),
+            the_latest=names,
+        )
     raise why or InvalidArgument("vLLM stored nothing of this model here", model=model, tenant=tenant)
 
 
