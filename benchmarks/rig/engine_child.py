@@ -5,13 +5,15 @@ The parent starts one child a contestant and lets only one of them work at a tim
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -113,6 +115,10 @@ class _Engine:
         self._engine = self._llm.llm_engine
         self._numbers = iter(range(1 << 62))
         self._taken_out: tuple[Any, Any] = (None, None)
+        self._in_connector_s = 0.0
+        self._inside = False
+        if transfer is not None:
+            self._watch_connector()
 
     def prompt(self, tokens: Sequence[int], max_tokens: int = 1) -> dict[str, Any]:
         """One request alone: seconds until its last token."""
@@ -125,7 +131,7 @@ class _Engine:
         return {"seconds": taken, "cached": answer.num_cached_tokens, "tokens": list(answer.outputs[0].token_ids)}
 
     def decode(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-        """Several requests at once: mean seconds of the steps in which all of them decode."""
+        """Several requests at once: mean seconds of the steps in which all decode, and of the connector's calls in them."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -141,11 +147,12 @@ class _Engine:
             else:
                 started = max(started, len(outputs))
                 if started == len(prompts):
+                    self._in_connector_s = 0.0
                     began = time.perf_counter()
-        seconds = (time.perf_counter() - began) / (steps + 1)
+        seconds, inside = ((taken / (steps + 1)) for taken in (time.perf_counter() - began, self._in_connector_s))
         while self._engine.has_unfinished_requests():
             self._engine.step()
-        return {"seconds": seconds, "steps": steps + 1}
+        return {"seconds": seconds, "inside": inside, "steps": steps + 1}
 
     def connector(self, *, on: bool) -> dict[str, Any]:
         """Takes the engine's connector out, or puts it back: out, vLLM steps as one that was started without."""
@@ -157,6 +164,29 @@ class _Engine:
             self._taken_out = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
         scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self._taken_out if on else (None, None)
         return {}
+
+    def _watch_connector(self) -> None:
+        """Adds up the time that vLLM's thread spends in the connector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for connector in (self._engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()):
+            for name, _ in inspect.getmembers(type(connector), inspect.isfunction):
+                if not name.startswith("_"):
+                    setattr(connector, name, self._timed(getattr(connector, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def timed(*given: Any, **named: Any) -> Any:  # noqa: ANN401  # whatever vLLM calls
+            if self._inside:  # of another of its calls, which has the time already
+                return call(*given, **named)
+            self._inside, began = True, time.perf_counter()
+            try:
+                return call(*given, **named)
+            finally:
+                self._inside = False
+                self._in_connector_s += time.perf_counter() - began
+
+        return timed
 
     def forget(self) -> dict[str, Any]:
         """Lets all stores end, and empties the engine's own cache."""

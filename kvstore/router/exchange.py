@@ -3,9 +3,9 @@
 An attempt may be repeated as long as the client has seen nothing of an answer, for nothing else of it is visible to anybody: KV
 that it left behind is the same as the next one makes. The head of an answer is held back until the first piece of its body is
 here, so that an engine which dies in the middle of the prompt is no reason to fail; an answer that is not streamed, until it is
-complete. Attempts are bounded; one that was lost after it had been sent, or at which the engine failed, is repeated once only, for
-the request itself may be the reason; one that took too long never is. An engine that says it failed is held to be the reason once
-another one has answered the same request.
+complete. Attempts are bounded; one that was lost after it had been sent, or at which the engine failed, is repeated once only,
+for the request itself may be the reason; one that took too long never is. An engine that says it failed is held to be the reason
+once another one has answered the same request.
 """
 
 from __future__ import annotations

@@ -72,7 +72,9 @@ def test_weights_that_were_replaced_once_they_were_read_are_nobody_elses(
     """An engine with the old weights looks at the new ones: its KV must not be taken for theirs."""
     from replacing_connector import FOLDER, HOW, OTHERS
 
-    others = VllmDriver(make_model(tmp_path / "others", TinyModel(Family.LLAMA, hidden=128, head_dim=32, max_tokens=4096, seed=7)))
+    others = VllmDriver(
+        make_model(tmp_path / "others", TinyModel(Family.LLAMA, hidden=128, head_dim=32, max_tokens=4096, seed=7))
+    )
     folder = shutil.copytree(driver.model, tmp_path / "model")
     alone = others.open(None)
     right = alone.tokens(PROMPTS)

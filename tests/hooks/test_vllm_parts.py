@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvclient import BlockBuffer, CacheSpec, InvalidArgument, KeyChain, encode_extra
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.adapters import Adapters, AdapterWeights
 from kvclient.engines.stamps import engine_starts
+from kvclient.engines.vllm.adapters import Adapters, AdapterWeights
 from kvclient.engines.vllm.engine_view import check_steps, model_digest, weights_text
 from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.keys import Masked, RequestKeys, is_hashable, request_extras

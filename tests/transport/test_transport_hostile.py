@@ -169,7 +169,10 @@ def test_headers_that_never_come_are_not_waited_for(server: TcpServer, counters:
         assert ended(silent)
     assert serves(server)
     counts = counters.snapshot()
-    either = ("transport_stalled_peers_total", "transport_requests_cut_total")  # of two bounds of half a second whichever is met first
+    either = (
+        "transport_stalled_peers_total",
+        "transport_requests_cut_total",
+    )  # of two bounds of half a second whichever is met first
     assert sum(counts.get(name, 0) for name in either) >= 1
 
 

@@ -1,8 +1,8 @@
 """Whether files were put where they are while this process was running: what it has read may then have been others.
 
 An engine reads its weights first, and what names them is looked at later. Between the two somebody may put others there, by
-writing, by renaming (files, or a folder above them), or by pointing a link elsewhere. Each of these sets a time of change (ctime),
-which no program chooses: none of them newer than the process means that it has read what is there now.
+writing, by renaming (files, or a folder above them), or by pointing a link elsewhere. Each of these sets a time of change
+(ctime), which no program chooses: none of them newer than the process means that it has read what is there now.
 
 An engine that runs inside of the process which has just written its model says when it begins: ``engine_starts``.
 """
@@ -33,7 +33,7 @@ def engine_starts() -> None:
     For whoever makes model and engine in one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). Without it no KV of such an engine
     is shared, for what was written after the process began might be newer than what the engine has read.
     """
-    global _said_s  # noqa: PLW0603  # of the process, as is what it has read
+    global _said_s  # of the process, as is what it has read
     time.sleep(_TICK_S)  # what was written just now is older than this, beyond doubt
     _said_s = time.time()
 

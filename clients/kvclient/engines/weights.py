@@ -93,7 +93,9 @@ class WeightsSource:
             if found and newer is None:
                 return f"{found}:{self.way}"
             why = f"{newer} was put there after this process began to read" if found else why
-        _log.warning("the weights of %s cannot be told apart (%s): no KV is shared until weights_epoch names them", self.model, why)
+        _log.warning(
+            "the weights of %s cannot be told apart (%s): no KV is shared until weights_epoch names them", self.model, why
+        )
         return f"{nobody_elses()}:{self.way}"
 
     @property

@@ -15,6 +15,7 @@ import pytest
 import torch
 from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise, until
 
+from kvclient.engines.stamps import engine_starts
 from kvstore.testing.sglang_bed import host_pool
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -246,6 +247,7 @@ def test_weights_under_the_same_name_are_not_the_same(
     def opened(load_format: str = "auto", quantization: str | None = None) -> Any:
         server = SimpleNamespace(model_path=str(tmp_path), load_format=load_format, quantization=quantization)
         monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", server)
+        engine_starts()
         return open_backend(pool_of(), weights_epoch="")
 
     def held(backend: Any) -> int:
@@ -260,6 +262,10 @@ def test_weights_under_the_same_name_are_not_the_same(
     assert held(opened()) == 2
     assert [held(opened("dummy")), held(opened(quantization="fp8"))] == [0, 0]
     (tmp_path / "model.safetensors").write_bytes(b"trained")
+    late = open_backend(pool_of(), weights_epoch="")  # by a server that has read the ones before
+    randomise(late.mem_pool_host, 2)
+    assert late.batch_set_v1(names, positions([0, 1]), prefixed([])) == [True, True]
+    until(lambda: held(late) == 2, "the pages can be looked up")
     assert held(opened()) == 0
 
 
