@@ -78,6 +78,20 @@ def test_flat(open_backend: OpenBackend, layout: str) -> None:
     assert backend.set(names[2], want[2])
 
 
+@pytest.mark.parametrize("in_place", [1, 0])
+def test_every_page_that_is_said_to_have_come_is_there(open_backend: OpenBackend, in_place: int) -> None:
+    """Also behind one that has not: SGLang asks for no more of them, but somebody else may."""
+    pool, names = pool_of(), hashes("a", 4)
+    backend = open_backend(pool, interface_v1=in_place, chained=False)
+    randomise(pool, 6)
+    want = contents(pool, [0, 3])
+    for page in (0, 3):
+        assert backend.batch_set_v1([names[page]], positions([page]), prefixed([])) == [True]
+    came = backend.batch_get_v1(names, positions(range(10, 14)), prefixed([]))
+    assert came == [True, False, False, True]
+    assert torch.equal(contents(pool, [10, 13]), want)
+
+
 def test_a_batch_in_the_middle_of_a_chain(open_backend: OpenBackend) -> None:
     """Told what comes before, pages are found behind it; what begins in the middle is found by nobody who lacks the beginning."""
     pool, names = pool_of(), hashes("a", 6)

@@ -17,7 +17,7 @@ from kvclient import BlockBuffer, BlockShape, DenseBlocks, InvalidArgument
 from kvclient.buffers import as_block_buffer
 
 Deliver = Callable[[Sequence[bool]], None]
-"""Tells which of the leading pages of a buffer are good, so that they are put where they belong."""
+"""Tells which pages of a buffer are good, so that they are put where they belong."""
 
 
 class PagePieces:
@@ -122,9 +122,8 @@ class HostPages:
 
         def deliver(good: Sequence[bool]) -> None:
             for index, page, arrived in zip(self._heads(indices), pages, good, strict=True):
-                if not arrived:
-                    return
-                self._pool.set_from_flat_data_page(index, page)
+                if arrived:
+                    self._pool.set_from_flat_data_page(index, page)
 
         return as_block_buffer(pages, self.shape, count), deliver
 
