@@ -181,7 +181,8 @@ class NodeSection(Section):
         description="needed for nixl: whoever reaches this node's ports may read and write its memory and end it",
     )
     nixl_way: Literal["auto", "pull", "push"] = Field(
-        default="auto", description="who moves the bytes of its reads: auto (push where there is only TCP), pull or push"
+        default="auto",
+        description="who moves the bytes of its reads: auto or pull (push where there is only TCP), or push",
     )
     nixl_service_level: int | None = Field(
         default=None, ge=0, le=15, description="InfiniBand service level of NIXL's traffic (UCX_IB_SL); unset: UCX's own"

@@ -408,6 +408,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "transport_nixl_fallbacks_total": ("counter", "times that a peer was sent back to TCP because NIXL failed"),
     "transport_nixl_fences_total": ("counter", "NIXL agents ended, as bytes of a transfer that was given up could still come"),
     "transport_nixl_outside_total": ("counter", "one-sided transfers refused: outside what the other side had registered"),
+    "transport_nixl_pulls_denied_total": ("counter", "readers that wished to pull over TCP, and are pushed to"),
     "transport_nixl_refused_total": ("counter", "connections that asked for one-sided transfers and did not get them"),
     "transport_nixl_unavailable_total": ("counter", "processes that were to use NIXL and cannot"),
     "transport_nixl_unfit_reads_total": ("counter", "pieces of reads that went over TCP, as their memory fits nothing else"),

@@ -190,7 +190,7 @@ print(Wire(*sys.argv[1:3]).ask(encode_attach(1, AttachFrame(host_id(), "push", F
 
 
 def test_what_others_write_into_an_arena_is_no_hit_of_the_engines_on_its_host(make_store: MakeStore) -> None:
-    store = make_store(NodeSpec("a", settings=TCP))
+    store = make_store(NodeSpec("a", settings=CMA))
     engine = store.engine("a", layer_bytes=64 << 10)
     assert engine.store("c", 3, wait_visible=True).held_blocks == 3
     ready, keys = store.cluster.node("a").ready, engine.keys("c", 3)
@@ -205,7 +205,7 @@ def test_what_others_write_into_an_arena_is_no_hit_of_the_engines_on_its_host(ma
 
 def test_an_agent_that_serves_is_not_pushed_to_by_another_node(make_store: MakeStore) -> None:
     """Else who may read from both could have one write into the other's arena."""
-    store = make_store(*(NodeSpec(node, settings=TCP) for node in "ab"))
+    store = make_store(*(NodeSpec(node, settings=CMA) for node in "ab"))
     addresses = [store.cluster.node(node).ready[name] for node in "ab" for name in ("address", "data_address")]
     command = [sys.executable, "-c", DEPUTY, *addresses]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

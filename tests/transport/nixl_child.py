@@ -1,13 +1,15 @@
 """A process that serves or reads test blocks by NIXL, and comes to harm in the middle of it: child of ``nixl_fault_cases``.
 
 Arguments: ``serve`` or ``read ADDRESS``, the options of the agent as JSON, and the signal that it sends itself once bytes are on
-their way. Prints its address, and later what became of it.
+their way; ``later`` after that: not before it was told, one that serves by SIGUSR1, one that reads by a line, after a first read.
+Prints its address, and later what became of it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 from kvstore.core.types import BlockShape
@@ -18,8 +20,8 @@ from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.nixl.port import NixlOptions, NixlPort, Transfer
 from kvstore.transport.tcp_server import TcpServer
 
-SHAPE = BlockShape(1, 4 << 20)
-COUNT = 16
+SHAPE = BlockShape(1, 16 << 10)
+COUNT = 4096
 
 
 class HarmedPort(NixlPort):
@@ -28,9 +30,9 @@ class HarmedPort(NixlPort):
     harm = 0
 
     def _suffer(self) -> None:
-        signal, HarmedPort.harm = HarmedPort.harm, 0
-        if signal:
-            os.kill(os.getpid(), signal)
+        harm, HarmedPort.harm = HarmedPort.harm, 0
+        if harm:
+            os.kill(os.getpid(), harm)
 
     def done(self, transfer: Transfer) -> bool:
         self._suffer()
@@ -43,21 +45,34 @@ class HarmedPort(NixlPort):
 
 def main() -> None:
     """See above."""
-    role, *where, options, signal = sys.argv[1:]
+    role, *where, options, harm, when = sys.argv[1:] if sys.argv[-1] == "later" else [*sys.argv[1:], ""]
     counters = Counters()
     port = HarmedPort(NixlOptions(**json.loads(options)), name="child", counters=counters)
     port.open()
-    HarmedPort.harm = int(signal)
+
+    def arm(*_: object) -> None:
+        HarmedPort.harm = int(harm)
+        print("armed", flush=True)
+
     if role == "read":
         peer = NixlPeer(where[0], port, counters=counters)
+        if when:
+            peer.read(ask(range(COUNT), 1), dense(COUNT, SHAPE))
+            print("read", counters.get("transport_nixl_bytes_received_total"), flush=True)
+            sys.stdin.readline()
+        arm()
         peer.read(ask(range(COUNT), 1), dense(COUNT, SHAPE))
         return
+    if when:
+        signal.signal(signal.SIGUSR1, arm)
     provider = MemoryProvider()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(COUNT))
     server = TcpServer(provider, nixl=port, counters=counters)
     server.start()
     print(server.address, flush=True)
+    if not when:
+        HarmedPort.harm = int(harm)
     sys.stdin.readline()
     provider.settle()  # whatever was under way has ended
     print("settled", counters.get("transport_nixl_bytes_sent_total"), flush=True)

@@ -1,4 +1,4 @@
-"""The transport suite with payload moved by NIXL: over UCX's TCP (the server pushes, or the reader pulls) and over CMA.
+"""The transport suite with payload moved by NIXL: over UCX's TCP, where the server pushes, and over CMA, where the reader pulls.
 
 Run by ``test_nixl.py``, in a process of its own.
 """
@@ -54,12 +54,8 @@ class _Nixl(TransportSuite):
         return NixlPeer(served.address, self.reading, ticket=ticket, counters=self.counters)
 
 
-class TestUcxTcpPushed(_Nixl):
+class TestUcxTcp(_Nixl):
     options = NixlOptions(transports="tcp", bounce_bytes=256 << 20)
-
-
-class TestUcxTcpPulled(_Nixl):
-    options = NixlOptions(transports="tcp", wish="pull")
 
 
 class TestCma(_Nixl):

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.core.errors import Unsupported
+from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockShape, Outcome
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
@@ -27,17 +27,19 @@ from kvstore.testing.transport_suite import NAMESPACE, SENTINEL, ask, content, d
 from kvstore.transport import frames
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.nixl import port as nixl_port
-from kvstore.transport.nixl.frames import AttachFrame, FetchFrame, encode_attach, encode_fetch
+from kvstore.transport.nixl.frames import AttachFrame, FetchFrame, Way, encode_attach, encode_fetch
 from kvstore.transport.nixl.landing import Landing
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlOptions, NixlPort, Region, host_id
+from kvstore.transport.nixl.port import NixlOptions, NixlPort, Region, has_rdma, host_id
+from kvstore.transport.nixl.serving import choose_way
 from kvstore.transport.tcp_server import TcpServer
 
-SHAPE = BlockShape(1, 4 << 20)
-COUNT = 16
+SHAPE = BlockShape(1, 16 << 10)
+COUNT = 4096
 OVER = [
-    pytest.param({"transports": "tcp", "wish": "push"}, id="ucx-tcp-push"),
-    pytest.param({"transports": "tcp", "wish": "pull"}, id="ucx-tcp-pull"),
+    pytest.param({"transports": "tcp"}, id="ucx-tcp-push"),
+    pytest.param({"wish": "pull"}, id="ucx-cma-pull"),
+    pytest.param({"wish": "push"}, id="ucx-cma-push"),
 ]
 
 
@@ -58,6 +60,12 @@ def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def heard(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
 
 
 @contextmanager
@@ -103,9 +111,7 @@ def test_no_byte_comes_after_a_read_was_given_up(options: dict[str, str]) -> Non
         assert counters.get("transport_nixl_fences_total") == 1
         buffer.array[:] = SENTINEL  # the memory is the caller's again
         os.kill(server.pid, signal.SIGCONT)
-        assert server.stdin is not None
-        server.stdin.write("end\n")
-        server.stdin.flush()
+        tell(server, "end")
         assert heard(server).startswith("settled"), "nothing of the server's stays lent"
         assert (buffer.array == SENTINEL).all(), "bytes came that nobody waited for"
         assert server.wait(20) == 0
@@ -131,6 +137,55 @@ def test_a_reader_killed_in_the_middle_holds_no_pin(options: dict[str, str]) -> 
     finally:
         server.stop()
         port.close()
+
+
+def test_a_reader_that_dies_before_it_was_answered_ends_nobody() -> None:
+    """It wishes to pull where there is only TCP: were it let, its requests would lie in the server's socket when it dies."""
+    halt = str(int(signal.SIGSTOP))
+    with (
+        child("serve", json.dumps({"transports": "tcp"}), halt, "later") as server,
+        child("read", address := heard(server), json.dumps({"wish": "pull"}), halt, "later") as victim,
+    ):
+        assert heard(victim) == f"read {COUNT * SHAPE.block_bytes}", "they know each other, and all came by NIXL"
+        os.kill(server.pid, signal.SIGUSR1)
+        assert heard(server) == "armed"
+        tell(victim, "again")
+        for process in (victim, server):  # each in the middle of it
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        victim.kill()
+        assert victim.wait(10) == -signal.SIGKILL
+        os.kill(server.pid, signal.SIGCONT)
+        with reader(address, {}) as (peer, _):
+            buffer = dense(COUNT, SHAPE)
+            assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
+            assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
+        tell(server, "end")
+        assert heard(server).startswith("settled"), "nothing of the server's stays lent"
+        assert server.wait(20) == 0
+
+
+def test_who_wishes_to_pull_over_tcp_is_pushed_to() -> None:
+    with pytest.raises(InvalidArgument, match="nothing is pulled over UCX's TCP"):
+        NixlOptions(transports="tcp,cuda_copy", wish="pull")
+    asked = AttachFrame(host_id(), "pull", rdma=True, agent=b"agent")
+    assert choose_way(asked, only_tcp=False) is Way.PULL
+    assert choose_way(asked, only_tcp=True) is Way.PUSH
+    for host in (b"another machine.", bytes(16)):
+        assert choose_way(AttachFrame(host, "pull", rdma=has_rdma(), agent=b"agent"), only_tcp=True) is Way.PUSH
+        assert choose_way(AttachFrame(host, "pull", rdma=False, agent=b"agent"), only_tcp=False) is Way.PUSH
+
+
+def test_what_could_only_be_pulled_over_ucx_tcp_is_read_over_the_connection() -> None:
+    """Both are on one host, but the kernel or their containers keep them from each other's memory: here the server lacks CMA."""
+    with (
+        child("serve", json.dumps({"transports": "tcp,self,sysv"}), "0") as server,
+        reader(heard(server), {"wish": "pull"}) as (peer, counters),
+    ):
+        buffer = dense(COUNT, SHAPE)
+        assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
+        assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
+        assert counters.get("transport_nixl_fallbacks_total") >= 1
+        assert counters.get("transport_nixl_bytes_received_total") == 0
 
 
 def test_a_fence_ends_the_agent_and_the_next_read_makes_another() -> None:

@@ -21,8 +21,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("cases", "which"),
     [
-        ("nixl_conformance_cases.py", "TestUcxTcpPushed"),
-        ("nixl_conformance_cases.py", "TestUcxTcpPulled"),
+        ("nixl_conformance_cases.py", "TestUcxTcp"),
         ("nixl_conformance_cases.py", "TestCma"),
         ("nixl_fault_cases.py", "test"),
     ],

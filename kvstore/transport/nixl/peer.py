@@ -365,7 +365,8 @@ class NixlPeer(TcpPeer):
         except Unsupported as error:
             raise OneSidedFailed("NIXL does not work here", error=error) from error
         request_id = connection.next_id()
-        asked = AttachFrame(host_id(), self._port.options.wish, has_rdma(), metadata)
+        options = self._port.options
+        asked = AttachFrame(host_id(), "push" if options.only_tcp else options.wish, has_rdma(), metadata)
         connection.wire.send((encode_attach(request_id, asked),), deadline_s)
         _, header = connection.answer(request_id, FrameKind.ATTACHED, deadline_s)
         way, server = decode_attached(header)

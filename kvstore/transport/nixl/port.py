@@ -45,6 +45,15 @@ NEEDS_TRUST = (
     "NIXL opens ports that check nobody: whoever reaches this process's ports may read and write its memory and end it, past"
     " tickets and tenants. Where all who reach them are trusted with that, say so"
 )
+NOT_EMULATED = "PROTO_EMULATION_ENABLE=n"
+"""UCX's setting that leaves only what needs no answer of the other side's: writes over TCP, and all over RDMA and CMA.
+
+Reads over TCP are emulated: the side that is read sends the bytes in a message, and where the reader has gone meanwhile, UCX ends
+the process that was read ("Fatal: unexpected error: Endpoint timeout"). With this the reader's transfer fails instead. Told to
+each agent by itself, as an engine may have UCX for other ends; UCX knows it since 1.21, which every ``nixl-cu12`` of 1.5 brings.
+"""
+_TCP_ALONE = frozenset(("tcp", "self", "cuda", "cuda_copy"))
+"""UCX's transports none of which reads the memory of another process: with a GPU, TCP has to be named beside these."""
 LOOPBACK = "lo"
 """The network device of what stays on this host."""
 INFINIBAND = Path("/sys/class/infiniband")
@@ -62,14 +71,15 @@ class NixlOptions:
     """How NIXL is used.
 
     Attributes:
-        wish: as a reader: ``pull`` reads the server's memory, ``push`` has it write, ``auto``: push where there is only TCP.
+        wish: as a reader: ``pull`` reads the server's memory, ``push`` has it write, ``auto``: push where there is only TCP. The
+            server decides, and has nothing pulled over TCP.
         service_level: of InfiniBand traffic (UCX_IB_SL), 0 to 15: the class that switches keep apart; None: UCX's own.
         devices: network devices (UCX_NET_DEVICES), e.g. ``mlx5_0:1``; empty: as UCX finds.
         transports: UCX's transports (UCX_TLS), e.g. ``rc`` or ``tcp``; empty: as UCX finds.
         bounce_bytes: registered memory for readers and servers whose own is not registered.
 
     Raises:
-        InvalidArgument: no such service level, or no room for a bounce.
+        InvalidArgument: no such service level, no room for a bounce, or a wish to pull over TCP alone.
     """
 
     wish: Wish = "auto"
@@ -83,6 +93,13 @@ class NixlOptions:
             raise InvalidArgument("InfiniBand has service levels 0 to 15", service_level=self.service_level)
         if self.bounce_bytes < SLABS * mmap.PAGESIZE:
             raise InvalidArgument("too little bounce memory", bounce_bytes=self.bounce_bytes)
+        if self.wish == "pull" and self.only_tcp:
+            raise InvalidArgument("nothing is pulled over UCX's TCP: wish push or auto, or leave it other transports")
+
+    @property
+    def only_tcp(self) -> bool:
+        """Whether it is confined to UCX's TCP, as far as memory of hosts goes."""
+        return bool(self.transports) and _TCP_ALONE.issuperset(self.transports.split(","))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +268,13 @@ class NixlPort:
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        single = options.transports and "," not in options.transports
+        told = [NOT_EMULATED]
+        if options.transports and "," not in options.transports:
+            told.append(f"TLS={options.transports}")
         try:
             self._agent_name = f"{self._name}-{uuid.uuid4().hex}"
             agent = api.nixl_agent(self._agent_name, config)
-            agent.create_backend("UCX", {"engine_config": f"TLS={options.transports}"} if single else {})
+            agent.create_backend("UCX", {"engine_config": ",".join(told)})
             slabs = self._bounce_region()
             for region in (*self._regions, slabs):
                 agent.register_memory([(region.address, region.size, 0, "")], "DRAM")

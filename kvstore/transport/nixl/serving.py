@@ -8,6 +8,7 @@ its way meanwhile. Blocks outside the registered memory go by way of a bounce sl
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import deque
@@ -20,6 +21,7 @@ import numpy as np
 from kvstore.core.errors import DeadlineExceeded, Unsupported
 from kvstore.core.types import Outcome
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.transport import frames
 from kvstore.transport.contract import ReadPart
 from kvstore.transport.frames import DataFrame, FrameKind
@@ -29,12 +31,15 @@ from kvstore.transport.nixl.landing import Landing, move_rows, paired_rows, row_
 from kvstore.transport.nixl.port import WAIT_S, NixlPort, OneSidedFailed, Slab, Transfer, has_rdma, host_id
 from kvstore.transport.wire import PeerGone, PeerStalled, PlainWire
 
+log = logging.getLogger(__name__)
+limited = LimitedLog(log)
+
 CHUNK_BYTES = 8 << 20
 """Bytes in one PLACED: the reader checks them while the next are on their way."""
 AHEAD = 2
 """Chunks that are written, or lie in bounce memory, at once."""
 _HELP_INTERVAL_S = 1e-3
-"""Most readers that pull need no help of this side but to connect; over TCP they do, and a socket holds a millisecond's bytes."""
+"""Between two looks while a reader pulls: it needs this side's help to connect, and for nothing else."""
 SERVES = re.compile(r".*-serves-[0-9a-f]{32}")
 """Names of the agents that serve."""
 _NONE = np.empty(0, np.uint64)
@@ -60,17 +65,14 @@ class _UnderWay:
     transfer: Transfer | None
 
 
-def choose_way(asked: AttachFrame, transports: str) -> Way:
-    """Who moves the bytes: a reader that leaves it open pulls over RDMA and within a host, and is pushed to over TCP.
+def choose_way(asked: AttachFrame, *, only_tcp: bool) -> Way:
+    """Who moves the bytes: a reader may pull over RDMA and within a host, and is pushed to over TCP, whatever it wishes.
 
-    To pull over UCX's TCP has to be asked for: a reader that gave up such a read has been seen to end the serving process
-    ("Fatal: unexpected error: Endpoint timeout", within UCX).
+    What is pulled over UCX's TCP is sent by this side, and UCX ends the process whose reader left meanwhile (``NOT_EMULATED``).
     """
-    if asked.wish != "auto":
-        return Way[asked.wish.upper()]
-    if transports == "tcp":
-        return Way.PUSH
-    return Way.PULL if asked.host == host_id() or (asked.rdma and has_rdma()) else Way.PUSH
+    near = asked.host == host_id() and any(asked.host)
+    reaches = not only_tcp and (near or (asked.rdma and has_rdma()))
+    return Way.PULL if reaches and asked.wish != "push" else Way.PUSH
 
 
 class OneSidedServing:
@@ -98,7 +100,10 @@ class OneSidedServing:
                 would have this side write into another node's arena.
         """
         self.close()
-        self._way = choose_way(asked, self._port.options.transports)
+        self._way = choose_way(asked, only_tcp=self._port.options.only_tcp)
+        if asked.wish == "pull" and self._way is Way.PUSH:
+            self._counters.add("transport_nixl_pulls_denied_total")
+            limited.warning("a reader that wishes to pull is pushed to: there is only TCP between it and this side")
         self._epoch, metadata = self._port.metadata()
         if self._way is Way.PUSH:
             reader = self._port.meet(self._epoch, asked.agent)
