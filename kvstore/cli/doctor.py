@@ -57,11 +57,8 @@ def doctor(config: Config, *, as_json: bool) -> None:
     for node in nodes:
         found += node_findings(node, gds_required=wanted.gds == "required")
     if not nodes:
-        found.append(
-            Finding(
-                "node", Level.INFO, f"none runs on this host that {config.client.metadata} knows of", "kvstore doctor --node ADDR"
-            )
-        )
+        what = f"none runs on this host that {config.client.metadata} knows of"
+        found.append(Finding("node", Level.INFO, what, "kvstore node   # starts one; others are looked at with --node HOST:PORT"))
     if as_json:
         sections = {name: {"error": section.error, **section.said} for name, section in facts.sections.items()}
         said: dict[str, Any] = {"ok": healthy(found), "findings": [asdict(finding) for finding in found], "facts": sections}

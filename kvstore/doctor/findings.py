@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+from kvstore.transport.nixl.port import LOOPBACK
 
 NOFILE_LEAST = 8192
 TCP_BUFFER_LEAST = 4 << 20
 """What one stream needs in flight on a link of 25 Gbit/s with a millisecond of delay, about."""
 SHM = "/dev/shm"  # noqa: S108  # named, not used
 SHM_LEAST = 256 << 20
+SOME_VOLUME = "--set node.nvme=/mnt/nvme0/kvstore:1TiB   # a folder on a local NVMe disk, and how much of it"
 
 
 class Level(StrEnum):
@@ -35,7 +38,7 @@ class Finding:
     level: Level
     what: str
     mend: str | None = None
-    """The command that mends it, or what to do where there is none."""
+    """A line for a shell that mends it or looks closer, or ``--set …``, the setting to change; what else to know follows a #."""
 
 
 def findings(facts: Facts, wanted: Wanted) -> list[Finding]:
@@ -92,7 +95,7 @@ def _gpu(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
     elif not gpu.flag("library"):
         yield Finding(
             "GPU", Level.WARNING, f"{cards} NVIDIA cards, but libcuda.so.1 cannot be loaded",
-            "sudo apt install nvidia-driver-cuda   # or, in a container: docker run --gpus all …",
+            "sudo apt install nvidia-driver-cuda   # or, in a container: docker run --gpus all",
         )  # fmt: skip
     else:
         yield Finding(
@@ -107,7 +110,7 @@ def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         return
     if not wanted.volumes:
         level = Level.MISSING if required else Level.INFO
-        yield Finding(area, level, "no NVMe volume is configured", "kvstore node --nvme PATH:SIZE" if required else None)
+        yield Finding(area, level, "no NVMe volume is configured", SOME_VOLUME if required else None)
         return
     for volume, gds in zip(wanted.volumes, facts.all("gds"), strict=False):
         if gds.error:
@@ -128,15 +131,14 @@ def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
 
 def _storage(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if not wanted.volumes:
-        yield Finding(
-            "storage", Level.INFO, "no NVMe volume is configured: blocks live in DRAM alone", "kvstore node --nvme PATH:SIZE"
-        )
+        yield Finding("storage", Level.INFO, "no NVMe volume is configured: blocks live in DRAM alone", SOME_VOLUME)
     for volume, folder in zip(wanted.volumes, facts.all("volume"), strict=False):
         yield from _volume(volume, folder)
 
 
 def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
-    area, path = "storage", str(volume.path)
+    area, path, quoted = "storage", str(volume.path), shlex.quote(str(volume.path))
+    nearest = folder.text("nearest") or path
     if folder.error:
         yield _unknown(area, folder, path)
         return
@@ -148,11 +150,12 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
     if folder.flag("writable") is False:
         level = Level.WARNING if slab is not None else Level.MISSING
         what = "it serves what it holds, and stores nothing" if slab is not None else "no volume can be made there"
-        yield Finding(area, level, f"{folder.text('nearest') or path} cannot be written to: {what}", f"sudo chown $USER {path}")
+        make = "" if folder.flag("exists") else f"sudo mkdir -p {quoted} && "
+        yield Finding(area, level, f"{nearest} cannot be written to: {what}", f'{make}sudo chown "$USER" {quoted}')
     elif short > 0:
         yield Finding(
             area, Level.MISSING, f"{path}: {show_size(short)} too little for {show_size(volume.capacity_bytes)}",
-            f"df -h {folder.text('nearest') or path}   # make room, or configure less",
+            f"df -h {shlex.quote(nearest)}   # make room, or give it less in node.nvme",
         )  # fmt: skip
     refused = folder.text("direct")
     if refused is None:
@@ -161,7 +164,7 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
         level = Level.WARNING if volume.direct else Level.INFO
         yield Finding(
             area, level, f"{path}: O_DIRECT is refused ({refused}): half the speed, twice the CPU",
-            "move the volume to ext4 or XFS on a local NVMe disk" if volume.direct else None,
+            f"df -T {shlex.quote(nearest)}   # a volume belongs on ext4 or XFS on a local NVMe disk" if volume.direct else None,
         )  # fmt: skip
 
 
@@ -173,7 +176,8 @@ def _mounts(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             yield Finding("storage", Level.OK, f"{path}: a shared volume, {folder.text('filesystem')}")
         else:
             what = "no volume lies there" if folder.flag("exists") else "there is no such folder"
-            yield Finding("storage", Level.WARNING, f"mount {path}: {what}: its blocks come from the owner", f"mount {path}")
+            mend = f"sudo mount {shlex.quote(str(path))}   # as /etc/fstab names it"
+            yield Finding("storage", Level.WARNING, f"mount {path}: {what}: its blocks come from the owner", mend)
 
 
 def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
@@ -186,7 +190,7 @@ def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if total is not None and wanted.dram_bytes > total:
         yield Finding(
             "memory", Level.MISSING, f"an arena of {arena} in {show_size(total)} of RAM",
-            f"kvstore node --dram {total >> 31 or 1}GiB",
+            f"--set node.dram={total >> 31 or 1}GiB",
         )  # fmt: skip
     elif available is not None and wanted.dram_bytes > available:
         what = f"an arena of {arena}, and {show_size(available)} available now (a node that runs already has its own)"
@@ -197,7 +201,7 @@ def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     shm = memory.number("shm_free_bytes")
     if shm is not None and shm < SHM_LEAST:
         what = f"{SHM} has {show_size(shm)} left: engines with several workers need more (the store itself needs none)"
-        yield Finding("memory", Level.WARNING, what, f"sudo mount -o remount,size=50% {SHM}   # docker run --shm-size=16g …")
+        yield Finding("memory", Level.WARNING, what, f"sudo mount -o remount,size=50% {SHM}   # docker run --shm-size=16g")
     elif shm is not None:
         yield Finding("memory", Level.OK, f"{SHM}: {show_size(shm)} left")
 
@@ -277,7 +281,8 @@ def _rdma(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
         yield Finding("RDMA", Level.WARNING, what, "sudo apt install ibverbs-providers librdmacm1")
     if network.flag("uverbs") is False:
         what = "/dev/infiniband cannot be opened by this user"
-        yield Finding("RDMA", Level.WARNING, what, "docker run --device /dev/infiniband …   # or the udev rules of rdma-core")
+        mend = "sudo apt install --reinstall rdma-core   # its udev rules; in a container: docker run --device /dev/infiniband"
+        yield Finding("RDMA", Level.WARNING, what, mend)
     if nixl is None:
         yield Finding("RDMA", Level.WARNING, tools, _install_nixl(facts))
     else:
@@ -297,11 +302,11 @@ def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     level = Level.MISSING if asked.required else Level.WARNING
     if not asked.trusted:
         what = "a node does not start: its ports would let whoever reaches them read and write its memory and end it"
-        yield Finding(
-            area, Level.MISSING, what, "node.nixl=off   # or node.nixl_trusted_network=true, if all are trusted with that"
-        )
+        mend = "--set node.nixl=off   # or, if all are trusted with that: --set node.nixl_trusted_network=true"
+        yield Finding(area, Level.MISSING, what, mend)
     if asked.ruled_out is not None:
-        yield Finding(area, level, f"not used: node.{asked.ruled_out} does not go with it", f"unset node.{asked.ruled_out}")
+        what = f"not used: node.{asked.ruled_out} does not go with it"
+        yield Finding(area, level, what, f"--set node.nixl=off   # or do without node.{asked.ruled_out}")
     if probe.error:
         yield Finding(area, level, f"not known: the probe {probe.error}")
     elif probe.flag("works"):
@@ -309,7 +314,11 @@ def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding(area, Level.OK, f"can be set up over UCX{f' ({said})' if said else ''}")
     else:
         there = any(name.startswith("nixl") for name in facts["system"].texts("modules"))
-        mend = "look at node.nixl_transports and node.nixl_devices; ibv_devinfo" if there else _install_nixl(facts)
+        named = " ".join(
+            f"--set node.nixl_{name}=" for name in ("transports", "devices") if getattr(asked, name) not in ("", LOOPBACK)
+        )
+        look = f"{named}   # as UCX finds them" if named else "ibv_devinfo   # whether a device is there; TCP does without"
+        mend = look if there else _install_nixl(facts)
         yield Finding(area, level, f"blocks move over TCP: {probe.text('why') or 'nothing was tried'}", mend)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[
             area,
             Level.WARNING,
             f"{node.address}: no answer ({node.error})",
-            "kvstore node   # to start one; or name the right address: kvstore doctor --node ADDR",
+            "kvstore node   # starts one; where it runs, its log says at which address",
         )
         return
     for line in node.io_engines:
@@ -47,7 +48,8 @@ def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[
     }
     if trouble:
         counted = ", ".join(f"{name.removesuffix('_total')} {count}" for name, count in trouble.items())
-        yield Finding(area, Level.WARNING, f"since it started: {counted}", "look at its log")
+        mend = f"kvstore doctor --node {shlex.quote(node.address)} --json   # all it counts; its log says more"
+        yield Finding(area, Level.WARNING, f"since it started: {counted}", mend)
     else:
         yield Finding(area, Level.OK, "no errors since it started")
 

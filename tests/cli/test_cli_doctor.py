@@ -45,7 +45,7 @@ def test_what_is_required_and_missing_is_an_error_with_a_remedy(tmp_path: Path) 
     assert said["ok"] is False
     (missing,) = [finding for finding in said["findings"] if finding["level"] == "missing"]
     assert missing["area"] == "memory"
-    assert missing["mend"].startswith("kvstore node --dram ")
+    assert missing["mend"].startswith("--set node.dram=")
     assert said["facts"]["memory"]["total_bytes"] > 0
     assert "something is missing that the configuration requires" in done.stderr
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.core.config_sources import load_config
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedVolume
 from kvstore.doctor.findings import Finding, Level, findings, healthy, show_size
 from kvstore.doctor.running import RunningNode, node_findings
@@ -70,6 +75,26 @@ def of(found: list[Finding], area: str, words: str = "") -> Finding:
     return matching[0]
 
 
+COMMANDS = frozenset(
+    ("df", "dmesg", "free", "ibv_devinfo", "kvstore", "ls", "modprobe", "nvidia-smi", "pip", "rdma", "sudo", "ulimit", "unset")
+)  # fmt: skip
+SETTINGS = frozenset(load_config(default_files=())[1])
+
+
+def assert_mends_can_be_pasted(found: Iterable[Finding]) -> None:
+    """Each is a line that a shell takes, without a place for words to be filled in, or names settings there are."""
+    for mend in (finding.mend for finding in found if finding.mend is not None):
+        line = mend.partition("   #")[0]
+        words = shlex.split(line)
+        if words[0] == "--set":
+            assert all(flag == "--set" for flag in words[::2]), mend
+            assert SETTINGS.issuperset(setting.partition("=")[0] for setting in words[1::2]), mend
+            continue
+        assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0, mend
+        assert COMMANDS.issuperset(part.split()[0] for part in re.split(r";|&&", line)), mend
+        assert re.search(r"…|\b(PATH|SIZE|ADDR|HOST|PORT)\b", line) is None, mend
+
+
 def test_a_laptop_lacks_nothing_that_it_needs() -> None:
     found = findings(facts(LAPTOP), SMALL)
     assert healthy(found)
@@ -101,12 +126,15 @@ def test_a_server_with_everything_is_fine() -> None:
         ({"gds_0": "failed with code -11: it said nothing"}, "GPUDirect Storage", "code -11", Level.MISSING, None),
         # ---- storage
         ({"volume_0": {"free_bytes": 40 * GIB}}, "storage", "60 GiB too little", Level.MISSING, "df -h /mnt/a"),
-        ({"volume_0": {"writable": False, "free_bytes": 900 * GIB}}, "storage", "no volume can be made", Level.MISSING, "chown"),
+        ({"volume_0": {"writable": False, "free_bytes": 900 * GIB}}, "storage", "no volume can be made", Level.MISSING,
+         'sudo chown "$USER" /mnt/a'),
+        ({"volume_0": {"writable": False, "exists": False, "nearest": "/mnt"}}, "storage", "/mnt cannot be written to",
+         Level.MISSING, 'sudo mkdir -p /mnt/a && sudo chown "$USER" /mnt/a'),
         ({"volume_0": {"writable": False, "slab_bytes": 100 * GIB}}, "storage", "stores nothing", Level.WARNING, "chown"),
         ({"volume_0": {"direct": "Invalid argument"}}, "storage", "O_DIRECT is refused", Level.WARNING, "ext4 or XFS"),
         ({"volume_0": "gave no answer within 10 s"}, "storage", "/mnt/a: not known", Level.WARNING, None),
         # ---- memory
-        ({"memory": {"total_bytes": 32 * GIB}}, "memory", "in 32 GiB of RAM", Level.MISSING, "kvstore node --dram 16GiB"),
+        ({"memory": {"total_bytes": 32 * GIB}}, "memory", "in 32 GiB of RAM", Level.MISSING, "--set node.dram=16GiB"),
         ({"memory": {"available_bytes": 32 * GIB}}, "memory", "available now", Level.WARNING, "free -h"),
         ({"memory": {"huge_pages_free": 768}}, "memory", "too few", Level.WARNING, "vm.nr_hugepages=92000"),
         ({"memory": {"huge_page_bytes": 0}}, "memory", "this kernel has none", Level.WARNING, None),
@@ -135,6 +163,7 @@ def test_one_thing_amiss_is_found_with_what_mends_it(
     assert (mend in finding.mend) if mend is not None and finding.mend else finding.mend is None and mend is None
     assert healthy(found) is (level is not Level.MISSING)
     assert [other for other in found if other.level is Level.MISSING] == ([finding] if level is Level.MISSING else [])
+    assert_mends_can_be_pasted(found)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +189,12 @@ def test_gds_matters_as_far_as_it_is_asked_for(gds: str, said: dict[str, Any], l
         (WantedNixl(required=True, transports="tcp"), {"works": True}, "over UCX (tcp)", Level.OK),
         (WantedNixl(required=True), {"works": False, "why": "no usable transports"}, "no usable transports", Level.MISSING),
         (WantedNixl(), {"works": False, "why": "no usable transports"}, "no usable transports", Level.WARNING),
+        (
+            WantedNixl(transports="rc", devices="mlx5_9:1"),
+            {"works": False, "why": "no such device"},
+            "no such device",
+            Level.WARNING,
+        ),
         (WantedNixl(required=True), {}, "nothing was tried", Level.MISSING),
         (WantedNixl(required=True), "failed with code -11: it said nothing", "code -11", Level.MISSING),
         (WantedNixl(), "failed with code -11: it said nothing", "code -11", Level.WARNING),
@@ -172,13 +207,16 @@ def test_nixl_matters_as_far_as_it_is_asked_for(
 ) -> None:
     host = {name: section for name, section in base.items() if name != "nixl"}
     found = findings(facts(host, nixl=said), Wanted(dram_bytes=GIB, nixl=asked))
+    assert_mends_can_be_pasted(found)
     assert of(found, "NIXL", words).level is level
     assert healthy(found) is (level is not Level.MISSING)
 
 
 def test_gds_required_without_a_volume_or_a_measurement_is_missing() -> None:
     for wanted in (Wanted(dram_bytes=GIB, gds="required"), Wanted(dram_bytes=GIB, gds="required", volumes=(VOLUME,))):
-        assert not healthy(findings(facts(LAPTOP), wanted))
+        found = findings(facts(LAPTOP), wanted)
+        assert not healthy(found)
+        assert_mends_can_be_pasted(found)
 
 
 def test_volumes_and_mounts_keep_apart() -> None:
@@ -196,6 +234,14 @@ def test_volumes_and_mounts_keep_apart() -> None:
     assert of(found, "storage", "/m/a").level is Level.OK
     assert of(found, "storage", "/m/b").level is Level.WARNING
     assert healthy(found)
+    assert_mends_can_be_pasted(found)
+
+
+def test_folders_with_blanks_are_quoted() -> None:
+    spaced = Wanted(dram_bytes=GIB, volumes=(WantedVolume(Path("/mnt/my disk"), GIB),), mounts=(Path("/m/b c"),))
+    found = findings(facts(SERVER | {"mount:0": {"exists": False}}, volume_0={"writable": False}), spaced)
+    assert of(found, "storage", "cannot be written to").mend == "sudo chown \"$USER\" '/mnt/my disk'"
+    assert of(found, "storage", "mount /m/b c").mend == "sudo mount '/m/b c'   # as /etc/fstab names it"
 
 
 # ---- a running node ----
@@ -226,6 +272,7 @@ def test_a_node_that_is_well() -> None:
 def test_what_a_node_really_uses_is_judged(line: str, required: bool, level: Level) -> None:
     found = list(node_findings(RunningNode("x", "a", (line,)), gds_required=required))
     assert of(found, "node a", line).level is level
+    assert_mends_can_be_pasted(found)
 
 
 def test_a_node_s_troubles_are_counted_and_silence_is_told() -> None:
@@ -235,6 +282,7 @@ def test_a_node_s_troubles_are_counted_and_silence_is_told() -> None:
     (silent,) = node_findings(RunningNode("unix:/x", error="no answer"))
     assert silent.level is Level.WARNING
     assert (silent.mend or "").startswith("kvstore node ")
+    assert_mends_can_be_pasted([*found, silent])
 
 
 # ---- whatever the facts are ----

@@ -12,6 +12,7 @@ import ctypes
 import json
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -35,10 +36,10 @@ SLAB_FILE = "slab.kv"
 """As ``kvstore.tiers.slab_open`` names it, which imports us."""
 _GDS_BACKEND = "GDS"
 _ENABLE_GDS = (
-    "load NVIDIA's file system driver (modprobe nvidia-fs) or enable PCI P2PDMA, keep the volume on ext4 or XFS on a local NVMe"
-    " disk, and look at /usr/local/cuda/gds/tools/gdscheck -p"
+    "sudo modprobe nvidia-fs   # or enable PCI P2PDMA; the volume on ext4 or XFS on a local NVMe disk;"
+    " /usr/local/cuda/gds/tools/gdscheck -p says more"
 )
-_DRIVER = "install NVIDIA's driver for this host's GPU, or set node.gds = off"
+_DRIVER = "sudo apt install nvidia-driver-cuda   # or without: --set node.gds=off"
 
 
 class GdsPath(StrEnum):
@@ -53,7 +54,7 @@ class GdsPath(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GdsProbe:
-    """What the probe found."""
+    """What the probe found. ``mend``: a line for a shell, or a setting."""
 
     path: GdsPath
     why: str
@@ -85,7 +86,7 @@ def probe_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsProbe:
             if path is None:  # ours to delete: the process that fills it may be killed
                 path = Path(made.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".gds-probe-")).name)
         except OSError as error:
-            return GdsProbe(GdsPath.NONE, f"no file to measure with in {folder}: {error.strerror}", "look at the folder")
+            return GdsProbe(GdsPath.NONE, f"no file to measure with in {folder}: {error.strerror}", _look_at(folder))
         return _run_probe([str(path.absolute())], timeout_s)
 
 
@@ -96,7 +97,7 @@ def glance_at_gds(folder: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> GdsPro
     try:
         path = slab_to_read(folder)
     except OSError as error:
-        return GdsProbe(GdsPath.NONE, f"{folder} cannot be read: {error.strerror}", "look at the folder", measured=False)
+        return GdsProbe(GdsPath.NONE, f"{folder} cannot be read: {error.strerror}", _look_at(folder), measured=False)
     return _run_probe([] if path is None else [str(path.absolute())], timeout_s)
 
 
@@ -107,6 +108,10 @@ def slab_to_read(folder: Path) -> Path | None:
         return slab if slab.stat().st_size >= PROBE_BYTES else None
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _look_at(folder: Path) -> str:
+    return f"ls -ld {shlex.quote(str(folder))}"
 
 
 def _no_driver() -> GdsProbe | None:
@@ -122,7 +127,7 @@ def _run_probe(arguments: list[str], timeout_s: float) -> GdsProbe:
     try:
         ran = run_bounded(command, timeout_s, environment={"CUFILE_LOGFILE_PATH": os.devnull})
     except OSError as error:
-        return GdsProbe(GdsPath.NONE, f"the probe cannot be started: {error.strerror}", "look at what the node may start")
+        return GdsProbe(GdsPath.NONE, f"the probe cannot be started: {error.strerror}", "ulimit -a   # what it may start")
     return judge(ran, timeout_s, measured=bool(arguments))
 
 
@@ -158,7 +163,7 @@ def _judge(facts: Mapping[str, Any], ran: Ran, timeout_s: float) -> tuple[GdsPat
     if ran.code is None:
         return none, f"the probe hung at '{at}' and was ended after {timeout_s:.0f} s", _ENABLE_GDS
     if facts.get("cuda_init"):
-        return none, f"the CUDA driver finds no usable device (cuInit answers {facts['cuda_init']})", "look at nvidia-smi"
+        return none, f"the CUDA driver finds no usable device (cuInit answers {facts['cuda_init']})", "nvidia-smi"
     if "kvikio_error" in facts:
         return none, str(facts["kvikio_error"]), INSTALL_KVIKIO
     if "read_error" in facts:
@@ -174,7 +179,7 @@ def _judge(facts: Mapping[str, Any], ran: Ran, timeout_s: float) -> tuple[GdsPat
         return GdsPath.COMPAT, f"{FORCE_COMPAT} makes libcufile read through host memory", f"unset {FORCE_COMPAT}"
     if not isinstance(carried, dict):
         why = f"kvikio {facts.get('kvikio')} cannot say how it reads: 26.10 is the first that can"
-        return GdsPath.COMPAT, why, f"{INSTALL_KVIKIO}; with --upgrade"
+        return GdsPath.COMPAT, why, INSTALL_KVIKIO.replace("install", "install --upgrade")
     if carried.get(_GDS_BACKEND, 0) >= 2 * PROBE_BYTES:  # both passes of the probe, all of it
         return GdsPath.GDS, f"kvikio {facts.get('kvikio')}, libcufile {facts.get('libcufile')}, {rate} measured", None
     available = "GDS is there, but not for this file" if facts.get("gds_available") else "no GDS"
