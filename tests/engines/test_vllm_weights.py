@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 from adapters_bed import make_adapter
 from vllm_bed import VllmDriver, VllmEngine, text, tiny
 
+from kvclient.engines.stamps import engine_starts
+from kvclient.engines.weights import WeightsSource
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.connector_kit import StoreAddress
 from kvstore.testing.tiny_models import Family, TinyModel, make_model
@@ -172,3 +174,33 @@ def test_an_adapter_that_changes_between_a_plan_and_its_step_is_not_stored(
     engine.close()
     assert counts["stores_unsure"] >= 1
     assert counts.get("stores", 0) == 0
+
+
+OLD, NEW = "1" * 40, "2" * 40
+
+
+def test_a_model_of_a_hub_is_its_commit(tmp_path: Path) -> None:
+    """Also where it was fetched by this very engine: transformers does not say which commit it read."""
+    hub = tmp_path / "models--somebody--model"
+    drawn = iter(range(9))
+
+    def text(asked: str = "") -> str:
+        source = WeightsSource("somebody/model", asked=asked, cache=str(tmp_path))
+        return source.digest(lambda: f"own {next(drawn)}")
+
+    def fetch(commit: str) -> None:
+        (hub / "snapshots" / commit).mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (hub / "snapshots" / commit / name).write_text(commit)
+        (hub / "refs").mkdir(exist_ok=True)
+        (hub / "refs" / "main").write_text(commit)
+
+    assert text() == "own 0:", "nothing is there"
+    engine_starts()
+    fetch(OLD)
+    assert text() == f"{OLD}:", "what was fetched by this engine, or beside it, is all there is"
+    fetch(NEW)
+    assert text() == "own 1:", "it may have read the one before"
+    assert text(OLD) == f"{OLD}:"
+    engine_starts()
+    assert text() == f"{NEW}:"

@@ -22,6 +22,16 @@ MOVES: dict[str, Callable[[Path], object]] = {
     "its configuration": lambda top: (top / "real" / "v1" / "config.json").write_text("{}"),
     "the folder moved": lambda top: ((top / "real" / "v1").rename(top / "old"), (top / "v2").rename(top / "real" / "v1")),
     "a folder above moved": lambda top: ((top / "real").rename(top / "old"), (top / "other").rename(top / "real")),
+    "a folder above moved, and written to": lambda top: (
+        (top / "real").rename(top / "old"),
+        (top / "other").rename(top / "real"),
+        (top / "real" / "VERSION").write_text("2"),
+    ),
+    "a folder above moved, with the old one inside": lambda top: (
+        (top / "real").rename(top / "old"),
+        (top / "other").rename(top / "real"),
+        (top / "old").rename(top / "real" / "before"),
+    ),
     "a link of the folder": lambda top: ((top / "link").unlink(), (top / "link").symlink_to(top / "v2")),
     "a link of a file": lambda top: (
         (top / "real" / "v1" / "third.safetensors").unlink(),
@@ -61,6 +71,7 @@ def test_what_comes_and_goes_beside_a_model_says_nothing(top: Path) -> None:
     (top / "real" / "another model").mkdir()
     (top / "real" / "v3.tmp").write_bytes(b"x")
     (top / "real" / "v3.tmp").unlink()
+    (top / "real").chmod(0o755)
     assert replaced(top / "link") is None
     assert replaced(top / "spare.safetensors") is None, "a model of one file"
 
@@ -73,7 +84,7 @@ def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
     assert before_s - 0.05 < told_s < time.time() - 0.2
     path = tmp_path / "now"
     path.write_bytes(b"x")
-    assert put_there_since([path], told_s) == path
+    assert put_there_since([path], told_s) is not None
     assert put_there_since([path], time.time() + 1) is None
 
 
@@ -102,3 +113,35 @@ def test_weights_put_there_since_are_nobody_elses(top: Path, caplog: pytest.LogC
     assert "v1 was put there" in caplog.text
     assert "weights_epoch" in caplog.text
     assert WeightsSource(str(top / "link"), revision="commit").digest(lambda: "x") == "commit:", "a hub's folders never change"
+
+
+def test_what_says_which_files_are_read_is_part_of_the_weights(top: Path) -> None:
+    """Old and new shards lie side by side, and a list beside them says which are the model's."""
+    folder = top / "real" / "v1"
+    told = {}
+    for content in ("old", "new", "old"):
+        (folder / "model.safetensors.index.json").write_text(content)
+        (folder / "tokenizer.json").write_text(content)
+        engine_starts()
+        told.setdefault(content, set()).add(WeightsSource(str(folder)).digest(lambda: "x"))
+    assert len(told["old"]) == len(told["new"]) == 1
+    assert told["old"] != told["new"]
+    (folder / "tokenizer.json").write_text("of another kind")
+    engine_starts()
+    assert WeightsSource(str(folder)).digest(lambda: "x") in told["old"], "it says nothing of the weights"
+
+
+def test_weights_that_an_engine_reads_from_copies_of_its_own_are_nobody_elses(top: Path) -> None:
+    """``npcache`` reads what it once made of the files, whatever they are by now."""
+    engine_starts()
+    drawn = iter("ab")
+    source = WeightsSource(str(top / "link"), load_format="npcache")
+    assert [source.digest(lambda: next(drawn)) for _ in range(2)] == ["a:npcache:", "b:npcache:"]
+
+
+def test_where_two_formats_lie_side_by_side_the_way_of_reading_chooses(top: Path) -> None:
+    ways = [WeightsSource(str(top / "link"), load_format=how).way for how in ("auto", "safetensors")]
+    assert ways == ["", ""]
+    (top / "real" / "v1" / "consolidated.safetensors").write_bytes(b"Mistral's")
+    ways = [WeightsSource(str(top / "link"), load_format=how).way for how in ("auto", "safetensors")]
+    assert ways == ["", "safetensors:"]

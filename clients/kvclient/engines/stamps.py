@@ -10,7 +10,6 @@ An engine that runs inside of the process which has just written its model says 
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -55,9 +54,10 @@ def reading_since_s() -> float:
 def put_there_since(paths: Iterable[Path], moment_s: float) -> Path | None:
     """Something that decides what a path reads and was put there since; None: nothing was.
 
-    Looked at are the files and folders named, each link that leads to them, and of the folders above whether they themselves were
-    moved. Entries that come and go in those say nothing, and hide that, too: who moves a folder and then makes something in it is
-    not seen. On a network's file system the times are its server's.
+    Looked at are the files and folders named, each link that leads to them, and of the folders above whether they themselves
+    were moved: that changes them and the folder that they lie in. Whatever else comes and goes in one of the two says nothing.
+    On a network's file system the times are its server's. Not seen are mounts that cover or uncover something, and what a program
+    writes through a map of a file that it had written to before.
 
     Args:
         paths: files; or folders, first, of which every entry that came or went matters.
@@ -67,17 +67,16 @@ def put_there_since(paths: Iterable[Path], moment_s: float) -> Path | None:
         OSError: something is not there, or cannot be looked at.
     """
     since_ns = int((moment_s - _TICK_S) * 1e9)
-    seen: set[Path] = set()
+    new: dict[Path, bool] = {}
+
+    def is_new(place: Path) -> bool:
+        if place not in new:
+            new[place] = place.lstat().st_ctime_ns >= since_ns
+        return new[place]
+
     for path in paths:
         for place, follows in _places(path if path.is_absolute() else Path.cwd() / path):
-            if place in seen:
-                continue
-            seen.add(place)
-            at = place.lstat()
-            if at.st_ctime_ns < since_ns:
-                continue
-            above = stat.S_ISDIR(at.st_mode) and follows > 0
-            if not above or at.st_ctime_ns != at.st_mtime_ns:  # an entry that came sets both times
+            if is_new(place) and (not follows or place.is_symlink() or not place.is_dir() or is_new(place.parent)):
                 return place
     return None
 

@@ -1,6 +1,7 @@
 """Which weights an engine has, found out cheaply: a copy on another host has the same digest, another fine-tune another.
 
-Small sets (adapters) are read whole. Of others: sizes, the beginning of each file and 256 samples of it, evenly spread; and where
+Small sets (adapters) are read whole, and so are the lists that say which files hold which tensors, and how they are quantized.
+Of others: sizes, the beginning of each file and 256 samples of it, evenly spread; and where
 the file says where its tensors lie (safetensors), a sample of every tensor, the small ones whole: a training step of norms alone
 shows. Whoever changes a few numbers of a large tensor in place, and nothing else, says so by ``weights_epoch``.
 
@@ -15,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,8 @@ _SAMPLES = 256
 _MOST_HEADER_BYTES = 100 << 20
 """What the format itself allows."""
 _PLAIN_FORMATS = {"auto", "safetensors"}
-"""One and the same: safetensors where there are any."""
+"""One and the same, safetensors where there are any; but where there are files of Mistral's format, too, ``auto`` reads those."""
+_MISTRAL = "consolidated*.safetensors"
 _FORMATS_OF_FILES = {
     *_PLAIN_FORMATS,
     "bitsandbytes",
@@ -40,13 +43,31 @@ _FORMATS_OF_FILES = {
     "hf",
     "instanttensor",
     "mistral",
-    "npcache",
     "pt",
     "runai_streamer",
     "runai_streamer_sharded",
     "sharded_state",
 }
-"""Ways of reading the weights that read the model's own files, each its own choice of them."""
+"""Ways of reading the weights that read the model's own files, each its own choice of them.
+
+``npcache`` is none: it reads what it once made of them.
+"""
+_NOT_OF_THE_WEIGHTS = {
+    "added_tokens.json",
+    "chat_template.json",
+    "config.json",  # as it is in force, it is looked at elsewhere
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+}
+"""Of the lists beside the weights; whatever else is there may decide what is read of them, and how."""
+_MOST_LIST_BYTES = 64 << 20
+_SNAPSHOTS, _COMMIT = "snapshots", re.compile(r"[0-9a-f]{40}")
+"""How a hub's files lie: a folder a commit, which never changes, and a reference that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +95,10 @@ class WeightsSource:
     @property
     def way(self) -> str:
         """How they were read: weights of equal names that were read in other ways are other weights."""
-        plain = self.load_format.lower() in _PLAIN_FORMATS and not self.loader
-        return "" if plain else f"{self.load_format.lower()}:{self.loader}"
+        way = self.load_format.lower()
+        if way in _PLAIN_FORMATS and not self.loader and (way == "auto" or not any(self.folder.glob(_MISTRAL))):
+            return ""
+        return f"{way}:{self.loader}"
 
     def digest(self, nobody_elses: Callable[[], str]) -> str:
         """What tells these weights from others.
@@ -88,15 +111,36 @@ class WeightsSource:
         """
         why = f"load format {self.load_format}"
         if self.load_format.lower() in _FORMATS_OF_FILES and not self.elsewhere:
-            found = self.revision or sampled_digest(self.folder)
-            newer = None if self.revision else replaced(self.folder)
+            commit = self.revision or self._commit()
+            found = commit or sampled_digest(self.folder)
+            newer = None if commit else replaced(self.folder)
             if found and newer is None:
                 return f"{found}:{self.way}"
-            why = f"{newer} was put there after this process began to read" if found else why
+            if found:
+                why = f"{newer} was put there after this process began to read, which the next start mends"
         _log.warning(
             "the weights of %s cannot be told apart (%s): no KV is shared until weights_epoch names them", self.model, why
         )
         return f"{nobody_elses()}:{self.way}"
+
+    def _commit(self) -> str:
+        """The commit of the hub that was read; empty: none, or another one may have been read before what is there now came.
+
+        Raises:
+            OSError: the hub's files cannot be looked at.
+        """
+        folder = self.folder
+        if Path(self.model).exists() or folder.parent.name != _SNAPSHOTS or not _COMMIT.fullmatch(folder.name):
+            return ""
+        reference = folder.parent.parent / "refs" / (self.asked or "main")
+        alone = sum(1 for _ in folder.parent.iterdir()) == 1
+        if (
+            self.asked == folder.name
+            or alone
+            or (reference.is_file() and put_there_since([reference], reading_since_s()) is None)
+        ):
+            return folder.name
+        return ""
 
     @property
     def folder(self) -> Path:
@@ -127,7 +171,7 @@ def replaced(folder: Path) -> Path | None:
 
 
 def sampled_digest(folder: Path) -> str:
-    """A digest of the weights in a folder, or of one file; empty where there are none (a name of a hub, say).
+    """A digest of the weights in a folder and of the lists beside them, or of one file; empty where there are none.
 
     Raises:
         OSError: a file cannot be read.
@@ -150,6 +194,10 @@ def sampled_digest(folder: Path) -> str:
             for start, length in _tensors(file, size) if path.suffix == ".safetensors" else ():
                 file.seek(start + max(0, length - _SAMPLE_BYTES) // 2)
                 digest.update(file.read(min(length, _SAMPLE_BYTES)))
+    for path in sorted(folder.glob("*.json")) if files and folder.is_dir() else ():
+        if path.name not in _NOT_OF_THE_WEIGHTS:
+            with path.open("rb") as file:
+                digest.update(f"{path.name}:".encode() + hashlib.sha256(file.read(_MOST_LIST_BYTES)).digest())
     return digest.hexdigest()[:16] if files else ""
 
 
