@@ -11,7 +11,9 @@ once another one has answered the same request.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -34,9 +36,11 @@ _log = LimitedLog(logging.getLogger(__name__))
 MAX_ANSWER_BYTES: Final = 256 << 20
 """Of an answer that is not streamed, and so is held until it is complete."""
 _SHUNNED_S: Final = 1.0
-"""For so long others come before an engine that lost a request: long enough for the next attempt to go elsewhere."""
+"""For so long others come before an engine that lost a request, and may be dying: until the next check or so."""
 _PIECE_BYTES: Final = 16 << 10
 """What a client is given at once. Each piece has its time, so that a long answer may be taken slowly."""
+_ENDED_S: Final = 1.0
+"""For the end of an answer behind its last event, at which clients leave."""
 _ABORTED_S: Final = 1.0
 """Until the server has seen that a connection was cut: a turn of the event loop or two."""
 _NOT_PASSED: Final = frozenset(
@@ -44,15 +48,24 @@ _NOT_PASSED: Final = frozenset(
 ) | {b"date", b"server"}  # of whoever sends the answer, which is this router: its own server writes them
 _JSON: Final = (b"content-type", b"application/json")
 _OK: Final = 200
-_END: Final = b"[DONE]"
+_REDIRECTS: Final = 300
+_END: Final = re.compile(rb"^data: ?\[DONE\]\s*$", re.MULTILINE)
 """The last of a stream: what ends without it has broken off."""
-_TAIL_BYTES: Final = 64
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_MOST_EVENT_BYTES: Final = 64 << 20
+"""Of an event: pieces of one are held back until it is whole."""
+_PARSED_BYTES: Final = 4 << 20
+"""Up to so many an answer is read as JSON, to see that it is whole; longer ones are looked at from both ends."""
 _MAY_BE_THE_REQUEST: Final = frozenset({FailureKind.LOST, FailureKind.ERRED})
 _Headers = Iterable[tuple[bytes, bytes]]
 
 
 class _StuckError(Exception):
     """The client takes nothing. Never leaves this module: there is nobody to be told."""
+
+
+class _UnendedError(Exception):
+    """An answer broke off that nothing can be said behind. Never leaves this module: the connection is ended."""
 
 
 class _Client:
@@ -121,6 +134,8 @@ class Exchange:
         self._raw = raw
         self._headers = headers
         self._began_s = parts.now_s()
+        self._ended = False
+        """Whether the client was given all: it may leave."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves it until it is answered, the client is gone or takes nothing; then all that was asked for it is called off."""
@@ -128,9 +143,14 @@ class Exchange:
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and self._ended:
+                await asyncio.wait((work,), timeout=_ENDED_S)
             if not work.done():
                 self._parts.counters.add("router_clients_gone_total")
-            elif not work.cancelled() and isinstance(work.exception(), _StuckError):
+            elif not work.cancelled() and isinstance(error := work.exception(), _StuckError | _UnendedError):
+                if isinstance(error, _StuckError):
+                    self._parts.counters.add("router_clients_stuck_total")
+                    _log.warning("a client took nothing of its answer for %g s", self._parts.config.client_timeout_s)
                 await self._cut(scope, gone)
                 return
         finally:
@@ -141,9 +161,7 @@ class Exchange:
             work.result()
 
     async def _cut(self, scope: Scope, gone: asyncio.Future[None]) -> None:
-        """Ends the connection: closing it would wait until all is taken."""
-        self._parts.counters.add("router_clients_stuck_total")
-        _log.warning("a client took nothing of its answer for %g s: it is cut off", self._parts.config.client_timeout_s)
+        """Ends the connection: closing it would wait until all is taken, and look like an end."""
         abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT)
         if abort is not None:  # another server than ours has none, and closes as well as it can
             abort()
@@ -154,13 +172,14 @@ class Exchange:
 
         Raises:
             _StuckError: the client takes nothing.
+            _UnendedError: nothing can be said behind what it has.
         """
         counters = self._parts.counters
         try:
             await self._answer(client)
         except KVStoreError as error:
             await self._refuse(client, error)
-        except _StuckError:
+        except (_StuckError, _UnendedError):
             raise
         except Exception:  # the edge of the process: a bug of ours must not end as a hung or cut connection
             logging.getLogger(__name__).exception("a request failed inside the router")
@@ -179,9 +198,12 @@ class Exchange:
         avoid: set[str] = set()
         erred: dict[str, str] = {}
         suspect = 0
+        prefills = {name for name, engine in self._parts.pool.engines.items() if engine.config.role is Role.PREFILL}
         for attempt in range(1 + self._parts.config.retries):
             if attempt:
                 self._parts.counters.add("router_retries_total")
+            if not prefills.isdisjoint(erred) and (suspect > 1 or attempt == self._parts.config.retries):
+                avoid |= prefills  # a decode engine that computes the prompt tells whose fault it is
             place = await self._placement.place(self._wanted(facts, avoid))
             failure: Failure | None = None
             done = False
@@ -199,12 +221,12 @@ class Exchange:
             avoid.add(culprit)
             self._note(culprit, failure)
             suspect += failure.kind in _MAY_BE_THE_REQUEST
-            if client.started or failure.kind is FailureKind.LATE or suspect > 1:
-                break
             if failure.kind is FailureKind.ERRED:
                 erred[culprit] = str(failure.error)
-                if not self._others(culprit):
+                if culprit not in prefills and not self._others(culprit):
                     break
+            if client.started or failure.kind is FailureKind.LATE or (suspect > 1 and culprit not in prefills):
+                break
         assert failure is not None  # there is one attempt at least
         if client.started:
             return
@@ -215,10 +237,10 @@ class Exchange:
         raise failure.error
 
     def _others(self, engine: str) -> bool:
-        """Whether there is another that could do what an engine failed at; prompts are computed by decode engines, too."""
+        """Whether there is another that could do what an engine failed at."""
         pool = self._parts.pool
-        role = pool.engines[engine].config.role
-        return role is Role.PREFILL or any(other != engine for other in pool.candidates(role, self._parts.now_s()))
+        role, model = pool.engines[engine].config.role, self._body.model or None
+        return any(other != engine for other in pool.candidates(role, self._parts.now_s(), model))
 
     def _check_model(self) -> None:
         pool = self._parts.pool
@@ -263,10 +285,9 @@ class Exchange:
             pool.busy(engine, now_s, failure.retry_after_s)
         elif failure.kind is FailureKind.REFUSED:
             self._went_out(engine, why, out=pool.refused(engine, now_s, why))
-        else:
-            pool.busy(engine, now_s, _SHUNNED_S)
-            if failure.kind is not FailureKind.ERRED:  # of which it is not known yet whose fault it was
-                self._failed(engine, why)
+        elif failure.kind is not FailureKind.ERRED:  # of which it is not known yet whose fault it was
+            pool.shun(engine, now_s, _SHUNNED_S)
+            self._failed(engine, why)
 
     def _failed(self, engine: str, why: str) -> None:
         """An engine is to blame for a request that came to nothing."""
@@ -288,18 +309,35 @@ class Exchange:
                 await self._stream(client, place, answer)
             else:
                 content = await answer.body(MAX_ANSWER_BYTES)
+                if answer.status < _REDIRECTS and not self._is_whole(answer, content):
+                    raise Unavailable("the engine's answer is none to what was asked", engine=place.engine)
                 await client.whole(answer.status, self._headers_of(answer, place), content)
         except KVStoreError as error:
             parts.counters.add("router_answers_broken_total")
-            if client.started:
+            if client.started and answer.readable:
                 await client.piece(error_event(error), last=True)
+            elif client.started:  # what is appended to compressed text would be taken for nothing
+                raise _UnendedError from None
             return Failure(FailureKind.LATE if isinstance(error, DeadlineExceeded) else FailureKind.LOST, error)
         finally:
             await answer.close()
         return None
 
+    def _is_whole(self, answer: Answer, content: bytes) -> bool:
+        """Whether an answer at once is one, and all of it: not every end of a connection tells a broken one."""
+        if self._body.stream:
+            return False
+        if not answer.is_json or not answer.readable:
+            return bool(content)
+        if len(content) > _PARSED_BYTES:
+            return content.lstrip()[:1] == b"{" and content.rstrip()[-1:] == b"}"
+        try:
+            return isinstance(json.loads(content), dict)
+        except (ValueError, RecursionError):
+            return False
+
     async def _stream(self, client: _Client, place: Place, answer: Answer) -> None:
-        """Passes the pieces of an answer on as they come.
+        """Passes the events of an answer on as they come, each when it is whole.
 
         Raises:
             Unavailable: it ended before its end.
@@ -308,14 +346,29 @@ class Exchange:
         parts = self._parts
         parts.counters.add("router_first_byte_ms_total", int((parts.now_s() - self._began_s) * 1000))
         await client.start(answer.status, self._headers_of(answer, place))
-        await client.piece(answer.first)
-        tail = answer.first[-_TAIL_BYTES:]
+        checked, held = answer.status == _OK and answer.readable, bytearray()
+        await self._events(client, held, answer.first, checked=checked)
         async for piece in answer.rest():
-            await client.piece(piece)
-            tail = (tail + piece)[-_TAIL_BYTES:]
-        if answer.status == _OK and answer.readable and not tail.rstrip().endswith(_END):
+            await self._events(client, held, piece, checked=checked)
+        if checked and not self._ended and not _END.search(held):
             raise Unavailable("the engine's stream ended before its end", engine=place.engine)
-        await client.piece(b"", last=True)
+        await client.piece(bytes(held), last=True)
+
+    async def _events(self, client: _Client, held: bytearray, piece: bytes, *, checked: bool) -> None:
+        """Gives the client the events that are whole by now; the beginning of the next is held back."""
+        if not checked:
+            await client.piece(piece)
+            return
+        seam = max(0, len(held) - 3)  # an end may lie across two pieces
+        held += piece
+        end = max(at + len(mark) if (at := held.rfind(mark, seam)) >= 0 else 0 for mark in _EVENT_ENDS)
+        if end:
+            whole = bytes(held[:end])
+            del held[:end]
+            self._ended = self._ended or _END.search(whole) is not None
+            await client.piece(whole)
+        if len(held) > _MOST_EVENT_BYTES:
+            raise Unavailable("an event of the engine's stream is too long", most_bytes=_MOST_EVENT_BYTES)
 
     @staticmethod
     def _headers_of(answer: Answer, place: Place) -> list[tuple[bytes, bytes]]:

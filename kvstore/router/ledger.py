@@ -74,6 +74,12 @@ class Ledger:
             entry.decoding = True
             self._add(entry, 1)
 
+    def rename(self, attempt: str, engine: str, name: str) -> None:
+        """An engine goes on with it by another name, after the attempt has ended. No effect where it does not have it."""
+        entry = self._entries.pop((attempt, engine), None)
+        if entry is not None:
+            self._entries[name, engine] = entry
+
     def end(self, attempt: str, engine: str) -> None:
         """The engine is done with it. No effect where it does not have it."""
         entry = self._entries.pop((attempt, engine), None)

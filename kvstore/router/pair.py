@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
 from kvstore.core.errors import KVStoreError
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.router.body import ParsedBody
 from kvstore.router.parts import Parts, Place, Placement
 from kvstore.router.upstream import Answer, Failure, FailureKind
+
+_log = LimitedLog(logging.getLogger(__name__))
 
 _MAX_PREFILL_ANSWER: Final = 16 << 20
 _OK: Final = 200
@@ -63,10 +67,35 @@ class PairCall:
             returned = isinstance(outcome, Answer)
             return outcome, place.engine
         finally:
-            if returned:  # the prefill engine has done its part, and only its answer is on its way
-                self._parts.keep(prefill)
+            if returned:  # the prefill engine has done its part, and mostly only its answer is on its way
+                name = f"{place.attempt} late"
+                self._parts.ledger.rename(place.attempt, prefill_engine, name)
+                self._parts.keep(asyncio.ensure_future(self._late(name, place, prefill_engine, prefill)))
             else:
                 await _call_off(prefill, decode)
+
+    async def _late(self, name: str, place: Place, engine: str, prefill: asyncio.Future[dict[str, Any] | Failure]) -> None:
+        """Waits for a prefill engine whose request was answered: until then it has that to do, and may still fail at it.
+
+        Args:
+            name: of that in the books.
+            place: where the request went.
+            engine: that prefills.
+            prefill: its answer.
+        """
+        try:
+            outcome = await prefill
+        finally:
+            prefill.cancel()  # with the router
+            self._parts.ledger.end(name, engine)
+        if isinstance(outcome, Failure) and outcome.kind is not FailureKind.BUSY:
+            why = str(outcome.error)
+            self._parts.counters.add("router_prefills_failed_total")
+            self._parts.counters.add(f"router_attempts_{outcome.kind}_total")
+            _log.warning("a prefill on %s failed, behind the answer of %s: %s", engine, place.engine, why)
+            pool, now_s = self._parts.pool, self._parts.now_s()
+            if (pool.refused if outcome.kind is FailureKind.REFUSED else pool.failed)(engine, now_s, why):
+                logging.getLogger(__name__).warning("engine %s is out: %s", engine, why)
 
     async def _one_after_the_other(self, place: Place, prefill_engine: str) -> tuple[Answer | Failure, str]:
         outcome = await self._prefill(place, prefill_engine)

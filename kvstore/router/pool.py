@@ -141,6 +141,13 @@ class Pool:
         health = self.engines[name]
         health.busy_until_s = max(health.busy_until_s, now_s + min(seconds, self._limits.eject_most_s))
 
+    def shun(self, name: str, now_s: float, seconds: float) -> None:
+        """It lost a request: others come first for so long, unless all of them do: that was because of the requests, rather."""
+        role = self.engines[name].config.role
+        others = [one for one in self.engines.values() if one.up and one.config.role is role and one.config.name != name]
+        if not others or any(one.busy_until_s <= now_s for one in others):
+            self.busy(name, now_s, seconds)
+
     def _eject(self, health: EngineHealth, now_s: float, why: str) -> None:
         seconds = min(self._limits.eject_most_s, self._limits.eject_s * 2.0 ** min(health.ejections, 32))
         health.up, health.why, health.out_until_s = False, why, now_s + seconds

@@ -19,6 +19,8 @@ _log = LimitedLog(logging.getLogger(__name__))
 
 _MOST_ASKED = 3
 """Times that one attempt is asked about, where the engines that it was assigned had died meanwhile; then this router decides."""
+_MOST_OUTPUT = 1 << 31
+"""Tokens of an answer that the scheduler is told: more answers at once than any engine gives are the engine's to refuse."""
 _MAX_NEAR = 64
 """Engines named to the scheduler as near; those with the most."""
 
@@ -165,7 +167,7 @@ class ScheduledPlacement:
         return self._local.place_now(wanted)
 
     def _request(self, wanted: Wanted) -> EngineRequest:
-        prompt, output = wanted.prompt_tokens, wanted.output_tokens
+        prompt, output = wanted.prompt_tokens, min(wanted.output_tokens, _MOST_OUTPUT)
         if self._parts.config.pairs:  # what fits no engine would wait for ever: the engine itself is to refuse it
             sizes = [metrics.capacity_tokens for metrics in self._parts.metrics.values() if metrics.capacity_tokens]
             if sizes:

@@ -78,7 +78,10 @@ class _Doors:
             error = InvalidArgument("the request is too long", most_bytes=self._parts.config.max_body_bytes)
             return JSONResponse(error_fields(error), status_code=413)
         body = parse_body(request.url.path, raw)
-        exchange = Exchange(self._parts, self._placement, self._prompts, body, raw, _passed(request.headers))
+        headers = _passed(request.headers)
+        if body.stream:
+            headers["accept-encoding"] = "identity"  # whether a compressed stream is whole cannot be seen
+        exchange = Exchange(self._parts, self._placement, self._prompts, body, raw, headers)
         return _Served(exchange, self._counted)
 
     @contextmanager
@@ -134,6 +137,7 @@ class _Doors:
             "node": health.config.node,
             "up": health.up,
             "why": health.why,
+            "busy": health.busy_until_s > self._parts.now_s(),
             "models": health.models,
             "sequences": load.sequences,
             "tokens": load.tokens,

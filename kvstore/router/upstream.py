@@ -21,9 +21,12 @@ from kvstore.router.config import EngineConfig, RouterConfig
 KEEP_IDLE_S: Final = 2.0
 """Connections idle for longer are not used again: servers close theirs after some seconds, and a request must not meet that."""
 _BUSY: Final = frozenset({429, 503})
-_NOT_THE_ENGINES_FAULT: Final = 501
-"""The engine does not do what is asked of it: an answer like any other."""
+_ANSWERS: Final = frozenset((*range(200, 300), *range(400, 500), 501))
+"""501: the engine does not do what is asked of it. Nobody is sent elsewhere, and there is nothing beyond 599."""
 _MAX_ERROR_BYTES: Final = 1 << 20
+_LAST_STATUS: Final = 599
+_ERROR_S: Final = 5.0
+"""For the words of an engine that does not answer: without all of them there is an error of ours."""
 _MAX_RETRY_AFTER_S: Final = 30.0
 
 
@@ -80,8 +83,16 @@ class Answer:
     @property
     def streams(self) -> bool:
         """Server-sent events."""
-        kind: str = self._response.headers.get("content-type", "")
-        return kind.startswith("text/event-stream")
+        return self._kind.startswith("text/event-stream")
+
+    @property
+    def is_json(self) -> bool:
+        """Says so itself."""
+        return self._kind.startswith("application/json")
+
+    @property
+    def _kind(self) -> str:
+        return str(self._response.headers.get("content-type", "")).lower()
 
     @property
     def readable(self) -> bool:
@@ -160,7 +171,7 @@ class Upstream:
                 response = await self._http.send(request, stream=True)
                 if response.status_code in _BUSY:
                     return await self._refusal(response, FailureKind.BUSY, "the engine has no room")
-                if response.is_server_error and response.status_code != _NOT_THE_ENGINES_FAULT:
+                if response.status_code not in _ANSWERS:
                     return await self._refusal(response, FailureKind.ERRED, "the engine failed at the request")
                 pieces = response.aiter_raw()
                 first = await anext(pieces, b"")
@@ -219,16 +230,22 @@ class Upstream:
     async def _refusal(self, response: httpx.Response, kind: FailureKind, what: str) -> Failure:
         """What an engine said instead of an answer."""
         body = bytearray()
-        async for piece in response.aiter_raw():
-            body += piece
-            if len(body) > _MAX_ERROR_BYTES:
-                break
+        whole = response.is_error and response.status_code <= _LAST_STATUS
+        try:
+            async with asyncio.timeout(_ERROR_S):
+                async for piece in response.aiter_raw():
+                    body += piece
+                    if len(body) > _MAX_ERROR_BYTES:
+                        whole = False
+                        break
+        except (TimeoutError, httpx.HTTPError):
+            whole = False
         try:
             after_s = float(response.headers.get("retry-after", 1.0))
         except ValueError:  # a date: as good as none
             after_s = 1.0
         error = Unavailable(what, engine=self.engine.name, status=response.status_code)
-        answer = (response.status_code, response.headers.raw, bytes(body))
+        answer = (response.status_code, response.headers.raw, bytes(body)) if whole else None
         return Failure(kind, error, answer, min(max(after_s, 0.1), _MAX_RETRY_AFTER_S))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -36,6 +36,8 @@ class Behaviour:
         cut_inside: the connection is cut inside of an answer that is not streamed.
         unended: a stream closes without its last event.
         headers: further ones.
+        waits_for_prompts: what a prefill engine is to hand over never comes.
+        raw: the body, piece by piece, instead of an answer; None: the connection is cut.
     """
 
     status: int = 200
@@ -47,6 +49,8 @@ class Behaviour:
     cut_inside: bool = False
     unended: bool = False
     headers: dict[str, str] = field(default_factory=dict)
+    waits_for_prompts: bool = False
+    raw: Sequence[bytes | None] | None = None
 
 
 class FakeEngine:
@@ -180,6 +184,11 @@ class FakeEngine:
                 return _Cut(self)
             if behaviour.hold is not None and not (body.get("stream") and behaviour.hold_after):
                 await self._hold(request, behaviour.hold)
+            if behaviour.waits_for_prompts and "kv_transfer_params" in body:
+                await self._hold(request, asyncio.Event())
+            if behaviour.raw is not None:
+                kind = behaviour.headers.get("content-type", "text/event-stream")
+                return StreamingResponse(self._raw(behaviour.raw), media_type=kind, headers=behaviour.headers)
             if behaviour.body is not None or behaviour.status != 200:
                 content = behaviour.body or {"error": {"message": "as told", "type": "told", "code": behaviour.status}}
                 return JSONResponse(content, status_code=behaviour.status, headers=behaviour.headers)
@@ -224,6 +233,14 @@ class FakeEngine:
         finally:
             if not ended:
                 await self._note_gone()
+
+    async def _raw(self, pieces: Sequence[bytes | None]) -> AsyncIterator[bytes]:
+        for piece in pieces:
+            await asyncio.sleep(0.001)
+            if piece is None:
+                self.cut_all()
+                await asyncio.sleep(60)  # cancelled as the connection goes
+            yield piece or b""
 
     async def _half(self) -> AsyncIterator[bytes]:
         yield b'{"choices": ['

@@ -209,6 +209,17 @@ async def test_a_stream_without_its_last_event_is_no_whole_answer(bed: Make) -> 
     assert await router.counter("router_attempts_failed_total", kind="lost") == 1
 
 
+async def test_engines_that_all_lose_a_request_do_not_all_come_behind_others(bed: Make) -> None:
+    """The scheduler would give none of them anything for that long."""
+    router = await bed("e0", "e1", "e2")
+    for engine in router.engines.values():
+        engine.default = Behaviour(cut_after=0)
+    for _ in range(2):
+        assert (await router.complete()).status_code == 503
+    engines = (await router.http.get("/router/engines")).json().values()
+    assert sum(engine["busy"] for engine in engines) < sum(engine["up"] for engine in engines)
+
+
 async def test_an_engine_whose_streams_break_off_is_put_out(bed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_SHUNNED_S", 0.0)
     router = await bed("e0", "e1", policy="round_robin")
@@ -231,12 +242,9 @@ async def test_an_answer_that_breaks_off_before_the_client_has_any_of_it_is_trie
     assert sum(len(engine.requests) for engine in router.engines.values()) == 4
 
 
-@pytest.mark.parametrize("status", [500, 502, 504])
-async def test_an_engine_that_fails_at_what_another_one_answers_is_put_out(
-    bed: Make, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("status", [302, 500, 502, 504])
+async def test_an_engine_that_fails_at_what_another_one_answers_is_put_out(bed: Make, status: int) -> None:
     """It is fast at failing, and so the least loaded."""
-    monkeypatch.setattr(exchange, "_SHUNNED_S", 0.0)
     router = await bed("e0", "e1")
     router["e0"].default = Behaviour(status=status)
     for _ in range(20):
@@ -257,6 +265,95 @@ async def test_a_request_at_which_every_engine_fails_is_the_reason_itself(bed: M
         assert (answer.status_code, answer.json()) == (500, told)
     assert sum(len(engine.requests) for engine in router.engines.values()) == 20, "each is tried once more"
     assert await router.up() == {"e0", "e1", "e2"}
+
+
+async def test_what_no_engine_can_do_leaves_the_others_their_engines(bed: Make) -> None:
+    """One client's request at which all fail, again and again: none of them may come behind others for it."""
+    router = await bed("e0", "e1")
+    for engine in router.engines.values():
+        engine.default = Behaviour(status=500)
+    for _ in range(3):
+        assert (await router.complete()).status_code == 500
+        assert await router.up() == {"e0", "e1"}
+        engines = (await router.http.get("/router/engines")).json()
+        assert not any(engine["busy"] for engine in engines.values())
+
+
+@pytest.mark.parametrize(
+    ("written", "rest"),
+    [
+        (b"data: {}\n\n: ping", b""),
+        (b"data: {}\n\nid: 1\n", b""),
+        (b'data: {"choices": [', b""),
+        (b"data: {}\r\n\r\ndata: [DO", b""),
+        (b"data: {}\n\n", b"data: [DONE]\n"),
+    ],
+)
+async def test_an_error_behind_half_an_event_is_an_event_of_its_own(bed: Make, written: bytes, rest: bytes) -> None:
+    """A client must not take it for the end of a comment, or of half a line."""
+    router = await bed("e0")
+    router["e0"].default = Behaviour(raw=[written, rest])
+    answer = await router.complete(stream=True)
+    events = [event for event in answer.text.replace("\r\n", "\n").split("\n\n") if event.strip()]
+    if rest:
+        assert events == ["data: {}", "data: [DONE]\n"], "an end without its last line is one"
+        return
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert events[:-1] == ["data: {}"] * (len(events) - 1)
+
+
+async def test_events_pass_however_they_are_cut(bed: Make) -> None:
+    router = await bed("e0")
+    text = b'data: {"a": 1}\r\n\r\n: ping\n\ndata: {"b": "x"}\n\ndata: [DONE]\n\n: ' + b"a comment behind the end " * 9
+    router["e0"].default = Behaviour(raw=[text[at : at + 1] for at in range(len(text))])
+    answer = await router.complete(stream=True)
+    assert answer.content == text
+    assert await router.counter("router_answers_broken_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "stream"),
+    [
+        ("application/json", b'{"choices": [', False),
+        ("application/json", b"", False),
+        ("application/json", b"{}", True),
+        ("Text/Event-Stream", b"data: {}\n\n", True),
+    ],
+)
+async def test_what_is_no_whole_answer_to_what_was_asked_is_asked_of_another(
+    bed: Make, kind: str, content: bytes, stream: bool
+) -> None:
+    router = await bed("e0", "e1", policy="round_robin")
+    router["e0"].default = Behaviour(raw=[content], headers={"content-type": kind})
+    answers = [await router.complete(stream=stream) for _ in range(2)]
+    if kind == "application/json":
+        assert [answer.headers["x-kvstore-engine"] for answer in answers] == ["e1", "e1"]
+    else:
+        assert sum('"code": "unavailable"' in answer.text for answer in answers) == 1, "some of it was given already"
+    assert await router.counter("router_answers_broken_total") == len(router["e0"].requests) > 0
+
+
+async def test_a_compressed_stream_that_breaks_off_is_cut(bed: Make) -> None:
+    """Nobody would read what is appended to it."""
+    router = await bed("e0")
+    headers = {"content-type": "text/event-stream", "content-encoding": "x-any"}
+    router["e0"].default = Behaviour(raw=[b"abc", None], headers=headers)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await router.complete(stream=True)
+    assert router["e0"].seen_headers[0]["accept-encoding"] == "identity"
+    assert await router.counter("router_answers_broken_total") == 1
+
+
+async def test_a_client_that_leaves_at_the_last_event_was_answered(bed: Make) -> None:
+    router = await bed("e0", "e1", policy="round_robin")
+    router["e0"].default = Behaviour(status=500)
+    for _ in range(6):
+        async with router.http.stream("POST", "/v1/completions", json={"model": "m", "prompt": "a", "stream": True}) as answer:
+            async for piece in answer.aiter_raw():
+                if b"[DONE]" in piece:
+                    break
+    assert await router.up() == {"e1"}
+    assert await router.counter("router_clients_gone_total") == 0
 
 
 async def test_a_request_at_which_the_only_engine_fails_is_not_tried_again(bed: Make) -> None:

@@ -120,3 +120,44 @@ async def test_the_only_prefill_engine_that_fails_at_everything_is_gone_without(
         assert (answer.status_code, "x-kvstore-prefill" in answer.headers) == (200, False)
     assert await router.up() == {"d0"}
     assert len(router["p0"].requests) == 3
+
+
+@pytest.mark.parametrize("retries", [1, 2])
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+async def test_a_decode_engine_tells_whether_prefill_engines_fail_because_of_the_request(
+    bed: Make, flow: str, retries: int
+) -> None:
+    router = await bed(prefill=("p0", "p1"), decode=("d0",), flow=flow, retries=retries)
+    for name in ("p0", "p1"):
+        router[name].default = Behaviour(status=500)
+    router["d0"].default = Behaviour(waits_for_prompts=True)
+    for _ in range(12):
+        answer = await router.complete()
+        assert (answer.status_code, "x-kvstore-prefill" in answer.headers) == (200, False)
+    assert await router.up() == {"d0"}
+    assert len(router["p0"].requests) == len(router["p1"].requests) == 3
+
+
+async def test_a_prefill_engine_that_fails_behind_the_answer_is_noticed(bed: Make) -> None:
+    router = await bed(prefill=("p0", "p1"), decode=("d0",), policy="least_loaded")
+    hung = asyncio.Event()
+    router["p0"].default = Behaviour(status=500, hold=hung)
+    for _ in range(6):
+        assert (await router.complete("a " * 300)).status_code == 200
+    engines = (await router.http.get("/router/engines")).json()
+    assert engines["p0"]["sequences"] == len(router["p0"].requests) > 0, "it has them still to do"
+    assert len(router["p1"].requests) > len(router["p0"].requests), "and so gets less"
+    hung.set()
+
+    async def noticed() -> bool:
+        return await router.counter("router_attempts_failed_total", kind="erred") == len(router["p0"].requests)
+
+    await until(noticed, "what failed late is counted")
+    for _ in range(6):
+        await router.complete("a " * 300)
+
+    async def out() -> bool:
+        return await router.up() == {"p1", "d0"}
+
+    await until(out, "it is out")
+    assert (await router.http.get("/router/engines")).json()["p0"]["sequences"] == 0
