@@ -92,6 +92,18 @@ def test_every_page_that_is_said_to_have_come_is_there(open_backend: OpenBackend
     assert torch.equal(contents(pool, [10, 13]), want)
 
 
+@pytest.mark.parametrize("in_place", [1, 0])
+def test_positions_that_the_pool_does_not_have_are_misses(open_backend: OpenBackend, in_place: int) -> None:
+    """Memory of nobody, else: reading it ends the process."""
+    pool, names = pool_of(), hashes("a", 1)
+    backend = open_backend(pool, interface_v1=in_place, chained=False)
+    for wrong in (torch.arange(-PAGE, 0), torch.arange(10**9, 10**9 + PAGE), torch.arange(pool.size, pool.size + PAGE)):
+        assert backend.batch_set_v1(names, wrong, prefixed([])) == [False]
+        assert backend.batch_get_v1(names, wrong, prefixed([])) == [False]
+    last = torch.arange(pool.size - PAGE, pool.size)
+    assert backend.batch_set_v1(names, last, prefixed([])) == [True]
+
+
 def test_a_batch_in_the_middle_of_a_chain(open_backend: OpenBackend) -> None:
     """Told what comes before, pages are found behind it; what begins in the middle is found by nobody who lacks the beginning."""
     pool, names = pool_of(), hashes("a", 6)

@@ -85,6 +85,8 @@ class HostPages:
         self._pool = pool
         self.page_tokens = int(getattr(pool, "logical_page_size", pool.page_size))
         """Positions of the host pool that one page takes."""
+        pages = int(getattr(pool, "size", 0)) // int(pool.page_size)
+        self._positions = pages * self.page_tokens if pages else 1 << 62
         self._sizes = _piece_sizes(pool, self.page_tokens) if zero_copy else None
         sizes = self._sizes or (_flat_bytes(pool),)
         self._interleaved = getattr(pool, "layout", "") == "layer_first" and len(sizes) == 2 * getattr(pool, "layer_num", 0)
@@ -141,6 +143,8 @@ class HostPages:
         if indices is None or indices.numel() != count * self.page_tokens:
             got = None if indices is None else indices.numel()
             raise InvalidArgument("not one page of host memory a key", positions=got, pages=count, page_tokens=self.page_tokens)
+        if count and (int(indices.min()) < 0 or int(indices.max()) >= self._positions):
+            raise InvalidArgument("no such positions in host memory", first=int(indices.min()), last=int(indices.max()))
 
     def _heads(self, indices: torch.Tensor) -> list[int]:
         heads: list[int] = indices[:: self.page_tokens].tolist()
