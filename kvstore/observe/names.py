@@ -406,6 +406,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "transport_nixl_bytes_sent_total": ("counter", "payload bytes that were served by NIXL"),
     "transport_nixl_failures_total": ("counter", "reads served whose one-sided transfer failed"),
     "transport_nixl_fallbacks_total": ("counter", "times that a peer was sent back to TCP because NIXL failed"),
+    "transport_nixl_fences_broken_total": ("counter", "NIXL agents that did not end with their fence"),
     "transport_nixl_fences_total": ("counter", "NIXL agents ended, as bytes of a transfer that was given up could still come"),
     "transport_nixl_outside_total": ("counter", "one-sided transfers refused: outside what the other side had registered"),
     "transport_nixl_pulls_denied_total": ("counter", "readers that wished to pull over TCP, and are pushed to"),

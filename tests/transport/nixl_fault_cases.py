@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from kvstore.transport.nixl.landing import Landing
 from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.nixl.port import NixlOptions, NixlPort, Region, has_rdma, host_id
 from kvstore.transport.nixl.serving import choose_way
+from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
 
 SHAPE = BlockShape(1, 16 << 10)
@@ -47,9 +50,7 @@ OVER = [
 def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     script = Path(__file__).with_name("nixl_child.py")
     command = [sys.executable, str(script), *arguments]
-    # What UCX says of a connection refused goes to stdout unless it is told where.
-    environment = {**os.environ, "UCX_LOG_FILE": "stderr"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -115,6 +116,85 @@ def test_no_byte_comes_after_a_read_was_given_up(options: dict[str, str]) -> Non
         assert heard(server).startswith("settled"), "nothing of the server's stays lent"
         assert (buffer.array == SENTINEL).all(), "bytes came that nobody waited for"
         assert server.wait(20) == 0
+
+
+class _Breaking:
+    """An agent whose transfers are under way and then break, as over RDMA: those of CMA are done once they have begun."""
+
+    def __init__(self, agent: Any, where: str) -> None:
+        self.agent = agent.agent
+        self._whole = agent
+        self._where = where
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def transfer(self, handle: Any) -> str:
+        self._whole.transfer(handle)
+        if self._where == "transfer":
+            raise RuntimeError("broken by the test, after it has begun")
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        raise RuntimeError(f"broken by the test: {handle!r}")
+
+
+@pytest.mark.parametrize("where", ["transfer", "check"])
+def test_a_fence_ends_the_agent_though_its_error_is_still_being_handled(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error keeps the frames that it came through, and these would keep the agent, whose connections go on taking bytes."""
+    lives: list[bool] = []
+    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
+        port = peer._port
+        assert peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
+        owner = weakref.ref(port._agent.agent)
+        port._agent = _Breaking(port._agent, where)
+        fence, again = port.fence, TcpPeer._ask
+
+        def fenced(epoch: int) -> None:
+            fence(epoch)
+            lives.append(owner() is not None)
+
+        def asked(self: TcpPeer, *more: Any) -> int:
+            lives.append(owner() is not None)
+            return again(self, *more)
+
+        monkeypatch.setattr(port, "fence", fenced)
+        monkeypatch.setattr(TcpPeer, "_ask", asked)
+        buffer = dense(64, SHAPE)
+        result = peer.read(ask(range(64), 1, within_s=60), buffer)
+        assert result.outcomes.count(Outcome.HIT) == 64, "over the connection, then"
+        assert_hits_are_right(result.outcomes, buffer)
+        assert lives
+        assert not any(lives)
+        assert counters.get("transport_nixl_fences_total") == 1
+        assert counters.get("transport_nixl_fences_broken_total") == 0
+
+
+def test_what_cannot_be_pulled_is_pushed_once_the_peer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of one host may be kept from each other's memory, which shows when the first read fails."""
+    monkeypatch.setattr("kvstore.transport.nixl.peer.OFF_S", 0.0)
+    with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
+        peer._port.open()
+        peer._port._agent = _Breaking(peer._port._agent, "check")
+        for _ in range(2):
+            buffer = dense(64, SHAPE)
+            assert peer.read(ask(range(64), 1, within_s=60), buffer).outcomes.count(Outcome.HIT) == 64
+        assert peer._way is Way.PUSH
+        assert counters.get("transport_nixl_fallbacks_total") >= 1
+        assert counters.get("transport_nixl_bytes_received_total") > 0
+
+
+def test_a_setting_of_the_environment_does_not_win_over_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX itself proposes it to whoever lacks CMA, and the process that is read from pays for it with its life."""
+    monkeypatch.setenv("UCX_PROTO_EMULATION_ENABLE", "y")
+    port = NixlPort(NixlOptions(), name="here")
+    port.open()
+    port.close()
+    assert "UCX_PROTO_EMULATION_ENABLE" not in os.environ
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    assert NixlOptions().only_tcp
+    monkeypatch.setenv("UCX_TLS", "rc,tcp")
+    assert not NixlOptions().only_tcp
 
 
 @pytest.mark.parametrize("options", OVER)

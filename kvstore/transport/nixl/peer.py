@@ -143,6 +143,8 @@ class NixlPeer(TcpPeer):
         self._attached: WeakKeyDictionary[Connection, _Attachment] = WeakKeyDictionary()
         self._fetches: WeakKeyDictionary[Connection, dict[int, _Fetch]] = WeakKeyDictionary()
         self._way: Way | None = None
+        self._pulls_fail = False
+        """Whether the last that failed was pulled: containers of one host may be kept from each other's memory."""
 
     @property
     def one_sided(self) -> bool:
@@ -305,11 +307,9 @@ class NixlPeer(TcpPeer):
             return
         ours, theirs = paired_rows(target, source, layers)
         attachment = fetch.attachment
+        fetch.loose = True  # a start that fails may have begun
         transfer = self._port.start(attachment.epoch, "READ", ours, theirs, attachment.server)
-        if transfer is None:
-            return
-        fetch.loose = True
-        while not self._port.done(transfer):
+        while transfer is not None and not self._port.done(transfer):
             self._check_time(state)
             time.sleep(WAIT_S)
         fetch.loose = False
@@ -366,7 +366,8 @@ class NixlPeer(TcpPeer):
             raise OneSidedFailed("NIXL does not work here", error=error) from error
         request_id = connection.next_id()
         options = self._port.options
-        asked = AttachFrame(host_id(), "push" if options.only_tcp else options.wish, has_rdma(), metadata)
+        wish = "push" if options.only_tcp or self._pulls_fail else options.wish
+        asked = AttachFrame(host_id(), wish, has_rdma(), metadata)
         connection.wire.send((encode_attach(request_id, asked),), deadline_s)
         _, header = connection.answer(request_id, FrameKind.ATTACHED, deadline_s)
         way, server = decode_attached(header)
@@ -388,6 +389,7 @@ class NixlPeer(TcpPeer):
 
     def _turn_off(self, error: KVStoreError) -> None:
         self._off_until_s = time.monotonic() + OFF_S
+        self._pulls_fail = self._way is Way.PULL
         self._counters.add("transport_nixl_fallbacks_total")
         limited.warning("reads from %s go over TCP for %g s: %s", self.address, OFF_S, error)
 

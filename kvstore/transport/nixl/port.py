@@ -14,6 +14,7 @@ NIXL is imported, and UCX loaded, at the first use. UCX is configured through th
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import mmap
@@ -21,6 +22,7 @@ import os
 import re
 import threading
 import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,7 @@ Reads over TCP are emulated: the side that is read sends the bytes in a message,
 the process that was read ("Fatal: unexpected error: Endpoint timeout"). With this the reader's transfer fails instead. Told to
 each agent by itself, as an engine may have UCX for other ends; UCX knows it since 1.21, which every ``nixl-cu12`` of 1.5 brings.
 """
+_EMULATION = "UCX_PROTO_EMULATION_ENABLE"
 _TCP_ALONE = frozenset(("tcp", "self", "cuda", "cuda_copy"))
 """UCX's transports none of which reads the memory of another process: with a GPU, TCP has to be named beside these."""
 LOOPBACK = "lo"
@@ -98,8 +101,9 @@ class NixlOptions:
 
     @property
     def only_tcp(self) -> bool:
-        """Whether it is confined to UCX's TCP, as far as memory of hosts goes."""
-        return bool(self.transports) and _TCP_ALONE.issuperset(self.transports.split(","))
+        """Whether it is confined to UCX's TCP, as far as memory of hosts goes; by its own options, or the environment's."""
+        transports = self.transports or os.environ.get("UCX_TLS", "")
+        return bool(transports) and _TCP_ALONE.issuperset(transports.split(","))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +143,16 @@ def environment(options: NixlOptions) -> dict[str, str]:
     """What UCX is told, unless the process's environment says otherwise.
 
     Without InfiniBand its modules are left out: where the host's libefa brings a second libnl into the process, the two
-    end it with a segmentation fault at exit. UCX's own handlers of fatal signals are not ours to install, and what it says of
-    requests that a fence cut short is no news.
+    end it with a segmentation fault at exit. Standard output is the process's own. UCX's own handlers of fatal signals are
+    not ours to install, and what it says of requests that a fence cut short is no news.
     """
-    found = {"UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_ERROR_SIGNALS": "", "NIXL_LOG_LEVEL": "ERROR"}
+    found = {
+        "UCX_LOG_FILE": "stderr",
+        "UCX_LOG_LEVEL": "error",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+        "UCX_ERROR_SIGNALS": "",
+        "NIXL_LOG_LEVEL": "ERROR",
+    }
     if not has_rdma():
         found["UCX_MODULES"] = "^ib"
     if options.service_level is not None:
@@ -263,6 +273,10 @@ class NixlPort:
     def _made(self) -> Any:  # noqa: ANN401 - NIXL has no types
         for key, value in environment(self.options).items():
             os.environ.setdefault(key, value)
+        # it would win over what an agent is told
+        if os.environ.get(_EMULATION, "n").lower() not in {"n", "no", "0", "off"}:
+            log.warning("%s is taken out of the environment: with it, who reads ends the process that it reads from", _EMULATION)
+            del os.environ[_EMULATION]
         api = load()
         options = self.options
         config = api.nixl_agent_config(
@@ -297,14 +311,26 @@ class NixlPort:
         )  # fmt: skip
 
     def _end_agent(self) -> None:
-        """Under the lock: nobody else is in the agent, and nobody else knows it, so with our name for it it ends."""
+        """Under the lock: nobody else is in the agent, and nobody else knows it, so with our name for it it ends.
+
+        An error keeps the frames that it came through, and what these hold, for as long as somebody has it: who calls for a fence
+        may be handling one. So nothing of NIXL's is raised on, and no frame that raises holds the agent or a transfer.
+        """
         for handle in self._transfers.values():
             _release(handle)
         self._transfers.clear()
         self._remotes.clear()
         self._borrowed.clear()
-        self._agent = None
         self._epoch += 1
+        if self._agent is None:
+            return
+        lives = weakref.ref(self._agent.agent)  # what owns the connections; the rest is Python around it
+        self._agent = None
+        if lives() is not None:
+            gc.collect()
+        if lives() is not None:
+            self._counters.add("transport_nixl_fences_broken_total")
+            log.error("the NIXL agent %s does not end: bytes of transfers that were given up may still come", self._name)
 
     # ---------------------------------------------------------------- memory
 
@@ -373,7 +399,7 @@ class NixlPort:
                 this is another epoch.
         """
         with self._lock:
-            agent = self._same(epoch)
+            self._same(epoch)
             try:
                 known = read_metadata(metadata)
             except BadMetadata as error:
@@ -383,14 +409,17 @@ class NixlPort:
             if name == self._agent_name or name[:-33] in self._never or (remote is not None and remote.data != metadata):
                 self._counters.add("transport_nixl_bad_agents_total")
                 raise OneSidedFailed("the other side's agent has the name of another one", name=name)
+            why = ""
             try:
-                answered = agent.add_remote_agent(metadata)
+                answered = self._agent.add_remote_agent(metadata)
                 if (answered.decode() if isinstance(answered, bytes) else str(answered)) != name:
-                    raise BadMetadata("NIXL reads another name", name=name)  # noqa: TRY301 - cleaned up as what NIXL raises
-            except Exception as error:  # NIXL's errors share no base class
+                    why = "NIXL reads another name"
+            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
+                why = repr(error)
+            if why:
                 if remote is None:
                     self._forget(name)
-                raise OneSidedFailed("NIXL cannot reach the other side's agent", error=repr(error)) from error
+                raise OneSidedFailed("NIXL cannot reach the other side's agent", error=why)
             if remote is None:
                 remote = self._remotes[name] = _Remote(known, metadata)
             remote.users += 1
@@ -422,26 +451,28 @@ class NixlPort:
             OneSidedFailed: it cannot begin, or would go beyond what the other agent registered; nothing of it moves.
         """
         with self._lock:
-            agent = self._same(epoch)
-            remote = self._remotes.get(name)
-            if remote is None or not remote.known.holds(theirs):
+            self._same(epoch)
+            known = self._remotes.get(name)
+            if known is None or not known.known.holds(theirs):
                 self._counters.add("transport_nixl_outside_total")
                 raise OneSidedFailed("a transfer outside the memory that the other side's agent registered", name=name)
-            handle = None
+            handle, state, why = None, "", ""
             try:
-                local, remote = agent.get_xfer_descs(ours, "DRAM"), agent.get_xfer_descs(theirs, "DRAM")
-                handle = agent.initialize_xfer(operation, local, remote, name)
-                state = agent.transfer(handle)
-            except Exception as error:  # NIXL's errors share no base class
-                if handle is not None:
-                    _release(handle)
-                raise OneSidedFailed("a transfer by NIXL did not begin", error=repr(error)) from error
-            if state == "DONE":
+                local, remote = self._agent.get_xfer_descs(ours, "DRAM"), self._agent.get_xfer_descs(theirs, "DRAM")
+                handle = self._agent.initialize_xfer(operation, local, remote, name)
+                state = self._agent.transfer(handle)
+            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
+                why = repr(error)
+            if state == "PROC":
+                self._last += 1
+                self._transfers[self._last] = handle
+                return Transfer(epoch, self._last)
+            if handle is not None:
                 _release(handle)
-                return None
-            self._last += 1
-            self._transfers[self._last] = handle
-            return Transfer(epoch, self._last)
+                handle = None
+            if state != "DONE":  # raised here, and holding nothing: see ``_end_agent``
+                raise OneSidedFailed("a transfer by NIXL did not begin", error=why or state)
+            return None
 
     def done(self, transfer: Transfer) -> bool:
         """Whether a transfer has ended well; makes progress.
@@ -450,18 +481,17 @@ class NixlPort:
             OneSidedFailed: it has ended badly.
         """
         with self._lock:
-            agent = self._same(transfer.epoch)
-            handle = self._transfers[transfer.number]
+            self._same(transfer.epoch)
+            state, why = "", ""
             try:
-                state = agent.check_xfer_state(handle)
-            except Exception as error:  # NIXL's errors share no base class
-                _release(self._transfers.pop(transfer.number))
-                raise OneSidedFailed("a transfer by NIXL broke", error=repr(error)) from error
+                state = self._agent.check_xfer_state(self._transfers[transfer.number])
+            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
+                why = repr(error)
             if state == "PROC":
                 return False
             _release(self._transfers.pop(transfer.number))
             if state != "DONE":
-                raise OneSidedFailed("a transfer by NIXL broke", state=state)
+                raise OneSidedFailed("a transfer by NIXL broke", error=why or state)
             return True
 
     def drop(self, transfer: Transfer) -> None:
@@ -478,16 +508,18 @@ class NixlPort:
             OneSidedFailed: this is another epoch.
         """
         with self._lock:
-            agent = self._same(epoch)
+            self._same(epoch)
+            why = ""
             try:
-                agent.get_new_notifs()
-            except Exception as error:  # NIXL's errors share no base class
-                raise OneSidedFailed("NIXL made no progress", error=repr(error)) from error
+                self._agent.get_new_notifs()
+            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
+                why = repr(error)
+            if why:
+                raise OneSidedFailed("NIXL made no progress", error=why)
 
-    def _same(self, epoch: int) -> Any:  # noqa: ANN401 - NIXL has no types
+    def _same(self, epoch: int) -> None:
         if self._agent is None or epoch != self._epoch:
             raise OneSidedFailed("the NIXL agent was ended by a fence")
-        return self._agent
 
 
 def load() -> Any:  # noqa: ANN401 - NIXL has no types
