@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _MEMINFO = Path("/proc/meminfo")
@@ -21,35 +22,73 @@ def memory_total(meminfo: Path = _MEMINFO, groups: Path = _GROUPS, tree: Path = 
     return min(known, default=None)
 
 
+def memory_available(meminfo: Path = _MEMINFO, groups: Path = _GROUPS, tree: Path = _TREE) -> int | None:
+    """Bytes that this process may take now without swapping; None where the host does not say.
+
+    Of the host, what its kernel says is available; of each control group with a limit, what all in it leave of that. Pages of
+    files that were not used lately count as free there: they go first. Arguments as of ``memory_total``.
+    """
+    rooms = [
+        max(0, limit - max(0, used - (_statistic(folder / "memory.stat", idle) or 0)))
+        for folder, limit, usage, idle in _limited(groups, tree)
+        if (used := _number(folder / usage)) is not None
+    ]
+    host = _host(meminfo, "MemAvailable:")
+    return min([*rooms, *([host] if host is not None else [])], default=None)
+
+
 def _host_total(meminfo: Path) -> int | None:
+    return _host(meminfo, "MemTotal:")
+
+
+def _host(meminfo: Path, name: str) -> int | None:
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
-        return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:")), None)
+        return next((int(line.split()[1]) << 10 for line in lines if line.startswith(name)), None)
     except (OSError, ValueError, IndexError):
         return None
 
 
 def _group_limit(groups: Path, tree: Path) -> int | None:
     """The least limit of the groups that this process is in and of all above them."""
+    return min((limit for _, limit, _, _ in _limited(groups, tree)), default=None)
+
+
+def _limited(groups: Path, tree: Path) -> Iterator[tuple[Path, int, str, str]]:
+    """The groups that this process is in and all above them, where they have a limit.
+
+    Yields:
+        Folder, limit in bytes, the file that says what is used, and which line of ``memory.stat`` counts idle pages of files.
+    """
     try:
         lines = groups.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
-        return None
-    limits = []
+        return
     for line in lines:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
-            top, name = tree, "memory.max"
+            top, name, usage, idle = tree, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             top, name = tree / "memory", "memory.limit_in_bytes"
+            usage, idle = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
         own = PurePosixPath(path.lstrip("/"))
         if ".." in own.parts:  # a group outside of what this process sees
             own = PurePosixPath()
-        limits += [limit for part in (own, *own.parents) if (limit := _number(top / part / name)) is not None]
-    return min(limits, default=None)
+        for folder in (top / part for part in (own, *own.parents)):
+            if (limit := _number(folder / name)) is not None:
+                yield folder, limit, usage, idle
+
+
+def _statistic(path: Path, name: str) -> int | None:
+    """One line's number of a group's statistics."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+        return next((int(words[1]) for line in lines if (words := line.split())[:1] == [name]), None)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _number(path: Path) -> int | None:

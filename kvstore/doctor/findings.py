@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+from kvstore.tiers.io_engines.probe import SLAB_FILE
 from kvstore.transport.nixl.port import LOOPBACK
 
 NOFILE_LEAST = 8192
 TCP_BUFFER_LEAST = 4 << 20
 """What one stream needs in flight on a link of 25 Gbit/s with a millisecond of delay, about."""
+HOST_LEAST = 2 << 30
+"""Memory that huge pages leave to everything else, at least; of large hosts, a tenth."""
 SHM = "/dev/shm"  # noqa: S108  # named, not used
 SHM_LEAST = 256 << 20
 SOME_VOLUME = "--set node.nvme=/mnt/nvme0/kvstore:1TiB   # a folder on a local NVMe disk, and how much of it"
@@ -92,6 +95,9 @@ def _gpu(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
             yield Finding("GPU", Level.WARNING, f"torch {torch} does not use it", "pip install --force-reinstall torch")
     elif not cards and not gpu.text("driver"):
         yield Finding("GPU", Level.INFO, "none: blocks live in DRAM and on NVMe")
+    elif not gpu.flag("library") and not cards:
+        what = "a driver of the kernel, but no NVIDIA card is seen and no libcuda.so.1: blocks live in DRAM and on NVMe"
+        yield Finding("GPU", Level.WARNING, what)
     elif not gpu.flag("library"):
         yield Finding(
             "GPU", Level.WARNING, f"{cards} NVIDIA cards, but libcuda.so.1 cannot be loaded",
@@ -142,7 +148,15 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
     if folder.error:
         yield _unknown(area, folder, path)
         return
-    slab = folder.number("slab_bytes")
+    slab, damage = folder.number("slab_bytes"), folder.text("slab_damage")
+    if (closed := _cannot_be_opened(path, folder)) is not None:
+        yield closed
+        return
+    if damage is not None:
+        what = f"{path}: its {SLAB_FILE} is no volume ({damage}): a node does not start on it"
+        mend = f"kvstore volume check --repair {quoted}   # if it was a volume; if not, move the file away"
+        yield Finding(area, Level.MISSING, what, mend)
+        return
     state = "a volume" if slab is not None else "no volume yet" if folder.flag("exists") else "not there yet"
     free = folder.number("free_bytes")
     yield Finding(area, Level.OK, f"{path}: {state}, {folder.text('filesystem')}, {show_size(free or 0)} free")
@@ -151,7 +165,12 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
         level = Level.WARNING if slab is not None else Level.MISSING
         what = "it serves what it holds, and stores nothing" if slab is not None else "no volume can be made there"
         make = "" if folder.flag("exists") else f"sudo mkdir -p {quoted} && "
-        yield Finding(area, level, f"{nearest} cannot be written to: {what}", f'{make}sudo chown "$USER" {quoted}')
+        mend, why = f'{make}sudo chown "$USER" {quoted}', ""
+        if folder.flag("read_only"):  # whoever owns it
+            remount = f"sudo mount -o remount,rw {shlex.quote(folder.text('mount') or nearest)}"
+            mend = remount if slab is not None else f"{SOME_VOLUME}; or, if it may be written to: {remount}"
+            why = " (mounted read-only)"
+        yield Finding(area, level, f"{nearest} cannot be written to{why}: {what}", mend)
     elif short > 0:
         yield Finding(
             area, Level.MISSING, f"{path}: {show_size(short)} too little for {show_size(volume.capacity_bytes)}",
@@ -168,10 +187,31 @@ def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _cannot_be_opened(path: str, folder: Section) -> Finding | None:
+    """What keeps a node from the folder at all."""
+    nearest = folder.text("nearest") or path
+    if (in_the_way := folder.text("in_the_way")) is not None:
+        what = f"{path}: {in_the_way} is there, and no folder: a node does not start on it"
+        return Finding("storage", Level.MISSING, what, SOME_VOLUME)
+    if not folder.flag("closed"):
+        return None
+    what = f"{path}: this user may not enter {nearest}: no volume can be opened or made there"
+    if folder.flag("exists"):
+        return Finding("storage", Level.MISSING, what, f'sudo chown "$USER" {shlex.quote(nearest)}')
+    mend = f"sudo chmod o+x {shlex.quote(nearest)}   # lets all users pass through it; or choose a folder elsewhere (node.nvme)"
+    return Finding("storage", Level.MISSING, what, mend)
+
+
 def _mounts(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     for path, folder in zip(wanted.mounts, facts.all("mount"), strict=False):
         if folder.error:
             yield _unknown("storage", folder, str(path))
+        elif folder.flag("closed"):
+            nearest = folder.text("nearest") or str(path)
+            what = f"mount {path}: this user may not enter {nearest}: its blocks come from the owner"
+            yield Finding(
+                "storage", Level.WARNING, what, f"sudo chmod o+x {shlex.quote(nearest)}   # lets all users pass through it"
+            )
         elif folder.flag("roster"):
             yield Finding("storage", Level.OK, f"{path}: a shared volume, {folder.text('filesystem')}")
         else:
@@ -190,7 +230,7 @@ def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if total is not None and wanted.dram_bytes > total:
         yield Finding(
             "memory", Level.MISSING, f"an arena of {arena} in {show_size(total)} of RAM",
-            f"--set node.dram={total >> 31 or 1}GiB",
+            f"--set node.dram={_whole(total // 2)}",
         )  # fmt: skip
     elif available is not None and wanted.dram_bytes > available:
         what = f"an arena of {arena}, and {show_size(available)} available now (a node that runs already has its own)"
@@ -219,9 +259,37 @@ def _huge_pages(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     elif size:
         pages = reserved - free - (-wanted.dram_bytes // size)
         what = f"huge pages: {what}: too few for the arena"
-        yield Finding("memory", Level.WARNING, what, f"sudo sysctl -w vm.nr_hugepages={pages}")
+        yield Finding("memory", Level.WARNING, *_reserve(what, memory, wanted, pages))
     else:
         yield Finding("memory", Level.WARNING, "huge pages: this kernel has none")
+
+
+def _reserve(what: str, memory: Section, wanted: Wanted, pages: int) -> tuple[str, str]:
+    """What to say and to do where ``pages`` huge pages in all would hold the arena.
+
+    The kernel takes what it can get for them, at once, and gives it to nobody else: what the host needs is left to it.
+    """
+    size, free, reserved = (memory.number(f"huge_page{name}") or 0 for name in ("_bytes", "s_free", "s_total"))
+    total, available = memory.number("total_bytes") or 0, memory.number("available_bytes") or 0
+    kept = max(HOST_LEAST, total // 10)
+    room = max(0, available - kept) // size
+    if pages - reserved <= room:
+        return what, f"sudo sysctl -w vm.nr_hugepages={pages}"
+    fits = (free + room) * size
+    if wanted.dram_bytes > total:
+        fits = min(fits, total // 2)  # as is said of the arena itself
+    what = (
+        f"{what}; reserving {show_size((pages - reserved) * size)} more of the {show_size(available)} available would not leave"
+        f" {show_size(kept)} to the host"
+    )
+    if fits < size:
+        return what, "--set node.huge_pages=false   # or free memory first"
+    return what, f"--set node.dram={_whole(fits)}   # huge pages for that can be reserved"
+
+
+def _whole(size: int) -> str:
+    """A size for a setting: whole GiB, or MiB where it is less than one; not more than ``size``."""
+    return f"{size >> 30}GiB" if size >> 30 else f"{max(1, size >> 20)}MiB"
 
 
 def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
@@ -233,7 +301,7 @@ def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if locked is not None and 0 <= locked < wanted.dram_bytes:
         level = Level.WARNING if pins else Level.INFO
         what = f"memlock: {show_size(locked)}: too little to pin the arena" + ("" if pins else "; nothing here needs that")
-        mend = "ulimit -l unlimited   # systemd: LimitMEMLOCK=infinity; docker run --ulimit memlock=-1"
+        mend = _raise_limit(memory, "memlock", "unlimited", "LimitMEMLOCK=infinity; docker run --ulimit memlock=-1")
         if most is not None and (most < 0 or most >= wanted.dram_bytes):  # whose user may raise it
             mend = f"ulimit -S -l {'unlimited' if most < 0 else most >> 10}   # systemd: LimitMEMLOCK=infinity"
         yield Finding("limits", level, what, mend if pins else None)
@@ -241,9 +309,20 @@ def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("limits", Level.OK, f"memlock: {'unlimited' if locked < 0 else show_size(locked)}")
     if files is not None and 0 <= files < NOFILE_LEAST:
         what = f"nofile: {files}: a quarter of it bounds each address's connections"
-        yield Finding("limits", Level.WARNING, what, "ulimit -Hn 65536   # as root; systemd: LimitNOFILE=65536")
+        mend = _raise_limit(memory, "nofile", "65536", "LimitNOFILE=65536; docker run --ulimit nofile=65536")
+        yield Finding("limits", Level.WARNING, what, mend)
     elif files is not None:
         yield Finding("limits", Level.OK, f"nofile: {'unlimited' if files < 0 else files}")
+
+
+def _raise_limit(memory: Section, name: str, most: str, elsewhere: str) -> str:
+    """Raises a hard limit of the shell that it is pasted to, and of what is started there.
+
+    A shell cannot: its own ``ulimit`` raises nothing beyond the hard limit, and one under sudo takes what it has with it.
+    """
+    if memory.flag("root_raises_limits") is False:
+        return f"ulimit -H -a   # not even root may raise it here, but who starts this: systemd: {elsewhere}"
+    return f"sudo prlimit --pid $$ --{name}={most}:{most}   # systemd: {elsewhere}"
 
 
 def _network(facts: Facts, _wanted: Wanted) -> Iterator[Finding]:
@@ -318,6 +397,8 @@ def _nixl(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             f"--set node.nixl_{name}=" for name in ("transports", "devices") if getattr(asked, name) not in ("", LOOPBACK)
         )
         look = f"{named}   # as UCX finds them" if named else "ibv_devinfo   # whether a device is there; TCP does without"
+        if facts["network"].flag("sysfs") is False:  # whatever is named, UCX finds no device
+            look = "sudo mount -t sysfs sysfs /sys   # it is not there, and UCX finds its devices in it"
         mend = look if there else _install_nixl(facts)
         yield Finding(area, level, f"blocks move over TCP: {probe.text('why') or 'nothing was tried'}", mend)
 

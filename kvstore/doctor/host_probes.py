@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -17,7 +18,10 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from kvstore.core.host_memory import memory_total
+from kvstore.core.errors import CorruptBlock
+from kvstore.core.host_memory import memory_available, memory_total
+from kvstore.tiers.io_engines.probe import SLAB_FILE, nvidia_cards
+from kvstore.tiers.superblock import SUPERBLOCK_BYTES, newest_superblock
 
 PACKAGES = (
     "kvstore-dualpath", "numpy", "grpcio", "lmdb", "protobuf", "pydantic", "xxhash", "zstandard", "rich", "click", "torch",
@@ -25,9 +29,9 @@ PACKAGES = (
 )  # fmt: skip
 LIBRARIES = {"libcuda": "libcuda.so.1", "libibverbs": "libibverbs.so.1", "librdmacm": "librdmacm.so.1", "libucp": "libucp.so.0"}
 MODULES = ("torch", "kvikio", "nixl", "nixl_cu12", "nixl_cu13", "ucxx", "libucx")
-_NVIDIA = "0x10de"
-_DISPLAY_CLASSES = ("0x0300", "0x0302")
 _PAGE = 4096
+_SYS_RESOURCE = 24
+"""The number of the capability that raises limits."""
 
 
 def system() -> dict[str, object]:
@@ -52,7 +56,7 @@ def _version(name: str) -> str | None:
 
 def gpu() -> dict[str, object]:
     """Cards on the bus, the kernel's driver, and what the CUDA driver answers."""
-    found: dict[str, object] = {"cards": _cards(), "driver": _first_line(Path("/proc/driver/nvidia/version"))}
+    found: dict[str, object] = {"cards": nvidia_cards(), "driver": _first_line(Path("/proc/driver/nvidia/version"))}
     found["udev"] = os.access("/run/udev", os.R_OK)
     found["nvidia_fs"] = _first_line(Path("/proc/driver/nvidia-fs/version")) is not None
     try:
@@ -76,26 +80,18 @@ def gpu() -> dict[str, object]:
     return found | {"devices": devices}
 
 
-def _cards() -> int:
-    cards = 0
-    for device in Path("/sys/bus/pci/devices").glob("*"):
-        if _first_line(device / "vendor") == _NVIDIA and (_first_line(device / "class") or "").startswith(_DISPLAY_CLASSES):
-            cards += 1
-    return cards
-
-
 def memory() -> dict[str, object]:
     """RAM, huge pages, ``/dev/shm``, limits of this user's processes."""
     lines = [line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()]
     values = {words[0].rstrip(":"): int(words[1]) for words in lines}
-    most = memory_total() or values["MemTotal"] << 10  # a control group's limit, where that is less
     found: dict[str, object] = {
-        "total_bytes": most,
-        "available_bytes": min(most, values["MemAvailable"] << 10),
+        "total_bytes": memory_total(),  # a control group's limit, where that is less; what is available likewise
+        "available_bytes": memory_available(),
         "huge_page_bytes": values.get("Hugepagesize", 0) << 10,
         "huge_pages_total": values.get("HugePages_Total", 0),
         "huge_pages_free": values.get("HugePages_Free", 0),
         "transparent": _chosen(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        "root_raises_limits": _root_raises_limits(),
     }
     for name, limit in (("memlock", resource.RLIMIT_MEMLOCK), ("nofile", resource.RLIMIT_NOFILE)):
         soft, hard = resource.getrlimit(limit)
@@ -105,6 +101,12 @@ def memory() -> dict[str, object]:
     except OSError:
         return found
     return found | {"shm_bytes": shm.f_blocks * shm.f_frsize, "shm_free_bytes": shm.f_bavail * shm.f_frsize}
+
+
+def _root_raises_limits() -> bool | None:
+    """Whether root here may raise limits of processes beyond what they are: containers take that away from it."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((bool(int(line.split()[1], 16) >> _SYS_RESOURCE & 1) for line in lines if line.startswith("CapBnd:")), None)
 
 
 def _chosen(path: Path) -> str | None:
@@ -123,6 +125,7 @@ def network() -> dict[str, object]:
             devices.append({"name": f"{device.name}:{port.name}", "state": state, "layer": layer, "rate": rate})
     return {
         **{name: int(values[2]) for name, values in tcp.items() if len(values) == 3},
+        "sysfs": Path("/sys/class/net").is_dir(),
         "rdma": devices,
         "uverbs": any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev/infiniband").glob("uverbs*")),
         "libraries": [name for name, file in LIBRARIES.items() if name != "libcuda" and _loads(file)],
@@ -141,20 +144,56 @@ def _loads(library: str) -> bool:
 def folder(path: str) -> dict[str, object]:
     """A volume's folder, or the nearest one above it that exists: file system, room, O_DIRECT."""
     wanted = Path(path).absolute()
-    there = next(place for place in (wanted, *wanted.parents) if place.is_dir())
+    closed, there, in_the_way = _nearest(wanted)
     space = os.statvfs(there)
-    slab = wanted / "slab.kv"
+    mount, filesystem = _mounted(there)
     found: dict[str, object] = {
         "exists": there == wanted,
         "nearest": str(there),
-        "filesystem": _filesystem(there),
+        "in_the_way": None if in_the_way is None else str(in_the_way),
+        "closed": closed,
+        "filesystem": filesystem,
+        "mount": mount,
+        "read_only": bool(space.f_flag & os.ST_RDONLY),
         "writable": os.access(there, os.W_OK | os.X_OK),
         "free_bytes": space.f_bavail * space.f_frsize,
-        "roster": (wanted / "roster").is_file(),
     }
-    if slab.is_file():
-        found["slab_bytes"] = slab.stat().st_size
-    return found | {"direct": _direct_refused(slab if slab.is_file() else None, there)}
+    if closed:
+        return found
+    slab: Path | None = wanted / SLAB_FILE
+    if there == wanted and os.path.lexists(wanted / SLAB_FILE):
+        found |= _slab(wanted / SLAB_FILE)
+    if "slab_bytes" not in found:
+        slab = None
+    return found | {"roster": (wanted / "roster").is_file(), "direct": _direct_refused(slab, there)}
+
+
+def _nearest(wanted: Path) -> tuple[bool, Path, Path | None]:
+    """Whether a folder on the way may not be entered; the nearest folder that is there; what lies below it that is none."""
+    there, in_the_way = Path("/"), None
+    for place in (*reversed(wanted.parents), wanted):
+        if not os.path.lexists(place):
+            break
+        if not place.is_dir():  # also a link that leads nowhere: no folder can be made there
+            in_the_way = place
+            break
+        there = place
+        if not os.access(there, os.X_OK):
+            return True, there, None
+    return False, there, in_the_way
+
+
+def _slab(path: Path) -> dict[str, object]:
+    """What a slab says of itself: its bytes, and why it is none."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            newest_superblock(file.read(2 * SUPERBLOCK_BYTES))
+    except OSError as error:
+        return {"slab_damage": error.strerror or str(error)}
+    except CorruptBlock as error:
+        return {"slab_bytes": size, "slab_damage": error.message}
+    return {"slab_bytes": size}
 
 
 def _direct_refused(slab: Path | None, there: Path) -> str | None:
@@ -176,14 +215,15 @@ def _direct_refused(slab: Path | None, there: Path) -> str | None:
     return None
 
 
-def _filesystem(path: Path) -> str | None:
+def _mounted(path: Path) -> tuple[str, str]:
+    """Where the file system of a folder is mounted, and what it is."""
     best = ("", "?")
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         left, _, right = line.partition(" - ")
-        mount = left.split()[4]
+        mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])  # blanks, as the kernel writes them
         if path.resolve().is_relative_to(mount) and len(mount) >= len(best[0]):
             best = (mount, right.split()[0])
-    return best[1]
+    return best
 
 
 def _first_line(path: Path) -> str | None:

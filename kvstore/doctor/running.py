@@ -11,6 +11,10 @@ from kvstore.doctor.findings import Finding, Level
 _TROUBLE = ("_errors_total", "_failures_total", "_corrupt_blocks_total", "_refused_total", "_stalled_total", "_given_up_total")
 _TROUBLE_TOO = ("gds_pretended_total", "gds_not_usable_total", "nvme_opened_read_only_total", "device_reads_bounced_total")
 
+_LOOK_AT_NIXL = (
+    "kvstore doctor --set node.nixl=required --set node.nixl_trusted_network=true   # what is missing for it, and what mends it"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RunningNode:
@@ -59,6 +63,9 @@ def _judge(area: str, line: str, gds_required: bool) -> Finding:
         if ": real " in line:
             return Finding(area, Level.OK, line)
         return Finding(area, Level.MISSING if gds_required else Level.INFO, line)
+    if line.startswith("NIXL: not in use"):
+        what = f"{line}; blocks move over TCP"
+        return Finding(area, Level.WARNING, what, _LOOK_AT_NIXL)
     if "read-only" in line:
         return Finding(area, Level.WARNING, line, "df -h; dmesg | tail   # it stores again once the disk takes writes")
     if "refused" in line or "left alone" in line:

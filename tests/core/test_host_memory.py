@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.host_memory import memory_total
+from kvstore.core.host_memory import memory_available, memory_total
 
 GIB = 1 << 30
 
@@ -39,6 +39,42 @@ def test_the_least_limit_counts(groups: str, limits: dict[str, str], most: int, 
     assert host(tmp_path, groups, limits) == most
 
 
+@pytest.mark.parametrize(
+    ("groups", "files", "room"),
+    [
+        ("", {}, 6 * GIB),
+        ("0::/a\n", {"a/memory.max": "2", "a/memory.current": "1.5"}, GIB // 2),
+        ("0::/a\n", {"a/memory.max": "2", "a/memory.current": "1.5", "a/memory.stat": ("inactive_file", 1)}, 3 * GIB // 2),
+        ("0::/a\n", {"a/memory.max": "2", "a/memory.current": "2.5"}, 0),
+        ("0::/a\n", {"a/memory.max": "64", "a/memory.current": "1"}, 6 * GIB),
+        ("0::/a/b\n", {"a/b/memory.max": "4", "a/b/memory.current": "1", "a/memory.max": "5", "a/memory.current": "4"}, GIB),
+        (
+            "3:memory:/a\n",
+            {
+                "memory/a/memory.limit_in_bytes": "2",
+                "memory/a/memory.usage_in_bytes": "1.5",
+                "memory/a/memory.stat": ("total_inactive_file", 1),
+            },
+            3 * GIB // 2,
+        ),
+    ],
+)
+def test_what_a_group_uses_is_not_available(
+    groups: str, files: dict[str, str | tuple[str, int]], room: int, tmp_path: Path
+) -> None:
+    """Of a host with 6 GiB available; figures in GiB."""
+    (tmp_path / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable:    6291456 kB\n")
+    (tmp_path / "groups").write_text(groups)
+    for name, content in files.items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(f"{int(float(content) * GIB)}\n")
+        else:
+            path.write_text(f"anon 5\n{content[0]} {content[1] * GIB}\nactive_file 7\n")
+    assert memory_available(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "tree") == room
+
+
 def test_a_host_that_does_not_say(tmp_path: Path) -> None:
     assert memory_total(tmp_path / "a", tmp_path / "b", tmp_path / "c") is None
     (tmp_path / "a").write_text("MemTotal: much\n")
@@ -47,3 +83,4 @@ def test_a_host_that_does_not_say(tmp_path: Path) -> None:
 
 def test_this_host_says() -> None:
     assert (memory_total() or 0) > 64 << 20
+    assert 0 < (memory_available() or 0) < (memory_total() or 0)

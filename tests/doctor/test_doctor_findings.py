@@ -116,6 +116,7 @@ def test_a_server_with_everything_is_fine() -> None:
     [
         # ---- GPU
         ({"gpu": {"library": False, "devices": None}}, "GPU", "libcuda.so.1", Level.WARNING, "nvidia-driver"),
+        ({"gpu": {"library": False, "devices": None, "cards": 0}}, "GPU", "no NVIDIA card is seen", Level.WARNING, None),
         ({"gpu": {"status": 100, "devices": []}}, "GPU", "cuInit answers 100", Level.WARNING, "nvidia-smi"),
         ({"system": {"packages": {"torch": "2.13.0+cpu"}}}, "GPU", "does not use it", Level.WARNING, "pip install"),
         ({"gpu": "gave no answer within 10 s"}, "GPU", "gave no answer within 10 s", Level.WARNING, None),
@@ -132,20 +133,38 @@ def test_a_server_with_everything_is_fine() -> None:
          Level.MISSING, 'sudo mkdir -p /mnt/a && sudo chown "$USER" /mnt/a'),
         ({"volume_0": {"writable": False, "slab_bytes": 100 * GIB}}, "storage", "stores nothing", Level.WARNING, "chown"),
         ({"volume_0": {"direct": "Invalid argument"}}, "storage", "O_DIRECT is refused", Level.WARNING, "ext4 or XFS"),
+        ({"volume_0": {"writable": False, "read_only": True, "mount": "/mnt"}}, "storage", "mounted read-only", Level.MISSING,
+         "--set node.nvme="),
+        ({"volume_0": {"writable": False, "read_only": True, "mount": "/mnt", "slab_bytes": 100 * GIB}}, "storage",
+         "mounted read-only", Level.WARNING, "sudo mount -o remount,rw /mnt"),
+        ({"volume_0": {"exists": False, "nearest": "/mnt", "in_the_way": "/mnt/a"}}, "storage", "no folder", Level.MISSING,
+         "--set node.nvme="),
+        ({"volume_0": {"exists": False, "nearest": "/mnt", "closed": True}}, "storage", "may not enter /mnt:", Level.MISSING,
+         "sudo chmod o+x /mnt"),
+        ({"volume_0": {"closed": True}}, "storage", "may not enter /mnt/a:", Level.MISSING, 'sudo chown "$USER" /mnt/a'),
+        ({"volume_0": {"slab_bytes": 5, "slab_damage": "cut off"}}, "storage", "no volume (cut off)", Level.MISSING,
+         "kvstore volume check --repair /mnt/a"),
         ({"volume_0": "gave no answer within 10 s"}, "storage", "/mnt/a: not known", Level.WARNING, None),
         # ---- memory
         ({"memory": {"total_bytes": 32 * GIB}}, "memory", "in 32 GiB of RAM", Level.MISSING, "--set node.dram=16GiB"),
         ({"memory": {"available_bytes": 32 * GIB}}, "memory", "available now", Level.WARNING, "free -h"),
         ({"memory": {"huge_pages_free": 768}}, "memory", "too few", Level.WARNING, "vm.nr_hugepages=92000"),
+        ({"memory": {"huge_pages_total": 0, "huge_pages_free": 0, "total_bytes": 100 * GIB, "available_bytes": 72 * GIB}},
+         "memory", "would not leave 10 GiB to the host", Level.WARNING, "--set node.dram=62GiB"),
+        ({"memory": {"huge_pages_total": 0, "huge_pages_free": 0, "total_bytes": 100 * GIB, "available_bytes": 74 * GIB}},
+         "memory", "too few", Level.WARNING, "vm.nr_hugepages=32768"),
         ({"memory": {"huge_page_bytes": 0}}, "memory", "this kernel has none", Level.WARNING, None),
         ({"memory": {"shm_free_bytes": 64 << 20}}, "memory", "/dev/shm has 64 MiB", Level.WARNING, "remount,size=50%"),
         # ---- limits, network
         ({"memory": {"memlock_soft": 8 << 20, "memlock_hard": 8 << 20}},
-         "limits", "memlock: 8 MiB", Level.WARNING, "ulimit -l unlimited"),
+         "limits", "memlock: 8 MiB", Level.WARNING, "sudo prlimit --pid $$ --memlock=unlimited:unlimited"),
         ({"memory": {"memlock_soft": 8 << 20}}, "limits", "memlock: 8 MiB", Level.WARNING, "ulimit -S -l unlimited"),
         ({"memory": {"memlock_soft": 8 << 20, "memlock_hard": 64 << 30}},
          "limits", "memlock: 8 MiB", Level.WARNING, f"ulimit -S -l {64 << 20}"),
-        ({"memory": {"nofile_hard": 1024}}, "limits", "nofile: 1024", Level.WARNING, "LimitNOFILE"),
+        ({"memory": {"nofile_hard": 1024}}, "limits", "nofile: 1024", Level.WARNING,
+         "sudo prlimit --pid $$ --nofile=65536:65536   # systemd: LimitNOFILE=65536"),
+        ({"memory": {"nofile_hard": 1024, "root_raises_limits": False}}, "limits", "nofile: 1024", Level.WARNING,
+         "ulimit -H -a   # not even root"),
         ({"network": {"tcp_rmem": 212_992}}, "network", "tcp_rmem: 208 KiB", Level.WARNING, "net.ipv4.tcp_rmem="),
         ({"network": {"rdma": [{"name": "mlx5_0:1", "state": "1: DOWN"}]}}, "RDMA", "1: DOWN", Level.WARNING, "rdma link show"),
         ({"network": {"libraries": []}}, "RDMA", "libibverbs", Level.WARNING, "ibverbs-providers"),
@@ -164,6 +183,34 @@ def test_one_thing_amiss_is_found_with_what_mends_it(
     assert healthy(found) is (level is not Level.MISSING)
     assert [other for other in found if other.level is Level.MISSING] == ([finding] if level is Level.MISSING else [])
     assert_mends_can_be_pasted(found)
+
+
+@pytest.mark.parametrize("gib", [3, 10, 22, 23, 100])
+def test_huge_pages_leave_memory_to_the_host(gib: int) -> None:
+    """Whatever is asked for: what a mend reserves leaves 2 GiB, and taking what is proposed leads to what can be reserved."""
+    host = facts(LAPTOP, memory={"total_bytes": 23 * GIB, "available_bytes": 22 * GIB})
+    finding = of(findings(host, Wanted(dram_bytes=gib * GIB, huge_pages=True)), "memory", "too few")
+    assert_mends_can_be_pasted([finding])
+    if finding.mend is not None and finding.mend.startswith("--set node.dram="):
+        assert gib > 19
+        smaller = int(finding.mend.partition("=")[2].partition("GiB")[0])
+        finding = of(findings(host, Wanted(dram_bytes=smaller * GIB, huge_pages=True)), "memory", "too few")
+    assert finding.mend is not None
+    pages = int(finding.mend.removeprefix("sudo sysctl -w vm.nr_hugepages="))
+    assert pages * (2 << 20) <= 22 * GIB - 2.3 * GIB
+
+
+def test_without_room_for_any_huge_pages_none_are_proposed() -> None:
+    for memory in ({"available_bytes": GIB}, {"available_bytes": None}, {"available_bytes": None, "total_bytes": None}):
+        finding = of(findings(facts(LAPTOP, memory=memory), Wanted(dram_bytes=GIB, huge_pages=True)), "memory", "too few")
+        assert (finding.mend or "").startswith("--set node.huge_pages=false")
+
+
+def test_without_sys_no_device_is_looked_for() -> None:
+    base = SERVER | {"nixl": {"works": False, "why": "NIXL_ERR_BACKEND"}, "network": SERVER["network"] | {"sysfs": False}}
+    finding = of(findings(facts(base), LARGE), "NIXL")
+    assert (finding.mend or "").startswith("sudo mount -t sysfs sysfs /sys")
+    assert_mends_can_be_pasted([finding])
 
 
 @pytest.mark.parametrize(
@@ -225,14 +272,16 @@ def test_volumes_and_mounts_keep_apart() -> None:
         "volume:1": SERVER["volume:0"] | {"direct": "Invalid argument"},
         "gds:1": {"real": False, "path": "compat", "facts": {"devices": 1}},
         "mount:0": {"exists": True, "roster": True, "filesystem": "ceph"}, "mount:1": {"exists": False},
+        "mount:2": {"exists": False, "closed": True, "nearest": "/m"},
     }  # fmt: skip
-    mounts = (Path("/m/a"), Path("/m/b"))
+    mounts = (Path("/m/a"), Path("/m/b"), Path("/m/c"))
     found = findings(facts(base), Wanted(dram_bytes=GIB, volumes=(VOLUME, other), mounts=mounts))
     assert of(found, "storage", "/mnt/a: O_DIRECT").level is Level.OK
     assert of(found, "storage", "/mnt/b: O_DIRECT is refused").level is Level.INFO  # buffered by choice
     assert of(found, "GPUDirect Storage", "/mnt/b").level is Level.WARNING
     assert of(found, "storage", "/m/a").level is Level.OK
     assert of(found, "storage", "/m/b").level is Level.WARNING
+    assert (of(found, "storage", "/m/c: this user may not enter /m").mend or "").startswith("sudo chmod o+x /m ")
     assert healthy(found)
     assert_mends_can_be_pasted(found)
 
@@ -265,6 +314,9 @@ def test_a_node_that_is_well() -> None:
         ("a/nvme0: posix buffered (O_DIRECT refused: Invalid argument)", False, Level.WARNING),
         ("a/nvme0: posix O_DIRECT, read-only (No space left on device)", False, Level.WARNING),
         ("a/nvme0: posix O_DIRECT (gds left alone after failures: x)", False, Level.WARNING),
+        ("NIXL: not in use: NIXL cannot be set up here (error=x)", False, Level.WARNING),
+        ("NIXL: in use, UCX over TCP and CMA", False, Level.OK),
+        ("NIXL: off", False, Level.OK),
         ("GPUDirect Storage of a/nvme0: compat (no GDS)", False, Level.INFO),
         ("GPUDirect Storage of a/nvme0: compat (no GDS)", True, Level.MISSING),
     ],

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from kvstore.core.types import VolumeId
 from kvstore.doctor import collect as collecting
+from kvstore.doctor import host_probes
 from kvstore.doctor.collect import collect, run_probe
-from kvstore.doctor.facts import Wanted, WantedNixl, WantedVolume
-from kvstore.doctor.findings import findings
+from kvstore.doctor.facts import Section, Wanted, WantedNixl, WantedVolume
+from kvstore.doctor.findings import Level, findings
 from kvstore.tiers.slab import NvmeSlab
 
 SMALL = Wanted(dram_bytes=1 << 20)
@@ -22,6 +28,9 @@ def test_every_probe_answers_here() -> None:
     assert {name: section.error for name, section in facts.sections.items()} == dict.fromkeys(
         ("system", "gpu", "memory", "network")
     )
+    assert facts["network"].flag("sysfs") is True
+    assert facts["memory"].flag("root_raises_limits") is not None
+    assert 0 < (facts["memory"].number("available_bytes") or 0) < (facts["memory"].number("total_bytes") or 0)
     assert facts["memory"].number("total_bytes") == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert facts["system"].pairs("packages")["numpy"]
     assert facts["network"].number("tcp_rmem")
@@ -64,6 +73,80 @@ def test_looking_at_folders_changes_nothing(tmp_path: Path) -> None:
     assert volume.text("direct") == empty.text("direct")  # by a slab or by a file without a name: the same file system
     assert len(facts.all("gds")) == 4
     assert facts.all("mount")[0].flag("roster") is True
+
+
+def volume_found(path: Path) -> Section:
+    return Section(host_probes.folder(str(path)))
+
+
+def test_what_is_no_folder_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name, below in (("file", ""), ("file", "under/it"), ("nowhere", "")):
+        found = volume_found(tmp_path / name / below)
+        assert found.text("in_the_way") == str(tmp_path / name)
+        assert found.text("nearest") == str(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for fine in ("link", "not/there", ""):
+        assert volume_found(tmp_path / fine).text("in_the_way") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 20_000, bytes(20_000)])
+def test_a_slab_that_is_none_is_told(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "slab.kv").write_bytes(content)
+    assert volume_found(tmp_path).text("slab_damage")
+    wanted = Wanted(dram_bytes=1 << 20, volumes=[WantedVolume(tmp_path, 1 << 20)], gds="off")
+    levels = {finding.level for finding in findings(collect(wanted), wanted) if finding.area == "storage"}
+    assert levels == {Level.MISSING}
+
+
+def test_a_slab_that_is_a_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "slab.kv").mkdir()
+    assert volume_found(tmp_path).text("slab_damage") == "Is a directory"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed who may not enter")
+@pytest.mark.parametrize("below", ["", "a/b"])
+def test_a_folder_that_may_not_be_entered_is_a_fact(below: str, tmp_path: Path) -> None:
+    """Seen by a child that becomes nobody: a new interpreter of that user might not find its modules."""
+    top = Path(tempfile.mkdtemp())
+    reading, writing = os.pipe()
+    try:
+        top.chmod(0o755)
+        (top / "closed").mkdir(mode=0o700)
+        child = os.fork()
+        if child == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            try:
+                os.write(writing, json.dumps(host_probes.folder(str(top / "closed" / below))).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            found = Section(json.load(said))
+    finally:
+        shutil.rmtree(top)
+    assert found.flag("closed") is True
+    assert found.text("nearest") == str(top / "closed")
+    assert found.flag("exists") is (below == "")
+
+
+def test_a_file_system_that_is_mounted_read_only_is_seen_to_be_so(tmp_path: Path) -> None:
+    """In a namespace of mounts of its own, with a blank in the name."""
+    place = tmp_path / "read only"
+    place.mkdir()
+    script = 'mount -t tmpfs -o ro none "$1" || exit 77; exec "$0" -m kvstore.doctor.host_probes folder "$1/volume"'
+    command = ["unshare", "--mount", "bash", "-c", script, sys.executable, str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and not done.stdout:
+        pytest.skip(f"NOT TESTED ON A READ-ONLY MOUNT: {done.stderr.strip()[:100]}")
+    found = Section(json.loads(done.stdout))
+    assert found.flag("read_only") is True
+    assert found.text("mount") == str(place)
+    assert volume_found(tmp_path).flag("read_only") is False
 
 
 def test_a_volume_that_is_read_only_is_seen_to_be_so(tmp_path: Path) -> None:

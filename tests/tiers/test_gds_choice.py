@@ -52,7 +52,35 @@ def test_what_the_probe_said_is_judged(said: dict[str, Any], code: int | None, p
     assert found.path is path
     assert words in found.why
     assert (found.mend is None) == (path is GdsPath.GDS)
-    assert found.mend is None or found.mend.split()[0] in ("nvidia-smi", "pip", "sudo", "unset"), "a line for a shell"
+    assert found.mend is None or found.mend.split()[0] in ("kvstore", "nvidia-smi", "pip", "sudo", "unset"), "a line for a shell"
+
+
+@pytest.mark.parametrize(
+    ("begun", "code", "mend"),
+    [("start", None, "kvstore doctor"), ("driver", None, "nvidia-smi"), ("driver", -11, "nvidia-smi"),
+     ("driver", 1, "nvidia-smi"), ("read", -11, "sudo modprobe nvidia-fs")],
+)  # fmt: skip
+def test_a_probe_that_broke_is_mended_where_it_broke(begun: str, code: int | None, mend: str) -> None:
+    """A CUDA driver that hangs, crashes or has no ``cuInit`` is not mended by a module for disks."""
+    found = judge(Ran(code, json.dumps({"begun": begun}), "AttributeError: undefined symbol: cuInit\n"), 30.0)
+    assert (found.mend or "").startswith(mend)
+
+
+def test_no_driver_is_proposed_for_a_card_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "CUDA_DRIVER", "libnosuchdriver.so.1")
+    for cards, mend in ((0, "--set node.gds=off"), (1, "sudo apt install nvidia-driver-cuda")):
+        monkeypatch.setattr(probe, "nvidia_cards", lambda cards=cards: cards)
+        assert (probe.probe_gds(tmp_path).mend or "").startswith(mend)
+
+
+def test_cards_are_counted_on_the_bus(tmp_path: Path) -> None:
+    """NVIDIA's bridges and network cards are none, nor are other makers' displays."""
+    for number, (vendor, kind) in enumerate([("0x10de", "0x030200"), ("0x10de", "0x068000"), ("0x1002", "0x030000")]):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(vendor + "\n")
+        (tmp_path / str(number) / "class").write_text(kind + "\n")
+    (tmp_path / "empty").mkdir()
+    assert probe.nvidia_cards(tmp_path) == 1
 
 
 @pytest.mark.parametrize("output", ["", "\x00\xff", "{", '{"same": true', "null\n3\n", '{"backends": 5, "same": true}'])

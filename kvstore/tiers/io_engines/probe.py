@@ -40,6 +40,11 @@ _ENABLE_GDS = (
     " /usr/local/cuda/gds/tools/gdscheck -p says more"
 )
 _DRIVER = "sudo apt install nvidia-driver-cuda   # or without: --set node.gds=off"
+_NO_CARD = "--set node.gds=off   # no NVIDIA card is seen on this host, so no driver would find one"
+_BROKEN_DRIVER = "nvidia-smi   # says what the CUDA driver has; dmesg, what broke; or without: --set node.gds=off"
+_LOOK_AGAIN = "kvstore doctor   # the probe did not even begin: a host that is too busy, or an installation that is not whole"
+_NVIDIA = "0x10de"
+_DISPLAY_CLASSES = ("0x0300", "0x0302")
 
 
 class GdsPath(StrEnum):
@@ -110,6 +115,19 @@ def slab_to_read(folder: Path) -> Path | None:
         return None
 
 
+def nvidia_cards(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """NVIDIA's cards on the bus of this host."""
+
+    def says(file: Path) -> str:
+        try:
+            return file.read_text(encoding="ascii", errors="replace").strip()
+        except OSError:
+            return ""
+
+    cards = (device for device in devices.glob("*") if says(device / "vendor") == _NVIDIA)
+    return sum(says(device / "class").startswith(_DISPLAY_CLASSES) for device in cards)
+
+
 def _look_at(folder: Path) -> str:
     return f"ls -ld {shlex.quote(str(folder))}"
 
@@ -118,7 +136,8 @@ def _no_driver() -> GdsProbe | None:
     try:
         ctypes.CDLL(CUDA_DRIVER)
     except OSError:
-        return GdsProbe(GdsPath.NONE, f"no CUDA driver on this host: {CUDA_DRIVER} cannot be loaded", _DRIVER)
+        mend = _DRIVER if nvidia_cards() else _NO_CARD
+        return GdsProbe(GdsPath.NONE, f"no CUDA driver on this host: {CUDA_DRIVER} cannot be loaded", mend)
     return None
 
 
@@ -160,8 +179,9 @@ def _allowed(facts: Mapping[str, Any]) -> tuple[GdsPath, str, str | None]:
 
 def _judge(facts: Mapping[str, Any], ran: Ran, timeout_s: float) -> tuple[GdsPath, str, str | None]:
     none, at = GdsPath.NONE, facts.get("begun", "start")
+    broken = {"start": _LOOK_AGAIN, "driver": _BROKEN_DRIVER}.get(str(at), _ENABLE_GDS)
     if ran.code is None:
-        return none, f"the probe hung at '{at}' and was ended after {timeout_s:.0f} s", _ENABLE_GDS
+        return none, f"the probe hung at '{at}' and was ended after {timeout_s:.0f} s", broken
     if facts.get("cuda_init"):
         return none, f"the CUDA driver finds no usable device (cuInit answers {facts['cuda_init']})", "nvidia-smi"
     if "kvikio_error" in facts:
@@ -170,7 +190,7 @@ def _judge(facts: Mapping[str, Any], ran: Ran, timeout_s: float) -> tuple[GdsPat
         return none, f"kvikio {facts.get('kvikio')} cannot read into device memory: {facts['read_error']}", _ENABLE_GDS
     if "same" not in facts:
         said = ran.errors.strip().rsplit("\n", 1)[-1][:200]
-        return none, f"the probe ended at '{at}' with code {ran.code}: {said or 'it said nothing'}", _ENABLE_GDS
+        return none, f"the probe ended at '{at}' with code {ran.code}: {said or 'it said nothing'}", broken
     if facts["same"] is not True:
         return none, f"kvikio {facts.get('kvikio')} brought WRONG BYTES into device memory: it is not used", _ENABLE_GDS
     carried = facts.get("backends")
