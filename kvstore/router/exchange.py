@@ -47,25 +47,22 @@ _NOT_PASSED: Final = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length")
 ) | {b"date", b"server"}  # of whoever sends the answer, which is this router: its own server writes them
 _JSON: Final = (b"content-type", b"application/json")
-_OK: Final = 200
 _REDIRECTS: Final = 300
 _END: Final = re.compile(rb"^data: ?\[DONE\]\s*$", re.MULTILINE)
 """The last of a stream: what ends without it has broken off."""
-_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\n\r\n", b"\r\r")
 _MOST_EVENT_BYTES: Final = 64 << 20
 """Of an event: pieces of one are held back until it is whole."""
 _PARSED_BYTES: Final = 4 << 20
 """Up to so many an answer is read as JSON, to see that it is whole; longer ones are looked at from both ends."""
 _MAY_BE_THE_REQUEST: Final = frozenset({FailureKind.LOST, FailureKind.ERRED})
+_UNPROVEN: Final = frozenset({FailureKind.BUSY, FailureKind.ERRED})
+"""What an engine says of itself, and may say of one client alone: it counts once another engine has answered the request."""
 _Headers = Iterable[tuple[bytes, bytes]]
 
 
 class _StuckError(Exception):
     """The client takes nothing. Never leaves this module: there is nobody to be told."""
-
-
-class _UnendedError(Exception):
-    """An answer broke off that nothing can be said behind. Never leaves this module: the connection is ended."""
 
 
 class _Client:
@@ -147,10 +144,7 @@ class Exchange:
                 await asyncio.wait((work,), timeout=_ENDED_S)
             if not work.done():
                 self._parts.counters.add("router_clients_gone_total")
-            elif not work.cancelled() and isinstance(error := work.exception(), _StuckError | _UnendedError):
-                if isinstance(error, _StuckError):
-                    self._parts.counters.add("router_clients_stuck_total")
-                    _log.warning("a client took nothing of its answer for %g s", self._parts.config.client_timeout_s)
+            elif not work.cancelled() and isinstance(work.exception(), _StuckError):
                 await self._cut(scope, gone)
                 return
         finally:
@@ -161,7 +155,9 @@ class Exchange:
             work.result()
 
     async def _cut(self, scope: Scope, gone: asyncio.Future[None]) -> None:
-        """Ends the connection: closing it would wait until all is taken, and look like an end."""
+        """Ends the connection: closing it would wait until all is taken."""
+        self._parts.counters.add("router_clients_stuck_total")
+        _log.warning("a client took nothing of its answer for %g s: it is cut off", self._parts.config.client_timeout_s)
         abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT)
         if abort is not None:  # another server than ours has none, and closes as well as it can
             abort()
@@ -172,14 +168,13 @@ class Exchange:
 
         Raises:
             _StuckError: the client takes nothing.
-            _UnendedError: nothing can be said behind what it has.
         """
         counters = self._parts.counters
         try:
             await self._answer(client)
         except KVStoreError as error:
             await self._refuse(client, error)
-        except (_StuckError, _UnendedError):
+        except _StuckError:
             raise
         except Exception:  # the edge of the process: a bug of ours must not end as a hung or cut connection
             logging.getLogger(__name__).exception("a request failed inside the router")
@@ -196,13 +191,13 @@ class Exchange:
         self._check_model()
         facts = await self._prompts.read(self._body, self._headers)
         avoid: set[str] = set()
-        erred: dict[str, str] = {}
+        unproven: dict[str, Failure] = {}
         suspect = 0
         prefills = {name for name, engine in self._parts.pool.engines.items() if engine.config.role is Role.PREFILL}
         for attempt in range(1 + self._parts.config.retries):
             if attempt:
                 self._parts.counters.add("router_retries_total")
-            if not prefills.isdisjoint(erred) and (suspect > 1 or attempt == self._parts.config.retries):
+            if not prefills.isdisjoint(avoid) and (suspect > 1 or attempt == self._parts.config.retries):
                 avoid |= prefills  # a decode engine that computes the prompt tells whose fault it is
             place = await self._placement.place(self._wanted(facts, avoid))
             failure: Failure | None = None
@@ -215,15 +210,15 @@ class Exchange:
                 (self._placement.done if done else self._placement.dropped)(place)
             if failure is None:
                 self._parts.pool.succeeded(place.engine)
-                for engine, why in erred.items():
-                    self._failed(engine, why)
+                for engine, met in unproven.items():
+                    self._blame(engine, met)
                 return
             avoid.add(culprit)
             self._note(culprit, failure)
             suspect += failure.kind in _MAY_BE_THE_REQUEST
-            if failure.kind is FailureKind.ERRED:
-                erred[culprit] = str(failure.error)
-                if culprit not in prefills and not self._others(culprit):
+            if failure.kind in _UNPROVEN:
+                unproven[culprit] = failure
+                if failure.kind is FailureKind.ERRED and culprit not in prefills and not self._others(culprit):
                     break
             if client.started or failure.kind is FailureKind.LATE or (suspect > 1 and culprit not in prefills):
                 break
@@ -281,13 +276,18 @@ class Exchange:
         pool, now_s, why = self._parts.pool, self._parts.now_s(), str(failure.error)
         self._parts.counters.add(f"router_attempts_{failure.kind}_total")
         _log.warning("an attempt on %s failed: %s", engine, why)
-        if failure.kind is FailureKind.BUSY:
-            pool.busy(engine, now_s, failure.retry_after_s)
-        elif failure.kind is FailureKind.REFUSED:
+        if failure.kind is FailureKind.REFUSED:
             self._went_out(engine, why, out=pool.refused(engine, now_s, why))
-        elif failure.kind is not FailureKind.ERRED:  # of which it is not known yet whose fault it was
+        elif failure.kind not in _UNPROVEN:
             pool.shun(engine, now_s, _SHUNNED_S)
             self._failed(engine, why)
+
+    def _blame(self, engine: str, failure: Failure) -> None:
+        """What an engine could not do, another one has done."""
+        if failure.kind is FailureKind.BUSY:
+            self._parts.pool.busy(engine, self._parts.now_s(), failure.retry_after_s)
+        else:
+            self._failed(engine, str(failure.error))
 
     def _failed(self, engine: str, why: str) -> None:
         """An engine is to blame for a request that came to nothing."""
@@ -313,11 +313,12 @@ class Exchange:
                     raise Unavailable("the engine's answer is none to what was asked", engine=place.engine)
                 await client.whole(answer.status, self._headers_of(answer, place), content)
         except KVStoreError as error:
+            if self._ended:  # what it lacks is the end of a connection
+                await client.piece(b"", last=True)
+                return None
             parts.counters.add("router_answers_broken_total")
-            if client.started and answer.readable:
+            if client.started:
                 await client.piece(error_event(error), last=True)
-            elif client.started:  # what is appended to compressed text would be taken for nothing
-                raise _UnendedError from None
             return Failure(FailureKind.LATE if isinstance(error, DeadlineExceeded) else FailureKind.LOST, error)
         finally:
             await answer.close()
@@ -332,7 +333,7 @@ class Exchange:
         if len(content) > _PARSED_BYTES:
             return content.lstrip()[:1] == b"{" and content.rstrip()[-1:] == b"}"
         try:
-            return isinstance(json.loads(content), dict)
+            return isinstance(json.loads(content, parse_int=len), dict)  # numbers may be as long as they like
         except (ValueError, RecursionError):
             return False
 
@@ -346,7 +347,7 @@ class Exchange:
         parts = self._parts
         parts.counters.add("router_first_byte_ms_total", int((parts.now_s() - self._began_s) * 1000))
         await client.start(answer.status, self._headers_of(answer, place))
-        checked, held = answer.status == _OK and answer.readable, bytearray()
+        checked, held = answer.status < _REDIRECTS, bytearray()
         await self._events(client, held, answer.first, checked=checked)
         async for piece in answer.rest():
             await self._events(client, held, piece, checked=checked)
@@ -367,6 +368,9 @@ class Exchange:
             del held[:end]
             self._ended = self._ended or _END.search(whole) is not None
             await client.piece(whole)
+        while held[:1] == b":" and (line := held.find(b"\n") + 1):  # a comment keeps a connection alive, and belongs to no event
+            await client.piece(bytes(held[:line]))
+            del held[:line]
         if len(held) > _MOST_EVENT_BYTES:
             raise Unavailable("an event of the engine's stream is too long", most_bytes=_MOST_EVENT_BYTES)
 

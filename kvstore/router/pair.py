@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import DeadlineExceeded, KVStoreError
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.router.body import ParsedBody
 from kvstore.router.parts import Parts, Place, Placement
@@ -24,6 +24,10 @@ _log = LimitedLog(logging.getLogger(__name__))
 
 _MAX_PREFILL_ANSWER: Final = 16 << 20
 _OK: Final = 200
+_LATE_S: Final = 10.0
+"""For so long a prefill engine may go on once its request was answered without it: it is of no use any more."""
+_MOST_LATE: Final = 256
+"""Of these at once: each holds a connection."""
 
 
 class PairCall:
@@ -68,11 +72,21 @@ class PairCall:
             return outcome, place.engine
         finally:
             if returned:  # the prefill engine has done its part, and mostly only its answer is on its way
-                name = f"{place.attempt} late"
-                self._parts.ledger.rename(place.attempt, prefill_engine, name)
-                self._parts.keep(asyncio.ensure_future(self._late(name, place, prefill_engine, prefill)))
+                self._let_finish(place, prefill_engine, prefill)
             else:
                 await _call_off(prefill, decode)
+
+    def _let_finish(self, place: Place, engine: str, prefill: asyncio.Future[dict[str, Any] | Failure]) -> None:
+        """Lets a prefill engine end whose request was answered: for a while, and where not too many do."""
+        if not prefill.done() and len(self._parts.running) >= _MOST_LATE:
+            self._parts.counters.add("router_prefills_failed_total")
+            prefill.cancel()
+            self._parts.keep(prefill)
+            return
+        name = f"{place.attempt} late"
+        self._parts.ledger.rename(place.attempt, engine, name)
+        self._parts.ledger.decodes(name, engine)  # of little weight: who waits for engines must not wait for these
+        self._parts.keep(asyncio.ensure_future(self._late(name, place, engine, prefill)))
 
     async def _late(self, name: str, place: Place, engine: str, prefill: asyncio.Future[dict[str, Any] | Failure]) -> None:
         """Waits for a prefill engine whose request was answered: until then it has that to do, and may still fail at it.
@@ -84,9 +98,10 @@ class PairCall:
             prefill: its answer.
         """
         try:
-            outcome = await prefill
+            await asyncio.wait((prefill,), timeout=_LATE_S)
+            outcome = prefill.result() if prefill.done() else _too_late(engine)
         finally:
-            prefill.cancel()  # with the router
+            prefill.cancel()
             self._parts.ledger.end(name, engine)
         if isinstance(outcome, Failure) and outcome.kind is not FailureKind.BUSY:
             why = str(outcome.error)
@@ -139,6 +154,11 @@ class PairCall:
 
     def _node(self, engine: str) -> str:
         return self._parts.pool.engines[engine].config.node
+
+
+def _too_late(engine: str) -> Failure:
+    error = DeadlineExceeded("the prefill engine did not answer, long after its request was", engine=engine, seconds=_LATE_S)
+    return Failure(FailureKind.LATE, error)
 
 
 async def _call_off(prefill: asyncio.Future[dict[str, Any] | Failure], decode: asyncio.Future[Answer | Failure]) -> None:

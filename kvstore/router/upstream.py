@@ -25,6 +25,7 @@ _ANSWERS: Final = frozenset((*range(200, 300), *range(400, 500), 501))
 """501: the engine does not do what is asked of it. Nobody is sent elsewhere, and there is nothing beyond 599."""
 _MAX_ERROR_BYTES: Final = 1 << 20
 _LAST_STATUS: Final = 599
+_PLAIN: Final = frozenset({"", "identity"})
 _ERROR_S: Final = 5.0
 """For the words of an engine that does not answer: without all of them there is an error of ours."""
 _MAX_RETRY_AFTER_S: Final = 30.0
@@ -77,27 +78,23 @@ class Answer:
         self._pieces = pieces
         self._idle_s = idle_s
         self.status = response.status_code
-        self.headers = response.headers.raw
+        self.headers = [pair for pair in response.headers.raw if not self.streams or pair[0].lower() != b"content-encoding"]
         self.first = first
 
     @property
     def streams(self) -> bool:
         """Server-sent events."""
-        return self._kind.startswith("text/event-stream")
+        return _streams(self._response)
 
     @property
     def is_json(self) -> bool:
         """Says so itself."""
-        return self._kind.startswith("application/json")
-
-    @property
-    def _kind(self) -> str:
-        return str(self._response.headers.get("content-type", "")).lower()
+        return _kind(self._response).startswith("application/json")
 
     @property
     def readable(self) -> bool:
-        """Whether its bytes are those of its text."""
-        return "content-encoding" not in self._response.headers
+        """Whether its bytes are those of its text. Those of a stream always are: it is unpacked, where it came packed."""
+        return self.streams or self._response.headers.get("content-encoding", "").partition(";")[0].strip().lower() in _PLAIN
 
     async def rest(self) -> AsyncIterator[bytes]:
         """The pieces behind the first, as they come.
@@ -173,7 +170,7 @@ class Upstream:
                     return await self._refusal(response, FailureKind.BUSY, "the engine has no room")
                 if response.status_code not in _ANSWERS:
                     return await self._refusal(response, FailureKind.ERRED, "the engine failed at the request")
-                pieces = response.aiter_raw()
+                pieces = response.aiter_bytes() if _streams(response) else response.aiter_raw()
                 first = await anext(pieces, b"")
             opened = True
             return Answer(name, response, pieces, first, self._idle_s)
@@ -247,6 +244,14 @@ class Upstream:
         error = Unavailable(what, engine=self.engine.name, status=response.status_code)
         answer = (response.status_code, response.headers.raw, bytes(body)) if whole else None
         return Failure(kind, error, answer, min(max(after_s, 0.1), _MAX_RETRY_AFTER_S))
+
+
+def _kind(response: httpx.Response) -> str:
+    return str(response.headers.get("content-type", "")).lower()
+
+
+def _streams(response: httpx.Response) -> bool:
+    return _kind(response).startswith("text/event-stream")
 
 
 def _as_they_came(headers: Mapping[str, str]) -> httpx.Headers:

@@ -38,6 +38,7 @@ class Behaviour:
         headers: further ones.
         waits_for_prompts: what a prefill engine is to hand over never comes.
         raw: the body, piece by piece, instead of an answer; None: the connection is cut.
+        hold_behind: ``raw`` does not end before it is set.
     """
 
     status: int = 200
@@ -51,6 +52,7 @@ class Behaviour:
     headers: dict[str, str] = field(default_factory=dict)
     waits_for_prompts: bool = False
     raw: Sequence[bytes | None] | None = None
+    hold_behind: asyncio.Event | None = None
 
 
 class FakeEngine:
@@ -188,7 +190,9 @@ class FakeEngine:
                 await self._hold(request, asyncio.Event())
             if behaviour.raw is not None:
                 kind = behaviour.headers.get("content-type", "text/event-stream")
-                return StreamingResponse(self._raw(behaviour.raw), media_type=kind, headers=behaviour.headers)
+                return StreamingResponse(
+                    self._raw(behaviour.raw, behaviour.hold_behind), media_type=kind, headers=behaviour.headers
+                )
             if behaviour.body is not None or behaviour.status != 200:
                 content = behaviour.body or {"error": {"message": "as told", "type": "told", "code": behaviour.status}}
                 return JSONResponse(content, status_code=behaviour.status, headers=behaviour.headers)
@@ -234,13 +238,15 @@ class FakeEngine:
             if not ended:
                 await self._note_gone()
 
-    async def _raw(self, pieces: Sequence[bytes | None]) -> AsyncIterator[bytes]:
+    async def _raw(self, pieces: Sequence[bytes | None], hold: asyncio.Event | None) -> AsyncIterator[bytes]:
         for piece in pieces:
             await asyncio.sleep(0.001)
             if piece is None:
                 self.cut_all()
                 await asyncio.sleep(60)  # cancelled as the connection goes
             yield piece or b""
+        if hold is not None:
+            await hold.wait()
 
     async def _half(self) -> AsyncIterator[bytes]:
         yield b'{"choices": ['

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import socket
@@ -333,15 +334,59 @@ async def test_what_is_no_whole_answer_to_what_was_asked_is_asked_of_another(
     assert await router.counter("router_answers_broken_total") == len(router["e0"].requests) > 0
 
 
-async def test_a_compressed_stream_that_breaks_off_is_cut(bed: Make) -> None:
-    """Nobody would read what is appended to it."""
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("coding", ["gzip", "identity", ""])
+async def test_a_compressed_stream_is_unpacked_to_see_whether_it_is_whole(bed: Make, coding: str, share: float) -> None:
     router = await bed("e0")
-    headers = {"content-type": "text/event-stream", "content-encoding": "x-any"}
-    router["e0"].default = Behaviour(raw=[b"abc", None], headers=headers)
-    with pytest.raises(httpx.RemoteProtocolError):
-        await router.complete(stream=True)
+    text = b"data: {}\n\n" * 200 + b"data: [DONE]\n\n"
+    cut = text[: int(len(text) * share)]
+    packed = gzip.compress(cut) if coding == "gzip" else cut
+    headers = {"content-type": "text/event-stream", "content-encoding": coding}
+    router["e0"].default = Behaviour(raw=[packed], headers=headers)
+    answer = await router.complete(stream=True)
     assert router["e0"].seen_headers[0]["accept-encoding"] == "identity"
-    assert await router.counter("router_answers_broken_total") == 1
+    assert "content-encoding" not in answer.headers
+    if share == 1.0:
+        assert answer.content == text
+    else:
+        assert answer.text.endswith("\n\n")
+        assert json.loads(answer.text.split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert await router.counter("router_answers_broken_total") == (share < 1.0)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_what_engines_say_to_one_client_alone_leaves_the_others_their_engines(bed: Make, status: int) -> None:
+    """A limit of one client's key, before all engines: the scheduler would take all of them for full."""
+    router = await bed("e0", "e1")
+    for engine in router.engines.values():
+        engine.default = Behaviour(status=status, headers={"retry-after": "30"})
+    assert (await router.complete()).status_code == status
+    engines = (await router.http.get("/router/engines")).json().values()
+    assert not any(engine["busy"] for engine in engines)
+    router["e1"].default = Behaviour()
+    router["e0"].script.append(Behaviour(status=status, headers={"retry-after": "30"}))
+    for _ in range(2):
+        assert (await router.complete()).status_code == 200
+    assert (await router.http.get("/router/engines")).json()["e0"]["busy"], "another one had room for it"
+
+
+async def test_a_stream_that_is_cut_behind_its_end_is_whole(bed: Make) -> None:
+    router = await bed("e0", "e1", policy="round_robin")
+    for engine in router.engines.values():
+        engine.default = Behaviour(raw=[b"data: {}\n\ndata: [DONE]\n\n", None])
+    for _ in range(8):
+        assert (await router.complete(stream=True)).text == "data: {}\n\ndata: [DONE]\n\n"
+    assert await router.up() == {"e0", "e1"}
+    assert await router.counter("router_answers_broken_total") == 0
+
+
+async def test_comments_that_keep_a_connection_alive_are_not_held_back(bed: Make) -> None:
+    router = await bed("e0")
+    hold = asyncio.Event()
+    router["e0"].default = Behaviour(raw=[b": ping\n"], hold_behind=hold)
+    async with router.http.stream("POST", "/v1/completions", json={"model": "m", "prompt": "a", "stream": True}) as answer:
+        assert await anext(answer.aiter_raw()) == b": ping\n"
+        hold.set()
 
 
 async def test_a_client_that_leaves_at_the_last_event_was_answered(bed: Make) -> None:

@@ -123,13 +123,14 @@ async def test_the_only_prefill_engine_that_fails_at_everything_is_gone_without(
 
 
 @pytest.mark.parametrize("retries", [1, 2])
+@pytest.mark.parametrize("how", [Behaviour(status=500), Behaviour(cut_after=0)], ids=["500", "cut"])
 @pytest.mark.parametrize("flow", ["concurrent", "sequential"])
 async def test_a_decode_engine_tells_whether_prefill_engines_fail_because_of_the_request(
-    bed: Make, flow: str, retries: int
+    bed: Make, flow: str, how: Behaviour, retries: int
 ) -> None:
     router = await bed(prefill=("p0", "p1"), decode=("d0",), flow=flow, retries=retries)
     for name in ("p0", "p1"):
-        router[name].default = Behaviour(status=500)
+        router[name].default = how
     router["d0"].default = Behaviour(waits_for_prompts=True)
     for _ in range(12):
         answer = await router.complete()
@@ -142,8 +143,8 @@ async def test_a_prefill_engine_that_fails_behind_the_answer_is_noticed(bed: Mak
     router = await bed(prefill=("p0", "p1"), decode=("d0",), policy="least_loaded")
     hung = asyncio.Event()
     router["p0"].default = Behaviour(status=500, hold=hung)
-    for _ in range(6):
-        assert (await router.complete("a " * 300)).status_code == 200
+    for number in range(6):
+        assert (await router.complete(f"{number} " + "a " * 300)).status_code == 200
     engines = (await router.http.get("/router/engines")).json()
     assert engines["p0"]["sequences"] == len(router["p0"].requests) > 0, "it has them still to do"
     assert len(router["p1"].requests) > len(router["p0"].requests), "and so gets less"
@@ -153,11 +154,50 @@ async def test_a_prefill_engine_that_fails_behind_the_answer_is_noticed(bed: Mak
         return await router.counter("router_attempts_failed_total", kind="erred") == len(router["p0"].requests)
 
     await until(noticed, "what failed late is counted")
-    for _ in range(6):
-        await router.complete("a " * 300)
+    for number in range(6):
+        await router.complete(f"{number} again " + "a " * 300)
 
     async def out() -> bool:
         return await router.up() == {"p1", "d0"}
 
     await until(out, "it is out")
     assert (await router.http.get("/router/engines")).json()["p0"]["sequences"] == 0
+
+
+async def test_prefill_engines_that_have_no_room_are_gone_without_in_the_end(bed: Make) -> None:
+    router = await bed(prefill=("p0", "p1", "p2"), decode=("d0",), flow="sequential")
+    for name in ("p0", "p1", "p2"):
+        router[name].default = Behaviour(status=503)
+    assert (await router.complete()).status_code == 200
+    assert await router.up() == {"p0", "p1", "p2", "d0"}
+
+
+async def test_a_prefill_engine_that_hangs_behind_the_answers_is_put_out(bed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.router.pair._LATE_S", 0.1)
+    router = await bed(prefill=("p0",), decode=("d0",))
+    router["p0"].default = Behaviour(hold=asyncio.Event())
+    for _ in range(3):
+        assert (await router.complete()).status_code == 200
+    await router["p0"].until_gone(3)
+
+    async def out() -> bool:
+        return await router.up() == {"d0"}
+
+    await until(out, "it is out")
+    assert (await router.complete()).status_code == 200
+    assert (await router.http.get("/router/engines")).json()["p0"]["sequences"] == 0
+
+
+async def test_late_prefills_are_not_left_without_bound(bed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a connection."""
+    monkeypatch.setattr("kvstore.router.pair._MOST_LATE", 2)
+    router = await bed(prefill=("p0",), decode=("d0",))
+    router["p0"].default = Behaviour(hold=asyncio.Event())
+    for _ in range(5):
+        assert (await router.complete()).status_code == 200
+
+    async def bounded() -> bool:
+        return len(router["p0"].requests) - router["p0"].gone <= 2
+
+    await until(bounded, "no more than two are under way")
+    assert (await router.http.get("/router/engines")).json()["p0"]["sequences"] <= 2
