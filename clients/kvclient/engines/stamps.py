@@ -56,8 +56,8 @@ def put_there_since(paths: Iterable[Path], moment_s: float) -> Path | None:
 
     Looked at are the files and folders named, each link that leads to them, and of the folders above whether they themselves
     were moved: that changes them and the folder that they lie in. Whatever else comes and goes in one of the two says nothing.
-    On a network's file system the times are its server's. Not seen are mounts that cover or uncover something, and what a program
-    writes through a map of a file that it had written to before.
+    On a network's file system the times are its server's. Not seen are mounts that cover or uncover something, what a program
+    writes through a map of a file that it had written to before, and what was put there before the clock was set forward.
 
     Args:
         paths: files; or folders, first, of which every entry that came or went matters.
