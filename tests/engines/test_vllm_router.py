@@ -37,7 +37,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
         "arguments": ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)),
         "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     }
-    with pd_bed(tmp_path_factory.mktemp("router"), make_model(tmp_path_factory.mktemp("model")), serve=serve) as made:
+    with pd_bed(tmp_path_factory.mktemp("router"), make_model(tmp_path_factory.mktemp("model") / "tiny"), serve=serve) as made:
         yield made
 
 

@@ -73,6 +73,9 @@ def test_what_comes_and_goes_beside_a_model_says_nothing(top: Path) -> None:
     (top / "real" / "v3.tmp").unlink()
     (top / "real").chmod(0o755)
     assert replaced(top / "link") is None
+    deep = top / "real" / "v1"
+    (top / "more").mkdir()
+    assert replaced(deep / "model.safetensors") is None, "a model of one file, two busy folders above its own"
     assert replaced(top / "spare.safetensors") is None, "a model of one file"
 
 

@@ -10,6 +10,7 @@ An engine that runs inside of the process which has just written its model says 
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,16 +68,24 @@ def put_there_since(paths: Iterable[Path], moment_s: float) -> Path | None:
         OSError: something is not there, or cannot be looked at.
     """
     since_ns = int((moment_s - _TICK_S) * 1e9)
-    new: dict[Path, bool] = {}
+    looked: dict[Path, os.stat_result] = {}
+
+    def at(place: Path) -> os.stat_result:
+        if place not in looked:
+            looked[place] = place.lstat()
+        return looked[place]
 
     def is_new(place: Path) -> bool:
-        if place not in new:
-            new[place] = place.lstat().st_ctime_ns >= since_ns
-        return new[place]
+        return at(place).st_ctime_ns >= since_ns
 
     for path in paths:
         for place, follows in _places(path if path.is_absolute() else Path.cwd() / path):
-            if is_new(place) and (not follows or place.is_symlink() or not place.is_dir() or is_new(place.parent)):
+            if not is_new(place):
+                continue
+            if not follows or not stat.S_ISDIR(at(place).st_mode):
+                return place
+            # an entry that comes or goes sets both times of the folder
+            if is_new(place.parent) and (follows == 1 or at(place).st_ctime_ns != at(place).st_mtime_ns):
                 return place
     return None
 
