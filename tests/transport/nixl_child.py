@@ -70,9 +70,9 @@ def main() -> None:
     provider.put(NAMESPACE, range(COUNT))
     server = TcpServer(provider, nixl=port, counters=counters)
     server.start()
-    print(server.address, flush=True)
-    if not when:
+    if not when:  # before anybody can ask: within a host the bytes may all be there at the first look
         HarmedPort.harm = int(harm)
+    print(server.address, flush=True)
     sys.stdin.readline()
     provider.settle()  # whatever was under way has ended
     print("settled", counters.get("transport_nixl_bytes_sent_total"), flush=True)

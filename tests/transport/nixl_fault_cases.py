@@ -89,12 +89,15 @@ def assert_hits_are_right(outcomes: list[Outcome], buffer: object) -> None:
 
 @pytest.mark.parametrize("options", OVER)
 def test_a_server_killed_in_the_middle_of_a_transfer_is_a_miss(options: dict[str, str]) -> None:
-    with child("serve", json.dumps(options), str(int(signal.SIGKILL))) as server, reader(heard(server), options) as (peer, _):
+    with (
+        child("serve", json.dumps(options), str(int(signal.SIGKILL))) as server,
+        reader(heard(server), options) as (peer, counters),
+    ):
         buffer = dense(COUNT, SHAPE)
         began_s = time.monotonic()
         result = peer.read(ask(range(COUNT), 1, within_s=120), buffer)
         assert time.monotonic() - began_s < 60, "a death is noticed before the deadline"
-        assert server.wait(10) == -signal.SIGKILL
+        assert server.wait(10) == -signal.SIGKILL, counters.snapshot()
         assert Outcome.HIT not in result.outcomes[-4:]
         assert_hits_are_right(result.outcomes, buffer)
 
