@@ -27,6 +27,9 @@ BATCH_BYTES = 64 << 20
 SUMMED_BYTES = 8 << 20
 """Moved and then summed at once."""
 
+HEAR_S = 60.0
+"""How long the child may take over anything."""
+
 Way = Literal["pull", "push"]
 
 
@@ -75,7 +78,8 @@ class BareNixl:
             self._hear()
             return
         assert self._child.stdout is not None
-        while not select([self._child.stdout], [], [], 0)[0]:
+        end_s = time.monotonic() + HEAR_S
+        while not select([self._child.stdout], [], [], 0)[0] and time.monotonic() < end_s:
             self._port.progress(self._epoch)
             time.sleep(WAIT_S)
         self._hear()
@@ -96,6 +100,8 @@ class BareNixl:
 
     def _hear(self) -> dict[str, Any]:
         assert self._child.stdout is not None
+        if not select([self._child.stdout], [], [], HEAR_S)[0]:  # it says one line to each of ours: none waits in a buffer
+            raise TimeoutError(f"the child process says nothing for {HEAR_S:g} s")
         told: dict[str, Any] = json.loads(self._child.stdout.readline())
         return told
 
@@ -126,21 +132,22 @@ def serve(total: int, block_bytes: int, transports: str) -> None:
     memory = np.random.default_rng(1).integers(0, 256, total, np.uint8)
     port = NixlPort(NixlOptions(transports=transports), name="bare-child", regions=[Region(address_of(memory), total)])
     epoch, metadata = port.metadata()
-    told = json.loads(sys.stdin.readline())
+    orders = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115 - a line in a buffer is not seen by select
+    told = json.loads(orders.readline())
     name = port.meet(epoch, base64.b64decode(told["agent"]))
     count = total // block_bytes
     ours = row_after_row(address_of(memory), count, 1, block_bytes).rows(1, whole=True)
     theirs = row_after_row(told["address"], count, 1, block_bytes).rows(1, whole=True)
     print(json.dumps({"agent": base64.b64encode(metadata).decode(), "address": address_of(memory)}), flush=True)
-    for line in sys.stdin:
+    for line in orders:
         do = json.loads(line)["do"]
         if do == "push":
             move(port, epoch, "WRITE", ours, theirs, name, max(1, BATCH_BYTES // block_bytes))
         elif do == "pull":
-            while not select([sys.stdin], [], [], 0)[0]:
+            while not select([orders], [], [], 0)[0]:
                 port.progress(epoch)
                 time.sleep(1e-3)  # its reader needs no help of it but to connect
-            sys.stdin.readline()
+            orders.readline()
         print("{}", flush=True)
     port.close()
 
