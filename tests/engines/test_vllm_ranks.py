@@ -62,7 +62,7 @@ def test_two_ranks_load_what_they_stored(family: str, tmp_path: Path) -> None:
         pytest.skip("vLLM computes prompts of latents only as a whole on this CPU, which has no AMX: nothing is loaded")
     block = engine["block_tokens"]  # vLLM's choice: where a CPU has no AMX, latents lie in pages of 16 tokens
     hit_blocks, stored_blocks = TOKENS // block, (TOKENS + 12 - 1) // block
-    assert engine["cached"] == [0, hit_blocks * block, hit_blocks * block]
+    assert engine["cached"] == [0, hit_blocks * block, hit_blocks * block], json.dumps(engine["counts"])
     assert engine["said"][1] == engine["said"][2]
     assert family == "deepseek" or engine["said"][0] == engine["said"][1]
     assert engine["counts"]["load_blocks"] == 2 * 2 * hit_blocks, "both ranks load"

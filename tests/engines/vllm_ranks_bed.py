@@ -19,6 +19,8 @@ from kvstore.testing.connector_kit import StoreAddress
 
 TOKENS = 500
 SHOWN_S = 60.0
+PATIENT = {"connect_deadline_s": 30.0, "lookup_deadline_s": 30.0, "load_deadline_s": 60.0, "store_deadline_s": 60.0}
+"""Two ranks leave a store on two cores little time; what came too late would be computed."""
 
 
 def is_shown(worker: Any) -> bool:
@@ -43,9 +45,13 @@ def is_shown(worker: Any) -> bool:
 def fork_children() -> None:
     """On CPUs vLLM spawns its processes, three here, and each imports vLLM for ten seconds of a core: forked, they have it."""
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.distributed.device_communicators import shm_broadcast
 
     import kvclient.engines.vllm.connector  # noqa: F401
 
+    # Ranks spin on sched_yield for their orders. On two busy cores Linux 6.18 was seen to run them and not the metadata server,
+    # which had a request to read, for half a minute.
+    shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
     os.register_at_fork(after_in_child=bind)
     context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
@@ -78,7 +84,7 @@ def main() -> None:
         parser.add_argument(name)
     given = parser.parse_args()
     driver = VllmDriver(tiny(given.family, Path(given.folder)), given.family)
-    llm = driver.make(StoreAddress(given.metadata, given.node), tensor_parallel_size=2, disable_log_stats=False)
+    llm = driver.make(StoreAddress(given.metadata, given.node), PATIENT, tensor_parallel_size=2, disable_log_stats=False)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     said, cached = [], []
     for _ in range(3):
