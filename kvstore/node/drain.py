@@ -218,7 +218,7 @@ class Drainer:
         """Sends what lies in DRAM only to where it is durable, and waits for it, as long as this order holds."""
         if not self._writes_behind:
             return
-        for domain, keys in by_domain(self._volatile(order)):
+        for domain, keys in by_domain(sorted(self._volatile(order), key=lambda block: block.depth)):
             self._table.write_again(domain, keys)
         while not self._over(order) and not self._table.wait_written(self._clock.now_s() + WRITTEN_S):
             self._not_durable = len(self._volatile(order))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
@@ -85,6 +85,7 @@ class BlockTable:
         self._loading: set[BlockKey] = set()
         self._gone: Recent[BlockKey] = Recent()  # left this node, durable on the storage node
         self._vigils: dict[BlockKey, list[Vigil]] = {}
+        self._spared: Container[BlockKey] = ()
         self._pending: deque[Block] = deque()
         self._pending_bytes = 0
         self._pending_limit = int(dram.usage().capacity_bytes * PENDING_SHARE)
@@ -471,7 +472,7 @@ class BlockTable:
                 return slots, []
             victims = first_victims(self) if self.accounts.in_force else []
             if not victims:
-                victims = self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._idle)
+                victims = self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._dispensable)
                 for block in victims:
                     block.leave()
                 self.accounts.count_pinned(victims, self._counters)
@@ -531,6 +532,11 @@ class BlockTable:
                     sent += 1
         return sent
 
+    def spare(self, keys: Container[BlockKey]) -> None:
+        """These do not leave the durable volumes for the sake of others, until this is called again."""
+        with self._lock:
+            self._spared = keys
+
     def give_up_pending(self) -> int:
         """Nothing that waits for write-behind now is written any more: as if each had failed. What is being written goes on."""
         with self._lock:
@@ -570,6 +576,11 @@ class BlockTable:
         """All blocks, parents before children where both came in order. For inventories."""
         with self._lock:
             return list(self._blocks.values())
+
+    def hottest(self) -> list[Block]:
+        """All blocks in DRAM, as ``ArenaRoom.hottest``. Holds the lock for as long as that takes: for a node that ends."""
+        with self._lock:
+            return self._arena.hottest()
 
     def counts(self) -> tuple[int, int]:
         """Blocks in the table, and blocks waiting for write-behind."""
@@ -615,9 +626,13 @@ class BlockTable:
     def _idle(block: Block) -> bool:
         return block.pins == 0 and not block.pending and not block.leaving
 
+    def _dispensable(self, block: Block) -> bool:
+        """Whether a block may leave its durable volume for the sake of others."""
+        return self._idle(block) and block.key not in self._spared
+
     def _no_loss(self, block: Block) -> bool:
-        """Whether a block may leave its durable volume without leaving children in DRAM that no lookup finds."""
-        return self._idle(block) and (block.dram is not None or not self._dram_policy.is_parent(block.key))
+        """Whether it may, without leaving children in DRAM that no lookup finds."""
+        return self._dispensable(block) and (block.dram is not None or not self._dram_policy.is_parent(block.key))
 
     def _set_dram(self, block: Block, slot: Slot) -> None:
         block.dram = slot

@@ -180,6 +180,11 @@ def _limit(domain: Domain, tier: Tier) -> int | None:
     return domain.account.share.of(tier) if domain.account is not None and domain.counted else None
 
 
+def durable_share(domain: Domain) -> int | None:
+    """Bytes that a namespace's tenant may hold on durable volumes; None: no quota holds for it."""
+    return _limit(domain, Tier.NVME)
+
+
 def join(table: BlockTable, domain: Domain, *, empty: bool = False) -> bool:
     """A namespace's blocks go by its tenant's orders from now on.
 
@@ -288,7 +293,7 @@ def durable_victims(table: BlockTable, order: SideOrder, wanted_bytes: int) -> l
 
         return list(_coldest(table, order, wanted_bytes, may_leave))
 
-    found = to_leave(table._no_loss) or to_leave(table._idle)
+    found = to_leave(table._no_loss) or to_leave(table._dispensable)
     for block in found:
         block.leave(Leaving.FOR_ROOM if order.of_pins else Leaving.FOR_QUOTA)
     table._counters.add(f"evicted_{'pinned' if order.of_pins else 'quota'}_blocks_total", len(found))
