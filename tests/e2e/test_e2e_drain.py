@@ -328,8 +328,8 @@ def test_what_is_used_in_dram_all_the_time_outlives_its_node(make_store: MakeSto
     """On its volume it is cold, and leaves that first; the volume cannot take all that DRAM holds: a little less, or much."""
     store = make_store(NodeSpec("a", dram_bytes=dram, nvme_bytes=DRAM, settings=(("stop_grace", "60s"),)))
     engine = store.engine("a", layer_bytes=16384)
-    engine.store("used", 100, durable=True)
-    used = engine.keys("used", 100)
+    engine.store("used", 300, durable=True)  # of 469 that the volume holds
+    used = engine.keys("used", 300)
     for number in range(10):
         assert engine.store(f"passing {number}", 100, durable=True).durable
         assert engine.load_keys(used).hit_blocks == len(used)
