@@ -323,13 +323,13 @@ def test_a_storage_node_that_stays_away_holds_nobody_up(make_store: MakeStore) -
     assert "20 blocks are not durable, and lost with this process" in store.cluster.node("memory").log_tail()
 
 
-@pytest.mark.parametrize("dram", [DRAM, 4 * DRAM])
-def test_what_is_used_in_dram_all_the_time_outlives_its_node(make_store: MakeStore, dram: int) -> None:
+@pytest.mark.parametrize(("dram", "count"), [(DRAM, 100), (4 * DRAM, 300)])
+def test_what_is_used_in_dram_all_the_time_outlives_its_node(make_store: MakeStore, dram: int, count: int) -> None:
     """On its volume it is cold, and leaves that first; the volume cannot take all that DRAM holds: a little less, or much."""
     store = make_store(NodeSpec("a", dram_bytes=dram, nvme_bytes=DRAM, settings=(("stop_grace", "60s"),)))
     engine = store.engine("a", layer_bytes=16384)
-    engine.store("used", 300, durable=True)  # of 469 that the volume holds
-    used = engine.keys("used", 300)
+    engine.store("used", count, durable=True)  # of 469 that the volume holds
+    used = engine.keys("used", count)
     for number in range(10):
         assert engine.store(f"passing {number}", 100, durable=True).durable
         assert engine.load_keys(used).hit_blocks == len(used)
