@@ -27,6 +27,12 @@ MOVES: dict[str, Callable[[Path], object]] = {
         (top / "other").rename(top / "real"),
         (top / "real" / "VERSION").write_text("2"),
     ),
+    "a folder far above moved, and written to": lambda top: (
+        (top / "real").rename(top / "old"),
+        (top / "other").rename(top / "real"),
+        (top / "real" / "v1" / "VERSION").write_text("2"),
+        (top / "real" / "VERSION").touch(),
+    ),
     "a folder above moved, with the old one inside": lambda top: (
         (top / "real").rename(top / "old"),
         (top / "other").rename(top / "real"),
@@ -73,10 +79,22 @@ def test_what_comes_and_goes_beside_a_model_says_nothing(top: Path) -> None:
     (top / "real" / "v3.tmp").unlink()
     (top / "real").chmod(0o755)
     assert replaced(top / "link") is None
-    deep = top / "real" / "v1"
-    (top / "more").mkdir()
-    assert replaced(deep / "model.safetensors") is None, "a model of one file, two busy folders above its own"
     assert replaced(top / "spare.safetensors") is None, "a model of one file"
+
+
+def test_a_folder_that_was_moved_and_written_to_is_seen_however_far_above(top: Path) -> None:
+    for folder in ("a/b/c", "a2/b/c"):
+        (top / "deep" / folder).mkdir(parents=True)
+        (top / "deep" / folder / "model.safetensors").write_bytes(folder.encode())
+    model = top / "deep" / "a" / "b" / "c"
+    (top / "by").symlink_to("deep/a/b")
+    engine_starts()
+    assert (replaced(model), replaced(top / "by" / "c")) == (None, None)
+    time.sleep(0.05)
+    (top / "deep" / "a").rename(top / "deep" / "old")
+    (top / "deep" / "a2").rename(top / "deep" / "a")
+    (top / "deep" / "a" / ".ready").touch()
+    assert (replaced(model), replaced(top / "by" / "c")) == (top / "deep" / "a",) * 2
 
 
 def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
@@ -118,12 +136,13 @@ def test_weights_put_there_since_are_nobody_elses(top: Path, caplog: pytest.LogC
     assert WeightsSource(str(top / "link"), revision="commit").digest(lambda: "x") == "commit:", "a hub's folders never change"
 
 
-def test_what_says_which_files_are_read_is_part_of_the_weights(top: Path) -> None:
-    """Old and new shards lie side by side, and a list beside them says which are the model's."""
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "preprocessor_config.json", "modeling_own.py"])
+def test_what_says_what_is_read_and_computed_is_part_of_the_weights(top: Path, name: str) -> None:
+    """Which of the shards are the model's, what becomes of images, code of the model's own."""
     folder = top / "real" / "v1"
     told = {}
     for content in ("old", "new", "old"):
-        (folder / "model.safetensors.index.json").write_text(content)
+        (folder / name).write_text(content)
         (folder / "tokenizer.json").write_text(content)
         engine_starts()
         told.setdefault(content, set()).add(WeightsSource(str(folder)).digest(lambda: "x"))

@@ -56,9 +56,10 @@ def put_there_since(paths: Iterable[Path], moment_s: float) -> Path | None:
     """Something that decides what a path reads and was put there since; None: nothing was.
 
     Looked at are the files and folders named, each link that leads to them, and of the folders above whether they themselves
-    were moved: that changes them and the folder that they lie in. Whatever else comes and goes in one of the two says nothing.
-    On a network's file system the times are its server's. Not seen are mounts that cover or uncover something, what a program
-    writes through a map of a file that it had written to before, and what was put there before the clock was set forward.
+    were moved: that changes them and the folder that they lie in. What else comes and goes in one of the two says nothing; in
+    both, it cannot be told from a move, for what is written into a folder later hides that it was moved. On a network's file
+    system the times are its server's. Not seen are mounts that cover or uncover something, what a program writes through a map of
+    a file that it had written to before, and what was put there before the clock was set forward.
 
     Args:
         paths: files; or folders, first, of which every entry that came or went matters.
@@ -80,12 +81,7 @@ def put_there_since(paths: Iterable[Path], moment_s: float) -> Path | None:
 
     for path in paths:
         for place, follows in _places(path if path.is_absolute() else Path.cwd() / path):
-            if not is_new(place):
-                continue
-            if not follows or not stat.S_ISDIR(at(place).st_mode):
-                return place
-            # an entry that comes or goes sets both times of the folder
-            if is_new(place.parent) and (follows == 1 or at(place).st_ctime_ns != at(place).st_mtime_ns):
+            if is_new(place) and (not follows or not stat.S_ISDIR(at(place).st_mode) or is_new(place.parent)):
                 return place
     return None
 

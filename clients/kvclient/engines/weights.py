@@ -1,9 +1,9 @@
 """Which weights an engine has, found out cheaply: a copy on another host has the same digest, another fine-tune another.
 
-Small sets (adapters) are read whole, and so are the lists that say which files hold which tensors, and how they are quantized.
-Of others: sizes, the beginning of each file and 256 samples of it, evenly spread; and where
-the file says where its tensors lie (safetensors), a sample of every tensor, the small ones whole: a training step of norms alone
-shows. Whoever changes a few numbers of a large tensor in place, and nothing else, says so by ``weights_epoch``.
+Small sets (adapters) are read whole, and so are the lists that say which files hold which tensors, how they are quantized and how
+images are prepared, and a model's own code. Of others: sizes, the beginning of each file and 256 samples of it, evenly spread;
+and where the file says where its tensors lie (safetensors), a sample of every tensor, the small ones whole: a training step of
+norms alone shows. Whoever changes a few numbers of a large tensor in place, and nothing else, says so by ``weights_epoch``.
 
 Files say something of an engine's weights only where the engine has read them: weights made up (``dummy``), or brought by a
 daemon, a server or a loader that nobody here knows, are nobody else's; nor are those whose files were put there since the engine
@@ -57,14 +57,14 @@ _NOT_OF_THE_WEIGHTS = {
     "chat_template.json",
     "config.json",  # as it is in force, it is looked at elsewhere
     "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
 }
-"""Of the lists beside the weights; whatever else is there may decide what is read of them, and how."""
+"""Of the lists beside the weights; whatever else is there may decide what is read of them, how, and what becomes of images."""
+_LISTS = (".json", ".py")
+"""Lists, and code that comes with a model and computes in place of the engine's."""
 _MOST_LIST_BYTES = 64 << 20
 _SNAPSHOTS, _COMMIT = "snapshots", re.compile(r"[0-9a-f]{40}")
 """How a hub's files lie: a folder a commit, which never changes, and a reference that does."""
@@ -166,7 +166,7 @@ def replaced(folder: Path) -> Path | None:
     """
     if not folder.is_dir():
         return put_there_since([folder] if folder.is_file() else [], reading_since_s())
-    read = sorted(path for path in folder.glob("*") if path.suffix in {*_SUFFIXES, ".json"})
+    read = sorted(path for path in folder.glob("*") if path.suffix in {*_SUFFIXES, *_LISTS})
     return put_there_since([folder, *read], reading_since_s())
 
 
@@ -194,8 +194,8 @@ def sampled_digest(folder: Path) -> str:
             for start, length in _tensors(file, size) if path.suffix == ".safetensors" else ():
                 file.seek(start + max(0, length - _SAMPLE_BYTES) // 2)
                 digest.update(file.read(min(length, _SAMPLE_BYTES)))
-    for path in sorted(folder.glob("*.json")) if files and folder.is_dir() else ():
-        if path.name not in _NOT_OF_THE_WEIGHTS:
+    for path in sorted(folder.glob("*")) if files and folder.is_dir() else ():
+        if path.suffix in _LISTS and path.name not in _NOT_OF_THE_WEIGHTS:
             with path.open("rb") as file:
                 digest.update(f"{path.name}:".encode() + hashlib.sha256(file.read(_MOST_LIST_BYTES)).digest())
     return digest.hexdigest()[:16] if files else ""
