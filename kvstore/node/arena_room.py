@@ -71,12 +71,9 @@ class ArenaRoom:
             assert slot is not None
             yield key, slot
 
-    def hottest(self) -> list[Block]:
-        """All that lies here, parents before their children: first what is pinned, then from the hottest to the coldest."""
-        blocks = self._blocks
-        cold = list(self._policy.coldest(lambda key: None if blocks[key].domain.pinned else True))
-        pinned = sorted((block for block in self.room.by_offset.values() if block.domain.pinned), key=lambda block: block.depth)
-        return [*pinned, *map(blocks.__getitem__, reversed(cold))]
+    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
+        """How late blocks would leave: a number each, the larger the later."""
+        return self._policy.warmth(keys)
 
     def victims(self, shape: BlockShape, count: int) -> tuple[list[Block], list[Block]]:
         """Those that leave for ``count`` slots or some of them (none: no room can be made), and those to be written behind.

@@ -7,9 +7,16 @@ of the time is over. While a target fails, one block alone goes out and the othe
 of what it sends, and an arena takes long to sum.
 
 Where DRAM holds more than the volumes can take, what is hottest *in DRAM* is to be on them in the end: their own order never
-heard of hits there. ``what_stays`` says what that is. It does not leave the volumes while the rest of it comes, hottest first,
-a batch at a time. How much finds room is known only roughly (slots have sizes); once a batch finds none, as much of the coldest
-may leave after all, or is not sent. What is not to stay, or leaves, is given up at once: sending it would have no end.
+heard of hits there. ``kvstore.node.staying`` says what that is. It does not leave the volumes while the rest of it comes,
+hottest first, a batch at a time. How much finds room is known only roughly (slots have sizes); once a batch finds none, as much
+of the coldest may leave after all, or is not sent. What is not to stay, or leaves, is given up at once: sending it would have no
+end. But where a volume fails meanwhile, that may still go there, should it take changes again in time.
+
+Nobody here knows the room of a storage node: what comes first leaves it first. So it gets all, chain after chain, the hottest
+last, parents before their children. Where time does not suffice, it is then the hottest that is lost: rather so than always.
+
+Planning takes a part of the time at most, and the table's lock for a moment at a time: what it does not come to follows what
+it did, uncounted.
 """
 
 from __future__ import annotations
@@ -17,21 +24,31 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from sys import maxsize
+
+import numpy as np
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey
 from kvstore.node.block import Block, Home
 from kvstore.node.domain import Domain
 from kvstore.node.moving import room_of
+from kvstore.node.replicas import in_chains
+from kvstore.node.staying import what_stays
 from kvstore.node.table import BlockTable
-from kvstore.node.tenants import PIN_PART, Account, durable_share
 from kvstore.node.writebehind import BATCH_BLOCKS, BATCH_BYTES
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.25
 """Between tries while nothing is taken. Write-behind leaves a target that failed alone for longer: most of these cost nothing."""
+PLAN_PART = 4
+"""Planning takes up to this fraction (1/n) of the time."""
+LOOK = 4096
+"""Blocks looked at between two looks at the clock, or under one hold of the table's lock."""
+HAND_OVER_S = 1e-5
+"""Between two holds: whoever waits for the lock gets it then."""
 
 
 def by_domain(blocks: Iterable[Block]) -> list[tuple[Domain, list[BlockKey]]]:
@@ -63,7 +80,8 @@ def make_durable(
         return True, 0
     log.warning("%d blocks lie in DRAM only, given up before or gone from their volume: what finds room is sent again", meant)
     homes = [home for home in table.homes if home.volume.read_only is None] or table.homes
-    stays = _what_stays(table, homes) if homes else {block.key: block for block in table.hottest()}
+    now_s = clock.now_s()
+    stays = _what_stays(table, homes, clock, now_s + (deadline_s - now_s) / PLAN_PART)
     table.spare(stays)
     try:
         return _send(table, homes, stays, clock, deadline_s, sleep)
@@ -79,106 +97,122 @@ def _send(
     deadline_s: float,
     sleep: Callable[[float], None],
 ) -> tuple[bool, int]:
-    """Sends what is to stay and is not durable, hottest first; where no room is left, the coldest of ``stays`` no longer do."""
+    """Sends what is to stay and is not durable; where no room is left, the coldest of ``stays`` no longer do."""
     won, stuck = 0, False
-    left = deque(stays.values())
+    left = deque(stays.values() if homes else in_chains([*stays.values()][::-1]))
+    back: deque[Block] = deque()  # only what fails now may take them
+    most = (BATCH_BLOCKS, BATCH_BYTES) if homes else (maxsize, maxsize)
     while clock.now_s() < deadline_s:
-        tried: list[Block] = []
-        nbytes = 0
-        while left and not (stuck and tried) and not (homes and (len(tried) == BATCH_BLOCKS or nbytes >= BATCH_BYTES)):
-            block = left.popleft()
-            if block.key in stays and _can_be_saved(block):
-                tried.append(block)
-                nbytes += block.nbytes
+        most_now = (1, maxsize) if stuck else most
+        tried = _next(left, lambda block: block.key in stays and _can_be_saved(block), *most_now)
+        from_back = not tried
+        if from_back:
+            tried = _next(back, _can_be_saved, *most_now)
         if not tried:
-            break
+            return True, won
         if stuck:
             sleep(min(PAUSE_S, max(0.0, deadline_s - clock.now_s())))
-        for domain, keys in by_domain(tried):
-            table.write_again(domain, keys)
+        _write_again(table, tried)
         if not table.wait_written(deadline_s):
             return False, won
         taken = sum(block.durable for block in tried)
-        refused = [block for block in tried if _can_be_saved(block)]
-        left.extendleft(reversed(refused))
         won += taken
-        fails = not homes or not all(home.takes_changes(clock.now_s()) for home in homes)
-        stuck = fails and not taken
-        if not fails and not taken:
-            _give_way(stays, sum(room_of(block.nbytes) for block in refused), homes)
-    return True, won
+        refused = [block for block in tried if _can_be_saved(block)]
+        now_s = clock.now_s()
+        working = [home for home in homes if home.takes_changes(now_s)]
+        fails = not working or any(home.volume.read_only is None for home in homes if not home.takes_changes(now_s))
+        stuck = fails and not taken and (from_back or not working)
+        if from_back:
+            back.extendleft(reversed(refused) if taken or fails else ())
+        elif taken or not working:
+            left.extendleft(reversed(refused))
+        else:
+            fit = [block for block in refused if _fits(block.domain, working)]
+            left.extendleft(reversed(fit))
+            gone = [block for block in refused if not _fits(block.domain, working)]
+            gone += _give_way(stays, sum(room_of(block.nbytes) for block in fit), homes)
+            back.extend(gone if fails else ())
+    return False, won
 
 
-def what_stays(
-    hottest: Iterable[Block],
-    above: Callable[[Block], Block | None],
-    room_bytes: int,
-    room_for: Callable[[Block], int],
-    share_of: Callable[[Domain], int | None] = durable_share,
-) -> dict[BlockKey, Block]:
-    """Which blocks are to be on the volumes in the end: the hottest, with all that is above them, as far as there is room. Pure.
+def _next(queue: deque[Block], wanted: Callable[[Block], bool], most_blocks: int, most_bytes: int) -> list[Block]:
+    """Takes the next of those that are wanted from a queue, and what is not wanted before them."""
+    found: list[Block] = []
+    nbytes = 0
+    while queue and len(found) < most_blocks and nbytes < most_bytes:
+        block = queue.popleft()
+        if wanted(block):
+            found.append(block)
+            nbytes += block.nbytes
+    return found
 
-    Args:
-        hottest: what lies in DRAM, pinned first, then from the hottest to the coldest; parents before their children.
-        above: the parent of a block, in whatever tier; None where it is not here.
-        room_bytes: of all volumes.
-        room_for: bytes of it that a block takes.
-        share_of: bytes of payload that a namespace's tenant may hold on volumes; None: any.
 
-    Returns:
-        Them, by key, in that order: parents before their children. Pins count up to their part of the room; what is pinned
-        beyond it comes last.
-    """
-    stays: dict[BlockKey, Block] = {}
-    out: set[BlockKey] = set()
-    beyond: list[Block] = []  # of pins
-    left, left_for_pins = room_bytes, room_bytes // PIN_PART
-    shares: dict[Account | None, int] = {}
-    for late, blocks in ((False, hottest), (True, beyond)):
-        for block in blocks:
-            new = _with_parents(block, above, stays, out)
-            needed = sum(map(room_for, new))
-            payload = sum(one.nbytes for one in new if room_for(one))
-            share = share_of(block.domain)
-            allowed = payload if share is None else shares.setdefault(block.domain.account, share)
-            if not new or needed > left or payload > allowed:
-                out.add(block.key)
-                continue
-            if block.domain.pinned and not late:
-                if needed > left_for_pins:
-                    beyond.append(block)
-                    continue
-                left_for_pins -= needed
-            left -= needed
-            if share is not None:
-                shares[block.domain.account] -= payload
-            stays.update((one.key, one) for one in new)
+def _write_again(table: BlockTable, blocks: Sequence[Block]) -> None:
+    """Sends blocks to write-behind, in their order but for what is of several namespaces within a batch."""
+    for first in range(0, len(blocks), BATCH_BLOCKS):
+        for domain, keys in by_domain(blocks[first : first + BATCH_BLOCKS]):
+            table.write_again(domain, keys)
+
+
+def _what_stays(table: BlockTable, homes: Sequence[Home], clock: Clock, until_s: float) -> dict[BlockKey, Block]:
+    """As ``what_stays``; without volumes, all that lies in DRAM. What time does not suffice for comes at the end, uncounted."""
+    blocks = {block.key: block for block in table.snapshot()}
+    fits: dict[Domain, bool] = {}
+    for block in blocks.values():
+        if block.domain not in fits:
+            fits[block.domain] = not homes or _fits(block.domain, homes)
+    here = [block for block in blocks.values() if block.dram is not None and (block.nvme is not None or fits[block.domain])]
+    order = iter(_hottest_first(table, here, clock, until_s))
+    stays = what_stays(
+        _until(order, clock, until_s),
+        lambda block: _above(block, blocks),
+        sum(home.volume.usage().capacity_bytes for home in homes) if homes else maxsize,
+        lambda block: _room_for(block, homes),
+        may_lie_elsewhere=not homes,
+    )
+    for block in order:
+        stays.setdefault(block.key, block)
     return stays
 
 
-def _with_parents(
-    block: Block, above: Callable[[Block], Block | None], stays: Container[BlockKey], out: Container[BlockKey]
-) -> list[Block]:
-    """A block and those above it that are not among what stays yet, parents first; none where one of them does not."""
-    new: list[Block] = []
-    one: Block | None = block
-    while one is not None and one.key not in stays:
-        if one.key in out:
-            return []
-        new.append(one)
-        one = above(one)
-    return new[::-1]
+def _hottest_first(table: BlockTable, blocks: Sequence[Block], clock: Clock, until_s: float) -> list[Block]:
+    """Blocks in DRAM: pinned ones first, by depth, then from the hottest to the coldest; all by depth where time is short.
+
+    Sorted by numpy, which lets other threads go on meanwhile.
+    """
+    warmth = np.zeros(len(blocks), np.int64)
+    for first in range(0, len(blocks), LOOK):
+        if clock.now_s() >= until_s:
+            warmth[:] = 0
+            break
+        warmth[first : first + LOOK] = table.warmth([block.key for block in blocks[first : first + LOOK]])
+        time.sleep(HAND_OVER_S)
+    pinned = np.fromiter((block.domain.pinned for block in blocks), np.bool_, len(blocks))
+    depth = np.fromiter((block.depth for block in blocks), np.int64, len(blocks))
+    warmth[pinned] = 0
+    return [blocks[at] for at in np.lexsort((depth, -warmth, ~pinned)).tolist()]
 
 
-def _what_stays(table: BlockTable, homes: Sequence[Home]) -> dict[BlockKey, Block]:
-    """As ``what_stays``, of a node with volumes."""
-    blocks = {block.key: block for block in table.snapshot()}
-    return what_stays(
-        (one for one in table.hottest() if one.nvme is not None or any(home.volume.fits(one.domain.shape) for home in homes)),
-        lambda block: None if block.parent is None else blocks.get(block.parent),
-        sum(home.volume.usage().capacity_bytes for home in homes),
-        lambda block: _room_for(block, homes),
-    )
+def _until(order: Iterator[Block], clock: Clock, until_s: float) -> Iterator[Block]:
+    """What comes of an order until time is over."""
+    at = 0
+    while at % LOOK or clock.now_s() < until_s:
+        block = next(order, None)
+        if block is None:
+            return
+        yield block
+        at += 1
+
+
+def _above(block: Block, blocks: Mapping[BlockKey, Block]) -> Block | None:
+    """The parent of a block, if it is here; what lies in another namespace is none, for no lookup finds both."""
+    found = None if block.parent is None else blocks.get(block.parent)
+    return found if found is not None and found.domain is block.domain else None
+
+
+def _fits(domain: Domain, homes: Iterable[Home]) -> bool:
+    """Whether some volume can hold blocks of a namespace at all."""
+    return any(home.volume.fits(domain.shape) for home in homes)
 
 
 def _room_for(block: Block, homes: Sequence[Home]) -> int:
@@ -187,10 +221,13 @@ def _room_for(block: Block, homes: Sequence[Home]) -> int:
     return room_of(block.nbytes) if takes else 0
 
 
-def _give_way(stays: dict[BlockKey, Block], needed: int, homes: Sequence[Home]) -> None:
-    """The coldest of what stays no longer do, until it is smaller by the bytes needed."""
+def _give_way(stays: dict[BlockKey, Block], needed: int, homes: Sequence[Home]) -> list[Block]:
+    """The coldest of what stays no longer do, until it is smaller by the bytes needed. Returns them, the warmest first."""
+    gone: list[Block] = []
     while stays and needed > 0:
-        needed -= _room_for(stays.popitem()[1], homes)
+        gone.append(stays.popitem()[1])
+        needed -= _room_for(gone[-1], homes)
+    return gone[::-1]
 
 
 def _can_be_saved(block: Block) -> bool:

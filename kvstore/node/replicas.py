@@ -69,7 +69,10 @@ def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
 
 
 def in_chains(blocks: Sequence[Found]) -> list[Found]:
-    """Orders blocks (given by depth) chain after chain, each block after its parent, so that they join to long runs."""
+    """Orders blocks (given by depth) chain after chain, each block after its parent, so that they join to long runs.
+
+    Those that are each other's parents, as a client may say, come last, with all below them, in the order given.
+    """
     children: dict[bytes | None, list[Found]] = {}
     keys = {block.key for block in blocks}
     roots: list[Found] = []
@@ -84,6 +87,9 @@ def in_chains(blocks: Sequence[Found]) -> list[Found]:
         block = stack.pop()
         ordered.append(block)
         stack.extend(reversed(children.get(block.key, ())))
+    if len(ordered) < len(blocks):
+        met = {block.key for block in ordered}
+        ordered += (block for block in blocks if block.key not in met)
     return ordered
 
 

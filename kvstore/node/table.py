@@ -577,10 +577,10 @@ class BlockTable:
         with self._lock:
             return list(self._blocks.values())
 
-    def hottest(self) -> list[Block]:
-        """All blocks in DRAM, as ``ArenaRoom.hottest``. Holds the lock for as long as that takes: for a node that ends."""
+    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
+        """How late blocks would leave DRAM: a number each, the larger the later; what does not lie there: 0."""
         with self._lock:
-            return self._arena.hottest()
+            return self._arena.warmth(keys)
 
     def counts(self) -> tuple[int, int]:
         """Blocks in the table, and blocks waiting for write-behind."""

@@ -207,6 +207,12 @@ class EvictionPolicy(Protocol):
         None where one of them is not ``evictable``, which is asked once for each. Takes time for what it looks at alone.
         """
 
+    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
+        """How late blocks would leave, by what is known of each alone: a number each, the larger the later; unknown keys: 0.
+
+        Not negative, and below 2**62. Takes time for what it looks at alone, and changes nothing.
+        """
+
     def is_parent(self, key: BlockKey) -> bool:
         """Whether children of a block are held, be it held itself or not."""
 

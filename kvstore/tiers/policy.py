@@ -117,6 +117,10 @@ class _TreePolicy(ABC):
         node = self._nodes.get(key)
         return node is not None and node.children > 0
 
+    def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
+        find, of = self._nodes.get, self._warmth
+        return [0 if (node := find(key)) is None or not node.present else of(node) for key in keys]
+
     def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
         found: list[BlockKey] = []
         seen: set[BlockKey] = set()
@@ -213,6 +217,10 @@ class _TreePolicy(ABC):
     def _left(self, node: _Node) -> None:
         """A block left."""
 
+    def _warmth(self, node: _Node) -> int:
+        """As ``warmth``."""
+        return node.position
+
     @abstractmethod
     def _queue(self, node: _Node) -> None:
         """Enters a block that is (or is about to be) a leaf into its heap."""
@@ -266,6 +274,7 @@ class S3FifoPolicy(_TreePolicy):
 
     MOST_USES = 3
     """Uses counted: turns that a block of the main queue is spared."""
+    _USES_BIT, _MAIN_BIT = 59, 61
 
     def __init__(self, small_share: float = 0.1) -> None:
         super().__init__()
@@ -314,6 +323,9 @@ class S3FifoPolicy(_TreePolicy):
         self._ghosts[node.key] = None
         if len(self._ghosts) > max(self._count, 1):
             self._ghosts.popitem(last=False)
+
+    def _warmth(self, node: _Node) -> int:
+        return node.position | node.uses << self._USES_BIT | node.main << self._MAIN_BIT
 
     def _queue(self, node: _Node) -> None:
         self._push(self._main if node.main else self._small, node)
@@ -386,6 +398,9 @@ class GapPolicy(_TreePolicy):
 
     def _begin(self) -> None:
         pass
+
+    def _warmth(self, node: _Node) -> int:
+        return min(node.position, self._ticks - node.uses)  # the gap expected, counted back from now
 
     def _queue(self, node: _Node) -> None:
         self._push(self._by_age, node)

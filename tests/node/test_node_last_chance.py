@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_node_durable_room import SHAPE, Node, key_of
+from test_node_durable_room import SHAPE, Failing, Node, key_of
 from test_node_tenants import Node as TenantsNode
 
 from kvstore.core.errors import Internal
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
+from kvstore.node import last_chance
 from kvstore.node.block import Block
 from kvstore.node.domain import Domain, Domains
-from kvstore.node.last_chance import make_durable, what_stays
+from kvstore.node.last_chance import _hottest_first, make_durable
+from kvstore.node.staying import what_stays
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import LocalTarget, WriteBehind
+from kvstore.node.writebehind import Target, WriteBehind
 from kvstore.observe.counters import Counters
+from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.slab import NvmeSlab
 
 POLICIES = ("gap", "s3-fifo", "lru")
@@ -26,7 +29,7 @@ DEADLINE_S = 60.0
 
 
 @contextmanager
-def writing(table: BlockTable, target: LocalTarget) -> Iterator[None]:
+def writing(table: BlockTable, target: Target) -> Iterator[None]:
     """The threads of write-behind, as a daemon has them."""
     writer = WriteBehind(table, target, Counters())
     writer.start()
@@ -103,8 +106,9 @@ def test_what_stays_out_is_the_coldest_of_dram(tmp_path: Path, policy: str, size
         node.clock.advance(1.0)
     before = {block.key: block for block in node.table.snapshot()}
     parents = {key: block.parent for key, block in before.items() if block.parent in before}
-    hottest = [block.key for block in node.table.hottest()]
-    assert len(set(hottest)) == len(hottest) == sum(block.dram is not None for block in before.values())
+    in_dram = [block for block in before.values() if block.dram is not None]
+    hottest = [block.key for block in _hottest_first(node.table, in_dram, node.clock, node.clock.now_s() + 1.0)]
+    assert len(set(hottest)) == len(hottest) == len(in_dram)
     assert end(node)[0]
     node.close()
     after = recovered(tmp_path, sizes)
@@ -202,3 +206,212 @@ def test_a_block_stays_with_all_above_it_or_not_at_all() -> None:
     assert list(kept) == [block.key for block in short]
     kept = what_stays([long[4], long[5], *short], lambda one: parents.get(one.parent or BlockKey(b"")), 6, lambda _: 1)
     assert list(kept) == [block.key for block in long]
+
+
+def whose(*chains: list[Block]) -> Callable[[Block], Block | None]:
+    """The parents among some blocks."""
+    blocks = {block.key: block for chain in chains for block in chain}
+    return lambda one: None if one.parent is None else blocks.get(one.parent)
+
+
+def test_blocks_that_are_each_others_parents_hold_nothing_up_and_come_last() -> None:
+    domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+    own, first, second, sound = (chain_of(domain, name, 2) for name in range(4))
+    own[0].parent = own[0].key
+    first[0].parent, second[0].parent = second[0].key, first[0].key
+    wrong = [*own, *first, *second]
+    for order in ([*wrong, *sound], [*wrong[::-1], *sound]):
+        parents = whose(own, first, second, sound)
+        assert [*what_stays(order, parents, 2, lambda _: 1)] == [block.key for block in sound]
+        assert what_stays(order, parents, 8, lambda _: 1).keys() == {block.key for block in order}
+
+
+def test_what_no_lookup_can_find_takes_no_room_before_what_one_can() -> None:
+    domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+    headless, whole = chain_of(domain, 0, 4)[1:], chain_of(domain, 1, 3)
+    hottest = [*headless, *whole]
+    keys = [block.key for block in whole]
+    assert [*what_stays(hottest, whose(headless, whole), 4, lambda _: 1)] == [*keys, headless[0].key]
+    elsewhere = what_stays(hottest, whose(headless, whole), 4, lambda _: 1, may_lie_elsewhere=True)
+    assert [*elsewhere] == [*(block.key for block in headless), keys[0]]
+
+
+@pytest.mark.parametrize("kind", ["no room", "pinned", "headless", "share"])
+def test_each_block_is_climbed_from_about_once(kind: str) -> None:
+    """Siblings far down, whose chains lie on a volume alone, and chains that are met from their ends."""
+    domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+    domain.pinned = kind == "pinned"
+    trunk = chain_of(domain, 0, 500)
+    if kind == "headless":
+        trunk[0].parent = key_of(9, 9)
+    twigs = [Block(domain, key_of(1, number), trunk[-1].key, 500, b"") for number in range(500)]
+    other = chain_of(domain, 2, 500)
+    parents, climbs = whose(trunk, twigs, other), 0
+
+    def above(block: Block) -> Block | None:
+        nonlocal climbs
+        climbs += 1
+        return parents(block)
+
+    for room in (250, 500, 1_000):
+        climbs = 0
+        share = 500 * SHAPE.block_bytes if kind == "share" else None
+        what_stays([*twigs, *other[::-1]], above, room, lambda _: 1, lambda _, share=share: share)  # type: ignore[misc]
+        assert climbs < 10 * 1_500, room
+
+
+def test_the_order_is_taken_without_holding_up_whoever_uses_the_table(tmp_path: Path) -> None:
+    """No step under the lock looks at more than some blocks, and the policy's own order is not drained."""
+    node = Node(tmp_path, sizes=(1 << 20,))
+    node.turn(0, 40)
+    for chain in range(1, 8):
+        node.turn(chain, 40)
+
+    def never_all(_evictable: object) -> Iterator[BlockKey]:
+        raise Internal("the whole order, under the lock")
+
+    node.table._dram_policy.coldest = never_all  # type: ignore[method-assign]
+    assert end(node)[0]
+    node.close()
+
+
+class Slow:
+    """A clock on which each look at it takes a while."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.s = 0.0
+
+    def now_s(self) -> float:
+        self.s += self.step_s
+        return self.s
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.1, 0.2, 0.5])
+def test_planning_takes_a_part_of_the_time_and_what_is_not_planned_is_sent_all_the_same(
+    tmp_path: Path, step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_chance, "LOOK", 4)
+    node = Node(tmp_path, sizes=(1 << 21,))
+    node.slabs[0].fails = True
+    for chain in range(4):
+        node.turn(chain, 10)
+    node.slabs[0].fails = False
+    node.clock.advance(10.0)
+    clock = Slow(step_s)
+    blocks = last_chance._what_stays(node.table, node.table.homes, clock, 2.0)
+    assert clock.s < 2.0 + 3 * step_s, "no look later"
+    assert len(blocks) == 40
+    assert end(node)[1] == 40
+    node.close()
+
+
+def test_a_storage_node_gets_the_hottest_last_and_no_child_before_its_parent(tmp_path: Path) -> None:
+    node = Node(tmp_path, sizes=())
+    for chain in range(6):
+        node.turn(chain, 10)
+    for chain in (3, 1, 4):
+        assert use(node, chain, 10) == use(node, chain, 10) == 10
+    sent: list[BlockKey] = []
+
+    class Storage:
+        def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+            turn()
+            sent.extend(block.key for block in blocks)
+            for block in blocks:
+                node.table.persisted(block, None, None)
+
+    with writing(node.table, Storage()):
+        assert make_durable(node.table, node.clock, node.clock.now_s() + DEADLINE_S, never) == (True, 60)
+    node.close()
+    order = {key_of(chain, 0): chain for chain in range(6)}
+    chains = [order[key] for key in sent[::10]]
+    assert sent == [key_of(chain, depth) for chain in chains for depth in range(10)]
+    assert chains[3:] == [3, 1, 4]
+
+
+def test_who_runs_out_of_time_between_two_tries_says_so(tmp_path: Path) -> None:
+    node = Node(tmp_path, sizes=(1 << 21,))
+    node.slabs[0].fails = True
+    node.turn(0, 40)
+    waited = node.table.wait_written
+
+    def wait_written(deadline_s: float) -> bool:
+        """As ever, but the clock goes on after it."""
+        found = waited(deadline_s)
+        node.clock.advance(DEADLINE_S / 2)
+        return found
+
+    node.table.wait_written = wait_written  # type: ignore[method-assign]
+    assert end(node, lambda _seconds: None) == (False, 0)
+    node.close()
+
+
+class ReadOnly(Failing):
+    """A volume on a disk that takes no changes from some commit on, for good or until it is mended."""
+
+    commits_left: int | None = None
+
+    @property
+    def read_only(self) -> str | None:
+        return "told to be" if self.commits_left == 0 else super().read_only
+
+    def commit(self, added: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
+        if self.commits_left == 0 and (added or removed):
+            raise OSError(30, "told to")
+        if self.commits_left:
+            self.commits_left -= 1
+        super().commit(added, removed)
+
+
+def test_a_volume_that_goes_read_only_leaves_the_others_to_the_hottest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_node_durable_room.Failing", ReadOnly)
+    monkeypatch.setattr(last_chance, "BATCH_BLOCKS", 8)
+    sizes = (1 << 19, 1 << 19)
+    node = Node(tmp_path, "lru", sizes)
+    for slab in node.slabs:
+        slab.fails = True
+    for chain in range(6):
+        node.turn(chain, 20)
+    for slab in node.slabs:
+        slab.fails = False
+    node.clock.advance(10.0)
+    node.slabs[1].commits_left = 2  # type: ignore[attr-defined]
+    waits = 0
+
+    def wait(seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        node.clock.advance(seconds)
+
+    assert end(node, wait)[0]
+    assert waits < 3, "nobody waits for what is read-only"
+    node.close()
+    held = recovered(tmp_path, sizes)
+    room = slots_of(tmp_path / "empty", sizes[0])
+    assert len(held) > room, "some were on the other before"
+    assert {key_of(chain, depth) for chain in (5, 4) for depth in range(20)} <= held
+
+
+def test_what_the_others_have_no_room_for_waits_for_the_one_that_fails(tmp_path: Path) -> None:
+    sizes = (1 << 19, 1 << 19)
+    node = Node(tmp_path, "lru", sizes)
+    for slab in node.slabs:
+        slab.fails = True
+    for chain in range(6):
+        node.turn(chain, 20)
+    node.slabs[0].fails = False
+    node.clock.advance(10.0)
+    before = node.clock.now_s()
+    at_first: set[BlockKey] = set()
+
+    def wait(seconds: float) -> None:
+        at_first.update(node.durable() if not at_first else ())
+        node.clock.advance(seconds)
+        node.slabs[1].fails = node.clock.now_s() < before + 10.0
+
+    end(node, wait)
+    node.close()
+    assert at_first >= {key_of(chain, depth) for chain in (5, 4) for depth in range(20)}, "the hottest need not wait"
+    assert len(at_first) == slots_of(tmp_path / "empty", sizes[0])
+    assert len(recovered(tmp_path, sizes)) == 120

@@ -107,3 +107,18 @@ def test_a_volume_is_not_filled_to_the_brim() -> None:
     assert free_room(1600, 0) == 1500
     assert free_room(1600, 1490) == 10
     assert free_room(1600, 1600) == 0
+
+
+def test_blocks_that_are_each_others_parents_are_moved_or_left_like_any_other() -> None:
+    """Keys are opaque: a client may say so."""
+    sound = list(forest([(0, [0] * 3)], (4096, 1)).values())
+    first, second, below = (BlockKey(bytes([number]) * 16) for number in (1, 2, 3))
+    odd = [
+        Held(NAMESPACES[0], first, second, 2, 4096),
+        Held(NAMESPACES[0], second, first, 1, 4096),
+        Held(NAMESPACES[0], below, second, 2, 4096),
+    ]
+    keys = {block.key for block in (*sound, *odd)}
+    moves = plan_moves([*odd, *sound], set(), {NodeId("a"): 1 << 20}, 1 << 20, 100)
+    assert {block.key for batch in moves.batches for block in batch.blocks} == keys
+    assert {block.key for block in plan_moves([*odd, *sound], set(), {}, 1 << 20, 100).left} == keys
