@@ -81,10 +81,14 @@ def make_durable(
     log.warning("%d blocks lie in DRAM only, given up before or gone from their volume: what finds room is sent again", meant)
     homes = [home for home in table.homes if home.volume.read_only is None] or table.homes
     now_s = clock.now_s()
-    stays = _what_stays(table, homes, clock, now_s + (deadline_s - now_s) / PLAN_PART)
+    until_s = now_s + (deadline_s - now_s) / PLAN_PART
+    stays = _what_stays(table, homes, clock, until_s)
+    order = list(stays.values())
+    if not homes:  # chain after chain, unless there is no time for it
+        order = in_chains(order[::-1]) if clock.now_s() < until_s else sorted(order, key=lambda block: block.depth)
     table.spare(stays)
     try:
-        return _send(table, homes, stays, clock, deadline_s, sleep)
+        return _send(table, homes, stays, order, clock, deadline_s, sleep)
     finally:
         table.spare(())
 
@@ -93,13 +97,14 @@ def _send(
     table: BlockTable,
     homes: Sequence[Home],
     stays: dict[BlockKey, Block],
+    order: Sequence[Block],
     clock: Clock,
     deadline_s: float,
     sleep: Callable[[float], None],
 ) -> tuple[bool, int]:
-    """Sends what is to stay and is not durable; where no room is left, the coldest of ``stays`` no longer do."""
+    """Sends what is to stay and is not durable, in an order; where no room is left, the coldest of ``stays`` no longer do."""
     won, stuck = 0, False
-    left = deque(stays.values() if homes else in_chains([*stays.values()][::-1]))
+    left = deque(order)
     back: deque[Block] = deque()  # only what fails now may take them
     most = (BATCH_BLOCKS, BATCH_BYTES) if homes else (maxsize, maxsize)
     while clock.now_s() < deadline_s:
@@ -130,7 +135,7 @@ def _send(
             fit = [block for block in refused if _fits(block.domain, working)]
             left.extendleft(reversed(fit))
             gone = [block for block in refused if not _fits(block.domain, working)]
-            gone += _give_way(stays, sum(room_of(block.nbytes) for block in fit), homes)
+            gone += _give_way(stays, sum(room_of(block.nbytes) for block in fit), working)
             back.extend(gone if fails else ())
     return False, won
 

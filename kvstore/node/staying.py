@@ -82,7 +82,8 @@ class _Plan:
         """The next coldest. ``late``: nothing is put off any more."""
         if block.key in self.stays or block.key in self._out:
             return
-        if block.parent is not None and self._room_for(block) >= self._narrow.get(block.parent, inf):
+        least = None if block.parent is None else self._narrow.get(block.parent)
+        if least is not None and self._room_for(block) >= least:
             self._out.add(block.key)
             return
         new = self._climb(block, late=late)
