@@ -117,6 +117,23 @@ class PolicySuite(ABC):
         policy.insert(keys[2], keys[1])
         assert list(policy.coldest(_always)) == keys[::-1]
 
+    def test_what_stands_in_a_ring_leaves_all_the_same(self) -> None:
+        """Keys are their makers': a block may be named as its own parent, or as one far above itself."""
+        for length in (1, 2, 5):
+            policy = self.make_policy()
+            ring = [policy_key(number) for number in range(length)]
+            for key, parent in zip(ring, [ring[-1], *ring], strict=False):
+                policy.insert(key, parent)
+            twig = policy_key(99)
+            policy.insert(twig, ring[0])
+            for _ in range(2):
+                order = list(policy.coldest(_always))
+                assert sorted(order) == sorted([*ring, twig])
+                assert order.index(twig) < order.index(ring[0])
+            for key in order:
+                policy.remove(key)
+            assert not len(policy)
+
     def test_what_was_used_again_outlives_what_was_not(self) -> None:
         """Any policy worth the name: of many chains, those used time and again are not the first to leave."""
         policy = self.make_policy()

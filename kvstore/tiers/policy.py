@@ -70,7 +70,7 @@ class _TreePolicy(ABC):
             node = self._nodes[key] = _Node(key)
         elif node.present:
             raise Internal("a block came in twice", key=key.hex())
-        if parent is not None:
+        if parent is not None and not (parent == key or (node.children and self._is_above(node, parent))):
             above = self._nodes.get(parent)
             if above is None:
                 above = self._nodes[parent] = _Node(parent)
@@ -86,6 +86,13 @@ class _TreePolicy(ABC):
         self._arrived(node)
         if not node.children and not node.entry:
             self._queue(node)
+
+    def _is_above(self, node: _Node, key: BlockKey) -> bool:
+        """Whether a block stands above its parent to be. Keys are their makers'; and in a ring nothing could leave."""
+        above = self._nodes.get(key)
+        while above is not None and above is not node:
+            above = above.parent
+        return above is node
 
     def remove(self, key: BlockKey) -> None:
         node = self._nodes.get(key)
