@@ -68,6 +68,11 @@ class PairCall:
                 self._parts.counters.add("router_prefills_failed_total")
                 return failure, prefill_engine
             outcome = await decode
+            if isinstance(outcome, Failure) and outcome.kind is FailureKind.LATE:
+                met = prefill.result() if prefill.done() else _too_late(prefill_engine, self._parts.config.first_byte_timeout_s)
+                if isinstance(met, Failure):  # it waited for a prompt that nobody computed
+                    self._parts.counters.add("router_prefills_failed_total")
+                    return met, prefill_engine
             returned = isinstance(outcome, Answer)
             return outcome, place.engine
         finally:
@@ -99,7 +104,7 @@ class PairCall:
         """
         try:
             await asyncio.wait((prefill,), timeout=_LATE_S)
-            outcome = prefill.result() if prefill.done() else _too_late(engine)
+            outcome = prefill.result() if prefill.done() else _too_late(engine, _LATE_S)
         finally:
             prefill.cancel()
             self._parts.ledger.end(name, engine)
@@ -156,9 +161,8 @@ class PairCall:
         return self._parts.pool.engines[engine].config.node
 
 
-def _too_late(engine: str) -> Failure:
-    error = DeadlineExceeded("the prefill engine did not answer, long after its request was", engine=engine, seconds=_LATE_S)
-    return Failure(FailureKind.LATE, error)
+def _too_late(engine: str, seconds: float) -> Failure:
+    return Failure(FailureKind.LATE, DeadlineExceeded("the prefill engine did not answer in time", engine=engine, seconds=seconds))
 
 
 async def _call_off(prefill: asyncio.Future[dict[str, Any] | Failure], decode: asyncio.Future[Answer | Failure]) -> None:

@@ -201,3 +201,26 @@ async def test_late_prefills_are_not_left_without_bound(bed: Make, monkeypatch: 
 
     await until(bounded, "no more than two are under way")
     assert (await router.http.get("/router/engines")).json()["p0"]["sequences"] <= 2
+
+
+async def test_a_prefill_engine_that_hangs_is_to_blame_and_not_the_decode_engine_that_waits_for_it(bed: Make) -> None:
+    """Both calls end at the same time."""
+    router = await bed(prefill=("p0",), decode=("d0", "d1"), policy="round_robin", first_byte_timeout_s=0.2)
+    router["p0"].default = Behaviour(hold=asyncio.Event())
+    router["d0"].default = router["d1"].default = Behaviour(waits_for_prompts=True)
+    for _ in range(3):
+        answer = await router.complete()
+        assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+        assert "p0" in answer.json()["error"]["message"]
+        assert {"d0", "d1"} <= await router.up()
+    assert await router.up() == {"d0", "d1"}
+    assert not any(engine["busy"] for name, engine in (await router.http.get("/router/engines")).json().items() if name != "p0")
+
+
+async def test_a_decode_engine_that_hangs_with_the_prompt_at_hand_is_to_blame(bed: Make) -> None:
+    router = await bed(prefill=("p0",), decode=("d0", "d1"), policy="round_robin", first_byte_timeout_s=0.2)
+    router["d0"].default = Behaviour(hold=asyncio.Event())
+    while len(router["d0"].requests) < 3:
+        await router.complete()
+    assert "d0" not in await router.up()
+    assert {"p0", "d1"} <= await router.up()
