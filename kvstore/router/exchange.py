@@ -47,7 +47,6 @@ _NOT_PASSED: Final = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length")
 ) | {b"date", b"server"}  # of whoever sends the answer, which is this router: its own server writes them
 _JSON: Final = (b"content-type", b"application/json")
-_REDIRECTS: Final = 300
 _END: Final = re.compile(rb"^data: ?\[DONE\]\s*$", re.MULTILINE)
 """The last of a stream: what ends without it has broken off."""
 _EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\n\r\n", b"\r\r")
@@ -309,7 +308,7 @@ class Exchange:
                 await self._stream(client, place, answer)
             else:
                 content = await answer.body(MAX_ANSWER_BYTES)
-                if answer.status < _REDIRECTS and not self._is_whole(answer, content):
+                if answer.well and not self._is_whole(answer, content):
                     raise Unavailable("the engine's answer is none to what was asked", engine=place.engine)
                 await client.whole(answer.status, self._headers_of(answer, place), content)
         except KVStoreError as error:
@@ -347,7 +346,7 @@ class Exchange:
         parts = self._parts
         parts.counters.add("router_first_byte_ms_total", int((parts.now_s() - self._began_s) * 1000))
         await client.start(answer.status, self._headers_of(answer, place))
-        checked, held = answer.status < _REDIRECTS, bytearray()
+        checked, held = answer.well, bytearray()
         await self._events(client, held, answer.first, checked=checked)
         async for piece in answer.rest():
             await self._events(client, held, piece, checked=checked)

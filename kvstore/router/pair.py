@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvstore.core.errors import DeadlineExceeded, KVStoreError
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.router.body import ParsedBody
 from kvstore.router.parts import Parts, Place, Placement
@@ -46,6 +46,8 @@ class PairCall:
         self._body = body
         self._headers = headers
         self._transfer = secrets.token_hex(16)
+        self._refusal: Failure | None = None
+        """What the prefill engine said instead of computing: of the request, unless the decode engine answers it."""
 
     async def run(self, place: Place) -> tuple[Answer | Failure, str]:
         """Calls both engines.
@@ -61,7 +63,7 @@ class PairCall:
     async def _at_once(self, place: Place, prefill_engine: str) -> tuple[Answer | Failure, str]:
         prefill = asyncio.ensure_future(self._prefill(place, prefill_engine))
         decode = asyncio.ensure_future(self._decode(place, prefill_engine, {}))
-        returned = False
+        outcome: Answer | Failure | None = None
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if not decode.done() and isinstance(failure := prefill.result(), Failure):
@@ -73,18 +75,25 @@ class PairCall:
                 if isinstance(met, Failure):  # it waited for a prompt that nobody computed
                     self._parts.counters.add("router_prefills_failed_total")
                     return met, prefill_engine
-            returned = isinstance(outcome, Answer)
             return outcome, place.engine
         finally:
-            if returned:  # the prefill engine has done its part, and mostly only its answer is on its way
-                self._let_finish(place, prefill_engine, prefill)
+            if isinstance(outcome, Answer):  # the prefill engine has done its part, and mostly only its answer is on its way
+                self._let_finish(place, prefill_engine, prefill, wanted=outcome.well)
             else:
                 await _call_off(prefill, decode)
 
-    def _let_finish(self, place: Place, engine: str, prefill: asyncio.Future[dict[str, Any] | Failure]) -> None:
-        """Lets a prefill engine end whose request was answered: for a while, and where not too many do."""
-        if not prefill.done() and len(self._parts.running) >= _MOST_LATE:
-            self._parts.counters.add("router_prefills_failed_total")
+    def _let_finish(self, place: Place, engine: str, prefill: asyncio.Future[dict[str, Any] | Failure], *, wanted: bool) -> None:
+        """Lets a prefill engine end whose request was answered: for a while, and where not too many do.
+
+        Args:
+            place: where the request went.
+            engine: that prefills.
+            prefill: its answer.
+            wanted: the decode engine did not refuse the request; where it did, the prefill engine is let go, however it did.
+        """
+        if not wanted or (not prefill.done() and len(self._parts.running) >= _MOST_LATE):
+            if wanted:
+                self._parts.counters.add("router_prefills_failed_total")
             prefill.cancel()
             self._parts.keep(prefill)
             return
@@ -108,6 +117,10 @@ class PairCall:
         finally:
             prefill.cancel()
             self._parts.ledger.end(name, engine)
+        self._answered_without(place, engine, self._refusal or outcome)
+
+    def _answered_without(self, place: Place, engine: str, outcome: dict[str, Any] | Failure | None) -> None:
+        """The decode engine has answered: what the prefill engine failed at was not because of the request."""
         if isinstance(outcome, Failure) and outcome.kind is not FailureKind.BUSY:
             why = str(outcome.error)
             self._parts.counters.add("router_prefills_failed_total")
@@ -122,13 +135,17 @@ class PairCall:
         if isinstance(outcome, Failure):
             self._parts.counters.add("router_prefills_failed_total")
             return outcome, prefill_engine
-        return await self._decode(place, prefill_engine, outcome), place.engine
+        answer = await self._decode(place, prefill_engine, outcome)
+        if isinstance(answer, Answer) and answer.well:
+            self._answered_without(place, prefill_engine, self._refusal)
+        return answer, place.engine
 
     async def _prefill(self, place: Place, engine: str) -> dict[str, Any] | Failure:
         """Lets the prompt be computed.
 
         Returns:
-            What the decode engine must be told; empty also where the request itself is wrong: the decode engine will say so.
+            What the decode engine must be told; empty also where the engine refuses the request (``_refusal``): if that is wrong,
+            the decode engine will say so.
         """
         params = {"do_remote_decode": True, "transfer_id": self._transfer, "decode_node": self._node(place.engine)}
         body = self._body.for_prefill(params)
@@ -137,11 +154,13 @@ class PairCall:
             return answer
         try:
             content = await answer.body(_MAX_PREFILL_ANSWER)
-        except KVStoreError as error:
-            return Failure(FailureKind.LOST, error)
+        except KVStoreError as broken:
+            return Failure(FailureKind.LOST, broken)
         finally:
             await answer.close()
         if answer.status != _OK:
+            error = Unavailable("the engine refused to compute the prompt", engine=engine, status=answer.status)
+            self._refusal = Failure(FailureKind.ERRED, error)
             return {}
         self._parts.pool.succeeded(engine)
         self._placement.prefilled(place)
@@ -162,7 +181,9 @@ class PairCall:
 
 
 def _too_late(engine: str, seconds: float) -> Failure:
-    return Failure(FailureKind.LATE, DeadlineExceeded("the prefill engine did not answer in time", engine=engine, seconds=seconds))
+    return Failure(
+        FailureKind.LATE, DeadlineExceeded("the prefill engine did not answer in time", engine=engine, seconds=seconds)
+    )
 
 
 async def _call_off(prefill: asyncio.Future[dict[str, Any] | Failure], decode: asyncio.Future[Answer | Failure]) -> None:

@@ -25,6 +25,7 @@ _ANSWERS: Final = frozenset((*range(200, 300), *range(400, 500), 501))
 """501: the engine does not do what is asked of it. Nobody is sent elsewhere, and there is nothing beyond 599."""
 _MAX_ERROR_BYTES: Final = 1 << 20
 _LAST_STATUS: Final = 599
+_REDIRECTS: Final = 300
 _PLAIN: Final = frozenset({"", "identity"})
 _ERROR_S: Final = 5.0
 """For the words of an engine that does not answer: without all of them there is an error of ours."""
@@ -80,6 +81,11 @@ class Answer:
         self.status = response.status_code
         self.headers = [pair for pair in response.headers.raw if not self.streams or pair[0].lower() != b"content-encoding"]
         self.first = first
+
+    @property
+    def well(self) -> bool:
+        """Whether it is what was asked for, and no refusal."""
+        return self.status < _REDIRECTS
 
     @property
     def streams(self) -> bool:

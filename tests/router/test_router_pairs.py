@@ -224,3 +224,49 @@ async def test_a_decode_engine_that_hangs_with_the_prompt_at_hand_is_to_blame(be
         await router.complete()
     assert "d0" not in await router.up()
     assert {"p0", "d1"} <= await router.up()
+
+
+async def test_requests_that_the_decode_engine_refuses_leave_the_prefill_engines_alone(
+    bed: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client's wrong requests: they are refused at once, while their prompts take long to compute."""
+    monkeypatch.setattr("kvstore.router.pair._LATE_S", 0.1)
+    router = await bed(prefill=("p0",), decode=("d0",))
+    router["p0"].default = Behaviour(hold=asyncio.Event())
+    for number in range(1, 5):
+        begun = asyncio.Event()
+        router["d0"].default = Behaviour(status=400, hold=begun)
+        asking = asyncio.create_task(router.complete())
+        await router["p0"].until_requests(number)
+        begun.set()
+        assert (await asking).status_code == 400
+    await router["p0"].until_gone(4)
+    engines = (await router.http.get("/router/engines")).json()
+    assert engines["p0"]["sequences"] == 0
+    assert await router.counter("router_prefills_failed_total") == 0
+    assert await router.up() == {"p0", "d0"}
+
+
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+async def test_a_prefill_engine_that_refuses_what_the_decode_engine_answers_is_put_out(bed: Make, flow: str) -> None:
+    """Refusing is quick: it would get most of the requests, and each decode engine would wait for a prompt in vain."""
+    router = await bed(prefill=("p0",), decode=("d0",), flow=flow)
+    router["p0"].default = Behaviour(status=400)
+    for _ in range(3):
+        assert (await router.complete()).status_code == 200
+
+    async def out() -> bool:
+        return await router.up() == {"d0"}
+
+    await until(out, "it is out")
+    assert await router.counter("router_prefills_failed_total") == 3
+
+
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+async def test_a_request_that_both_engines_refuse_is_counted_against_neither(bed: Make, flow: str) -> None:
+    router = await bed(prefill=("p0",), decode=("d0",), flow=flow)
+    router["p0"].default = router["d0"].default = Behaviour(status=400)
+    for _ in range(4):
+        assert (await router.complete()).status_code == 400
+    assert await router.counter("router_prefills_failed_total") == 0
+    assert await router.up() == {"p0", "d0"}
