@@ -4,8 +4,8 @@ An attempt may be repeated as long as the client has seen nothing of an answer, 
 that it left behind is the same as the next one makes. The head of an answer is held back until the first piece of its body is
 here, so that an engine which dies in the middle of the prompt is no reason to fail; an answer that is not streamed, until it is
 complete. Attempts are bounded; one that was lost after it had been sent, or at which the engine failed, is repeated once only,
-for the request itself may be the reason; one that took too long never is. An engine that says it failed is held to be the reason
-once another one has answered the same request.
+for the request itself may be the reason; one that took too long never is. An engine that says it failed, or that it takes no such
+request, is held to be the reason once another one has answered the same request.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ _MOST_EVENT_BYTES: Final = 64 << 20
 """Of an event: pieces of one are held back until it is whole."""
 _PARSED_BYTES: Final = 4 << 20
 """Up to so many an answer is read as JSON, to see that it is whole; longer ones are looked at from both ends."""
+_NOT_FOUND: Final = 404
 _MAY_BE_THE_REQUEST: Final = frozenset({FailureKind.LOST, FailureKind.ERRED})
 _UNPROVEN: Final = frozenset({FailureKind.BUSY, FailureKind.ERRED})
 """What an engine says of itself, and may say of one client alone: it counts once another engine has answered the request."""
@@ -208,15 +209,17 @@ class Exchange:
             finally:
                 (self._placement.done if done else self._placement.dropped)(place)
             if failure is None:
-                self._parts.pool.succeeded(place.engine)
-                for engine, met in unproven.items():
-                    self._blame(engine, met)
+                if isinstance(outcome, Answer) and outcome.well:  # a refusal tells nothing of any engine
+                    self._parts.pool.succeeded(place.engine)
+                    for engine, met in unproven.items():
+                        self._blame(engine, met)
                 return
             avoid.add(culprit)
             self._note(culprit, failure)
             suspect += failure.kind in _MAY_BE_THE_REQUEST
             if failure.kind in _UNPROVEN:
-                unproven[culprit] = failure
+                if not self._may_lack_model(culprit, failure):
+                    unproven[culprit] = failure
                 if failure.kind is FailureKind.ERRED and culprit not in prefills and not self._others(culprit):
                     break
             if client.started or failure.kind is FailureKind.LATE or (suspect > 1 and culprit not in prefills):
@@ -235,6 +238,11 @@ class Exchange:
         pool = self._parts.pool
         role, model = pool.engines[engine].config.role, self._body.model or None
         return any(other != engine for other in pool.candidates(role, self._parts.now_s(), model))
+
+    def _may_lack_model(self, engine: str, failure: Failure) -> bool:
+        """Whether an engine that does not say what it serves was sent a request for what it may not have."""
+        not_found = failure.answer is not None and failure.answer[0] == _NOT_FOUND
+        return not_found and bool(self._body.model) and not self._parts.pool.engines[engine].models
 
     def _check_model(self) -> None:
         pool = self._parts.pool

@@ -21,7 +21,9 @@ from kvstore.router.config import EngineConfig, RouterConfig
 KEEP_IDLE_S: Final = 2.0
 """Connections idle for longer are not used again: servers close theirs after some seconds, and a request must not meet that."""
 _BUSY: Final = frozenset({429, 503})
-_ANSWERS: Final = frozenset((*range(200, 300), *range(400, 500), 501))
+_REFUSALS: Final = frozenset({401, 403, 404})
+"""Of one client, or of everybody: another engine tells which."""
+_ANSWERS: Final = frozenset((*range(200, 300), *range(400, 500), 501)) - _REFUSALS
 """501: the engine does not do what is asked of it. Nobody is sent elsewhere, and there is nothing beyond 599."""
 _MAX_ERROR_BYTES: Final = 1 << 20
 _LAST_STATUS: Final = 599
@@ -42,7 +44,7 @@ class FailureKind(StrEnum):
     LOST = "lost"
     """The connection ended after the request was sent, before any of the answer came."""
     ERRED = "erred"
-    """The engine answered that something went wrong inside of it: because of the request, perhaps."""
+    """The engine answered that something went wrong inside of it, or that it takes no such request: because of that, perhaps."""
     LATE = "late"
     """No answer in time."""
 

@@ -160,7 +160,7 @@ class FakeEngine:
         self.calls["metrics"] += 1
         if self.silence is not None:
             await self.silence.wait()
-        labels = f'engine="0",model_name="{self.models[0]}"'
+        labels = f'engine="0",model_name="{"".join(self.models[:1])}"'
         return PlainTextResponse(
             f"# HELP vllm:num_requests_running Number of requests\nvllm:num_requests_running{{{labels}}} {float(self.running)}\n"
             f"vllm:num_requests_waiting{{{labels}}} 0.0\nvllm:kv_cache_usage_perc{{{labels}}} 0.25\n"

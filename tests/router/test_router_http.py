@@ -256,6 +256,61 @@ async def test_an_engine_that_fails_at_what_another_one_answers_is_put_out(bed: 
     assert await router.counter("router_attempts_failed_total", kind="erred") == 3
 
 
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_an_engine_that_refuses_what_another_one_answers_is_put_out(bed: Make, status: int) -> None:
+    """It is fast at refusing, and so the least loaded."""
+    router = await bed("e0", "e1")
+    router["e0"].default = Behaviour(status=status)
+    for _ in range(20):
+        answer = await router.complete()
+        assert (answer.status_code, answer.headers["x-kvstore-engine"]) == (200, "e1")
+    assert await router.up() == {"e1"}
+    assert len(router["e0"].requests) == 3
+
+
+@pytest.mark.parametrize("other", [400, 401, 404])
+async def test_what_engines_refuse_is_counted_against_none_of_them(bed: Make, other: int) -> None:
+    """A wrong key, or a wrong request: whoever is asked last says so."""
+    router = await bed("e0", "e1", "e2", policy="round_robin", retries=5)
+    told = {"error": {"message": "no", "code": other}}
+    router["e0"].default = Behaviour(status=401)
+    router["e1"].default = router["e2"].default = Behaviour(status=other, body=told)
+    for _ in range(9):
+        answer = await router.complete()
+        assert answer.status_code in {401, other}
+    assert sum(len(engine.requests) for engine in router.engines.values()) <= 18, "each is tried once more at most"
+    assert await router.up() == {"e0", "e1", "e2"}
+    for engine in router.engines.values():
+        engine.default = Behaviour(status=other, body=told)
+    answer = await router.complete()
+    assert (answer.status_code, answer.json()) == (other, told)
+
+
+async def test_an_engine_that_does_not_say_what_it_serves_may_lack_a_model(bed: Make) -> None:
+    """What it does not have it was sent on suspicion: that another one has it says nothing of this one."""
+    router = await bed("e0", "e1", policy="round_robin", health=QUICK)
+    router["e0"].models = ()
+
+    async def silent() -> bool:
+        return (await router.http.get("/router/engines")).json()["e0"]["models"] == []
+
+    await until(silent, "it does not say what it serves any more")
+    router["e0"].default = Behaviour(status=404)
+    for _ in range(10):
+        assert (await router.complete()).headers["x-kvstore-engine"] == "e1"
+    assert len(router["e0"].requests) == 10
+    assert await router.up() == {"e0", "e1"}
+
+
+async def test_a_refusal_does_not_tell_that_an_engine_is_well(bed: Make) -> None:
+    """Wrong requests between those at which it fails must not keep it in."""
+    router = await bed("e0", "e1", policy="round_robin")
+    router["e0"].script.extend([Behaviour(status=500), Behaviour(status=400)] * 3)
+    statuses = [(await router.complete()).status_code for _ in range(20)]
+    assert set(statuses) == {200, 400}
+    assert await router.up() == {"e1"}
+
+
 async def test_a_request_at_which_every_engine_fails_is_the_reason_itself(bed: Make) -> None:
     router = await bed("e0", "e1", "e2", retries=5)
     told = {"error": {"message": "division by zero"}}

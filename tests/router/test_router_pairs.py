@@ -270,3 +270,28 @@ async def test_a_request_that_both_engines_refuse_is_counted_against_neither(bed
         assert (await router.complete()).status_code == 400
     assert await router.counter("router_prefills_failed_total") == 0
     assert await router.up() == {"p0", "d0"}
+
+
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+async def test_a_prefill_engine_that_takes_no_key_is_replaced_at_once_and_put_out(bed: Make, flow: str) -> None:
+    router = await bed(prefill=("p0", "p1"), decode=("d0",), flow=flow, policy="round_robin")
+    router["p0"].default = Behaviour(status=403)
+    for _ in range(8):
+        assert (await router.complete()).status_code == 200
+
+    async def out() -> bool:
+        return await router.up() == {"p1", "d0"}
+
+    await until(out, "it is out")
+
+
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+async def test_a_key_that_no_engine_takes_is_refused_in_the_engines_words_and_counted_against_none(bed: Make, flow: str) -> None:
+    router = await bed(prefill=("p0", "p1"), decode=("d0", "d1"), flow=flow)
+    told = {"error": {"message": "no such key"}}
+    for engine in router.engines.values():
+        engine.default = Behaviour(status=401, body=told)
+    for _ in range(5):
+        answer = await router.complete()
+        assert (answer.status_code, answer.json()) == (401, told)
+    assert await router.up() == {"p0", "p1", "d0", "d1"}
