@@ -7,6 +7,7 @@ goes wrong later is raised.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _REDIRECTS: Final = 300
 _PLAIN: Final = frozenset({"", "identity"})
 _ERROR_S: Final = 5.0
 """For the words of an engine that does not answer: without all of them there is an error of ours."""
+_RETRY_AFTER_S: Final = 1.0
+"""Where an engine that has no room does not say for how long."""
+_LEAST_RETRY_AFTER_S: Final = 0.1
 _MAX_RETRY_AFTER_S: Final = 30.0
 
 
@@ -63,7 +67,7 @@ class Failure:
     kind: FailureKind
     error: KVStoreError
     answer: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
-    retry_after_s: float = 1.0
+    retry_after_s: float = _RETRY_AFTER_S
 
 
 class Answer:
@@ -245,13 +249,20 @@ class Upstream:
                         break
         except (TimeoutError, httpx.HTTPError):
             whole = False
-        try:
-            after_s = float(response.headers.get("retry-after", 1.0))
-        except ValueError:  # a date: as good as none
-            after_s = 1.0
         error = Unavailable(what, engine=self.engine.name, status=response.status_code)
         answer = (response.status_code, response.headers.raw, bytes(body)) if whole else None
-        return Failure(kind, error, answer, min(max(after_s, 0.1), _MAX_RETRY_AFTER_S))
+        return Failure(kind, error, answer, retry_after_s(response.headers.get("retry-after", "")))
+
+
+def retry_after_s(text: str) -> float:
+    """``Retry-After`` in seconds, within bounds; what is no time counts as none, and so does a date."""
+    try:
+        after_s = float(text)
+    except ValueError:
+        after_s = -1.0
+    if not math.isfinite(after_s) or after_s < 0:
+        return _RETRY_AFTER_S
+    return min(max(after_s, _LEAST_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
 
 
 def _kind(response: httpx.Response) -> str:

@@ -17,6 +17,7 @@ from kvstore.router.engine_metrics import parse_metrics
 from kvstore.router.ledger import EngineLoad, Entry, Ledger
 from kvstore.router.pool import Pool
 from kvstore.router.prefix_memory import PIECE_BYTES, PrefixMemory, text_chain
+from kvstore.router.upstream import retry_after_s
 
 ENGINES = ("e0", "e1", "e2")
 LIMITS = HealthLimits(failed_checks=2, failed_requests=3, eject_s=1.0, eject_most_s=8.0)
@@ -113,6 +114,15 @@ def test_time_out_doubles_and_is_forgiven_after_a_long_good_time() -> None:
     assert not pool.check_succeeded("e0", now_s + 8.5)  # it stays in
     assert pool.refused("e0", now_s + 9.0, "why")
     assert pool.engines["e0"].out_until_s == now_s + 10.0
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "-5", "soon", "", "Wed, 21 Oct 2026 07:28:00 GMT"])
+def test_a_retry_after_that_is_no_time_counts_as_none(text: str) -> None:
+    assert retry_after_s(text) == 1.0
+
+
+def test_a_retry_after_counts_within_bounds() -> None:
+    assert [retry_after_s(text) for text in ("7", "2.5", "0", "3600")] == [7.0, 2.5, 0.1, 30.0]
 
 
 entries = st.builds(
