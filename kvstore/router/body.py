@@ -9,12 +9,15 @@ from typing import Any, Final
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
+from kvstore.router.prefix_memory import MAX_TEXT_BYTES
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 
 _OWN_CHAT_PARTS: Final = ("tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt")
 """What, besides messages, an engine's template makes into the prompt; most of it comes before them."""
+_MOST_ITEMS: Final = MAX_TEXT_BYTES // 16
+"""Messages, or prompts, that are looked at: more of them than that are next to empty."""
 _OF_THE_WHOLE_ANSWER: Final = ("stream_options", "min_tokens", "best_of", "use_beam_search")
 
 
@@ -29,6 +32,8 @@ class ParsedBody:
         stream: answered piece by piece.
         output_tokens: the most that the answer may have; 0: not said.
         choices: answers wanted at once.
+        token_prompt: the prompt, where it is given as the token ids of one prompt.
+        length: of the body in bytes, as it came.
     """
 
     path: str
@@ -37,14 +42,8 @@ class ParsedBody:
     stream: bool
     output_tokens: int
     choices: int
-
-    @property
-    def token_prompt(self) -> list[int] | None:
-        """The prompt, where it is given as the token ids of one prompt."""
-        prompt = self.fields.get("prompt") if self.path == COMPLETIONS else None
-        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-            return prompt
-        return None
+    token_prompt: list[int] | None
+    length: int
 
     @property
     def plain(self) -> bool:
@@ -59,16 +58,19 @@ class ParsedBody:
         return json.dumps([self.path == CHAT, self.model, self.fields.get("cache_salt")]).encode()
 
     def text(self) -> bytes:
-        """The prompt in the order in which an engine reads it: requests that begin alike have texts that begin alike."""
+        """The prompt's head in the order in which an engine reads it: requests that begin alike have texts that begin alike."""
         if self.path == COMPLETIONS:
             prompt = self.fields.get("prompt")
-            if isinstance(prompt, str):
-                return prompt.encode(errors="surrogatepass")
-            tokens = self.token_prompt
-            return b" ".join(b"%d" % token for token in tokens) if tokens else json.dumps(prompt).encode()
-        parts = [json.dumps(self.fields[name], sort_keys=True) for name in _OWN_CHAT_PARTS if self.fields.get(name)]
-        parts += [json.dumps(message, sort_keys=True) for message in self.fields["messages"]]
-        return "\n".join(parts).encode()
+            if self.token_prompt is not None:
+                text = " ".join(map(str, self.token_prompt[: MAX_TEXT_BYTES // 4]))
+            elif isinstance(prompt, str):
+                text = prompt[:MAX_TEXT_BYTES]
+            else:
+                text = json.dumps(_head(prompt) if isinstance(prompt, list) else prompt)
+        else:
+            parts = [self.fields[name] for name in _OWN_CHAT_PARTS if self.fields.get(name)]
+            text = json.dumps([*parts, *self.fields["messages"][:_MOST_ITEMS]], sort_keys=True)[:-1]
+        return text.encode(errors="surrogatepass")[:MAX_TEXT_BYTES]
 
     def for_prefill(self, params: Mapping[str, Any]) -> bytes:
         """The body for the prefill engine: the prompt, one token, nothing streamed."""
@@ -110,9 +112,27 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     elif fields.get("prompt") is None and fields.get("prompt_embeds") is None:
         raise InvalidArgument("a completion takes a prompt", field="prompt")
     output = next((fields[name] for name in ("max_completion_tokens", "max_tokens") if fields.get(name) is not None), 0)
-    return ParsedBody(path, fields, model, stream, _count(output), max(1, _count(fields.get("n") or 1)))
+    choices = max(1, _count(fields.get("n") or 1))
+    tokens = _token_prompt(fields.get("prompt")) if path == COMPLETIONS else None
+    return ParsedBody(path, fields, model, stream, _count(output), choices, tokens, len(raw))
 
 
 def _count(value: object) -> int:
     """A number of tokens or answers, if it is one; what is none is the engine's to refuse."""
     return min(max(value, 0), 1 << 31) if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _token_prompt(prompt: object) -> list[int] | None:
+    """A prompt that is given as token ids: it may have millions of them, so they are looked at once, and in few steps."""
+    return prompt if isinstance(prompt, list) and set(map(type, prompt)) == {int} else None
+
+
+def _head(prompts: list[Any]) -> list[Any]:
+    """The first of several prompts, and of them no more than makes a text."""
+    head, left = [], MAX_TEXT_BYTES
+    for prompt in prompts[:_MOST_ITEMS]:
+        head.append(prompt[:left] if isinstance(prompt, str | list) else prompt)
+        left -= len(prompt) if isinstance(prompt, str | list) else 1
+        if left <= 0:
+            break
+    return head

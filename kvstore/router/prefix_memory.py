@@ -15,11 +15,12 @@ import xxhash
 
 PIECE_BYTES: Final = 256
 """Text in one link of the chain: some 64 tokens."""
-MAX_PIECES: Final = 65_536
+MAX_TEXT_BYTES: Final = 2 << 20
+"""Of a prompt's text, some 500,000 tokens: what comes behind decides nothing, and hashing it would hold up all other requests."""
 
 
 def text_chain(seed: bytes, text: bytes) -> list[bytes]:
-    """Hashes of all whole pieces of a text, each chained to those before it.
+    """Hashes of all whole pieces of a text's head, each chained to those before it.
 
     Args:
         seed: what else must be equal, such as the model.
@@ -28,7 +29,7 @@ def text_chain(seed: bytes, text: bytes) -> list[bytes]:
     digest = xxhash.xxh3_64_digest
     previous = digest(seed)
     chain = []
-    for at in range(0, min(len(text), MAX_PIECES * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
+    for at in range(0, min(len(text), MAX_TEXT_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
         previous = digest(previous + text[at : at + PIECE_BYTES])
         chain.append(previous)
     return chain

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from kvstore.router.body import ParsedBody
 from kvstore.router.config import Role
 from kvstore.router.parts import Parts
-from kvstore.router.prefix_memory import PIECE_BYTES, text_chain
+from kvstore.router.prefix_memory import MAX_TEXT_BYTES, PIECE_BYTES, text_chain
 
 _FIRST_GUESS: Final = 4.0
 """Bytes of text a token, until engines have counted some."""
@@ -83,15 +83,16 @@ class PromptReader:
         """What is known of a request's prompt."""
         text = body.text()
         chain = text_chain(body.seed(), text)
+        size = len(text) if body.length <= MAX_TEXT_BYTES else body.length  # the text is the head alone
         tokens = None if body.token_prompt is None else len(body.token_prompt)
         hits = StoreHits()
         if self._index is not None and not self._known(chain):
             counted, hits = await self._index.look_up(body, headers)
             if counted:
                 tokens = counted
-                self._bytes_a_token += _WEIGHT * (max(1.0, len(text) / counted) - self._bytes_a_token)
-        tokens = max(1, tokens or int(len(text) / self._bytes_a_token))
-        return PromptFacts(tokens, chain, PIECE_BYTES * tokens / max(1, len(text)), hits)
+                self._bytes_a_token += _WEIGHT * (max(1.0, size / counted) - self._bytes_a_token)
+        tokens = max(1, tokens or int(size / self._bytes_a_token))
+        return PromptFacts(tokens, chain, PIECE_BYTES * tokens / max(1, size), hits)
 
     def _known(self, chain: Sequence[bytes]) -> bool:
         """Has an engine that is in seen most of it lately? Then the store can tell nothing better, and need not be asked."""

@@ -135,7 +135,7 @@ class KVStoreIndex:
     async def _hits(self, client: AsyncKVClient, tokens: Sequence[int], body: ParsedBody) -> StoreHits:
         salt = body.fields.get("cache_salt")
         extras = {0: encode_extra([("salt", salt.encode())])} if isinstance(salt, str) and salt else None
-        keys = client.keys(tokens, extras)[:MAX_KEYS_PER_CALL]
+        keys = client.keys(tokens[: MAX_KEYS_PER_CALL * client.blocking.spec.block_tokens], extras)
         if not keys:
             return StoreHits()
         lookup = await client.lookup(keys, deadline_s=BUDGET_S)

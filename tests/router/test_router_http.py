@@ -513,6 +513,18 @@ async def test_a_request_that_is_too_long_is_refused_before_it_is_read(bed: Make
     assert (await router.complete()).status_code == 200
 
 
+async def test_all_of_a_long_prompt_is_to_be_done(bed: Make) -> None:
+    """Though only its head is hashed."""
+    router = await bed("e0")
+    release = asyncio.Event()
+    router["e0"].default = Behaviour(hold=release)
+    asking = asyncio.create_task(router.complete("x" * (8 << 20)))
+    await router["e0"].until_requests(1)
+    assert (await router.http.get("/router/engines")).json()["e0"]["tokens"] >= 2 << 20
+    release.set()
+    assert (await asking).status_code == 200
+
+
 async def test_an_unknown_model_is_not_found(bed: Make) -> None:
     router = await bed("e0", models=("m", "m-lora"))
     answer = await router.http.post("/v1/completions", json={"model": "other", "prompt": "a"})

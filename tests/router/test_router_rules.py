@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -16,7 +17,7 @@ from kvstore.router.config import EngineConfig, HealthLimits, Role, RouterConfig
 from kvstore.router.engine_metrics import parse_metrics
 from kvstore.router.ledger import EngineLoad, Entry, Ledger
 from kvstore.router.pool import Pool
-from kvstore.router.prefix_memory import PIECE_BYTES, PrefixMemory, text_chain
+from kvstore.router.prefix_memory import MAX_TEXT_BYTES, PIECE_BYTES, PrefixMemory, text_chain
 from kvstore.router.upstream import retry_after_s
 
 ENGINES = ("e0", "e1", "e2")
@@ -195,6 +196,37 @@ def test_texts_that_begin_alike_have_chains_that_begin_alike() -> None:
         CHAT, b'{"model": "m", "cache_salt": "s", "messages": [{"role": "user", "content": "%s"}]}' % (b"x" * 2_000)
     )
     assert text_chain(salted.seed(), salted.text())[0] != chains[0][0]
+
+
+_LONG = 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        (COMPLETIONS, "x" * _LONG),
+        (COMPLETIONS, "ü" * _LONG),
+        (COMPLETIONS, [123_456] * (_LONG // 6)),
+        (COMPLETIONS, [[1] * _LONG, [2]]),
+        (COMPLETIONS, ["x" * (_LONG // 2)] * 2),
+        (COMPLETIONS, [[1]] * (_LONG // 3)),
+        (CHAT, "x" * _LONG),
+        (CHAT, [{"type": "text", "text": "x" * 10}] * (_LONG // 30)),
+    ],
+    ids=["text", "letters", "tokens", "of tokens", "of text", "many", "chat", "parts"],
+)
+def test_of_long_prompts_the_head_is_hashed(path: str, prompt: list[object] | str) -> None:
+    """What is done with a prompt holds up all other requests meanwhile."""
+    texts = []
+    for end in ("one", "another"):
+        fields = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}, {"role": end}]}
+        body = parse_body(path, json.dumps({"model": "m", **fields, "user": end}).encode())
+        assert body.token_prompt is body.token_prompt
+        assert body.length > _LONG
+        texts.append(body.text())
+    assert texts[0] == texts[1]
+    assert MAX_TEXT_BYTES // 4 <= len(texts[0]) <= MAX_TEXT_BYTES
+    assert text_chain(b"", texts[0]) == text_chain(b"", texts[1] + b"and more of it" * 1_000)[: len(texts[0]) // PIECE_BYTES]
 
 
 def test_round_robin_is_fair_whoever_comes_and_goes() -> None:
