@@ -55,6 +55,7 @@ _MOST_EVENT_BYTES: Final = 64 << 20
 _PARSED_BYTES: Final = 4 << 20
 """Up to so many an answer is read as JSON, to see that it is whole; longer ones are looked at from both ends."""
 _NOT_FOUND: Final = 404
+_LIMITED: Final = 429
 _MAY_BE_THE_REQUEST: Final = frozenset({FailureKind.LOST, FailureKind.ERRED})
 _UNPROVEN: Final = frozenset({FailureKind.BUSY, FailureKind.ERRED})
 """What an engine says of itself, and may say of one client alone: it counts once another engine has answered the request."""
@@ -292,7 +293,8 @@ class Exchange:
     def _blame(self, engine: str, failure: Failure) -> None:
         """What an engine could not do, another one has done."""
         if failure.kind is FailureKind.BUSY:
-            self._parts.pool.busy(engine, self._parts.now_s(), failure.retry_after_s)
+            pool, limited = self._parts.pool, failure.answer is not None and failure.answer[0] == _LIMITED
+            (pool.limits if limited else pool.busy)(engine, self._parts.now_s(), failure.retry_after_s)
         else:
             self._failed(engine, str(failure.error))
 

@@ -27,6 +27,7 @@ class EngineHealth:
         failed_requests: in a row.
         out_until_s: not before.
         busy_until_s: it said that it has no room; others first until then.
+        limited: requests in a row that it refused for a limit.
         ejections: how often it was put out lately: the exponent of the next time out.
         up_since_s: when it last came in.
         why: it is out.
@@ -39,6 +40,7 @@ class EngineHealth:
     failed_requests: int = 0
     out_until_s: float = 0.0
     busy_until_s: float = 0.0
+    limited: int = 0
     ejections: int = 0
     up_since_s: float = 0.0
     why: str = "not checked yet"
@@ -113,7 +115,8 @@ class Pool:
     # ---- what requests met
     def succeeded(self, name: str) -> None:
         """A request was answered."""
-        self.engines[name].failed_requests = 0
+        health = self.engines[name]
+        health.failed_requests = health.limited = 0
 
     def refused(self, name: str, now_s: float, why: str) -> bool:
         """A connection was refused: nobody is there. Says whether the engine went out by that."""
@@ -140,6 +143,13 @@ class Pool:
         """It has no room now: others come first for so long."""
         health = self.engines[name]
         health.busy_until_s = max(health.busy_until_s, now_s + min(seconds, self._limits.eject_most_s))
+
+    def limits(self, name: str, now_s: float, seconds: float) -> None:
+        """It refused a request for a limit: that may be one client's own, unless it refuses the next one as well."""
+        health = self.engines[name]
+        health.limited += 1
+        if health.limited > 1:
+            self.busy(name, now_s, seconds)
 
     def shun(self, name: str, now_s: float, seconds: float) -> None:
         """It lost a request: others come first for so long, unless all of them do: that was because of the requests, rather."""

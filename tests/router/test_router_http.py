@@ -419,10 +419,29 @@ async def test_what_engines_say_to_one_client_alone_leaves_the_others_their_engi
     engines = (await router.http.get("/router/engines")).json().values()
     assert not any(engine["busy"] for engine in engines)
     router["e1"].default = Behaviour()
-    router["e0"].script.append(Behaviour(status=status, headers={"retry-after": "30"}))
-    for _ in range(2):
+    router["e0"].script.extend([Behaviour(status=status, headers={"retry-after": "30"})] * 2)
+    for _ in range(4):
         assert (await router.complete()).status_code == 200
     assert (await router.http.get("/router/engines")).json()["e0"]["busy"], "another one had room for it"
+
+
+async def test_a_limit_of_one_client_is_none_of_an_engine_that_answers_others(bed: Make) -> None:
+    """Each engine counts on its own what a client may ask: what one refuses another one takes."""
+    router = await bed("e0", "e1", policy="round_robin")
+    limited = Behaviour(status=429, headers={"retry-after": "30"})
+    for _ in range(4):
+        for engine in router.engines.values():
+            engine.script.append(limited)
+            while engine.script:
+                assert (await router.complete()).status_code == 200
+            assert (await router.complete()).status_code == 200
+            assert (await router.complete()).status_code == 200
+    assert not any(engine["busy"] for engine in (await router.http.get("/router/engines")).json().values())
+    router["e0"].default = limited
+    for _ in range(8):
+        assert (await router.complete()).status_code == 200
+    engines = (await router.http.get("/router/engines")).json()
+    assert {name for name, engine in engines.items() if engine["busy"]} == {"e0"}, "it answers nobody"
 
 
 async def test_a_stream_that_is_cut_behind_its_end_is_whole(bed: Make) -> None:
