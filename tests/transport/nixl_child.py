@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from typing import Any
 
 from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
@@ -33,6 +34,11 @@ class HarmedPort(NixlPort):
         harm, HarmedPort.harm = HarmedPort.harm, 0
         if harm:
             os.kill(os.getpid(), harm)
+
+    def start(self, *which: Any) -> Transfer | None:
+        transfer = super().start(*which)
+        self._suffer()  # within a host all bytes may be there by now, and nobody looks after them
+        return transfer
 
     def done(self, transfer: Transfer) -> bool:
         self._suffer()
@@ -70,7 +76,7 @@ def main() -> None:
     provider.put(NAMESPACE, range(COUNT))
     server = TcpServer(provider, nixl=port, counters=counters)
     server.start()
-    if not when:  # before anybody can ask: within a host the bytes may all be there at the first look
+    if not when:  # before anybody can ask
         HarmedPort.harm = int(harm)
     print(server.address, flush=True)
     sys.stdin.readline()
