@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))  # engines warn of much that is not ours
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(START_S))
+
+
+@pytest.fixture(scope="module")
+def model_folder() -> Iterator[Path]:
+    """Where a model lies that an engine of another process reads, with no folder of pytest's above it.
+
+    Whatever pytest is begun while that engine starts writes into those, at two levels: as if one of them had been moved.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvstore-model-") as folder:
+        yield Path(folder)
 
 
 # ---- of the transformers hook; imported where used, for the environment above must be set first, and be enough for others ----

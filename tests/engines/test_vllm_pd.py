@@ -30,8 +30,8 @@ WAIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+def model(model_folder: Path) -> Path:
+    return make_model(model_folder / "tiny")
 
 
 @pytest.fixture(scope="module")

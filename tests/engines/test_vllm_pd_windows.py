@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +21,9 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
+def bed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[PdBed]:
     """The decode host's buffer holds two of the prompts below at once; deadlines are none that busy cores miss."""
-    folder, model = tmp_path_factory.mktemp("pd"), tiny("gemma3", tmp_path_factory.mktemp("model"))
+    folder, model = tmp_path_factory.mktemp("pd"), tiny("gemma3", model_folder)
     with pd_bed(folder, model, decode_buffer="2MiB", prompt_deadline_s=WAIT_S, handoff_deadline_s=WAIT_S) as made:
         yield made
 

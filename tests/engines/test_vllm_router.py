@@ -31,13 +31,13 @@ GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True, "
 
 
 @pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed]:
+def bed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[PdBed]:
     """Engines that take adapters at run time."""
     serve = {
         "arguments": ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)),
         "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     }
-    with pd_bed(tmp_path_factory.mktemp("router"), make_model(tmp_path_factory.mktemp("model") / "tiny"), serve=serve) as made:
+    with pd_bed(tmp_path_factory.mktemp("router"), make_model(model_folder / "tiny"), serve=serve) as made:
         yield made
 
 

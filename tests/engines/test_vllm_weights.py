@@ -26,8 +26,8 @@ LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank"
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> VllmDriver:
-    return VllmDriver(tiny("llama", tmp_path_factory.mktemp("models")))
+def driver(model_folder: Path) -> VllmDriver:
+    return VllmDriver(tiny("llama", model_folder))
 
 
 @pytest.fixture(scope="module")
