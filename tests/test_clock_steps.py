@@ -16,7 +16,6 @@ from kvstore.transport.tickets import TicketAuthority
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BY_THE_CALENDAR = {
-    REPOSITORY / "kvstore" / "testing" / "certificates.py",  # their validity is a matter of the calendar
     REPOSITORY
     / "kvstore"
     / "events"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from kvstore.transport.contract import BlockPeer
 from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.nixl.port import NixlPort
 from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tls import ssl_context
+from kvstore.transport.tls import PeerTls
 from kvstore.transport.traffic import KvTraffic
 
 _Result = TypeVar("_Result")
@@ -42,7 +41,7 @@ class PeerPool:
     def __init__(self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents) -> None:
         self._ticket_request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
         self._tls = tls
-        self._ssl: ssl.SSLContext | None = ssl_context(tls, server_side=False) if tls is not None else None
+        self._peer_tls = PeerTls.of(tls)
         self._options = options
         self._incidents = incidents
         self._lock = threading.Lock()
@@ -100,7 +99,7 @@ class PeerPool:
             node.data_address,
             ticket=ticket,
             streams=self._options.tcp_streams,
-            tls=self._ssl,
+            tls=self._peer_tls,
             counters=self._incidents.counters,
             traffic=self._traffic,
         )

@@ -79,7 +79,7 @@ from kvstore.transport.shm import ArenaDoor
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
-from kvstore.transport.tls import ssl_context
+from kvstore.transport.tls import PeerTls, server_context
 from kvstore.transport.traffic import KvTraffic, TrafficClass
 
 log = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class NodeDaemon:
             provider,
             listen,
             authority=self._authority,
-            tls=ssl_context(tls, server_side=True) if tls is not None else None,
+            tls=server_context(tls) if tls is not None else None,
             counters=self.counters,
             traffic=traffic,
             nixl=nixl,
@@ -300,16 +300,13 @@ class NodeDaemon:
             response: node_pb2.IssueTicketResponse = call(stub.IssueTicket, request, RPC_TIMEOUT_S)
             return response.ticket
 
-        config = self.config.tls
-        tls, name = (None, None) if config is None else (ssl_context(config, server_side=False), config.server_name)
         reading = self._nixl.reading
         make = TcpPeer if reading is None else partial(NixlPeer, port=reading)
         return make(
             address.data_address,
             ticket=ticket,
             streams=self.config.peer_streams,
-            tls=tls,
-            server_name=name,
+            tls=PeerTls.of(self.config.tls),
             counters=self.counters,
             traffic=self._traffic,
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from kvstore.transport import frames
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.frames import FrameKind, Head
+from kvstore.transport.tls import PeerTls
 from kvstore.transport.traffic import KvTraffic
 from kvstore.transport.wire import PlainWire, TlsWire, Wire, set_options
 
@@ -79,8 +79,7 @@ class ConnectionPool:
     Args:
         address: ``host:port``.
         ticket: shown in HELLO; a callable is asked for each new connection, so that tickets may expire.
-        tls: client-side context; None: clear text.
-        server_name: the name expected in the server's certificate; None: the host of ``address``.
+        tls: whom it trusts and the name that it expects; None: clear text.
         connect_timeout_s: for the dial, TLS and HELLO together.
         max_connections: in use at once, and idle at once, besides those held.
         max_held: held at once.
@@ -95,8 +94,7 @@ class ConnectionPool:
         address: str,
         *,
         ticket: Ticket,
-        tls: ssl.SSLContext | None,
-        server_name: str | None,
+        tls: PeerTls | None,
         connect_timeout_s: float,
         max_connections: int,
         socket_buffer_bytes: int | None,
@@ -109,7 +107,6 @@ class ConnectionPool:
         self._host, self._port = parse_address(address)
         self._ticket = ticket
         self._tls = tls
-        self._server_name = server_name if server_name is not None else self._host
         self._connect_timeout_s = connect_timeout_s
         self._socket_buffer_bytes = socket_buffer_bytes
         self._breaker = breaker
@@ -248,7 +245,7 @@ class ConnectionPool:
             if self._tls is None:
                 wire = PlainWire(sock)
             else:
-                sock = self._tls.wrap_socket(sock, server_hostname=self._server_name)
+                sock = self._tls.wrap(sock, self._host)
                 wire = TlsWire(sock)
             return wire if self._traffic is None else self._traffic.paced(wire, sock)
         except BaseException:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import ssl
 import threading
 import time
 from collections import deque
@@ -51,6 +50,7 @@ from kvstore.transport.layer_write import TcpLayerWrite
 from kvstore.transport.layout import Layout
 from kvstore.transport.pool import AnsweredError, Connection, ConnectionPool, Ticket
 from kvstore.transport.reading import UNIT_KEYS, UNITS_AHEAD, ReadState, Unit, budget_ms
+from kvstore.transport.tls import PeerTls
 from kvstore.transport.traffic import KvTraffic
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,7 @@ class TcpPeer(BlockPeer):
             keeps a core busy, and the kernel's part of it much of another. Measured with both ends on two cores, one stream
             verifies a tenth more bytes a second than two.
         cores: for the streams' threads; None: those that this process may use.
-        tls: client-side context (``kvstore.transport.tls.ssl_context``); None: clear text.
-        server_name: the name in the peer's certificate; None: the host of ``address``.
+        tls: whom it trusts and the name that it expects; None: clear text.
         connect_timeout_s: for the dial, TLS and the greeting together.
         max_connections: open at once, for all reads and writes (None: four reads' worth), besides those of layer-wise writes
             (``MAX_HELD_CONNECTIONS``), which are held while somebody computes.
@@ -90,8 +89,7 @@ class TcpPeer(BlockPeer):
         ticket: Ticket = b"",
         streams: int = 4,
         cores: int | None = None,
-        tls: ssl.SSLContext | None = None,
-        server_name: str | None = None,
+        tls: PeerTls | None = None,
         connect_timeout_s: float = 5.0,
         max_connections: int | None = None,
         breaker_failures: int = 3,
@@ -110,7 +108,6 @@ class TcpPeer(BlockPeer):
             address,
             ticket=ticket,
             tls=tls,
-            server_name=server_name,
             connect_timeout_s=connect_timeout_s,
             max_connections=max_connections if max_connections is not None else 4 * streams,
             socket_buffer_bytes=socket_buffer_bytes,

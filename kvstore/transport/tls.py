@@ -1,37 +1,78 @@
-"""``ssl`` contexts for data-plane sockets, from the same configuration that gRPC's credentials are made of."""
+"""TLS of data-plane sockets, from the same configuration that gRPC's credentials are made of. TLS 1.3 only.
+
+A server takes a plain ``ssl`` context. A client takes a ``PeerTls``: the context and the name that it expects in the server's
+certificate travel together, so that no connection can be made with the one and without the other. Hosts are dialled by address,
+and their certificates carry a common name.
+"""
 
 from __future__ import annotations
 
+import socket
 import ssl
+from dataclasses import dataclass
+from typing import Self
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
 
 
-def ssl_context(config: TlsConfig, *, server_side: bool) -> ssl.SSLContext:
-    """A context that speaks TLS 1.3 only and always knows whom it trusts.
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerTls:
+    """The client side of TLS: whom it trusts, what it shows, and which name it expects. Made by ``of``; thread-safe.
 
-    Args:
-        config: PEM files. A server needs ``cert``; a client without ``ca`` trusts the system's authorities.
-        server_side: which side of the connection it is for.
+    Attributes:
+        context: trusted authorities and this side's certificate.
+        server_name: the name expected in the server's certificate; None: the host that is dialled.
+    """
+
+    context: ssl.SSLContext
+    server_name: str | None
+
+    @classmethod
+    def of(cls, config: TlsConfig | None) -> Self | None:
+        """The client side of a configuration; None for None: clear text. Without ``ca`` the system's authorities are trusted.
+
+        Raises:
+            InvalidArgument: files that cannot be read.
+        """
+        if config is None:
+            return None
+        context = _context(config, ssl.PROTOCOL_TLS_CLIENT)
+        if config.ca is None:
+            context.load_default_certs()
+        return cls(context, config.server_name)
+
+    def wrap(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
+        """Performs the handshake with a server that was dialled as ``host``, within the socket's timeout.
+
+        Raises:
+            OSError: the handshake failed; ``ssl.SSLError`` is one.
+        """
+        return self.context.wrap_socket(sock, server_hostname=self.server_name or host)
+
+
+def server_context(config: TlsConfig) -> ssl.SSLContext:
+    """The server side of a configuration.
 
     Raises:
-        InvalidArgument: a server without a certificate, or files that cannot be read.
+        InvalidArgument: no certificate, or files that cannot be read.
     """
-    if server_side and config.cert is None:
+    if config.cert is None:
         raise InvalidArgument("a TLS server takes a certificate and its key")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context = _context(config, ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED if config.require_client_cert else ssl.CERT_NONE
+    context.num_tickets = 0  # connections are pooled: resumption would only leave unread bytes on idle sockets
+    return context
+
+
+def _context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
         if config.ca is not None:
             context.load_verify_locations(cafile=config.ca)
-        elif not server_side:
-            context.load_default_certs()
         if config.cert is not None:
             context.load_cert_chain(config.cert, config.key)
     except (OSError, ssl.SSLError) as error:
         raise InvalidArgument("cannot use the TLS files", ca=config.ca, cert=config.cert, key=config.key, error=error) from error
-    if server_side:
-        context.verify_mode = ssl.CERT_REQUIRED if config.require_client_cert else ssl.CERT_NONE
-        context.num_tickets = 0  # connections are pooled: resumption would only leave unread bytes on idle sockets
     return context

@@ -23,9 +23,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from certificates import SERVER_NAME, make_certificates
 from kvclient import CacheSpec, KVClient
 from kvstore.core.errors import Internal
-from kvstore.testing.certificates import make_certificates
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 CHECKS = [
@@ -216,7 +216,7 @@ def has_example(shape: dict[str, Any]) -> bool:
 
 
 def test_over_tls_with_tokens_from_beyond_this_host(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
+    made = make_certificates(tmp_path / "pki")
     tokens = tmp_path / "tokens"
     tokens.write_text("read bob readers-token-2-x\n")
     cluster = LocalCluster([], tmp_path / "store")  # of which nothing else is started
@@ -225,7 +225,8 @@ def test_over_tls_with_tokens_from_beyond_this_host(tmp_path: Path) -> None:
         admin = cluster.start_admin(*settings.items())
         port = int(admin.address.rpartition(":")[2])
         trusting = ssl.create_default_context(cafile=str(made.ca))
-        connection = HTTPSConnection("127.0.0.1", port, timeout=30, context=trusting)
+        connection = HTTPSConnection(SERVER_NAME, port, timeout=30, context=trusting)
+        connection._create_connection = lambda _, *more: socket.create_connection(("127.0.0.1", port), *more)  # type: ignore[attr-defined]
         for headers, status in (({}, 401), ({"authorization": "Bearer readers-token-2-x"}, 200)):
             connection.request("GET", "/metrics", headers=headers)
             answer = connection.getresponse()

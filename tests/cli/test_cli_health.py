@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from certificates import make_certificates
 from kvstore.cli.app import root
-from kvstore.testing.certificates import make_certificates
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 
@@ -21,15 +21,7 @@ def health(*arguments: str) -> Result:
 
 
 def test_a_server_with_mutual_tls_and_a_node_are_asked_on_their_own_ways(tmp_path: Path) -> None:
-    pki = tmp_path / "pki"
-    pki.mkdir()
-    made = make_certificates(pki)
-    tls = (
-        ("tls.ca", str(made.ca)),
-        ("tls.cert", str(made.cert)),
-        ("tls.key", str(made.key)),
-        ("tls.require_client_cert", "true"),
-    )
+    tls = make_certificates(tmp_path / "pki").settings()
     with LocalCluster([NodeSpec("a", settings=tls)], tmp_path / "store", metadata_settings=tls) as cluster:
         metadata = [f"metadata.{name}={value}" for name, value in (*tls, ("listen", cluster.metadata_address))]
         node = ["node.node_id=a", f"node.run_dir={Path(cluster.node('a').local_socket.removeprefix('unix:')).parent}"]
@@ -47,15 +39,9 @@ def test_a_server_with_mutual_tls_and_a_node_are_asked_on_their_own_ways(tmp_pat
 
 
 def test_an_admin_server_serves_while_the_metadata_server_answers_it(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
     tokens = tmp_path / "tokens"
     tokens.write_text("read bob readers-token-2-x\n")
-    ours = [
-        ("tls.cert", str(made.cert)),
-        ("tls.key", str(made.key)),
-        ("tls.ca", str(made.ca)),
-        ("tls.require_client_cert", "true"),
-    ]
+    ours = make_certificates(tmp_path / "pki").settings()
     with LocalCluster([], tmp_path / "store") as cluster:
         settings = [
             *ours,

@@ -1,58 +1,253 @@
-"""The whole store with TLS on every socket that leaves the host: control, data plane, peers, clients; mutual where asked."""
+"""The whole store over mutual TLS, as an operator sets it up: certificates carry a common name, hosts are dialled by address.
+
+The nodes are on several loopback addresses, none of which is in a certificate. Blocks lie on a storage node only, so that every
+load passes over at least one data-plane connection.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from certificates import CertificateFiles, make_certificates
 from conftest import WAIT_S, until
-from kvclient import CacheSpec, ClientOptions, KVClient
+from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Paths
+from kvclient.hbm import HbmPool
 from kvstore.core.errors import KVStoreError
 from kvstore.core.tls import TlsConfig
-from kvstore.testing.certificates import make_certificates
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.core.types import BlockKey, Tier
+from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
 from kvstore.workload.payload import Payloads
 
-SPEC = CacheSpec(model="tls", block_tokens=16, layers=4, layer_block_bytes=4096)
+LAYERS = 4
+LAYER_BYTES = 4096
+SPEC = CacheSpec(model="tls", block_tokens=16, layers=LAYERS, layer_block_bytes=LAYER_BYTES)
+MIB = 1 << 20
+BLOCKS = 40
+IMPATIENT = ClientOptions(connect_deadline_s=2.0, log_interval_s=0.0)
+NODES = ("storage", "prefill", "decode")
 
 
-@pytest.fixture
-def secured(tmp_path: Path) -> Iterator[tuple[LocalCluster, TlsConfig]]:
-    pki = tmp_path / "pki"
-    pki.mkdir()
-    made = make_certificates(pki)
-    tls = TlsConfig(ca=made.ca, cert=made.cert, key=made.key, require_client_cert=True)
-    settings = tuple((f"tls.{name}", str(getattr(tls, name))) for name in ("ca", "cert", "key"))
-    settings += (("tls.require_client_cert", "true"),)
-    nodes = [NodeSpec("a", settings=settings), NodeSpec("b", settings=settings)]
-    with LocalCluster(nodes, tmp_path / "store", metadata_settings=settings) as cluster:
-        yield cluster, tls
+@dataclass
+class Secured:
+    """A store with TLS, and the means to use it."""
+
+    cluster: LocalCluster
+    files: CertificateFiles
+    payloads: Payloads
+
+    def connect(
+        self,
+        node: str | None,
+        tls: TlsConfig | None = None,
+        options: ClientOptions | None = None,
+        hbm: HbmPool | None = None,
+        metadata: str | None = None,
+    ) -> KVClient:
+        return KVClient.connect(
+            metadata or self.cluster.metadata_address,
+            SPEC,
+            node=None if node is None else self.cluster.node(node).local_socket,
+            tls=tls or self.files.client(),
+            options=options,
+            hbm=hbm,
+        )
+
+    def keys(self, client: KVClient, number: int, blocks: int = BLOCKS) -> list[BlockKey]:
+        return client.keys(np.arange(blocks * SPEC.block_tokens, dtype=np.uint32) + 1_000_000 * number)
+
+    def bytes_of(self, keys: list[BlockKey]) -> np.ndarray:  # type: ignore[type-arg]
+        data = np.zeros((len(keys), SPEC.block_bytes), np.uint8)
+        self.payloads.fill(keys, data)
+        return data
+
+    def load(self, client: KVClient, keys: list[BlockKey], paths: Paths | None = None) -> dict[str, int]:
+        """Loads all blocks, asserts every byte; the bytes by path."""
+        room = np.zeros((len(keys), SPEC.block_bytes), np.uint8)
+        result = client.load(client.lookup(keys), room, paths=paths)
+        assert result.hit_blocks == len(keys), result
+        assert np.array_equal(room, self.bytes_of(keys)), "WRONG BYTES"
+        return dict(result.bytes_by_path)
 
 
-def test_stores_loads_and_peer_fetches_over_mutual_tls(secured: tuple[LocalCluster, TlsConfig]) -> None:
-    cluster, tls = secured
-    payloads = Payloads(SPEC.block_bytes)
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    folder = tmp_path_factory.mktemp("secured")
+    files = make_certificates(folder / "pki")
+    settings = (*files.settings(), ("keep_loaded", "false"))
+    places = [Place(f"127.0.0.{number}") for number in (1, 2, 3)]
+    nodes = [
+        NodeSpec("storage", ("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=settings, place=places[0]),
+        NodeSpec("prefill", ("prefill",), dram_bytes=64 * MIB, write_behind_to="storage", settings=settings, place=places[1]),
+        NodeSpec("decode", ("decode",), dram_bytes=64 * MIB, settings=settings, place=places[2]),
+    ]
+    with LocalCluster(nodes, folder / "store", metadata_settings=files.settings()) as cluster:
+        yield Secured(cluster, files, Payloads(SPEC.block_bytes))
+
+
+@pytest.fixture(scope="module")
+def stored(secured: Secured) -> list[BlockKey]:
+    """A chain that lies on the storage node's volume."""
+    with secured.connect("storage") as writer:
+        keys = secured.keys(writer, 0)
+        assert writer.store(keys, secured.bytes_of(keys), durable=True, wait_visible=True).durable
+        until(lambda: on_disk(writer, keys), "the blocks lie on the storage node's volume", WAIT_S)
+    return keys
+
+
+def on_disk(client: KVClient, keys: list[BlockKey]) -> bool:
+    found: Lookup = client.lookup(keys)
+    return found.hit_blocks == len(keys) and any(run.tier is Tier.NVME for run in found.runs)
+
+
+# ---------------------------------------------------------------- bytes move
+@pytest.mark.parametrize("node", [None, "prefill", "decode"])
+def test_tls_load_by_address_moves_every_byte(secured: Secured, stored: list[BlockKey], node: str | None) -> None:
+    with secured.connect(node) as client:
+        assert sum(secured.load(client, stored).values()) == BLOCKS * SPEC.block_bytes
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_tls_store_without_local_node_is_loaded_elsewhere(secured: Secured, number: int) -> None:
+    """Whole blocks, and layer by layer."""
+    with secured.connect(None) as remote, secured.connect("decode") as local:
+        keys = secured.keys(remote, number)
+        data = secured.bytes_of(keys)
+        if number == 1:
+            result = remote.store(keys, data)
+        else:
+            layers = data.reshape(BLOCKS, LAYERS, LAYER_BYTES)
+            with remote.begin_store(keys) as handle:
+                for layer in range(LAYERS):
+                    handle.put_layer(layer, np.ascontiguousarray(layers[:, layer]))
+                result = handle.commit()
+        assert (result.error, result.bytes_stored) == (None, data.nbytes)
+        until(lambda: local.lookup(keys).hit_blocks == BLOCKS, "the store is visible", WAIT_S)
+        secured.load(local, keys)
+        secured.load(remote, keys)
+
+
+@pytest.mark.parametrize("node", [None, "prefill"])
+@pytest.mark.parametrize("paths", [None, Paths(decode_node="decode", policy="split", layer_group=2)])
+def test_tls_load_by_layers_moves_every_byte(
+    secured: Secured, stored: list[BlockKey], node: str | None, paths: Paths | None
+) -> None:
+    wanted = secured.bytes_of(stored)
+    with secured.connect(node) as client:
+        room = np.zeros_like(wanted)
+        with client.start_load(client.lookup(stored), room, paths=paths) as load:
+            for layer in range(LAYERS):
+                assert load.wait_layer(layer)
+                upto = (layer + 1) * LAYER_BYTES
+                assert np.array_equal(room[: load.promised_blocks, :upto], wanted[: load.promised_blocks, :upto])
+            assert load.result().hit_blocks == BLOCKS
+        assert np.array_equal(room, wanted)
+
+
+@pytest.mark.parametrize("policy", ["split", "prefill_only", "shorter_queue"])
+@pytest.mark.parametrize("node", [None, "prefill"])
+def test_tls_planned_load_moves_every_byte(secured: Secured, stored: list[BlockKey], node: str | None, policy: str) -> None:
+    with secured.connect(node) as client:
+        by_path = secured.load(client, stored, Paths(decode_node="decode", policy=policy))
+        assert sum(by_path.values()) == BLOCKS * SPEC.block_bytes
+
+
+def test_tls_handoff_to_another_host_arrives_whole(secured: Secured) -> None:
+    with secured.connect("prefill") as prefill, secured.connect("decode") as decode:
+        keys = secured.keys(prefill, 3)
+        data = secured.bytes_of(keys)
+        layers = data.reshape(BLOCKS, LAYERS, LAYER_BYTES)
+        with (
+            decode.await_prompt(keys, deadline_s=WAIT_S) as awaited,
+            prefill.begin_handoff(keys, "decode") as handoff,
+        ):
+            for layer in range(LAYERS):
+                handoff.put_layer(layer, np.ascontiguousarray(layers[:, layer]))
+            given = handoff.commit()
+            assert (given.error, given.held_blocks) == (None, BLOCKS)
+            assert awaited.wait(WAIT_S)
+            taken = np.zeros_like(data)
+            assert awaited.take(taken, verify="always").hit_blocks == BLOCKS
+        assert np.array_equal(taken, data)
+
+
+def test_tls_hbm_pool_is_read_by_address(secured: Secured) -> None:
     with (
-        KVClient.connect(cluster.metadata_address, SPEC, node=None, tls=tls) as remote,
-        KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("b").local_socket, tls=tls) as local,
+        HbmPool(device="cpu", capacity_bytes=8 * MIB, metadata=secured.cluster.metadata_address, node_id="pool",
+                listen="127.0.0.2:0", tls=secured.files.server(), demote=False) as pool,
+        secured.connect("prefill", hbm=pool) as engine,
+        secured.connect(None) as reader,
+    ):  # fmt: skip
+        keys = secured.keys(engine, 4)
+        engine.store(keys, secured.bytes_of(keys))
+        assert pool.wait_published()
+        found = reader.lookup(keys)
+        only = replace(found, runs=tuple(run for run in found.runs if run.node_id == "pool"))
+        room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        result = reader.load(only, room)
+        assert dict(result.bytes_by_node) == {"pool": room.nbytes}, result
+        assert np.array_equal(room, secured.bytes_of(keys)), "WRONG BYTES"
+
+
+# ---------------------------------------------------------------- no byte moves
+@pytest.mark.parametrize("stranger", ["clear text", "no certificate", "another authority", "another name", "no name"])
+def test_tls_stranger_connects_nowhere(secured: Secured, tmp_path: Path, stranger: str) -> None:
+    ours = secured.files.client()
+    tls = {
+        "clear text": None,
+        "no certificate": replace(ours, cert=None, key=None),
+        "another authority": make_certificates(tmp_path / "theirs").client(),
+        "another name": secured.files.client("elsewhere.example"),
+        "no name": secured.files.client(None),
+    }[stranger]
+    with pytest.raises(KVStoreError):
+        KVClient.connect(secured.cluster.metadata_address, SPEC, node=None, tls=tls, options=IMPATIENT)
+
+
+def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A node whose certificate is of our authority and carries another name: neither read nor written, and said so."""
+    other = make_certificates(tmp_path / "other", name="elsewhere", authority=secured.files)
+    settings = tuple(one for one in other.settings() if one[0] != "tls.server_name")
+    nodes = [
+        NodeSpec("other", dram_bytes=64 * MIB, settings=(*settings, ("tls.server_name", "kvstore")), place=Place("127.0.0.2"))
+    ]
+    with (
+        caplog.at_level(logging.WARNING, "kvclient"),
+        LocalCluster(nodes, tmp_path / "store", metadata_settings=secured.files.settings()) as cluster,
+        KVClient.connect(
+            cluster.metadata_address, SPEC, node=cluster.node("other").local_socket, tls=secured.files.client()
+        ) as local,
+        secured.connect(None, options=IMPATIENT, metadata=cluster.metadata_address) as remote,
     ):
-        keys = remote.keys(np.arange(16 * 40, dtype=np.uint32))
-        data = np.zeros((40, SPEC.block_bytes), np.uint8)
-        payloads.fill(keys, data)
-        assert remote.store(keys, data).bytes_stored == data.nbytes
-        until(lambda: remote.lookup(keys).hit_blocks == 40, "published", WAIT_S)
-        for client in (remote, local):
-            room = np.zeros_like(data)
-            assert client.load(keys, room).hit_blocks == 40
-            assert np.array_equal(room, data)
+        keys = secured.keys(local, 0)
+        assert local.store(keys, secured.bytes_of(keys), wait_visible=True).held_blocks == BLOCKS
+        until(lambda: remote.lookup(keys).hit_blocks == BLOCKS, "the metadata server says where the blocks are", WAIT_S)
+        room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        loaded = remote.load(remote.lookup(keys), room)
+        assert (loaded.hit_blocks, loaded.bytes_loaded, int(room.max())) == (0, 0, 0)
+        assert loaded.error is not None
+        more = secured.keys(remote, 1)
+        put = remote.store(more, secured.bytes_of(more))
+        assert (put.bytes_stored, put.held_blocks) == (0, 0)
+        assert put.error is not None
+        assert remote.stats()["client_peer_failed_total"] > 0
+        assert "cannot read from node other" in caplog.text
 
 
-def test_a_client_without_a_certificate_is_refused(secured: tuple[LocalCluster, TlsConfig]) -> None:
-    cluster, tls = secured
-    impatient = ClientOptions(connect_deadline_s=2.0)
-    for stranger in (None, TlsConfig(ca=tls.ca)):
-        with pytest.raises(KVStoreError):
-            KVClient.connect(cluster.metadata_address, SPEC, node=None, tls=stranger, options=impatient)
+# ---------------------------------------------------------------- the local node goes
+def test_tls_local_node_killed_loads_from_others(secured: Secured, stored: list[BlockKey]) -> None:
+    """The engine's own node dies: from then on it reads other hosts over the data plane."""
+    with secured.connect("decode") as client:
+        secured.load(client, stored)
+        secured.cluster.kill("decode")
+        try:
+            room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+            until(lambda: client.load(stored, room).hit_blocks == BLOCKS, "loads go on over other hosts", WAIT_S)
+            assert np.array_equal(room, secured.bytes_of(stored)), "WRONG BYTES"
+        finally:
+            secured.cluster.start_node("decode")

@@ -50,5 +50,6 @@ def test_tls_is_made_of_files() -> None:
     tls = HookOptions(tls_ca="/ca.pem", tls_server_name="store").tls()
     assert tls is not None
     assert (tls.ca, tls.server_name) == (Path("/ca.pem"), "store")
+    assert HookOptions(tls_server_name="store").tls() is not None, "a name alone asks for TLS as well, not for clear text"
     with pytest.raises(InvalidArgument):
         HookOptions(tls_cert="/cert.pem").tls()

@@ -9,25 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from certificates import SERVER_NAME, make_certificates
 from kvstore.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
-from kvstore.testing.certificates import make_certificates
 from kvstore.testing.memory_provider import MemoryProvider
 from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, ask, dense, write_of
 from kvstore.transport.contract import BlockPeer, BlockProvider
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
-from kvstore.transport.tls import ssl_context
+from kvstore.transport.tls import PeerTls, server_context
 
 
 class TestTcp(TransportSuite):
     streams = 3
     server_tls: ssl.SSLContext | None = None
-    client_tls: ssl.SSLContext | None = None
+    client_tls: PeerTls | None = None
 
     def serve(self, provider: BlockProvider, authority: TicketAuthority | None = None) -> TcpServer:
         server = TcpServer(provider, authority=authority, tls=self.server_tls)
@@ -63,42 +63,35 @@ class TestTls(TestTcp):
     @classmethod
     def contexts(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
         files = make_certificates(tmp_path_factory.mktemp("tls"))
-        mutual = TlsConfig(ca=files.ca, cert=files.cert, key=files.key, require_client_cert=True)
-        cls.server_tls = ssl_context(mutual, server_side=True)
-        cls.client_tls = ssl_context(TlsConfig(ca=files.ca, cert=files.cert, key=files.key), server_side=False)
+        cls.server_tls = server_context(files.server())
+        cls.client_tls = PeerTls.of(files.client())
 
 
 def test_strangers_do_not_get_past_tls(tmp_path: Path) -> None:
     """Neither side talks to one that its own authority does not vouch for, nor to one that does not speak TLS."""
-    (tmp_path / "ours").mkdir()
-    (tmp_path / "theirs").mkdir()
     ours, theirs = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "theirs")
     shape = BlockShape(1, 100)
     provider, counters = MemoryProvider(), Counters()
     provider.declare(NAMESPACE, shape)
-    server_config = TlsConfig(ca=ours.ca, cert=ours.cert, key=ours.key, require_client_cert=True)
-    server = TcpServer(provider, tls=ssl_context(server_config, server_side=True), counters=counters)
+    server = TcpServer(provider, tls=server_context(ours.server()), counters=counters)
     server.start()
     try:
         strangers = {
-            "another authority": TlsConfig(ca=theirs.ca, cert=ours.cert, key=ours.key),
-            "no certificate": TlsConfig(ca=ours.ca),
-            "a foreign certificate": TlsConfig(ca=ours.ca, cert=theirs.cert, key=theirs.key),
+            "another authority": replace(ours.client(), ca=theirs.ca),
+            "no certificate": TlsConfig(ca=ours.ca, server_name=SERVER_NAME),
+            "a foreign certificate": replace(ours.client(), cert=theirs.cert, key=theirs.key),
+            "another name": ours.client("elsewhere.example"),
+            "no name, dialled by address": ours.client(None),
+            "clear text": None,
         }
-        contexts = {name: ssl_context(config, server_side=False) for name, config in strangers.items()}
-        for tls in (*contexts.values(), None):
-            peer = TcpPeer(server.address, tls=tls)
+        for config in strangers.values():
+            peer = TcpPeer(server.address, tls=PeerTls.of(config))
             with pytest.raises(Unavailable):
                 peer.read(ask([1], 1), dense(1, shape))
             peer.close()
-        good = ssl_context(TlsConfig(ca=ours.ca, cert=ours.cert, key=ours.key), server_side=False)
-        wrong_name = TcpPeer(server.address, tls=good, server_name="elsewhere.example")
-        with pytest.raises(Unavailable):
-            wrong_name.read(ask([1], 1), dense(1, shape))
-        named = TcpPeer(server.address, tls=good, server_name="localhost")
+        named = TcpPeer(server.address, tls=PeerTls.of(ours.client()))
         assert named.ping(time.monotonic() + 10) > 0
         named.close()
-        wrong_name.close()
     finally:
         server.stop()
     assert not provider.requests
@@ -108,8 +101,8 @@ def test_strangers_do_not_get_past_tls(tmp_path: Path) -> None:
 def test_unusable_tls_files_are_told(tmp_path: Path) -> None:
     files = make_certificates(tmp_path)
     with pytest.raises(InvalidArgument):
-        ssl_context(TlsConfig(), server_side=True)
+        server_context(TlsConfig())
     with pytest.raises(InvalidArgument):
-        ssl_context(TlsConfig(ca=tmp_path / "missing.pem"), server_side=False)
+        PeerTls.of(TlsConfig(ca=tmp_path / "missing.pem"))
     with pytest.raises(InvalidArgument):
-        ssl_context(TlsConfig(cert=files.key, key=files.cert), server_side=True)
+        server_context(TlsConfig(cert=files.key, key=files.cert))

@@ -174,7 +174,7 @@ class HookOptions:
         Raises:
             InvalidArgument: a certificate without its key, or the other way round.
         """
-        if not (self.tls_ca or self.tls_cert or self.tls_key):
+        if not (self.tls_ca or self.tls_cert or self.tls_key or self.tls_server_name):
             return None
         ca, cert, key = (Path(path) if path else None for path in (self.tls_ca, self.tls_cert, self.tls_key))
         return TlsConfig(ca=ca, cert=cert, key=key, server_name=self.tls_server_name or None)

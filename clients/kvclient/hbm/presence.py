@@ -31,7 +31,7 @@ from kvstore.rpc.server import BoundServer, build_aio_server
 from kvstore.rpc.tokens import Shown, Tokens, Watched
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
-from kvstore.transport.tls import ssl_context
+from kvstore.transport.tls import server_context
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Presence:
             PoolProvider(domains, parts),
             listen,
             authority=authority,
-            tls=ssl_context(tls, server_side=True) if tls is not None else None,
+            tls=server_context(tls) if tls is not None else None,
             counters=parts.counters,
             max_connections=MAX_CONNECTIONS,
         )
