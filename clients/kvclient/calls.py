@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,9 +18,10 @@ import grpc
 
 from kvclient.incidents import Incidents
 from kvclient.operation import Operation
-from kvstore.core.errors import CapacityExceeded, Internal, KVStoreError, Unavailable
-from kvstore.rpc.client import NO_RETRY, RetryPolicy
+from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, KVStoreError, Unavailable
+from kvstore.rpc.client import NO_RETRY, RetryPolicy, call_cancellable
 from kvstore.rpc.client import call as call_rpc
+from kvstore.transport.liveness import WatchedServer
 
 _log = logging.getLogger(__name__)
 
@@ -143,30 +145,48 @@ class Caller:
 
 def call_within(  # gRPC's stubs are untyped here
     operation: Operation,
+    server: WatchedServer,
     method: CancellableMethod,
     request: Any,  # noqa: ANN401
     timeout_s: float,
     retry: RetryPolicy = NO_RETRY,
 ) -> Any:  # noqa: ANN401
-    """As ``kvstore.rpc.client.call``, but where the operation can be cancelled, that ends the call.
+    """As ``kvstore.rpc.client.call``, but ended if the operation is cancelled, or if the server is hung.
+
+    A call that nobody may cancel waits in this thread, which is faster, for as long as a healthy server needs. Only after that
+    is it sent again, cancellable: the server recognises the second request by its operation id.
 
     Raises:
-        KVStoreError: as ``call``; ``DeadlineExceeded`` where it was cancelled.
+        KVStoreError: as ``call``; ``DeadlineExceeded`` if it was cancelled, ``Unavailable`` if the server is hung.
     """
     if not operation.cancellable:
-        return call_rpc(method, request, timeout_s, retry)
+        try:
+            with server.waiting(_nothing):
+                return call_rpc(method, request, min(timeout_s, _HEALTHY_S), retry)
+        except DeadlineExceeded:
+            timeout_s -= _HEALTHY_S
+            if timeout_s <= 0:
+                raise
 
-    def waiting(request: object, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None) -> object:
-        future = method.future(request, timeout=timeout, **({} if metadata is None else {"metadata": metadata}))
-        with operation.on_cancel(future.cancel):
+    @contextmanager
+    def scope(cancel: Callable[[], object]) -> Iterator[None]:
+        with server.waiting(cancel), operation.on_cancel(cancel):
             try:
-                return future.result()
+                yield
             except (grpc.FutureCancelledError, grpc.RpcError) as error:
                 if operation.cancelled:
                     raise operation.error() from error
                 raise
 
-    return call_rpc(waiting, request, timeout_s, retry)
+    return call_cancellable(method, request, timeout_s, scope, retry)
+
+
+def _nothing() -> None:
+    """Cancels nothing: the call ends by itself soon."""
+
+
+_HEALTHY_S = 1.0
+"""A healthy node answers any call of a store within this, unless it waits for room."""
 
 
 def _done(make: Callable[[], R]) -> Future[R]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvclient.buffers import as_block_buffer
 from kvclient.calls import Call, Caller
-from kvclient.connecting import NodeFinder, attempt, check_types
+from kvclient.connecting import NodeFinder, attempt, check_types, watch_servers
 from kvclient.core import Core, check_keys, check_place
 from kvclient.directory import Directory, by_roles
 from kvclient.far import ArenaWatcher, FarBlocks
@@ -54,7 +54,7 @@ from kvstore.observe import tracing
 from kvstore.observe.context import named_request
 from kvstore.observe.counters import Counters
 from kvstore.observe.recent import RecentLoads
-from kvstore.rpc.client import call
+from kvstore.rpc.client import call_cancellable
 
 if TYPE_CHECKING:
     from kvstore.observe.http import MetricsServer
@@ -132,9 +132,11 @@ class KVClient:
         incidents = Incidents(clock, options.log_interval_s)
         if metadata is None and (node is None or node == "auto"):
             raise InvalidArgument("a client takes a metadata server, a node, or both")
-        directory = Directory(metadata, spec, tls, clock, options, incidents) if metadata is not None else None
-        peers = PeerPool(spec, tls, options, incidents)
-        stages = Stages(spec, tls, options, incidents)
+        liveness = watch_servers(tls, incidents.counters)
+        server = liveness.server(metadata or "")
+        directory = Directory(metadata, spec, tls, clock, options, incidents, server) if metadata is not None else None
+        peers = PeerPool(spec, tls, options, incidents, liveness)
+        stages = Stages(spec, tls, options, incidents, liveness)
         local = None
         end_s = clock.now_s() + options.connect_deadline_s
         try:
@@ -143,7 +145,7 @@ class KVClient:
                 attempt(options, incidents, partial(directory.register, options.connect_deadline_s * share))
             if node is not None:
                 finder = NodeFinder(node, directory, options)
-                local = LocalNode(finder.find, spec, tls, clock, options, incidents, device)
+                local = LocalNode(finder.find, spec, tls, clock, options, incidents, liveness, device)
                 if attempt(options, incidents, partial(local.open, end_s)) is False:
                     local.close()
                     local = None
@@ -153,9 +155,11 @@ class KVClient:
                 local.close()
             if directory is not None:
                 directory.close()
+            liveness.close()
             raise
         loads = LoadAccounts(spec.block_tokens, spec.shape.block_bytes, incidents, options)
-        client = cls(Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages, loads), directory)
+        core = Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages, liveness, loads)
+        client = cls(core, directory)
         if hbm is not None:
             try:
                 near = hbm.attach(spec, client._demote)
@@ -570,7 +574,8 @@ class KVClient:
             return False
         try:
             request = node_pb2.FlushRequest(timeout_ms=int(timeout_s * 1000))
-            return bool(call(session.stub.Flush, request, timeout_s + _FLUSH_GRACE_S).complete)
+            answer = call_cancellable(session.stub.Flush, request, timeout_s + _FLUSH_GRACE_S, session.server.waiting)
+            return bool(answer.complete)
         except KVStoreError as error:
             self._core.incidents.report("client_flush_failed_total", "flush failed", error)
             return False
@@ -578,7 +583,7 @@ class KVClient:
     def _find_store_node(self, timeout_s: float) -> NodeRef:
         """Where stores go without a local node: asked of the metadata server now and then."""
         now_s = self._core.clock.now_s()
-        if self._store_node is not None and now_s < self._store_node[1]:
+        if self._store_node is not None and now_s < self._store_node[1] and not self._core.peers.hung(self._store_node[0]):
             return self._store_node[0]
         if self._directory is None:
             raise Unavailable("no local node and no metadata server: nowhere to store")
@@ -589,6 +594,8 @@ class KVClient:
                 continue  # an engine's pool, which takes nothing from outside
             if options.store_node is None or node.node_id == options.store_node:
                 ref = NodeRef(NodeId(node.node_id), node.control_address, node.data_address)
+                if self._core.peers.hung(ref):
+                    continue
                 self._store_node = (ref, now_s + _STORE_NODE_VALID_S)
                 return ref
         raise Unavailable("no living node to store to", store_node=options.store_node)
@@ -638,6 +645,7 @@ class KVClient:
             self._core.local.close()
         if self._directory is not None:
             self._directory.close()
+        self._core.liveness.close()
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,10 @@ from kvclient.session import local_address
 from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
+from kvstore.observe.counters import Counters
+from kvstore.rpc.client import connect
+from kvstore.rpc.health_probe import HealthProbe
+from kvstore.transport.liveness import LivenessMonitor
 
 
 class NodeFinder:
@@ -36,6 +40,12 @@ class NodeFinder:
             return self._last
         self._last = local_address(by_roles(nodes, self._options.local_roles)) or self._last
         return self._last
+
+
+def watch_servers(tls: TlsConfig | None, counters: Counters) -> LivenessMonitor:
+    """What finds out whether the servers of one client answer."""
+    probe = HealthProbe(partial(connect, tls=tls))
+    return LivenessMonitor(probe, counters, on_close=probe.close)
 
 
 def attempt(options: ClientOptions, incidents: Incidents, work: partial[None] | object) -> object:

@@ -18,6 +18,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_DEPTH, MAX_KEYS_PER_CALL
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockShape, NamespaceId, pack_keys, unpack_keys
+from kvstore.transport.liveness import LivenessMonitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Core:
     local: LocalNode | None
     peers: PeerPool
     stages: Stages
+    liveness: LivenessMonitor
     loads: LoadAccounts
     near: NearBlocks | None = None
     """The engine's own pool, nearer than any node."""

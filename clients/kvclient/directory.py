@@ -25,6 +25,7 @@ from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId
 from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
 from kvstore.transport.breaker import CircuitBreaker
+from kvstore.transport.liveness import WatchedServer
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -53,12 +54,21 @@ class Directory:
         clock: where time comes from.
         options: bounds.
         incidents: where failures are counted.
+        server: whether it answers.
     """
 
     def __init__(
-        self, address: str, spec: CacheSpec, tls: TlsConfig | None, clock: Clock, options: ClientOptions, incidents: Incidents
+        self,
+        address: str,
+        spec: CacheSpec,
+        tls: TlsConfig | None,
+        clock: Clock,
+        options: ClientOptions,
+        incidents: Incidents,
+        server: WatchedServer,
     ) -> None:
         self.address = address
+        self._server = server
         self._spec = spec
         self._clock = clock
         self._channel = connect(address, tls=tls, token=options.shown_token())
@@ -207,10 +217,12 @@ class Directory:
     ) -> _Response:
         if timeout_s < _LEAST_CALL_S:  # says nothing about the server, so it is kept from the breaker
             raise DeadlineExceeded("no time left to ask the metadata server", seconds=timeout_s)
+        self._server.check()
         if not self._breaker.allow():
             raise Unavailable("the metadata server does not answer; not asked again for a moment", address=self.address)
         try:
-            answer = call(method, request, timeout_s, retry)
+            with self._server.waiting(_nothing):
+                answer = call(method, request, timeout_s, retry)
         except DeadlineExceeded:
             if timeout_s >= _TELLING_S:
                 self._breaker.failed()
@@ -244,6 +256,10 @@ class Directory:
         except KVStoreError:  # still gone, or the client was closed: whoever called has counted and logged it
             return
         self._breaker.succeeded()
+
+
+def _nothing() -> None:
+    """Cancels nothing: calls to the metadata server have short deadlines."""
 
 
 def _runs(answer: metadata_pb2.LookupResponse, count: int) -> tuple[Run, ...]:

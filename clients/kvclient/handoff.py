@@ -240,7 +240,7 @@ class AwaitedPrompt:
         local = self._core.local
         session = local.session() if local is not None else None
         if session is None or local is None:
-            self._tally.note(Unavailable("no session with the local node at the moment"))
+            self._tally.note(Unavailable("no node on this host") if local is None else local.unavailable())
             return
         try:
             session.acquire()
@@ -261,7 +261,7 @@ class AwaitedPrompt:
         try:
             # Time beyond the wait itself: which blocks are here is worth knowing when others are not.
             call = session.stub.AwaitPrompt(request, timeout=left_s + _ANSWER_S)
-            with self._operation.on_cancel(call.cancel):
+            with self._operation.on_cancel(call.cancel), session.server.waiting(call.cancel):
                 for progress in call:
                     self._take_in(progress, session, began_s)
         except grpc.RpcError as failed:

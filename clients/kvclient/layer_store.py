@@ -23,7 +23,7 @@ from kvclient.session import Session, means_lost
 from kvclient.store import FindStoreNode, Grant, Store, count_store
 from kvclient.tally import spans
 from kvstore.core.buffers import BlockBuffer, DenseBlocks
-from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
+from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockShape, StoreOutcome
 from kvstore.rpc.codec import pack_u64
 
@@ -76,7 +76,7 @@ class StoreHandle:
             return
         session = core.local.session()
         if session is None:
-            raise Unavailable("no session with the local node at the moment")
+            raise core.local.unavailable()
         session.acquire()
         self._session = session
         grants: list[Grant] = []

@@ -88,6 +88,8 @@ class Load:
         self._board = board
         self.tally = self._tally = Tally(len(keys))
         self._local_node: str | None = None
+        self._hung_node: str | None = None
+        """The local node, if it is hung: it would answer no better at its other address."""
         self._near_blocks = 0
 
     def run(self) -> LoadResult:
@@ -143,12 +145,14 @@ class Load:
             return
         session = local.session()
         if session is None:
-            self._tally.note(Unavailable("no session with the local node at the moment"))
+            self._tally.note(local.unavailable())
+            self._hung_node = local.hung_node
             self._core.incidents.counters.add("client_loads_without_session_total")
             return
         self._local_node = session.node_id
         attempt = LocalLoad(self._core, session, self._tally, self._buffer, self._operation, self._verify, self._board)
-        attempt.run(self._packed, self._runs, self._parent, self._depth)
+        with self._core.peers.watching(run.node for run in self._runs if run.node_id != session.node_id):
+            attempt.run(self._packed, self._runs, self._parent, self._depth)
         self._settle(np.arange(len(self._keys)), ~_AFTER_LOCAL[self._tally.outcomes])
 
     # ---- other nodes ----
@@ -184,7 +188,7 @@ class Load:
         choice = np.full(len(pending), -1, np.int16)
         others = np.zeros(len(pending), bool)
         for run in self._runs:
-            if run.node_id == self._local_node:
+            if run.node_id in (self._local_node, self._hung_node) or self._core.peers.hung(run.node):
                 continue
             span = slice(run.start, run.end)
             number = self._tally.node_number(run.node_id)

@@ -25,7 +25,7 @@ from kvclient.session import Session, means_lost, new_operation_id
 from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError
+from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
 from kvstore.observe.context import outgoing
 from kvstore.rpc.codec import unpack_u64
@@ -161,7 +161,10 @@ class LocalLoad:
             return
         with self._operation.on_cancel(stream.cancel):
             try:
-                yield from stream
+                with self._session.server.waiting(stream.cancel):
+                    yield from stream
+            except Unavailable as hung:
+                self._failed(hung)
             except grpc.RpcError as failed:
                 self._failed(from_rpc_error(cast("FailedCall", failed)))
             finally:
@@ -174,7 +177,7 @@ class LocalLoad:
             self._tally.note(self._operation.error())
             return
         self._tally.note(error)
-        if means_lost(error) and self._core.local is not None:
+        if means_lost(error) and self._core.local is not None and not self._session.server.hung:
             self._core.local.lost(self._session, error)
         else:
             self._core.incidents.report("client_local_load_failed_total", "the local node refused a load", error)

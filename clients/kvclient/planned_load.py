@@ -327,7 +327,8 @@ class PlannedLoad:
         if part.error is not None:
             tally.note(part.error)
             own = isinstance(part, LocalPart)
-            if own and self._session is not None and means_lost(part.error) and self._core.local is not None:
+            hung = self._session is not None and self._session.server.hung
+            if own and self._session is not None and means_lost(part.error) and self._core.local is not None and not hung:
                 self._core.local.lost(self._session, part.error)
         unanswered = left[tally.outcomes[left] == Outcome.MISS] if part.error is not None or part.over else left[:0]
         tally.outcomes[unanswered] = Outcome.UNAVAILABLE  # never answered: a failure, not a miss
@@ -365,7 +366,7 @@ class PlannedLoad:
                 self.trace.plans.append(again)
                 self._start_parts(wanted, again, far)
                 return
-        if planned.path != PATH_PREFILL and self._session is not None and self._session.alive:
+        if planned.path != PATH_PREFILL and self._session is not None and self._session.alive and not self._session.server.hung:
             self._start_own(wanted, positions[~here])
         else:
             self._no_path(positions[~here])

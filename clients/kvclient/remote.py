@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import TypeVar
@@ -19,9 +20,10 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
-from kvstore.rpc.client import RetryPolicy, call, connect
+from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer
+from kvstore.transport.liveness import LivenessMonitor
 from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.nixl.port import NixlPort
 from kvstore.transport.tcp_peer import TcpPeer
@@ -38,7 +40,10 @@ _TICKET_TIMEOUT_S = 2.0
 class PeerPool:
     """Open peers of one client. Thread-safe."""
 
-    def __init__(self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents) -> None:
+    def __init__(
+        self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents, liveness: LivenessMonitor
+    ) -> None:
+        self._liveness = liveness
         self._ticket_request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
         self._tls = tls
         self._peer_tls = PeerTls.of(tls)
@@ -60,6 +65,22 @@ class PeerPool:
             Unavailable: the client is closed.
         """
         return self._entry(node)[0]
+
+    def hung(self, node: NodeRef) -> bool:
+        """Whether a node answers nothing at the moment: nobody is to wait for it."""
+        return self._liveness.server(node.control_address).hung
+
+    @contextmanager
+    def watching(self, nodes: Iterable[NodeRef]) -> Iterator[None]:
+        """While inside, it is found out whether some nodes answer, because another node waits for them on our behalf.
+
+        Without this, a client that has waited for its own node to give a hung one up would then wait for it again itself.
+        """
+        with ExitStack() as waits:
+            for address in {node.control_address for node in nodes}:
+                with suppress(Unavailable):  # known to be hung
+                    waits.enter_context(self._liveness.server(address).waiting(_nothing))
+            yield
 
     def _entry(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
         retired = None
@@ -90,9 +111,12 @@ class PeerPool:
     def _connect(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:
         channel = connect(node.control_address, tls=self._tls, token=self._options.shown_token())
         stub = node_pb2_grpc.NodeStub(channel)
+        server = self._liveness.server(node.control_address)
 
         def ticket() -> bytes:
-            return bytes(call(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, RetryPolicy(attempts=2)).ticket)
+            retry = RetryPolicy(attempts=2)
+            answer = call_cancellable(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, server.waiting, retry)
+            return bytes(answer.ticket)
 
         make = TcpPeer if self._nixl is None else partial(NixlPeer, port=self._nixl)
         peer = make(
@@ -102,6 +126,7 @@ class PeerPool:
             tls=self._peer_tls,
             counters=self._incidents.counters,
             traffic=self._traffic,
+            server=server,
         )
         return peer, channel
 
@@ -134,3 +159,7 @@ def _close(entry: tuple[BlockPeer, grpc.Channel]) -> None:
     peer, channel = entry
     peer.close()
     channel.close()
+
+
+def _nothing() -> None:
+    """Cancels nothing: another node's wait is its own."""

@@ -33,6 +33,7 @@ from kvstore.core.types import NodeId, SessionId, VolumeId
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.breaker import CircuitBreaker
+from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 
 _log = logging.getLogger(__name__)
 
@@ -138,12 +139,15 @@ class Session:
         self,
         stub: node_pb2_grpc.NodeStub,
         opened: node_pb2.OpenSessionResponse,
+        server: WatchedServer,
         volumes: Sequence[StoredVolume],
         arena: ClientArena,
         options: ClientOptions,
         incidents: Incidents,
     ) -> None:
         self.stub = stub
+        self.server = server
+        """Whether the node answers."""
         self.session_id = SessionId(opened.session_id)
         self.node_id = NodeId(opened.node.node_id)
         self.lease_s = opened.lease_ms / 1000
@@ -216,6 +220,7 @@ class LocalNode:
         clock: where time comes from.
         options: bounds.
         incidents: where losses are reported.
+        liveness: finds out whether the node answers.
         watcher: told of each arena that is mapped.
     """
 
@@ -227,9 +232,11 @@ class LocalNode:
         clock: Clock,
         options: ClientOptions,
         incidents: Incidents,
+        liveness: LivenessMonitor,
         watcher: ArenaWatcher | None = None,
     ) -> None:
         self._find = find
+        self._liveness = liveness
         self._watcher = watcher
         self._spec = spec
         self._tls = tls
@@ -245,14 +252,30 @@ class LocalNode:
         self._closed = False
 
     def session(self) -> Session | None:
-        """The open session, or None: then it is being opened anew in the background, at most every ``reopen_pause_s``."""
+        """The open session, or None: the node is hung, or a session is being opened in the background (see ``unavailable``).
+
+        A hung node keeps its session: both go on where they were when it answers again.
+        """
         session = self._session
         if session is not None:
             if session.alive:
-                return session
+                return None if session.server.hung else session
             self.lost(session, None)
         self._reopen_in_background()
         return None
+
+    def unavailable(self) -> Unavailable:
+        """Why there is no session to use."""
+        session = self._session
+        if session is not None and session.server.hung:
+            return session.server.error()
+        return Unavailable("no session with the local node at the moment")
+
+    @property
+    def hung_node(self) -> NodeId | None:
+        """The node, if it is hung."""
+        session = self._session
+        return session.node_id if session is not None and session.server.hung else None
 
     @property
     def is_open(self) -> bool:
@@ -323,7 +346,7 @@ class LocalNode:
             watcher=self._watcher,
         )
         _log.info("session with node %s: arena of %d MiB mapped", opened.node.node_id, opened.arena_bytes >> 20)
-        return Session(stub, opened, volumes, arena, self._options, self._incidents)
+        return Session(stub, opened, self._liveness.server(address), volumes, arena, self._options, self._incidents)
 
     def _left_s(self, end_s: float) -> float:
         return max(_LEAST_S, end_s - self._clock.now_s())

@@ -29,12 +29,13 @@ from kvclient.stages import Stage
 from kvclient.tally import Tally, spans
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
-from kvstore.core.errors import Internal, KVStoreError, LeaseLost
+from kvstore.core.errors import Internal, KVStoreError, LeaseLost, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
 from kvstore.observe.context import outgoing
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.transport.contract import ReadRequest, ReadWatch
+from kvstore.transport.liveness import WatchedServer
 
 Positions = npt.NDArray[np.intp]
 
@@ -230,8 +231,10 @@ class StagedPart(ABC):
         if cancelled:
             call.cancel()
         try:
-            with wanted.operation.on_cancel(call.cancel):
+            with wanted.operation.on_cancel(call.cancel), self._server().waiting(call.cancel):
                 yield from call
+        except Unavailable as hung:
+            self.error = hung
         except grpc.RpcError as failed:
             if not self.over:  # we ended it ourselves: that says nothing of the session
                 self.error = from_rpc_error(cast("FailedCall", failed))
@@ -288,6 +291,10 @@ class StagedPart(ABC):
         """Whom to ask."""
 
     @abstractmethod
+    def _server(self) -> WatchedServer:
+        """Whether it answers."""
+
+    @abstractmethod
     def _session_id(self) -> bytes:
         """In which session."""
 
@@ -314,6 +321,9 @@ class LocalPart(StagedPart):
 
     def _stub(self) -> Any:  # noqa: ANN401
         return self._session.stub
+
+    def _server(self) -> WatchedServer:
+        return self._session.server
 
     def _session_id(self) -> bytes:
         return self._session.session_id
@@ -400,6 +410,9 @@ class RemotePart(StagedPart):
 
     def _stub(self) -> Any:  # noqa: ANN401
         return self._stage.stub
+
+    def _server(self) -> WatchedServer:
+        return self._stage.server
 
     def _session_id(self) -> bytes:
         return self._stage.session_id

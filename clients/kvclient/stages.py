@@ -16,8 +16,9 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import Internal, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
-from kvstore.rpc.client import call, connect
+from kvstore.rpc.client import call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
+from kvstore.transport.liveness import LivenessMonitor, WatchedServer
 
 MAX_STAGES = 64
 """Nodes with open sessions; the least recently used is let go beyond it."""
@@ -31,6 +32,7 @@ class Stage:
     node: NodeRef
     stub: node_pb2_grpc.NodeStub
     session_id: bytes
+    server: WatchedServer
     channel: grpc.Channel
     returner: Returner
 
@@ -38,7 +40,10 @@ class Stage:
 class Stages:
     """Open stages of one client. Thread-safe."""
 
-    def __init__(self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents) -> None:
+    def __init__(
+        self, spec: CacheSpec, tls: TlsConfig | None, options: ClientOptions, incidents: Incidents, liveness: LivenessMonitor
+    ) -> None:
+        self._liveness = liveness
         self._request = node_pb2.OpenSessionRequest(client_name=options.client_name, spec=spec_to_proto(spec), remote=True)
         self._tls = tls
         self._options = options
@@ -53,6 +58,8 @@ class Stages:
         Raises:
             KVStoreError: the node does not answer, or refuses.
         """
+        server = self._liveness.server(node.control_address)
+        server.check()
         with self._lock:
             if self._closed:
                 raise Unavailable("the client is closed")
@@ -63,14 +70,14 @@ class Stages:
         channel = connect(node.control_address, tls=self._tls, token=self._options.shown_token())
         stub = node_pb2_grpc.NodeStub(channel)
         try:
-            opened = call(stub.OpenSession, self._request, timeout_s)
+            opened = call_cancellable(stub.OpenSession, self._request, timeout_s, server.waiting)
         except BaseException:
             channel.close()
             raise
         if len(opened.session_id) != _SESSION_BYTES:
             channel.close()
             raise Internal("the node opened a session that makes no sense")
-        stage = Stage(node, stub, opened.session_id, channel, Returner(stub, opened, self._options, self._incidents))
+        stage = Stage(node, stub, opened.session_id, server, channel, Returner(stub, opened, self._options, self._incidents))
         retired = None
         with self._lock:
             if self._closed or node in self._open:

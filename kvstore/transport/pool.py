@@ -8,6 +8,7 @@ for a short time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -21,6 +22,7 @@ from kvstore.transport import frames
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.frames import FrameKind, Head
+from kvstore.transport.liveness import Wait, WatchedServer
 from kvstore.transport.tls import PeerTls
 from kvstore.transport.traffic import KvTraffic
 from kvstore.transport.wire import PlainWire, TlsWire, Wire, set_options
@@ -28,6 +30,8 @@ from kvstore.transport.wire import PlainWire, TlsWire, Wire, set_options
 log = logging.getLogger(__name__)
 
 Ticket = Callable[[], bytes] | bytes
+_TCP_CONNECT_S = 1.3
+"""Bound of a TCP connect alone, without TLS and greeting: a lost SYN is sent again after one second."""
 
 
 class Connection:
@@ -39,6 +43,8 @@ class Connection:
         """Whether it counts among those that are held while the caller does something else between its frames."""
         self.reused = False
         """Whether it was idle before: then it may have died meanwhile, and its first failure says nothing of the peer."""
+        self.wait: Wait | None = None
+        """The wait for the server that this exchange is, while it is taken."""
         self._last_id = 0
 
     def next_id(self) -> int:
@@ -85,6 +91,7 @@ class ConnectionPool:
         max_held: held at once.
         socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
         traffic: class of the traffic; None: like any other.
+        server: liveness of the process behind the address: if it is hung, exchanges with it are cut off and new ones refused.
         breaker: when to fail fast.
         counters: where events are counted.
     """
@@ -101,6 +108,7 @@ class ConnectionPool:
         breaker: CircuitBreaker,
         counters: Counters,
         traffic: KvTraffic | None = None,
+        server: WatchedServer | None = None,
         max_held: int = MAX_HELD_CONNECTIONS,
     ) -> None:
         self.address = address
@@ -112,6 +120,7 @@ class ConnectionPool:
         self._breaker = breaker
         self._counters = counters
         self._traffic = traffic
+        self._server = server
         self._lock = threading.Lock()
         self._max_connections = max_connections
         self._room = {False: threading.Semaphore(max_connections), True: threading.Semaphore(max_held)}
@@ -142,6 +151,8 @@ class ConnectionPool:
             self._counters.add("transport_peer_pool_timeouts_total")
             raise DeadlineExceeded("no data connection came free in time", address=self.address)
         try:
+            if self._server is not None:
+                self._server.check()
             connection = None if fresh else self._take_idle()
             if connection is None:
                 connection = self._dial(deadline_s)
@@ -149,10 +160,28 @@ class ConnectionPool:
             room.release()
             raise
         connection.held = held
+        self._watch(connection)
         return connection
+
+    def _watch(self, connection: Connection) -> None:
+        """The exchange is a wait for the server, until the connection is given back or dropped."""
+        if self._server is None:
+            return
+        connection.wait = self._server.waiting(connection.wire.shut)
+        try:
+            self._server.begin_wait(connection.wait)
+        except Unavailable:
+            self.drop(connection)
+            raise
+
+    def _unwatch(self, connection: Connection) -> None:
+        wait, connection.wait = connection.wait, None
+        if self._server is not None and wait is not None:
+            self._server.end_wait(wait)
 
     def give_back(self, connection: Connection) -> None:
         """Returns a connection that is in step: nothing asked on it is unanswered."""
+        self._unwatch(connection)
         with self._lock:
             self._busy.remove(connection)
             keep, held = not self._closed and len(self._idle) < self._max_connections, connection.held
@@ -169,6 +198,7 @@ class ConnectionPool:
             if connection not in self._busy:
                 return
             self._busy.remove(connection)
+        self._unwatch(connection)
         connection.wire.close()
         self._room[connection.held].release()
 
@@ -218,7 +248,7 @@ class ConnectionPool:
         ticket = self._ticket if isinstance(self._ticket, bytes) else self._ticket()
         hello = frames.encode_hello(ticket)
         try:
-            connection = self._greeted(self._connect(until_s), hello, until_s)
+            connection = self._reached(hello, until_s)
         except (Unauthenticated, PermissionDenied):
             self._breaker.succeeded()  # it answers, if not as hoped
             self._counters.add("transport_peer_unauthenticated_total")
@@ -235,8 +265,26 @@ class ConnectionPool:
             connection.wire.shut()
         return connection
 
-    def _connect(self, until_s: float) -> Wire:
-        sock = socket.create_connection((self._host, self._port), timeout=max(until_s - time.monotonic(), 0.001))
+    def _reached(self, hello: bytes, until_s: float) -> Connection:
+        """Connects and greets; cut off if the server is hung."""
+        if self._server is None:
+            return self._greeted(self._connect(until_s, []), hello, until_s)
+        dialed: list[socket.socket] = []
+
+        def cut_off() -> None:
+            for sock in dialed:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+        with self._server.waiting(cut_off):
+            return self._greeted(self._connect(until_s, dialed), hello, until_s)
+
+    def _connect(self, until_s: float, dialed: list[socket.socket]) -> Wire:
+        """Connects; ``dialed`` gets the socket as soon as there is one, for whoever cuts it off."""
+        left_s = max(until_s - time.monotonic(), 0.001)
+        sock = socket.create_connection((self._host, self._port), timeout=min(left_s, _TCP_CONNECT_S))
+        sock.settimeout(max(until_s - time.monotonic(), 0.001))
+        dialed.append(sock)
         try:
             set_options(sock, self._socket_buffer_bytes)
             if self._traffic is not None:

@@ -48,6 +48,7 @@ from kvstore.transport.contract import (
 from kvstore.transport.frames import FrameKind, WriteFrame
 from kvstore.transport.layer_write import TcpLayerWrite
 from kvstore.transport.layout import Layout
+from kvstore.transport.liveness import WatchedServer
 from kvstore.transport.pool import AnsweredError, Connection, ConnectionPool, Ticket
 from kvstore.transport.reading import UNIT_KEYS, UNITS_AHEAD, ReadState, Unit, budget_ms
 from kvstore.transport.tls import PeerTls
@@ -80,6 +81,7 @@ class TcpPeer(BlockPeer):
         socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
         counters: where events are counted.
         traffic: class of the traffic; None: unmarked and without a cap.
+        server: liveness of the node; None: each call lasts until its own deadline.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class TcpPeer(BlockPeer):
         socket_buffer_bytes: int | None = None,
         counters: Counters | None = None,
         traffic: KvTraffic | None = None,
+        server: WatchedServer | None = None,
     ) -> None:
         if streams < 1:
             raise InvalidArgument("a peer takes at least one stream", streams=streams)
@@ -114,6 +117,7 @@ class TcpPeer(BlockPeer):
             breaker=CircuitBreaker(MonotonicClock(), failures=breaker_failures, open_s=breaker_open_s),
             counters=self._counters,
             traffic=traffic,
+            server=server,
         )
         self._helpers_lock = threading.Lock()
         self._helpers: ThreadPoolExecutor | None = None

@@ -19,6 +19,7 @@ from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import Outcome, Tier
+from kvstore.transport.liveness import WatchedServer
 
 BLOCKS, LAYERS = 8, 6
 
@@ -45,6 +46,9 @@ class Part(StagedPart):
         return np.full(len(positions), self.proves_good)
 
     def _stub(self) -> Any:
+        raise AssertionError
+
+    def _server(self) -> WatchedServer:
         raise AssertionError
 
     def _session_id(self) -> bytes:

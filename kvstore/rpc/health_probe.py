@@ -1,0 +1,69 @@
+"""Probes of gRPC servers: the standard health check, which needs no token and answers as long as the server runs at all."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+MAX_CHANNELS = 128
+"""Servers with an open channel; the one used least recently is closed beyond it."""
+_NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+
+class HealthProbe:
+    """Asks servers whether they answer. Thread-safe; fits ``kvstore.transport.liveness.Probe``.
+
+    A channel with the settings of the channels that calls use shares their connection: the probe goes where the calls go.
+
+    Args:
+        connect: opens a channel to an address.
+    """
+
+    def __init__(self, connect: Callable[[str], grpc.Channel]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()
+        self._closed = False
+
+    def __call__(self, address: str, timeout_s: float, ended: Callable[[bool], None]) -> None:
+        """Starts a probe; ``ended(answered)`` is called once, from another thread. Any answer counts, also a refusal."""
+        channel = self._channel(address)
+        if channel is None:
+            ended(False)
+            return
+        check: Any = health_pb2_grpc.HealthStub(channel).Check
+        try:
+            probe = check.future(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
+        except ValueError:  # the channel was closed meanwhile
+            ended(False)
+            return
+        probe.add_done_callback(lambda done: ended(done.code() not in _NO_ANSWER))
+
+    def close(self) -> None:
+        """Closes all channels; probes under way end without an answer."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel in channels:
+            channel.close()
+
+    def _channel(self, address: str) -> grpc.Channel | None:
+        retired = None
+        with self._lock:
+            if self._closed:
+                return None
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = self._connect(address)
+                if len(self._channels) > MAX_CHANNELS:
+                    retired = self._channels.popitem(last=False)[1]
+            self._channels.move_to_end(address)
+        if retired is not None:
+            retired.close()
+        return channel

@@ -1,0 +1,218 @@
+"""Servers that stand still (SIGSTOP): engines give them up within a second, go on without them, and find their return."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from conftest import Engine, Store, until
+from kvclient import LoadResult, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
+from kvstore.testing.cluster import LocalCluster, NodeSpec
+
+MakeStore = Callable[..., Store]
+MIB = 1 << 20
+MOST_S = 1.5
+"""A request that meets a server as it stops waits no longer; it has a deadline of ten seconds."""
+SOON_S = 0.5
+"""A request that comes later does not wait at all; generous, for machines that are busy."""
+
+
+@contextmanager
+def stopped(cluster: LocalCluster, name: str) -> Iterator[None]:
+    process = cluster.node(name).process
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def timed(work: Callable[[], LoadResult | StoreResult]) -> tuple[LoadResult | StoreResult, float]:
+    began_s = time.monotonic()
+    result = work()
+    return result, time.monotonic() - began_s
+
+
+@pytest.fixture
+def store(make_store: MakeStore) -> Store:
+    return make_store(*(NodeSpec(name, dram_bytes=64 * MIB, settings=(("keep_loaded", "false"),)) for name in ("a", "b", "c")))
+
+
+def both_find(engines: list[Engine], chain: str, blocks: int) -> None:
+    def published() -> bool:
+        return all(one.client.lookup(one.keys(chain, blocks)).hit_blocks == blocks for one in engines)
+
+    until(published, f"{chain} is published")
+
+
+def test_hung_local_node_costs_one_request_a_second(store: Store) -> None:
+    engine = store.engine("a")
+    engine.store("c", 20, wait_visible=True)
+    session = engine.client.local_node
+    with stopped(store.cluster, "a"):
+        _, first_s = timed(lambda: engine.load("c", 20))
+        _, second_s = timed(lambda: engine.store("new", 20))
+        refused, third_s = timed(lambda: engine.load("c", 20))
+    assert first_s <= MOST_S
+    assert max(second_s, third_s) <= SOON_S
+    assert isinstance(refused.error, Unavailable)
+    until(lambda: engine.load("c", 20).hit_blocks == 20, "the node answers again")
+    assert set(engine.store("new", 20).outcomes) <= {StoreOutcome.STORED, StoreOutcome.EXISTS}
+    assert engine.client.local_node == session
+    assert engine.client.stats().get("client_session_lost_total", 0) == 0, "the session outlives the standstill"
+    assert engine.client.stats()["transport_peer_hung_total"] >= 1
+
+
+def test_hung_local_node_ends_a_store_in_time(store: Store) -> None:
+    engine = store.engine("a")
+    engine.store("warm", 4)
+    with stopped(store.cluster, "a"):
+        result, seconds = timed(lambda: engine.store("c", 20))
+    assert seconds <= MOST_S + 0.3  # a store that nobody may cancel is sent twice
+    assert isinstance(result.error, Unavailable)
+
+
+def test_hung_local_node_other_replica_serves_the_load(store: Store) -> None:
+    engine, other = store.engine("a"), store.engine("b")
+    engine.store("c", 20, wait_visible=True)
+    other.store("c", 20, wait_visible=True)
+    keys = engine.keys("c", 20)
+    until(lambda: {run.node_id for run in engine.client.lookup(keys).runs} == {"a", "b"}, "both replicas")
+    found = engine.client.lookup(keys)
+    with stopped(store.cluster, "a"):
+        data = engine.room(20)
+        result, seconds = timed(lambda: engine.client.load(found, data))
+    assert result.hit_blocks == 20
+    assert seconds <= MOST_S
+    assert list(engine.payloads.wrong_blocks(keys, data)) == []
+
+
+@pytest.mark.parametrize("local", ["b", None])
+def test_hung_source_node_costs_one_load_a_second(store: Store, local: str | None) -> None:
+    writer, reader = store.engine("a"), store.engine(local)
+    writer.store("c", 20, wait_visible=True)
+    both_find([writer, reader], "c", 20)
+    found = reader.client.lookup(reader.keys("c", 20))
+    with stopped(store.cluster, "a"):
+        first, first_s = timed(lambda: reader.client.load(found, reader.room(20)))
+        second, second_s = timed(lambda: reader.client.load(found, reader.room(20)))
+    assert first.hit_blocks == second.hit_blocks == 0
+    assert first_s <= MOST_S
+    assert second_s <= SOON_S
+    until(lambda: reader.load("c", 20).hit_blocks == 20, "the node answers again")
+
+
+def test_hung_node_layerwise_load_ends_in_time(store: Store) -> None:
+    engine = store.engine("a", layers=8)
+    engine.store("c", 16, wait_visible=True)
+    with stopped(store.cluster, "a"):
+        began_s = time.monotonic()
+        handle = engine.client.start_load(engine.keys("c", 16), engine.room(16))
+        handle.wait_layer(7, 10.0)
+        seconds = time.monotonic() - began_s
+        assert handle.result(1.0).hit_blocks == 0
+    assert seconds <= MOST_S + 1.0  # its lookup goes first
+
+
+def test_hung_store_node_is_left_for_another(store: Store) -> None:
+    remote = store.engine(None)
+    assert set(remote.store("warm", 4).outcomes) == {StoreOutcome.STORED}
+    with stopped(store.cluster, "a"):  # the first by its id
+        failed, first_s = timed(lambda: remote.store("c", 20))
+        stored, second_s = timed(lambda: remote.store("d", 20))
+    assert first_s <= MOST_S
+    assert second_s <= SOON_S
+    assert failed.error is not None or StoreOutcome.LOST in set(failed.outcomes)
+    assert set(stored.outcomes) == {StoreOutcome.STORED}
+
+
+def test_hung_metadata_server_costs_one_lookup_a_second(store: Store) -> None:
+    engine = store.engine("a")
+    engine.store("c", 20, wait_visible=True)
+    keys = engine.keys("c", 20)
+    with stopped(store.cluster, "metadata"):
+        waits = []
+        end_s = time.monotonic() + 4.0
+        while time.monotonic() < end_s:
+            began_s = time.monotonic()
+            engine.client.lookup(keys)
+            waits.append((began_s, time.monotonic() - began_s))
+            time.sleep(0.02)
+        assert max(wait for _, wait in waits) <= MOST_S
+        assert max(wait for began_s, wait in waits if began_s > waits[0][0] + 3.0) <= SOON_S
+        assert engine.load("c", 20).hit_blocks == 20, "the local node serves without it"
+    until(lambda: engine.client.lookup(keys).hit_blocks == 20, "the metadata server answers again")
+
+
+def test_hung_decode_node_ends_a_handoff_in_time(store: Store) -> None:
+    engine = store.engine("a")
+    keys = engine.keys("c", 8)
+    data = engine.room(8)
+    engine.payloads.fill(keys, data)
+    layers = data.reshape(8, 4, 4096)
+    with engine.client.begin_handoff(keys, "b") as handoff:
+        handoff.put_layer(0, layers[:, 0])
+        with stopped(store.cluster, "b"):
+            for layer in range(1, 4):
+                handoff.put_layer(layer, layers[:, layer])
+            result, seconds = timed(handoff.commit)
+    assert seconds <= MOST_S
+    assert result.error is not None
+
+
+def test_hung_prefill_node_planned_load_takes_the_other_path(make_store: MakeStore) -> None:
+    settings = (("keep_loaded", "false"),)
+    store = make_store(
+        NodeSpec("s", roles=("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=settings),
+        NodeSpec("p", dram_bytes=64 * MIB, write_behind_to="s"),
+        NodeSpec("d", roles=("decode",), dram_bytes=64 * MIB, settings=settings),
+    )
+    engine = store.engine("p")
+    assert engine.store("c", 24, durable=True, wait_visible=True).durable
+    keys = engine.keys("c", 24)
+
+    def stored_only() -> bool:
+        for node in ("s", "p"):
+            store.evict(node)
+        found = engine.client.lookup(keys)
+        return found.hit_blocks == 24 and {run.node_id for run in found.runs} == {"s"}
+
+    until(stored_only, "it lies in storage alone")
+    found = engine.client.lookup(keys)
+    waits = []
+    with stopped(store.cluster, "p"):
+        for policy in ("split", "prefill_only"):
+            data = engine.room(24)
+            paths = Paths(decode_node="d", policy=policy)
+            result, seconds = timed(lambda data=data, paths=paths: engine.client.load(found, data, paths=paths))  # type: ignore[misc]
+            waits.append(seconds)
+            hits = np.flatnonzero(result.outcomes == Outcome.HIT)
+            assert list(engine.payloads.wrong_blocks([keys[at] for at in hits], data[hits])) == []
+    assert waits[0] <= 2 * MOST_S, "one silence, and one more read over another host"
+    assert waits[1] <= SOON_S
+
+
+def test_hung_node_concurrent_requests_all_return(store: Store) -> None:
+    engine = store.engine("a")
+    engine.store("c", 20, wait_visible=True)
+    found = engine.client.lookup(engine.keys("c", 20))
+    waits: list[float] = []
+
+    def one() -> None:
+        waits.append(timed(lambda: engine.client.load(found, engine.room(20)))[1])
+
+    with stopped(store.cluster, "a"):
+        threads = [threading.Thread(target=one) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20.0)
+    assert len(waits) == 8
+    assert max(waits) <= MOST_S

@@ -1,0 +1,207 @@
+"""A server that stops answering is found by probes, and a slow one is not taken for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.errors import Unavailable
+from kvstore.observe.counters import Counters
+from kvstore.transport.liveness import (
+    GRACE_S,
+    IDLE_S,
+    LATE_S,
+    SILENCE_S,
+    TICK_S,
+    LivenessMonitor,
+    ServerLiveness,
+    ServerState,
+    WatchedServer,
+)
+
+WAIT_S = 20.0
+
+
+# ---- the state of one server
+def tick_for(server: ServerLiveness, begin_s: float, seconds: float, oldest_s: float | None) -> list[float]:
+    """Ticks on time; the moments at which the server became hung."""
+    steps = round(seconds / TICK_S)
+    return [at for at in (begin_s + step * TICK_S for step in range(1, steps + 1)) if server.tick(at, oldest_s).hung]
+
+
+def test_liveness_young_wait_sends_no_probe() -> None:
+    server = ServerLiveness()
+    assert not server.tick(10.0, 10.0).probe
+    assert not server.tick(10.0 + GRACE_S * 0.9, 10.0).probe
+    assert server.state is ServerState.ALIVE
+
+
+def test_liveness_unanswered_probe_makes_hung_once() -> None:
+    server = ServerLiveness()
+    hung = tick_for(server, 0.0, 5.0, 0.0)
+    assert len(hung) == 1
+    assert hung[0] <= GRACE_S + SILENCE_S + 2 * TICK_S
+
+
+def test_liveness_answered_probes_keep_a_slow_server_alive() -> None:
+    server = ServerLiveness()
+    for step in range(1, 400):
+        if server.tick(step * TICK_S, 0.0).probe:
+            server.probe_ended(step * TICK_S, answered=True)
+    assert server.state is ServerState.ALIVE
+
+
+def test_liveness_failed_probe_is_sent_again() -> None:
+    server = ServerLiveness()
+    assert server.tick(GRACE_S, 0.0).probe
+    server.probe_ended(GRACE_S, answered=False)
+    assert server.state is ServerState.SUSPECT
+    assert server.tick(GRACE_S + TICK_S, 0.0).probe
+
+
+def test_liveness_hung_server_is_back_after_one_answer() -> None:
+    server = ServerLiveness()
+    tick_for(server, 0.0, 3.0, 0.0)
+    assert server.state is ServerState.HUNG
+    assert not server.tick(3.1, None).probe, "one is under way"
+    assert server.probe_ended(3.2, answered=True).back
+    assert server.state is ServerState.ALIVE
+    assert not server.tick(3.25, 0.0).probe, "an answer is worth a grace, however old the wait is"
+
+
+def test_liveness_own_standstill_is_not_silence() -> None:
+    server = ServerLiveness()
+    assert server.tick(GRACE_S, 0.0).probe
+    assert not server.tick(GRACE_S + 60.0, 0.0).hung, "this process stood still for a minute"
+    assert server.state is ServerState.SUSPECT
+    assert tick_for(server, GRACE_S + 60.0, SILENCE_S + TICK_S, 0.0), "from here on it is the server's"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["tick", "wait", "leave", "answer", "fail"]), st.floats(0.001, LATE_S)), max_size=120))
+def test_liveness_hung_only_after_unanswered_silence(events: list[tuple[str, float]]) -> None:
+    """Whatever happens: hung only if a probe was unanswered for the whole silence, and one probe at a time."""
+    server, now_s = ServerLiveness(), 0.0
+    oldest_s: float | None = None
+    probing = False
+    answered_s = 0.0
+    for event, passed_s in events:
+        now_s += passed_s
+        if event == "wait" and oldest_s is None:
+            oldest_s = now_s
+        elif event == "leave":
+            oldest_s = None
+        elif event in ("answer", "fail") and probing:
+            probing = False
+            server.probe_ended(now_s, answered=event == "answer")
+            if event == "answer":
+                answered_s = now_s
+                assert server.state is ServerState.ALIVE
+        elif event == "tick":
+            before = server.state
+            decision = server.tick(now_s, oldest_s)
+            if decision.probe:
+                assert not probing, "two probes at once"
+                probing = True
+            assert decision.hung == (before is not ServerState.HUNG and server.state is ServerState.HUNG)
+            if decision.hung:
+                assert now_s - answered_s >= SILENCE_S
+        if server.state is not ServerState.ALIVE:
+            assert probing or event == "fail" or not server.settled
+
+
+# ---- many servers, with a thread
+class Probes:
+    """Stands for servers: each answers, or lets probes wait until it does."""
+
+    def __init__(self) -> None:
+        self.silent: set[str] = set()
+        self.sent: list[str] = []
+        self._lock = threading.Lock()
+        self._pending: list[tuple[str, Callable[[bool], None]]] = []
+
+    def __call__(self, address: str, timeout_s: float, ended: Callable[[bool], None]) -> None:
+        with self._lock:
+            self.sent.append(address)
+            if address in self.silent:
+                self._pending.append((address, ended))
+                return
+        ended(True)
+
+    def resume(self, address: str) -> None:
+        with self._lock:
+            self.silent.discard(address)
+            ready = [ended for name, ended in self._pending if name == address]
+            self._pending = [one for one in self._pending if one[0] != address]
+        for ended in ready:
+            ended(True)
+
+
+@pytest.fixture
+def probes() -> Probes:
+    return Probes()
+
+
+@pytest.fixture
+def monitor(probes: Probes) -> Iterator[LivenessMonitor]:
+    monitor = LivenessMonitor(probes, Counters())
+    yield monitor
+    monitor.close()
+
+
+def wait_until_cut(server: WatchedServer) -> None:
+    cut = threading.Event()
+    with server.waiting(cut.set):
+        assert cut.wait(WAIT_S)
+        raise RuntimeError("whatever the cancelled call raises")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_monitor_hung_server_cuts_waits_and_refuses(monitor: LivenessMonitor, probes: Probes) -> None:
+    probes.silent.add("a")
+    server = monitor.server("a")
+    with pytest.raises(Unavailable, match="stopped answering"):
+        wait_until_cut(server)
+    assert server.hung
+    with pytest.raises(Unavailable), server.waiting(lambda: None):
+        pytest.fail("entered")
+    probes.resume("a")
+    assert not server.hung
+    with server.waiting(lambda: None):
+        pass
+
+
+def test_monitor_other_servers_go_on(monitor: LivenessMonitor, probes: Probes) -> None:
+    probes.silent.add("a")
+    with monitor.server("b").waiting(lambda: pytest.fail("cut")), pytest.raises(Unavailable):
+        wait_until_cut(monitor.server("a"))
+    assert not monitor.server("b").hung
+
+
+def test_monitor_rests_without_waits_and_wakes_again(monitor: LivenessMonitor, probes: Probes) -> None:
+    server = monitor.server("a")
+    with server.waiting(lambda: None):
+        until(lambda: len(probes.sent) >= 2)
+    until(lambda: server not in monitor.awake)
+    sent = len(probes.sent)
+    time.sleep(2 * TICK_S)
+    assert len(probes.sent) == sent
+    probes.silent.add("a")
+    with pytest.raises(Unavailable):
+        wait_until_cut(server)
+    assert IDLE_S > 0
+
+
+def test_monitor_error_of_an_uncut_wait_passes_unchanged(monitor: LivenessMonitor) -> None:
+    with pytest.raises(KeyError), monitor.server("a").waiting(lambda: None):
+        raise KeyError("the caller's own")
