@@ -1,9 +1,8 @@
-"""Time to the first token of vLLM with 95 % of the prompt in the store, against computing it, and against vLLM's own fs tier.
+"""Time to the first token of vLLM with 95 % of the prompt in the store, against computing it.
 
 Each contestant is an engine in a process of its own, on one core; only one works at a time. Every prompt is a known prefix and a
 tail that nobody has seen. The engines' own prefix caches are emptied before each measurement, so the prefix comes out of
-DRAM of this host's node, out of its NVMe (the arena is emptied first), or, with vLLM's tiering, out of its files: its host
-memory holds one prefix, and two prefixes take turns. Files may be in the page cache, NVMe volumes are read with O_DIRECT.
+DRAM of this host's node, or out of its NVMe (the arena is emptied first), which is read with O_DIRECT.
 
 The model is a Llama with random weights in float32: 8 layers, width 512, 16 KiB of KV a token. Run with an interpreter that has
 vLLM (``make install-engines``).
@@ -26,7 +25,6 @@ from harness import Figure, Options, Reference, Target
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.engine_bed import store_transfer
-from peers.vllm_fs_tier import transfer_config
 from rig.engine_child import MIB, EngineChild, ModelSize, make_model
 
 SIZE = ModelSize()
@@ -53,10 +51,9 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
         cluster = stack.enter_context(LocalCluster([node], scratch / f"store-{tokens}"))
         where = cluster.metadata_address, cluster.node("bench").local_socket
         store, layerwise = store_transfer(*where), store_transfer(*where, load_mode="layerwise")
-        fs = transfer_config(scratch / f"fs-{tokens}", int(1.2 * volume))
         children = {
             name: stack.enter_context(EngineChild(model, transfer, scratch / f"{name}-{tokens}.log", **engine))
-            for name, transfer in {"recompute": None, "store": store, "layerwise": layerwise, "fs": fs}.items()
+            for name, transfer in {"recompute": None, "store": store, "layerwise": layerwise}.items()
         }
         for name, child in children.items():
             for prefix in prefixes:  # stored once, and the way there is warm
@@ -70,9 +67,6 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
             turn += 1
             child = children[name]
             prompt = [*prefixes[turn % PREFIXES], *next(tails)]
-            if name == "fs":  # the other prefix was the last to be in its host memory
-                child.ask("forget")
-                child.ask("prompt", tokens=[*prefixes[(turn + 1) % PREFIXES], *next(tails)])
             child.ask("forget")
             settle(cluster, cold=cold)
             answer = child.ask("prompt", tokens=prompt)
@@ -85,7 +79,6 @@ def measure(options: Options, scratch: Path, model: Path, tokens: int) -> None:
             {
                 "dram": lambda: first_token("store"),
                 "recompute": lambda: first_token("recompute"),
-                "fs": lambda: first_token("fs"),
                 "nvme": lambda: first_token("store", cold=True),
                 "layerwise": lambda: first_token("layerwise"),
             },
@@ -108,22 +101,21 @@ def settle(cluster: LocalCluster, *, cold: bool) -> None:
 
 
 def report(options: Options, tokens: int, samples: dict[str, list[float]]) -> None:
-    """The records: ours against computing, and against vLLM's tier."""
+    """The records: ours against computing."""
     for name, what in (("dram", "DRAM"), ("nvme", "NVMe"), ("layerwise", "DRAM, layer by layer")):
-        for peer, called in (("recompute", "computing the prompt"), ("fs", "vLLM's fs tier")):
-            options.keep(
-                Figure(
-                    f"engine_ttft_{name}_{peer}",
-                    f"TTFT, 95 % hit out of {what}",
-                    {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT},
-                    "ms",
-                    lower_is_better=True,
-                ),
-                samples[name],
-                peer=Reference(called, samples[peer]),
-                target=Target("peer", 1.0),
-                verified=True,
-            )
+        options.keep(
+            Figure(
+                f"engine_ttft_{name}_recompute",
+                f"TTFT, 95 % hit out of {what}",
+                {"tokens": tokens, "kv_bytes_token": SIZE.kv_bytes, "hit": HIT},
+                "ms",
+                lower_is_better=True,
+            ),
+            samples[name],
+            peer=Reference("computing the prompt", samples["recompute"]),
+            target=Target("peer", 1.0),
+            verified=True,
+        )
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
