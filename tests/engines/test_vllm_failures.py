@@ -26,6 +26,10 @@ from kvstore.testing.connector_kit import StoreAddress
 MIB = 1 << 20
 PROMPTS = [text(seed, 500) for seed in range(3)]
 WAIT_S = 30.0
+MOST_WAIT_S = 1.5
+"""A request that meets a server as it hangs waits no longer."""
+SOON_S = 0.5
+""""Without waiting", on a machine that is busy."""
 
 
 class Bed:
@@ -327,6 +331,43 @@ def test_a_request_that_is_aborted_while_it_loads(make_bed: Callable[..., Bed]) 
     until(lambda: pool.get_num_free_blocks() == before, "its pages are free", engine.llm.llm_engine.step)
     assert engine.counters()["loads_aborted"] == 1
     assert engine.tokens(PROMPTS) == right
+
+
+@pytest.mark.parametrize("server", ["n", "metadata"])
+def test_vllm_hung_server_delays_no_later_request(server: str, make_bed: Callable[..., Bed]) -> None:
+    """One request waits for about a second; those after it are answered as if there were no store."""
+    bed = make_bed()
+    engine = bed.open()
+    right = engine.tokens(PROMPTS)
+    assert engine.flush()
+
+    def answer(at: int) -> float:
+        engine.forget()
+        began_s = time.monotonic()
+        assert engine.tokens([PROMPTS[at]]) == [right[at]]
+        return time.monotonic() - began_s
+
+    process = bed.cluster.node(server).process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        waits = [answer(at % len(PROMPTS)) for at in range(6)]
+    finally:
+        process.send_signal(signal.SIGCONT)
+    alone = bed.folder, engine.counters()
+    bed.close()
+    plain = VllmDriver(tiny("llama", alone[0])).open(None)
+    try:
+        computed = []
+        for prompt in PROMPTS:
+            plain.forget()
+            began_s = time.monotonic()
+            plain.tokens([prompt])
+            computed.append(time.monotonic() - began_s)
+    finally:
+        plain.close()
+    assert waits[0] <= max(computed) + MOST_WAIT_S, waits
+    assert sum(waits[2:]) / len(waits[2:]) <= max(computed) + SOON_S, (waits, computed)
+    assert alone[1].get("bugs", 0) == 0
 
 
 @pytest.mark.parametrize("connector_too", [False, True])
