@@ -52,6 +52,8 @@ class _Running:
     future: Future[None]
     told: int = 0
     stalled: bool = False
+    last: bool = False
+    """Nobody else is left to read its blocks: while its node answers at all, it has until the deadline."""
 
 
 @dataclass(slots=True)
@@ -298,7 +300,8 @@ class PlannedLoad:
         self._submit(part, planned, plan)
 
     def _submit(self, part: StagedPart, planned: PlannedPart | None, plan: Plan | None) -> None:
-        self._running.append(_Running(part, planned, plan, self._pool.submit(copy_context().run, part.run)))
+        future = self._pool.submit(copy_context().run, part.run)
+        self._running.append(_Running(part, planned, plan, future, last=planned is None))
 
     def _watch(self, wanted: Wanted, far: Positions) -> None:
         """Until all parts have ended: finds stalls, plans again what failed, tells the planner how far everything is."""
@@ -310,7 +313,7 @@ class PlannedLoad:
             for one in ended:
                 self._ended(wanted, one, far)
             for one in self._running:
-                if one.part.still_for(clock.now_s()) > stall_s and not one.part.over:
+                if not one.last and one.part.still_for(clock.now_s()) > stall_s and not one.part.over:
                     self._core.incidents.report("client_parts_stalled_total", f"nothing moves over {one.part.node_id}")
                     one.stalled = True
                     one.part.cancel()
@@ -346,12 +349,12 @@ class PlannedLoad:
         why = f"{part.node_id} over {part.path}: {trouble}"
         self._core.incidents.report("client_parts_failed_total", f"a part of a load goes over another path; {why}")
         if one.planned is not None and one.plan is not None:
-            self._failed(wanted, one.planned, one.plan, far, why)
+            self._failed(wanted, one.planned, one.plan, far, why, stalled=one.stalled)
         else:
             self._no_path(again)
 
-    def _failed(self, wanted: Wanted, planned: PlannedPart, plan: Plan, far: Positions, why: str) -> None:
-        """Plans a failed part anew; without a plan this host reads it, if it has not just failed to."""
+    def _failed(self, wanted: Wanted, planned: PlannedPart, plan: Plan, far: Positions, why: str, *, stalled: bool) -> None:
+        """Plans a failed part again. Without a plan this host reads it, unless it has just failed to; a stall is no failure."""
         self.trace.failures.append(why)
         positions = far[planned.start : planned.start + planned.count]
         here = ~self._missing(positions)
@@ -366,7 +369,8 @@ class PlannedLoad:
                 self.trace.plans.append(again)
                 self._start_parts(wanted, again, far)
                 return
-        if planned.path != PATH_PREFILL and self._session is not None and self._session.alive and not self._session.server.hung:
+        session = self._session
+        if (stalled or planned.path != PATH_PREFILL) and session is not None and session.alive and not session.server.hung:
             self._start_own(wanted, positions[~here])
         else:
             self._no_path(positions[~here])

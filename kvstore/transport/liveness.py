@@ -355,7 +355,8 @@ class LivenessMonitor:
                     self._send_probe(server)
                 if server.quiet_for_s(now_s) >= IDLE_S:
                     self._let_rest(server)
-            time.sleep(TICK_S)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, TICK_S)
 
     def _let_rest(self, server: WatchedServer) -> None:
         with self._changed:

@@ -249,6 +249,20 @@ def test_the_decode_node_is_killed_in_the_middle(ready: Ready, proxies: Proxies,
     assert result.hit_blocks == BLOCKS
 
 
+@pytest.mark.parametrize("layer_group", [0, 2])
+def test_paths_only_living_source_has_until_the_deadline(ready: Ready, proxies: Proxies, layer_group: int) -> None:
+    """The decode hosts are dead, and this host's storage stands still for longer than a stall: it is waited for."""
+    store, engine, found = ready
+    for node in ("d", "r"):
+        store.cluster.node(node).process.kill()
+    proxy = proxies(store.cluster.node("s").ready["data_address"])
+    proxy.to_client.delay_s = 2 * STALL_S
+    with after(6 * STALL_S, lambda: setattr(proxy.to_client, "delay_s", 0.0)):
+        result = load_by_layers(engine, through(found, proxy.address), paths("split", layer_group), deadline_s=20.0)
+    assert result.hit_blocks == BLOCKS
+    assert result.bytes_by_path["prefill"] > 0
+
+
 def only_stored_at(store: Store, engine: Engine, nodes: tuple[str, ...]) -> Lookup:
     """As ``only_stored`` where some nodes are dead."""
     found: list[Lookup] = []
