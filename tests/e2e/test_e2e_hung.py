@@ -123,8 +123,10 @@ def test_hung_node_layerwise_load_ends_in_time(store: Store) -> None:
 
 def test_hung_store_node_is_left_for_another(store: Store) -> None:
     remote = store.engine(None)
-    assert set(remote.store("warm", 4).outcomes) == {StoreOutcome.STORED}
-    with stopped(store.cluster, "a"):  # the first by its id
+    assert set(remote.store("warm", 4, wait_visible=True).outcomes) == {StoreOutcome.STORED}
+    both_find([remote], "warm", 4)
+    chosen = remote.client.lookup(remote.keys("warm", 4)).runs[0].node_id
+    with stopped(store.cluster, chosen):
         failed, first_s = timed(lambda: remote.store("c", 20))
         stored, second_s = timed(lambda: remote.store("d", 20))
     assert first_s <= MOST_S
