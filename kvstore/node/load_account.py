@@ -27,7 +27,9 @@ _REACHES: Final = ("none", "dram", "nvme", "peer")
 _SECONDS: Final = {reach: event("node_load_seconds", reach=reach) for reach in _REACHES}
 _BYTES: Final = {reach: event("node_loaded_bytes_total", reach=reach) for reach in _REACHES[1:]}
 _MISSED: Final = {
-    outcome: event("node_load_missed_blocks_total", reason=outcome.name.lower()) for outcome in Outcome if outcome is not Outcome.HIT
+    outcome: event("node_load_missed_blocks_total", reason=outcome.name.lower())
+    for outcome in Outcome
+    if outcome is not Outcome.HIT
 }
 _ABANDONED: Final = event("node_load_missed_blocks_total", reason="abandoned")
 _DRAINING: Final = event("node_load_missed_blocks_total", reason="draining")
