@@ -134,7 +134,7 @@ class LoadAccount:
             )
 
     def _count(self) -> None:
-        """Count blocks and bytes of the load. What was neither brought nor refused was abandoned by the caller."""
+        """Count blocks and bytes of the load. A block without an answer was abandoned: the load ended before."""
         names, amounts = ["node_load_blocks_total"], [self._blocks]
         for reach, name in _BYTES.items():
             if self._hits[reach]:

@@ -258,7 +258,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "node_load_blocks_total": ("counter", "blocks that engines asked the node for in loads"),
     "node_load_missed_blocks_total": (
-        "counter", "blocks of these that the node did not bring, by reason; abandoned: the engine left or its deadline passed",
+        "counter", "blocks of these that the node did not bring, by reason; abandoned: the load ended before they came",
         {"labels": {"reason": (*_OUTCOMES, "abandoned", "draining")}, "events": "node_load_missed_{reason}_blocks_total"},
     ),
     "node_slow_loads_total": ("counter", "loads that took longer than observe.slow_load; each is logged with its breakdown"),
