@@ -26,7 +26,7 @@ _REACHES: Final = ("none", "dram", "nvme", "peer")
 """Nearest first."""
 _SECONDS: Final = {reach: event("node_load_seconds", reach=reach) for reach in _REACHES}
 _BYTES: Final = {reach: event("node_loaded_bytes_total", reach=reach) for reach in _REACHES[1:]}
-_MISSED: Final = {
+_MISSED: Final[dict[Outcome, str]] = {
     outcome: event("node_load_missed_blocks_total", reason=outcome.name.lower())
     for outcome in Outcome
     if outcome is not Outcome.HIT
