@@ -30,7 +30,7 @@ RUNBOOK = REPOSITORY / "docs" / "how-to" / "alerts.md"
 VLLM_PREFIX = "vllm:kvstore_"
 SCRAPE_S = 1
 WINDOW_S = 60
-"""What ``$__rate_interval`` stands for."""
+"""Value of ``$__rate_interval``."""
 START_S = 60.0
 
 SELECTOR = re.compile(r"\b((?:vllm:)?kvstore_[a-z0-9_]+)\b(?:\{([^}]*)\})?\s*(\[[^\]]+\])?")
@@ -39,7 +39,7 @@ MATCHER = re.compile(r'\s*([a-z_]+)\s*(=~|!~|!=|=)\s*"([^"]*)"\s*')
 
 # ---------------------------------------------------------------- what is shipped
 def panels() -> Iterator[dict[str, Any]]:
-    """All panels, rows and what lies in them included, in their order."""
+    """All panels in order, including rows and the panels inside them."""
     waiting = list(json.loads(DASHBOARD.read_text())["panels"])
     while waiting:
         panel = waiting.pop(0)

@@ -1,7 +1,7 @@
 """The shipped dashboard and alert rules, held against scrapes of a running store with a served vLLM engine.
 
-What is scraped is what ``deploy``'s Prometheus scrapes: metadata server and node. vLLM's own ``/metrics`` counts only for the
-optional row and for the optional branches of rules.
+The tests scrape the processes that ``deploy``'s Prometheus scrapes: metadata server and node. vLLM's own ``/metrics`` counts only
+for the optional row and for the optional branches of rules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUTER = "Router (where one runs)"
 
 @dataclass
 class Bed:
-    """The processes, and what was asked of them."""
+    """The processes, and how many prompts they have served."""
 
     cluster: LocalCluster
     engine: ServedEngine
@@ -44,7 +44,7 @@ class Bed:
 
     @property
     def servers(self) -> dict[str, list[str]]:
-        """What the shipped configuration scrapes, by job."""
+        """Addresses that the shipped configuration scrapes, by job."""
         return {
             "kvstore-metadata": [self.cluster.node("metadata").metrics_address],
             "kvstore-node": [self.cluster.node("n").metrics_address],
@@ -111,7 +111,7 @@ def prometheus(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 
 def asked_by_all() -> dict[str, list[Selector]]:
-    """What each panel's query and each rule asks for."""
+    """Selectors of each query of a panel and of each rule."""
     found = {f"{panel} {target['refId']}": selectors(target["expr"]) for row, panel, target in targets() if row != ROUTER}
     return found | {rule["alert"]: selectors(str(rule["expr"])) for rule in alerts()}
 

@@ -1,4 +1,4 @@
-"""Each alert rule fires on what it is for, and on nothing else: Prometheus's own evaluation of series that are made up here."""
+"""Each alert rule fires on its cause and on nothing else: promtool evaluates made-up series."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ CASES: dict[str, list[Case]] = {
     "KVStorePublishFailing": [gauge("kvstore_node_publish_failing_seconds", 60, 10)],
     "KVStoreOrdersUnreadable": [counter("kvstore_metadata_orders_unreadable_total", 1)],
     "KVStoreHitRatioCollapse": [
-        Case(  # 100 blocks a second are looked up; half of them were found for six hours, none since
+        Case(  # 100 blocks per second are looked up; half of them were found for six hours, none since
             {f"{HITS}{{{ON}}}": "0+3000x360 1080000x40", f"{KEYS}{{{ON}}}": "0+6000x400"},
             {f"{HITS}{{{ON}}}": "0+3000x400", f"{KEYS}{{{ON}}}": "0+6000x400"},
             minutes=395,
         ),
-        Case(  # as many, and a few blocks a minute, of which nobody says anything
+        Case(  # the quiet case has too few lookups for a ratio
             {f"{HITS}{{{ON}}}": "0+3000x360 1080000x40", f"{KEYS}{{{ON}}}": "0+6000x400"},
             {f"{HITS}{{{ON}}}": "0+3x360 1080x40", f"{KEYS}{{{ON}}}": "0+6x400"},
             minutes=395,
