@@ -30,7 +30,7 @@ WAIT_S = 120.0
 PROMPT_TOKENS = 500
 BLOCK_TOKENS = 32
 ROUTER = "Router (where one runs)"
-"""Row of the dashboard whose panels ``test_vllm_router`` holds against a running router."""
+"""Row of the dashboard whose panels ``tests/router`` holds against a running router."""
 
 
 @dataclass

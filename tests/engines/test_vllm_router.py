@@ -20,7 +20,6 @@ pytest.importorskip("vllm")
 
 import openai
 from adapters_bed import RANK, make_adapter
-from monitored import scraped, selectors, targets
 from pd_bed import BLOCK, DECODE, PREFILL, Oracle, PdBed, pd_bed
 
 from kvstore.testing.engine_bed import token_ids_of
@@ -297,11 +296,3 @@ def test_an_engine_that_is_killed_costs_no_request(bed: PdBed, plain: RouterProc
         bed.decode.kill()
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.result(60) == oracle.says(prompt, 16)
-
-
-def test_router_panels_of_the_dashboard_have_series(plain: RouterProcess) -> None:
-    client(plain).completions.create(model="tiny", prompt=text("panels", 64), max_tokens=1, **GREEDY)
-    asked = [one for row, _, target in targets() if row.startswith("Router") for one in selectors(target["expr"])]
-    shown = scraped(plain.address)
-    assert asked
-    assert [one for one in asked if not any(one.takes(series.name, series.labels) for series in shown)] == []
