@@ -26,6 +26,13 @@ _REACHES: Final = ("none", "dram", "nvme", "peer")
 """Nearest first."""
 _SECONDS: Final = {reach: event("node_load_seconds", reach=reach) for reach in _REACHES}
 _BYTES: Final = {reach: event("node_loaded_bytes_total", reach=reach) for reach in _REACHES[1:]}
+_MISSED: Final[dict[Outcome, str]] = {
+    outcome: event("node_load_missed_blocks_total", reason=outcome.name.lower())
+    for outcome in Outcome
+    if outcome is not Outcome.HIT
+}
+_ABANDONED: Final = event("node_load_missed_blocks_total", reason="abandoned")
+_DRAINING: Final = event("node_load_missed_blocks_total", reason="draining")
 
 
 class LoadAccounts:
@@ -50,16 +57,25 @@ class LoadAccounts:
         self.recent = recent
         self.clock = clock
 
-    def open(self, blocks: int, block_bytes: int) -> LoadAccount:
-        """A load of so many blocks, of so many bytes each, begins."""
-        return LoadAccount(self, blocks, block_bytes)
+    def open(self, blocks: int, block_bytes: int, *, first_layer: int = 0, draining: bool = False) -> LoadAccount:
+        """Begin the account of a load.
+
+        Args:
+            blocks: how many the caller asks for.
+            block_bytes: size of each.
+            first_layer: in layer groups, the first that is wanted.
+            draining: the node drains or ends: it brings nothing that lies elsewhere, and the caller asks other nodes.
+        """
+        return LoadAccount(self, blocks, block_bytes, first_layer, draining=draining)
 
 
 class LoadAccount:
     """One load. Used by one thread at a time; ``close`` once."""
 
-    def __init__(self, accounts: LoadAccounts, blocks: int, block_bytes: int) -> None:
+    def __init__(self, accounts: LoadAccounts, blocks: int, block_bytes: int, first_layer: int, *, draining: bool) -> None:
         self._accounts = accounts
+        self._first_layer = first_layer
+        self._draining = draining
         self._blocks = blocks
         self._block_bytes = block_bytes
         self._began_s = self._told_s = accounts.clock.now_s()
@@ -73,12 +89,13 @@ class LoadAccount:
     def part(self, part: Part) -> None:
         """A part is there: the time since the last was told is what it was waited for."""
         reach = "none"
+        counts = not part.layer_count or part.first_layer == self._first_layer  # in layer groups a block comes several times
         for outcome in set(part.outcomes):
             count = part.outcomes.count(outcome)
             if outcome is Outcome.HIT:
                 reach = "peer" if part.node != self._accounts.node_id else "nvme" if part.tier is Tier.NVME else "dram"
-                self._hits[reach] += count if not part.first_layer else 0  # in layer groups a block comes several times
-            elif not part.first_layer:
+                self._hits[reach] += count if counts else 0
+            elif counts:
                 self._misses[outcome] = self._misses.get(outcome, 0) + count
         self._handed_s = self._accounts.clock.now_s()
         self._waited_s[reach] += self._handed_s - self._told_s
@@ -99,9 +116,7 @@ class LoadAccount:
         self._stood_s = accounts.standstill(self._began_s, now_s)
         reach = next((one for one in reversed(_REACHES) if self._hits[one]), "none")
         accounts.counters.observe(_SECONDS[reach], seconds)
-        brought = [one for one in _BYTES if self._hits[one]]
-        if brought:
-            accounts.counters.add_all([_BYTES[one] for one in brought], [self._hits[one] * self._block_bytes for one in brought])
+        self._count()
         make = partial(self._record, request_id.get(), seconds)
         accounts.recent.add(seconds, make)
         if tracing.on():
@@ -117,6 +132,22 @@ class LoadAccount:
                 record.reason,
                 record.parts,
             )
+
+    def _count(self) -> None:
+        """Count blocks and bytes of the load. A block without an answer was abandoned: the load ended before."""
+        names, amounts = ["node_load_blocks_total"], [self._blocks]
+        for reach, name in _BYTES.items():
+            if self._hits[reach]:
+                names.append(name)
+                amounts.append(self._hits[reach] * self._block_bytes)
+        for outcome, count in self._misses.items():
+            names.append(_DRAINING if self._draining and outcome is Outcome.UNAVAILABLE else _MISSED[outcome])
+            amounts.append(count)
+        abandoned = self._blocks - sum(self._hits.values()) - sum(self._misses.values())
+        if abandoned > 0:
+            names.append(_ABANDONED)
+            amounts.append(abandoned)
+        self._accounts.counters.add_all(names, amounts)
 
     def _record(self, name: str, seconds: float) -> LoadRecord:
         parts: dict[str, object] = {

@@ -235,7 +235,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Load(self, request: node_pb2.LoadRequest, context: Context) -> AsyncIterator[node_pb2.LoadProgress]:  # noqa: N802
         session = self._session(request.session_id)
         keys = keys_from_packed(request.keys)
-        account = self._accounts.open(len(keys), session.domain.shape.block_bytes)
+        block_bytes, draining = session.domain.shape.block_bytes, self._gate.shut
+        account = self._accounts.open(len(keys), block_bytes, first_layer=request.first_layer, draining=draining)
         part = self._loader.resident(session.domain, keys)
         if part is not None:  # all in DRAM: no thread, no window
             account.part(part)
@@ -247,7 +248,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             raise InvalidArgument("chain too long", limit=MAX_DEPTH)
         place = {"parent": parent, "depth": request.depth, "sources": self._sources(request.sources)}
         deadline_s = self._deadline_s(context)
-        if self._gate.shut:  # what lies here is served; of the rest the caller asks those who have it
+        if draining:  # what lies here is served; of the rest the caller asks those who have it
             named = place.pop("sources")
             parts = self._left_to_others(self._loader.load(session.domain, keys, deadline_s, **place), named)  # type: ignore[arg-type]
             lanes = self._load_lanes

@@ -256,6 +256,11 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
         "counter", "bytes that loads brought, by where they lay: DRAM, this node's volumes, another node",
         {"labels": {"reach": ("dram", "nvme", "peer")}, "events": "node_loaded_{reach}_bytes_total"},
     ),
+    "node_load_blocks_total": ("counter", "blocks that engines asked the node for in loads"),
+    "node_load_missed_blocks_total": (
+        "counter", "blocks of these that the node did not bring, by reason; abandoned: the load ended before they came",
+        {"labels": {"reason": (*_OUTCOMES, "abandoned", "draining")}, "events": "node_load_missed_{reason}_blocks_total"},
+    ),
     "node_slow_loads_total": ("counter", "loads that took longer than observe.slow_load; each is logged with its breakdown"),
     "located_blocks_total": ("counter", "blocks whose place on disk engines of this host were told, to read them themselves"),
     "load_no_room_blocks_total": ("counter", "blocks that found no room in DRAM in time"),

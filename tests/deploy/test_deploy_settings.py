@@ -112,9 +112,14 @@ def test_prometheus_of_the_compose_file_asks_where_metrics_are_and_only_there() 
     live = yaml.safe_load(text)
     optional = yaml.safe_load(text.replace("\n  # - job", "\n  - job").replace("\n  #   ", "\n    "))
     daemons = compose_daemons()
-    targets = {target for job in optional["scrape_configs"] for each in job["static_configs"] for target in each["targets"]}
+    jobs = {
+        job["job_name"]: {target for each in job["static_configs"] for target in each["targets"]}
+        for job in optional["scrape_configs"]
+    }
+    engines = jobs.pop("vllm")
     expected = {f"{name}:{daemon.listens.get('metrics_listen', daemon.listens['listen'])}" for name, daemon in daemons.items()}
-    assert targets == expected
+    assert set().union(*jobs.values()) == expected
+    assert {f"http://{engine}" for engine in engines} == set(daemons["router"].config.router.engines)
     assert {job["job_name"] for job in live["scrape_configs"]} == {"kvstore-metadata", "kvstore-node"}
     for service in compose()["services"].values():
         for volume in service.get("volumes", []):
@@ -228,7 +233,7 @@ def test_files_that_the_readme_names_exist() -> None:
     text = READMES[0].read_text()
     for place in re.findall(r"(?<![\w/])deploy/[A-Za-z0-9_./-]*[A-Za-z0-9_]", text):
         assert (REPOSITORY / place).exists(), place
-    for place in re.findall(r"\]\(([^):]+)\)", text):
+    for place in re.findall(r"\]\(([^):#]+)(?:#[^)]*)?\)", text):
         assert (DEPLOY / place).exists(), place
     for words in _of("docker", READMES[0]):
         for service in [word for word in words if word in {"prefill-1", "decode-1", "storage-1", "metadata", "router", "admin"}]:

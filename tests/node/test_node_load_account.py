@@ -20,12 +20,12 @@ HOME = NodeId("n")
 class Load:
     """One load, told by what happens one after the other."""
 
-    def __init__(self) -> None:
-        self.clock, self.recent = ManualClock(), RecentLoads()
+    def __init__(self, *, first_layer: int = 0, draining: bool = False) -> None:
+        self.clock, self.recent, self.counters = ManualClock(), RecentLoads(), Counters()
         self.pulse = Pulse(self.clock)
         self.pulse.beat()
-        accounts = LoadAccounts(HOME, 9.0, Counters(), self.recent, self.clock, self.pulse.stood_still)
-        self.account = accounts.open(4, 4096)
+        accounts = LoadAccounts(HOME, 9.0, self.counters, self.recent, self.clock, self.pulse.stood_still)
+        self.account = accounts.open(4, 4096, first_layer=first_layer, draining=draining)
 
     def pass_s(self, seconds: float) -> None:
         """Time in which the process runs."""
@@ -101,3 +101,44 @@ def test_a_pulse_of_a_process_that_runs_ends_when_told() -> None:
     pulse.start()
     pulse.stop(10.0)
     assert threading.active_count() == before
+
+
+def missed(load: Load) -> dict[str, int]:
+    """Blocks that the load did not get, by reason."""
+    prefix, suffix = "node_load_missed_", "_blocks_total"
+    found = load.counters.snapshot().items()
+    return {name[len(prefix) : -len(suffix)]: count for name, count in found if name.startswith(prefix)}
+
+
+def test_load_account_misses_counted_by_reason() -> None:
+    load = Load()
+    outcomes = [Outcome.HIT, Outcome.MISS, Outcome.TIMEOUT, Outcome.TIMEOUT]
+    load.account.part(Part(0, outcomes, [None] * 4, Tier.DRAM, HOME))
+    load.end()
+    assert missed(load) == {"miss": 1, "timeout": 2}
+    assert load.counters.get("node_load_blocks_total") == 4
+    assert load.counters.get("node_loaded_dram_bytes_total") == 4096
+
+
+def test_load_account_caller_gone_counts_abandoned() -> None:
+    load = Load()
+    load.account.part(Part(0, [Outcome.HIT], [None], Tier.DRAM, HOME))
+    load.end()
+    assert missed(load) == {"abandoned": 3}
+
+
+def test_load_account_draining_is_no_failure() -> None:
+    load = Load(draining=True)
+    load.account.part(Part(0, [Outcome.UNAVAILABLE] * 4, [None] * 4, Tier.DRAM, HOME))
+    load.end()
+    assert missed(load) == {"draining": 4}
+
+
+@pytest.mark.parametrize("first_layer", [0, 2])
+def test_load_account_layer_groups_count_blocks_once(first_layer: int) -> None:
+    load = Load(first_layer=first_layer)
+    for layer in range(first_layer, 6, 2):
+        load.account.part(Part(0, [Outcome.HIT] * 4, [None] * 4, Tier.NVME, NodeId("another"), layer, 2))
+    load.end()
+    assert missed(load) == {}
+    assert load.counters.get("node_loaded_peer_bytes_total") == 4 * 4096

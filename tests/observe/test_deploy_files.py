@@ -7,30 +7,29 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
+from monitored import ALERTS, DASHBOARD, MATCHER, REPOSITORY, RUNBOOK, SCRAPES, SELECTOR, VLLM_PREFIX, alerts, panels, targets
 
+from kvclient.engines.vllm.tally import COUNTERS
 from kvstore.observe.metrics import METRICS, Kind, Limit, Metric
 from kvstore.observe.names import CONSTANT_LABELS
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-ALERTS = DEPLOY / "prometheus" / "alerts.yml"
-DASHBOARD = DEPLOY / "grafana" / "kvstore.json"
 OF_PROMETHEUS = {"instance", "job"}
 SERIES: dict[str, Metric] = {series: metric for metric in METRICS.values() for series in metric.series}
+SERIES |= {
+    f"{VLLM_PREFIX}{name}_total": Metric(f"{VLLM_PREFIX}{name}_total", Kind.COUNTER, text) for name, text in COUNTERS.items()
+}
 
-_SELECTOR = re.compile(r"\b(kvstore_[a-z0-9_]+)\b(?:\{([^}]*)\})?\s*(\[[^\]]+\])?")
-_MATCHER = re.compile(r'\s*([a-z_]+)\s*(=~|!~|!=|=)\s*"([^"]*)"\s*')
 _GROUPING = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
-_ROUND = re.compile(r"\b(rate|irate|increase)\s*\(\s*(kvstore_[a-z0-9_]+)")
+_ROUND = re.compile(r"\b(rate|irate|increase)\s*\(\s*((?:vllm:)?kvstore_[a-z0-9_]+)")
 
 
 def problems(expression: str) -> Iterator[str]:
     """What is wrong with an expression."""
     known: set[str] = {*OF_PROMETHEUS, *CONSTANT_LABELS}
-    for name, matchers, window in _SELECTOR.findall(expression):
+    for name, matchers, window in SELECTOR.findall(expression):
         metric = SERIES.get(name)
         if metric is None:
             yield f"there is no {name}"
@@ -40,7 +39,7 @@ def problems(expression: str) -> Iterator[str]:
         if (metric.kind is not Kind.GAUGE) != bool(window) and not (metric.kind is Kind.COUNTER and not window):
             yield f"{name} is a {metric.kind}: {'no' if window else 'a'} window"
         for matcher in filter(None, (matchers or "").split(",")):
-            found = _MATCHER.fullmatch(matcher)
+            found = MATCHER.fullmatch(matcher)
             if found is None:
                 yield f"{matcher} is no matcher"
                 continue
@@ -66,17 +65,8 @@ def problems(expression: str) -> Iterator[str]:
 def labels_in(expression: str) -> set[str]:
     """Labels that the result may bear."""
     grouped = {label.strip() for group in re.findall(r"\bby\s*\(([^)]*)\)", expression) for label in group.split(",")}
-    of_metrics = {label for name, _, _ in _SELECTOR.findall(expression) for label in SERIES[name].labels}
+    of_metrics = {label for name, _, _ in SELECTOR.findall(expression) for label in SERIES[name].labels}
     return (grouped or of_metrics) | OF_PROMETHEUS
-
-
-def alerts() -> list[dict[str, object]]:
-    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
-
-
-def targets() -> list[tuple[str, dict[str, str]]]:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return [(panel["title"], target) for panel in panels for target in panel.get("targets", [])]
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
@@ -85,42 +75,97 @@ def test_alert_rules_speak_of_what_exists(rule: dict[str, object]) -> None:
     assert list(problems(expression)) == []
     texts = rule["annotations"]
     assert isinstance(texts, dict)
-    assert {"summary", "description"} <= texts.keys()
+    assert texts.keys() == {"summary", "description", "runbook_url"}
     for text in texts.values():
         for label in re.findall(r"\$labels\.([a-z_]+)", text):
             assert label in labels_in(expression), f"{label} is not a label of the alert"
-        for name in re.findall(r"\bkvstore_[a-z0-9_]+", text):
+        for name in re.findall(r"\b(?:vllm:)?kvstore_[a-z0-9_]+", text):
             assert name in SERIES, f"the text names {name}"
     assert rule["labels"] in ({"severity": "page"}, {"severity": "warning"})
 
 
-@pytest.mark.parametrize(("panel", "target"), targets(), ids=lambda value: value if isinstance(value, str) else value["refId"])
-def test_the_dashboard_shows_what_exists(panel: str, target: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("row", "panel", "target"), targets(), ids=lambda value: value if isinstance(value, str) else value["refId"]
+)
+def test_the_dashboard_shows_what_exists(row: str, panel: str, target: dict[str, str]) -> None:
+    assert row
     assert panel
     assert list(problems(target["expr"])) == []
     for label in re.findall(r"\{\{([a-z_]+)\}\}", target["legendFormat"]):
         assert label in labels_in(target["expr"]), f"{label} is not a label of the result"
 
 
+def test_dashboard_and_alerts_ask_no_client_of_an_engine() -> None:
+    """Hooks of engines set no ``metrics_listen``. vLLM's own metrics have an optional row, and branches of rules."""
+    asked = [target["expr"] for _, _, target in targets()] + [str(rule["expr"]) for rule in alerts()]
+    assert [one for one in asked if "kvstore_client_" in one] == []
+    assert {row for row, _, target in targets() if VLLM_PREFIX in target["expr"]} == {
+        "vLLM engines (where Prometheus scrapes their /metrics)"
+    }
+    for rule in alerts():
+        branches = re.split(r"\bor\b", str(rule["expr"]))
+        assert any(VLLM_PREFIX not in branch for branch in branches), rule["alert"]
+
+
+def test_vllm_page_names_counters_that_exist() -> None:
+    text = (REPOSITORY / "clients" / "kvclient" / "engines" / "vllm" / "README.md").read_text()
+    (section,) = re.findall(r"^### Metrics$(.*?)^##", text, re.MULTILINE | re.DOTALL)
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")][1:]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 10
+    assert named <= COUNTERS.keys()
+
+
+def test_dashboard_variables_are_used_and_ask_what_exists() -> None:
+    document = json.loads(DASHBOARD.read_text())
+    variables = {one["name"]: one for one in document["templating"]["list"]}
+    text = json.dumps(document["panels"])
+    used = set(re.findall(r"\$\{?([a-z]\w*)", text))
+    assert used == variables.keys()
+    (asked,) = re.findall(r"label_values\((\w+), (\w+)\)", variables["instance"]["definition"])
+    assert asked[0] in SERIES
+    assert asked[1] in OF_PROMETHEUS
+
+
+def test_alert_runbook_has_one_heading_per_alert() -> None:
+    names = [str(rule["alert"]) for rule in alerts()]
+    assert re.findall(r"^## (KVStore\w+)$", RUNBOOK.read_text(), re.MULTILINE) == names
+    for rule in alerts():
+        assert rule["annotations"]["runbook_url"] == f"docs/how-to/{RUNBOOK.name}#{str(rule['alert']).lower()}"
+
+
+def test_alert_runbook_says_what_it_means_and_what_to_do() -> None:
+    sections = re.split(r"^## ", RUNBOOK.read_text(), flags=re.MULTILINE)[1:]
+    for section in sections:
+        if section.startswith("KVStore"):
+            assert section.count("**What it means.**") == section.count("**What to do.**") == 1, section
+
+
 def test_panels_do_not_overlap() -> None:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
+    found = list(panels())
     cells = [
         (x, y)
-        for place in (panel["gridPos"] for panel in panels)
+        for place in (panel["gridPos"] for panel in _shown(found))
         for x in range(place["x"], place["x"] + place["w"])
         for y in range(place["y"], place["y"] + place["h"])
     ]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert len({panel["id"] for panel in found}) == len(found)
+
+
+def _shown(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those in collapsed rows: what comes after such a row moves down when it is opened."""
+    hidden = {panel["id"] for row in found for panel in row.get("panels", []) if row["collapsed"]}
+    return [panel for panel in found if panel["id"] not in hidden]
 
 
 def test_every_way_to_miss_is_either_normal_or_an_alert() -> None:
     (rule,) = (rule for rule in alerts() if rule["alert"] == "KVStoreLoadsFail")
     alarming = set(re.findall(r'reason=~"([^"]+)"', str(rule["expr"]))[0].split("|"))
-    reasons = METRICS["kvstore_client_missed_blocks_total"].labels["reason"]
+    reasons = METRICS["kvstore_node_load_missed_blocks_total"].labels["reason"]
     assert not isinstance(reasons, Limit)
-    assert alarming | {"unknown", "evicted", "index_down"} == set(reasons)
+    assert alarming | {"miss", "draining"} == set(reasons)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +186,7 @@ def test_a_dead_name_is_found(expression: str, problem: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on this machine")
-@pytest.mark.parametrize("command", [["rules", str(ALERTS)], ["config", str(DEPLOY / "prometheus" / "prometheus.yml")]])
+@pytest.mark.parametrize("command", [["rules", str(ALERTS)], ["config", str(SCRAPES[0])]])
 def test_prometheus_itself_takes_the_files(command: list[str]) -> None:
     done = subprocess.run(["promtool", "check", *command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -139,3 +139,19 @@ def test_traces_that_are_off_import_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
+
+
+def test_load_source_killed_counts_unavailable(tmp_path: Path) -> None:
+    """What a node could not bring is counted by it: alert rules see it whatever the engine shows."""
+    with LocalCluster([NodeSpec("a"), NodeSpec("b")], tmp_path) as cluster:
+        with KVClient.connect(cluster.metadata_address, SPEC, node=cluster.node("b").local_socket) as writer:
+            keys = stored(writer)
+        near = cluster.node("a")
+        with KVClient.connect(cluster.metadata_address, SPEC, node=near.local_socket) as client:
+            found = client.lookup(keys)
+            assert found.hit_blocks == BLOCKS
+            cluster.kill("b")
+            out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+            assert client.load(found, out).hit_blocks == 0
+        assert value(near.metrics_address, "kvstore_node_load_blocks_total") == BLOCKS
+        assert value(near.metrics_address, "kvstore_node_load_missed_blocks_total", reason="unavailable") == BLOCKS

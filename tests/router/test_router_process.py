@@ -12,6 +12,8 @@ import urllib.request
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from monitored import scraped, selectors, targets
+
 from kvstore.testing.children import Children
 from kvstore.testing.fake_engine import FakeEngine
 from kvstore.testing.router_process import RouterProcess
@@ -45,6 +47,17 @@ async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
         assert "is in: m" in log
         assert "Traceback" not in log
         assert "httpx" not in log  # which would tell of each check of each engine
+
+
+async def test_router_panels_have_series_in_a_scrape(tmp_path: Path) -> None:
+    async with FakeEngine("e0") as engine:
+        arguments = ["--engine", f"{engine.url}/v1@node-a", "--policy", "least_loaded", "--metadata", "none"]
+        router = await asyncio.to_thread(RouterProcess(arguments, tmp_path).__enter__)
+        shown = await asyncio.to_thread(scraped, router.address)
+        assert await asyncio.to_thread(router.stop) == 0
+    asked = [one for row, _, target in targets() if row.startswith("Router") for one in selectors(target["expr"])]
+    assert len(asked) > 5
+    assert [one for one in asked if not any(one.takes(series.name, series.labels) for series in shown)] == []
 
 
 def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:

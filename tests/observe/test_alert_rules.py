@@ -1,0 +1,174 @@
+"""Each alert rule fires on its cause and on nothing else: promtool evaluates made-up series."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from monitored import ALERTS, alerts
+
+EVAL_MINUTES = 30
+ON = 'instance="h:1"'
+
+
+@dataclass(frozen=True)
+class Case:
+    """Series by selector, in promtool's notation of values a minute; at the end of them the alert fires, or it does not."""
+
+    firing: dict[str, str]
+    quiet: dict[str, str]
+    minutes: int = EVAL_MINUTES
+
+
+def level(value: float) -> str:
+    """A gauge that stays."""
+    return f"{value}x{EVAL_MINUTES + 1}"
+
+
+def grows(by: float) -> str:
+    """A counter."""
+    return f"0+{by}x{EVAL_MINUTES + 1}"
+
+
+def counter(name: str, bad: float, good: float = 0, labels: str = ON) -> Case:
+    """A rule about one counter that grows faster than it should."""
+    return Case({f"{name}{{{labels}}}": grows(bad)}, {f"{name}{{{labels}}}": grows(good)})
+
+
+def gauge(name: str, bad: float, good: float, labels: str = ON) -> Case:
+    """A rule about one gauge."""
+    return Case({f"{name}{{{labels}}}": level(bad)}, {f"{name}{{{labels}}}": level(good)})
+
+
+def share(part: str, whole: str, bad: float, good: float, labels: str = "", whole_labels: str = ON) -> Case:
+    """A rule about a part of a hundred a minute."""
+    series = f"{part}{{{ON}{labels}}}", f"{whole}{{{whole_labels}}}"
+    return Case(
+        dict(zip(series, (grows(bad), grows(100)), strict=True)), dict(zip(series, (grows(good), grows(100)), strict=True))
+    )
+
+
+MISSED = "kvstore_node_load_missed_blocks_total"
+HITS, KEYS = "kvstore_metadata_lookup_hit_blocks_total", "kvstore_metadata_lookup_keys_total"
+CASES: dict[str, list[Case]] = {
+    "KVStoreVolumeFull": [gauge("kvstore_volume_read_only", 1, 0, f'{ON},volume="nvme0",tier="nvme"')],
+    "KVStoreWriteBehindFailing": [counter("kvstore_write_behind_errors_total", 6)],
+    "KVStoreWriteBehindBacklog": [
+        Case(
+            {
+                f"kvstore_node_write_behind_waiting_blocks{{{ON}}}": level(60),
+                f'kvstore_volume_blocks{{{ON},tier="dram"}}': level(100),
+            },
+            {
+                f"kvstore_node_write_behind_waiting_blocks{{{ON}}}": level(40),
+                f'kvstore_volume_blocks{{{ON},tier="dram"}}': level(100),
+            },
+        )
+    ],
+    "KVStoreStoresSkipped": [counter("kvstore_store_skipped_no_room_blocks_total", 6)],
+    "KVStoreNodeSilent": [gauge("kvstore_metadata_node_heartbeat_age_seconds", 60, 0.4, f'{ON},node="host-1"')],
+    "KVStoreProcessDown": [
+        gauge("up", 0, 1, f'{ON},job="kvstore-node"'),
+        Case({f'up{{{ON},job="kvstore-metadata"}}': level(0)}, {f'up{{{ON},job="vllm"}}': level(0)}),
+    ],
+    "KVStoreMetadataUnreachable": [gauge("kvstore_node_registered", 0, 1)],
+    "KVStoreCorruptBlocks": [
+        counter(f"kvstore_{name}_total", 1)
+        for name in (
+            "nvme_corrupt_blocks",
+            "arena_corrupt_blocks",
+            "transport_peer_corrupt_blocks",
+            "write_behind_corrupt_blocks",
+            "quarantined_blocks",
+        )
+    ],
+    "KVStoreCallersRefused": [
+        counter("kvstore_rpc_errors_total", 6, 1, f'{ON},kind="unauthenticated"'),
+        Case(
+            {f'kvstore_rpc_errors_total{{{ON},kind="permission_denied"}}': grows(6)},
+            {f'kvstore_rpc_errors_total{{{ON},kind="unavailable"}}': grows(6)},
+        ),
+    ],
+    "KVStoreTlsFailures": [counter("kvstore_transport_tls_failures_total", 6, 1)],
+    "KVStoreIndexDrift": [counter("kvstore_index_ranges_drifted_total", 10, 1)],
+    "KVStoreIndexReadOnly": [
+        gauge("kvstore_index_changes_failing_seconds", 20, 0),
+        Case(
+            {f"kvstore_index_read_only_total{{{ON}}}": grows(1), f"kvstore_index_writable_again_total{{{ON}}}": level(0)},
+            {f"kvstore_index_read_only_total{{{ON}}}": grows(1), f"kvstore_index_writable_again_total{{{ON}}}": grows(1)},
+        ),
+    ],
+    "KVStorePublishFailing": [gauge("kvstore_node_publish_failing_seconds", 60, 10)],
+    "KVStoreOrdersUnreadable": [counter("kvstore_metadata_orders_unreadable_total", 1)],
+    "KVStoreHitRatioCollapse": [
+        Case(  # 100 blocks per second are looked up; half of them were found for six hours, none since
+            {f"{HITS}{{{ON}}}": "0+3000x360 1080000x40", f"{KEYS}{{{ON}}}": "0+6000x400"},
+            {f"{HITS}{{{ON}}}": "0+3000x400", f"{KEYS}{{{ON}}}": "0+6000x400"},
+            minutes=395,
+        ),
+        Case(  # the quiet case has too few lookups for a ratio
+            {f"{HITS}{{{ON}}}": "0+3000x360 1080000x40", f"{KEYS}{{{ON}}}": "0+6000x400"},
+            {f"{HITS}{{{ON}}}": "0+3x360 1080x40", f"{KEYS}{{{ON}}}": "0+6x400"},
+            minutes=395,
+        ),
+    ],
+    "KVStoreLoadsFail": [
+        *(
+            share(MISSED, "kvstore_node_load_blocks_total", 6, 4, f',reason="{reason}"')
+            for reason in ("corrupt", "unavailable", "timeout", "no_room", "abandoned")
+        ),
+        Case(
+            {f'{MISSED}{{{ON},reason="timeout"}}': grows(6), f"kvstore_node_load_blocks_total{{{ON}}}": grows(100)},
+            {
+                f'{MISSED}{{{ON},reason="miss"}}': grows(50),
+                f'{MISSED}{{{ON},reason="draining"}}': grows(50),
+                f"kvstore_node_load_blocks_total{{{ON}}}": grows(100),
+            },
+        ),
+        share("vllm:kvstore_load_missing_blocks_total", "vllm:kvstore_load_blocks_total", 6, 4),
+    ],
+    "KVStorePlansFail": [share("kvstore_metadata_replans_total", "kvstore_metadata_plans_total", 6, 4)],
+    "KVStoreBugs": [
+        *(
+            counter(f"kvstore_{name}_total", 1)
+            for name in ("rpc_unexpected_errors", "write_behind_bugs", "publish_bugs", "undeclared_events")
+        ),
+        counter("vllm:kvstore_bugs_total", 1),
+    ],
+}
+
+
+def test_every_alert_has_cases() -> None:
+    assert list(CASES) == [rule["alert"] for rule in alerts()]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on this machine")
+@pytest.mark.parametrize("alert", CASES)
+def test_alert_fires_on_its_cause_and_on_nothing_else(alert: str, tmp_path: Path) -> None:
+    document = {
+        "rule_files": [str(ALERTS)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "promql_expr_test": [
+                    {
+                        "expr": 'sum by (alertname) (ALERTS{alertstate="firing"})',
+                        "eval_time": f"{case.minutes}m",
+                        "exp_samples": [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if fires else [],
+                    }
+                ],
+            }
+            for case in CASES[alert]
+            for fires, series in ((True, case.firing), (False, case.quiet))
+        ],
+    }
+    path = tmp_path / "cases.yml"
+    path.write_text(yaml.safe_dump(document))
+    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
