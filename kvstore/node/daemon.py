@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -34,7 +35,7 @@ from kvstore.node.drain import Drainer
 from kvstore.node.gate import Gate
 from kvstore.node.gauges import Links, NodeGauges
 from kvstore.node.known import KnownNodes
-from kvstore.node.last_chance import make_durable
+from kvstore.node.last_chance import make_durable, write_back
 from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Loader
 from kvstore.node.mounts import make_mounts
@@ -55,6 +56,7 @@ from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.tenants import Accounts
 from kvstore.node.troubles import Troubles
+from kvstore.node.volume_guard import COMMIT_PATIENCE, VolumeStalled, ignore
 from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -127,6 +129,8 @@ class NodeDaemon:
         self._open_volumes()
         self._build()
         self._stopping = threading.Event()
+        self._dirty: dict[VolumeId, int] = {}
+        """Of volumes that were stalled: how many blocks lay in DRAM only when they were sent to write-behind last."""
         self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
         self._watcher = threading.Thread(target=self._watch_volumes, name="kvstore-volumes", daemon=True)
         self._server: BoundServer | None = None
@@ -171,7 +175,9 @@ class NodeDaemon:
         config, counters, clock = self.config, self.counters, self._clock
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
         self._log = ReplicaLog(volumes, counters, clock, keep=config.metadata is not None)
-        homes = [Home(slab) for slab in self._slabs]
+        self._homes = homes = [Home(slab) for slab in self._slabs]
+        for home in homes:
+            home.set_guard(counters, stall_s=config.volume_stall_s, readers=config.load_threads)
         self._writes_behind = bool(homes) or config.write_behind_to is not None
         self.table = BlockTable(
             self._arena,
@@ -193,7 +199,9 @@ class NodeDaemon:
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
         known = None if self._token is None else KnownNodes(config.metadata, config.tls, self._token)
         self._peers = Peers(self._make_peer, None if known is None else known.check)
-        self._mounts = make_mounts(config.mounts, io_threads=config.io_threads, counters=counters, clock=clock)
+        self._mounts = make_mounts(
+            config.mounts, io_threads=config.io_threads, counters=counters, clock=clock, stall_s=config.volume_stall_s
+        )
         self._loader = Loader(
             NodeId(config.node_id),
             self.table,
@@ -588,9 +596,19 @@ class NodeDaemon:
         self._traffic.close()
         self._janitor.join(2.0)
         self._watcher.join(2.0)
-        for volume in (self._arena, *self._slabs):
-            volume.close()
+        for home in self._homes:
+            home.guard.close()
+            if home.guard.outstanding:
+                log.error("volume not closed: %s (outstanding=%d)", home.volume.volume_id, home.guard.outstanding)
+            else:
+                home.volume.close()
+        self._arena.close()
         self._socket.unlink(missing_ok=True)
+
+    @property
+    def hung(self) -> bool:
+        """Whether a volume still has I/O outstanding. After ``stop``, the process cannot end in order then."""
+        return any(home.guard.outstanding for home in self._homes)
 
     def _advertised(self, bound: str) -> str:
         host, _, port = bound.rpartition(":")
@@ -610,15 +628,27 @@ class NodeDaemon:
                 log.exception("the janitor failed, trying again")
 
     def _watch_volumes(self) -> None:
-        """Notices volumes whose files are gone, and resumes those that are read-only. A failing disk may hold this thread up."""
+        """Notices volumes whose files are gone, and resumes those that are read-only."""
         while not self._stopping.wait(RESUME_INTERVAL_S):
-            for slab in self._slabs:
+            for home in self._homes:
                 try:
-                    if slab.read_only is not None or not slab.in_place():
-                        slab.resume()
+                    self._watch_volume(home)
                 except Exception:  # process edge: the other volumes are to be looked after
                     self.counters.add("nvme_watch_bugs_total")
-                    log.exception("looking after volume %s failed, trying again", slab.volume_id)
+                    log.exception("looking after volume %s failed, trying again", home.volume.volume_id)
+
+    def _watch_volume(self, home: Home) -> None:
+        slab = home.volume
+        with contextlib.suppress(VolumeStalled):
+            if slab.read_only is not None or not home.guard.read(slab.in_place, ignore):
+                home.guard.change(slab.resume, ignore, patience=COMMIT_PATIENCE)
+        if home.guard.stalled:
+            self._dirty[slab.volume_id] = sys.maxsize
+        elif slab.volume_id in self._dirty and home.guard.takes_changes:
+            before, dirty = self._dirty.pop(slab.volume_id), write_back(self.table)
+            if 0 < dirty < before:  # else nothing more of it becomes durable: a volume is full, or fails
+                self._dirty[slab.volume_id] = dirty
+                log.info("blocks in DRAM only were sent to write-behind: %s answers again (blocks=%d)", slab.volume_id, dirty)
 
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:

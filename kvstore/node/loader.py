@@ -37,6 +37,7 @@ from kvstore.node.mount_load import MountLoads
 from kvstore.node.mounts import Mount, Mounts
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.table import BlockTable
+from kvstore.node.volume_guard import VolumeStalled
 from kvstore.node.wanted import ending, over
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
@@ -359,7 +360,14 @@ class Loader:
     def _read_nvme(self, chain: _Chain, claim: Claim, part: Part) -> None:
         """Reads claimed durable blocks into fresh slots, verified."""
         table, shape = self._table, chain.domain.shape
-        todo = list(claim.durable.items())
+        todo = []
+        for position, block in claim.durable.items():
+            if block.nvme_home is not None and block.nvme_home.guard.stalled:
+                self._not_read(part, (position,))  # no room is made for what does not come
+            else:
+                todo.append((position, block))
+        if not todo:
+            return
         slots = self._reserve(chain, len(todo))
         if slots is None:
             for position, _ in todo:
@@ -376,8 +384,15 @@ class Loader:
                 block = todo[index][1]
                 assert block.nvme is not None  # pinned: it cannot leave
                 items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
-            with tracing.span("volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None):
-                outcomes = home.volume.read(items)
+            held = [slots[index] for index in indices]
+            try:
+                with tracing.span("volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None):
+                    outcomes = home.guard.read(
+                        partial(home.volume.read, items), partial(self._read_late, held), chain.deadline_s
+                    )
+            except VolumeStalled:
+                self._not_read(part, [todo[index][0] for index in indices])
+                continue
             for index, outcome, (slot, _, _) in zip(indices, outcomes, items, strict=True):
                 position, block = todo[index]
                 part.outcomes[position] = outcome
@@ -390,6 +405,16 @@ class Loader:
                 table.unreserve((slots[index],))
                 if outcome is Outcome.CORRUPT:
                     quarantine(table, home, block, slot, self._counters)
+
+    def _not_read(self, part: Part, positions: Sequence[int]) -> None:
+        """Answer for blocks whose volume does not answer: whoever asked reads them from another node, or computes them."""
+        self._counters.add("volume_stall_refused_blocks_total", len(positions))
+        for position in positions:
+            part.outcomes[position] = Outcome.UNAVAILABLE
+
+    def _read_late(self, slots: Sequence[Slot], _: BaseException | None) -> None:
+        """A read that nobody waited for any more has ended: nothing writes to its slots now. What it read is not used."""
+        self._table.unreserve(slots)
 
     def _from_mount(self, chain: _Chain, start: int, wanted: list[int], part: Part, mount: Mount, *, read_on: bool) -> list[int]:
         """Brings what a mounted volume has of some claimed absent blocks; answers which of them it did not bring."""

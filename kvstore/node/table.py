@@ -507,7 +507,7 @@ class BlockTable:
     def are_durable(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks outlive this process: here, or on the storage node that they were written to."""
         for home in self.homes:
-            home.volume.in_place()
+            home.look_in_place()
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
             return [key in self._gone if block is None else block.durable for key, block in zip(keys, found, strict=True)]

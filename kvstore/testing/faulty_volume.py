@@ -260,6 +260,10 @@ class FaultyVolume(_Faulty, DurableVolume):
     def lasting(self) -> bool:
         return self._inner.lasting
 
+    @property
+    def answered_s(self) -> float:
+        return self._inner.answered_s
+
     def in_place(self) -> bool:
         return self._inner.in_place()
 

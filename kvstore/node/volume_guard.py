@@ -1,0 +1,245 @@
+"""All I/O of one volume, done in threads of its own, so that a disk that stops answering stops nobody who waits for it.
+
+1. A caller hands over an I/O and waits for it. The I/O runs in one of the volume's threads.
+2. While the volume answers, however slowly, the caller waits until the I/O ends, or until a time of the caller's choice.
+3. Once the volume is *stalled* (``volume_stall``), every caller leaves at once with ``VolumeStalled``, and new I/Os are refused.
+   An I/O that had not begun is cancelled. One that had begun cannot be called back: the kernel may still use its memory.
+4. The thread of an I/O whose caller left calls the caller's ``late`` once the I/O has ended. Until then memory and slots of the
+   I/O stay reserved. Every ``VolumeStalled`` is followed by exactly one call of ``late``, perhaps before it is raised.
+5. The end of any outstanding I/O is the probe that closes this circuit breaker; nothing else is sent to a stalled volume. Hence
+   the volume holds up at most as many threads as it has of its own.
+6. *Changes* (writes and commits) are refused until every change whose caller left has ended and its ``late`` has returned. So
+   changes reach the catalog in the order in which the table was told of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.core.errors import Unavailable
+from kvstore.node.volume_stall import StallDetector, VolumeState
+from kvstore.observe.counters import Counters
+
+log = logging.getLogger(__name__)
+
+STALL_S: Final = 1.0
+"""Default of ``node.volume_stall``."""
+READERS: Final = 8
+"""Reads of one volume at once, unless its owner says otherwise."""
+CHANGERS: Final = 4
+"""Changes of one volume at once: the batches of write-behind and one eviction."""
+COMMIT_PATIENCE: Final = 2.5
+"""A sync that nothing overtakes may take this many times as long as a read: a slow disk that syncs is not a hung one."""
+POLLS: Final = 4
+"""A caller looks at the state this many times within the patience of a read."""
+
+T = TypeVar("T")
+Late = Callable[[BaseException | None], None]
+"""Called when an I/O has ended whose caller left: with what it raised, or None."""
+
+
+class VolumeStalled(Unavailable):
+    """The volume did not answer an I/O in time. The I/O may still be outstanding."""
+
+
+def ignore(_: BaseException | None) -> None:
+    """The ``late`` of an I/O that holds nothing."""
+
+
+class VolumeGuard:
+    """The threads and the circuit breaker of one volume. Thread-safe.
+
+    Args:
+        name: of the volume, for the log.
+        counters: events.
+        clock: a real clock: waits are real.
+        answered_s: when the device answered last, by the same clock; None: only whole I/Os show that it answers.
+        stall_s: patience with an I/O while nothing comes back from the volume.
+        readers: reads at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        counters: Counters | None = None,
+        clock: Clock | None = None,
+        *,
+        answered_s: Callable[[], float] | None = None,
+        stall_s: float = STALL_S,
+        readers: int = READERS,
+    ) -> None:
+        self._name = name
+        self._counters = counters or Counters()
+        self._clock = clock or MonotonicClock()
+        self._device_answered_s = answered_s
+        self.stall_s = stall_s
+        self._lock = threading.Lock()
+        self._detector = StallDetector()
+        self._since_s = 0.0
+        self._left_reads = 0
+        self._left_changes = 0
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kvstore-volume")
+        self._changers = ThreadPoolExecutor(CHANGERS, thread_name_prefix="kvstore-volume-change")
+
+    # ---- state
+    @property
+    def stalled(self) -> bool:
+        """Whether the volume has stopped answering. Memory only."""
+        if self._detector.outstanding or self._detector.state is VolumeState.STALLED:
+            self._look()
+        return self._detector.state is VolumeState.STALLED
+
+    @property
+    def takes_changes(self) -> bool:
+        """Whether a change would be tried now."""
+        return not self._left_changes and not self.stalled
+
+    @property
+    def left(self) -> int:
+        """I/Os that have not ended and whose callers left."""
+        return self._left_reads + self._left_changes
+
+    @property
+    def outstanding(self) -> int:
+        """I/Os that have begun and not ended."""
+        return self._detector.outstanding
+
+    def why(self) -> str:
+        """Why it takes no I/O now, in words; empty: it does."""
+        if not self.stalled:
+            return ""
+        return f"does not answer I/O since {max(0.0, self._clock.now_s() - self._since_s):.0f} s"
+
+    # ---- I/O
+    def read(self, work: Callable[[], T], late: Late, until_s: float = math.inf) -> T:
+        """Do something that changes nothing on the volume, and wait for it.
+
+        Args:
+            work: the I/O.
+            late: releases what the I/O holds, where this raises ``VolumeStalled``.
+            until_s: leave at this time, also while the volume answers.
+
+        Raises:
+            VolumeStalled: it did not end in time, or was refused.
+        """
+        return self._run(self._readers, work, late, until_s, self.stall_s)
+
+    def begin(self, work: Callable[[], object], late: Late) -> None:
+        """Do something that changes nothing on the volume, in the background. ``late`` is called once it has ended."""
+        future = None if self.stalled else self._submit(self._readers, work, self.stall_s)
+        if future is None:
+            late(self._refusal())
+        else:
+            self._leave(future, late, change=False)
+
+    def change(self, work: Callable[[], T], late: Late, *, patience: float = 1.0) -> T:
+        """Do something that changes the volume, and wait for it.
+
+        Args:
+            work: the I/O.
+            late: settles what became of it, where this raises ``VolumeStalled``.
+            patience: how much longer than a read it may take while nothing comes back from the volume.
+
+        Raises:
+            VolumeStalled: it did not end in time, or was refused.
+        """
+        if self._left_changes:
+            late(error := self._refusal())
+            raise error
+        return self._run(self._changers, work, late, math.inf, patience * self.stall_s)
+
+    def close(self) -> None:
+        """Refuse everything from now on. Does not wait for what is outstanding."""
+        for pool in (self._readers, self._changers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- inside
+    def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T], late: Late, until_s: float, patience_s: float) -> T:
+        future = None if self.stalled else self._submit(pool, work, patience_s)
+        while future is not None and not self._ended(future, until_s):
+            if self.stalled or self._clock.now_s() >= until_s:
+                future.cancel()  # no effect once it has begun
+                self._leave(future, late, change=pool is self._changers)
+                raise VolumeStalled("the volume did not answer in time", volume_id=self._name)
+        if future is None or future.cancelled():  # refused, or closed before its turn came
+            late(error := self._refusal())
+            raise error
+        return future.result()
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], T], patience_s: float) -> Future[T] | None:
+        try:
+            return pool.submit(self._timed, work, patience_s)
+        except RuntimeError:  # closed
+            return None
+
+    def _refusal(self) -> VolumeStalled:
+        return VolumeStalled("the volume does not answer: nothing is asked of it", volume_id=self._name)
+
+    def _ended(self, future: Future[T], until_s: float) -> bool:
+        """Wait for the end of an I/O, but not beyond the next look at the state. Whether it ended."""
+        if future.done():
+            return True
+        now_s = self._clock.now_s()
+        with self._lock:
+            due_s = self._detector.due_s()
+        try:
+            future.exception(max(0.0, min(self.stall_s / POLLS, due_s - now_s, until_s - now_s)))
+        except TimeoutError:
+            return future.done()
+        except CancelledError:
+            pass
+        return True
+
+    def _timed(self, work: Callable[[], T], patience_s: float) -> T:
+        with self._lock:
+            number = self._detector.begin(self._clock.now_s(), patience_s)
+        try:
+            return work()
+        finally:
+            with self._lock:
+                self._detector.end(number, self._clock.now_s())
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            now_s = self._clock.now_s()
+            if self._device_answered_s is not None:
+                self._detector.answer(self._device_answered_s())
+            silent_s = self._detector.silent_s(now_s)
+            if not self._detector.look(now_s):
+                return
+            stalled = self._detector.state is VolumeState.STALLED
+            outstanding = self._detector.outstanding
+            if stalled:
+                self._since_s = now_s - silent_s
+            stalled_s = now_s - self._since_s
+        if stalled:
+            self._counters.add("volume_stalls_total")
+            log.warning("volume stalled: %s (silent=%.1f s, outstanding=%d)", self._name, silent_s, outstanding)
+        else:
+            log.warning("volume answers again: %s (stalled=%.1f s, outstanding=%d)", self._name, stalled_s, outstanding)
+
+    def _leave(self, future: Future[T], late: Late, *, change: bool) -> None:
+        """The caller of an I/O waits no more."""
+        self._count_left(1, change=change)
+
+        def ended(_: Future[T]) -> None:
+            try:
+                late(self._refusal() if future.cancelled() else future.exception())
+            finally:
+                self._count_left(-1, change=change)
+
+        future.add_done_callback(ended)
+
+    def _count_left(self, by: int, *, change: bool) -> None:
+        with self._lock:
+            if change:
+                self._left_changes += by
+            else:
+                self._left_reads += by
