@@ -603,7 +603,7 @@ SHOWN_AT_ZERO: Final = {
         "anti_", "arena_", "cascaded_", "device_", "drain", "evicted_", "gds_", "heartbeat", "index_ranges_", "inventories_",
         "janitor_", "leases_", "load_", "located_", "mount_", "node_", "nvme_", "peer_", "prefill_", "decode_", "prompt",
         "publish_", "quarantined_", "recovery_", "register", "registrations_", "retention_", "roster_", "rpc_", "sessions_",
-        "staged_", "store", "tenant_", "transport_", "unregister_", "volume_check", "write_behind_",
+        "staged_", "store", "tenant_", "transport_", "unregister_", "volume_check", "volume_stall", "write_behind_",
     ),
     "router": ("router_",),
     "events": ("events_", "client_events_"),
