@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -35,7 +34,7 @@ from kvstore.node.drain import Drainer
 from kvstore.node.gate import Gate
 from kvstore.node.gauges import Links, NodeGauges
 from kvstore.node.known import KnownNodes
-from kvstore.node.last_chance import make_durable, write_back
+from kvstore.node.last_chance import make_durable
 from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Loader
 from kvstore.node.mounts import make_mounts
@@ -56,7 +55,7 @@ from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.tenants import Accounts
 from kvstore.node.troubles import Troubles
-from kvstore.node.volume_guard import COMMIT_PATIENCE, VolumeStalled, ignore
+from kvstore.node.volume_watch import VolumeWatch
 from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -89,8 +88,6 @@ log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 0.5
 BUFFER_SHARE = 4
 """Prefill and decode buffer are each this fraction (1/n) of the arena, unless configured."""
-RESUME_INTERVAL_S = 2.0
-"""How often a read-only volume is tried again."""
 REGISTER_WAIT_S = 10.0
 STOP_PARTS = 4
 """Each wait of an end in order takes this fraction (1/n) of the time that is left; write-behind all but one."""
@@ -129,10 +126,8 @@ class NodeDaemon:
         self._open_volumes()
         self._build()
         self._stopping = threading.Event()
-        self._dirty: dict[VolumeId, int] = {}
-        """Of volumes that were stalled: how many blocks lay in DRAM only when they were sent to write-behind last."""
         self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
-        self._watcher = threading.Thread(target=self._watch_volumes, name="kvstore-volumes", daemon=True)
+        self._watch = VolumeWatch(self.table, self.counters)
         self._server: BoundServer | None = None
         self._publisher: Publisher | None = None
         self._recent = RecentLoads()
@@ -426,7 +421,7 @@ class NodeDaemon:
         self._mounts.start()
         self._write_behind.start()
         self._janitor.start()
-        self._watcher.start()
+        self._watch.start()
         if config.metadata is not None:
             self._drainer.mover = Mover(
                 self.info,
@@ -595,7 +590,7 @@ class NodeDaemon:
         self._nixl.close()
         self._traffic.close()
         self._janitor.join(2.0)
-        self._watcher.join(2.0)
+        self._watch.stop(2.0)
         for home in self._homes:
             home.guard.close()
             if home.guard.outstanding:
@@ -626,29 +621,6 @@ class NodeDaemon:
             except Exception:  # process edge: without the janitor nothing would be given back any more
                 self.counters.add("janitor_bugs_total")
                 log.exception("the janitor failed, trying again")
-
-    def _watch_volumes(self) -> None:
-        """Notices volumes whose files are gone, and resumes those that are read-only."""
-        while not self._stopping.wait(RESUME_INTERVAL_S):
-            for home in self._homes:
-                try:
-                    self._watch_volume(home)
-                except Exception:  # process edge: the other volumes are to be looked after
-                    self.counters.add("nvme_watch_bugs_total")
-                    log.exception("looking after volume %s failed, trying again", home.volume.volume_id)
-
-    def _watch_volume(self, home: Home) -> None:
-        slab = home.volume
-        with contextlib.suppress(VolumeStalled):
-            if slab.read_only is not None or not home.guard.read(slab.in_place, ignore):
-                home.guard.change(slab.resume, ignore, patience=COMMIT_PATIENCE)
-        if home.guard.stalled:
-            self._dirty[slab.volume_id] = sys.maxsize
-        elif slab.volume_id in self._dirty and home.guard.takes_changes:
-            before, dirty = self._dirty.pop(slab.volume_id), write_back(self.table)
-            if 0 < dirty < before:  # else nothing more of it becomes durable: a volume is full, or fails
-                self._dirty[slab.volume_id] = dirty
-                log.info("blocks in DRAM only were sent to write-behind: %s answers again (blocks=%d)", slab.volume_id, dirty)
 
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:

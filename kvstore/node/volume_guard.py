@@ -4,6 +4,8 @@
 2. While the volume answers, however slowly, the caller waits until the I/O ends, or until a time of the caller's choice.
 3. Once the volume is *stalled* (``volume_stall``), every caller leaves at once with ``VolumeStalled``, and new I/Os are refused.
    An I/O that had not begun is cancelled. One that had begun cannot be called back: the kernel may still use its memory.
+   Windows of loads run as a whole in reader threads of the volume (``submit``), without a switch of threads for each read;
+   whoever drives the load leaves them in the same way.
 4. The thread of an I/O whose caller left calls the caller's ``late`` once the I/O has ended. Until then memory and slots of the
    I/O stay reserved. Every ``VolumeStalled`` is followed by exactly one call of ``late``, perhaps before it is raised.
 5. The end of any outstanding I/O is the probe that closes this circuit breaker; nothing else is sent to a stalled volume. Hence
@@ -18,8 +20,8 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Final, TypeVar
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any, Final, TypeVar
 
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import Unavailable
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 STALL_S: Final = 1.0
 """Default of ``node.volume_stall``."""
 READERS: Final = 8
-"""Reads of one volume at once, unless its owner says otherwise."""
+"""Windows of loads that one volume reads at once, unless its owner says otherwise."""
 CHANGERS: Final = 4
 """Changes of one volume at once: the batches of write-behind and one eviction."""
 COMMIT_PATIENCE: Final = 2.5
@@ -61,7 +63,7 @@ class VolumeGuard:
         clock: a real clock: waits are real.
         answered_s: when the device answered last, by the same clock; None: only whole I/Os show that it answers.
         stall_s: patience with an I/O while nothing comes back from the volume.
-        readers: reads at once.
+        readers: windows of loads at once, and as many other reads.
     """
 
     def __init__(
@@ -82,10 +84,13 @@ class VolumeGuard:
         self._lock = threading.Lock()
         self._detector = StallDetector()
         self._since_s = 0.0
+        self.stalls = 0
+        """How often it was stalled."""
         self._left_reads = 0
         self._left_changes = 0
-        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kvstore-volume")
-        self._changers = ThreadPoolExecutor(CHANGERS, thread_name_prefix="kvstore-volume-change")
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kvstore-volume-read")
+        self._others = ThreadPoolExecutor(readers + CHANGERS, thread_name_prefix="kvstore-volume")
+        self._submitted: set[Future[Any]] = set()
 
     # ---- state
     @property
@@ -110,6 +115,11 @@ class VolumeGuard:
         """I/Os that have begun and not ended."""
         return self._detector.outstanding
 
+    @property
+    def windows(self) -> int:
+        """Windows of loads that were submitted and have not ended."""
+        return len(self._submitted)
+
     def why(self) -> str:
         """Why it takes no I/O now, in words; empty: it does."""
         if not self.stalled:
@@ -117,6 +127,17 @@ class VolumeGuard:
         return f"does not answer I/O since {max(0.0, self._clock.now_s() - self._since_s):.0f} s"
 
     # ---- I/O
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run something in a reader thread of the volume. It does its reads there by ``timed``."""
+        future = self._readers.submit(work)
+        self._submitted.add(future)
+        future.add_done_callback(self._submitted.discard)
+        return future
+
+    def timed(self, work: Callable[[], T]) -> T:
+        """Do a read in the calling thread, which may never come back: a reader thread of this volume."""
+        return self._timed(work, self.stall_s)
+
     def read(self, work: Callable[[], T], late: Late, until_s: float = math.inf) -> T:
         """Do something that changes nothing on the volume, and wait for it.
 
@@ -128,11 +149,11 @@ class VolumeGuard:
         Raises:
             VolumeStalled: it did not end in time, or was refused.
         """
-        return self._run(self._readers, work, late, until_s, self.stall_s)
+        return self._run(work, late, until_s, self.stall_s, change=False)
 
     def begin(self, work: Callable[[], object], late: Late) -> None:
         """Do something that changes nothing on the volume, in the background. ``late`` is called once it has ended."""
-        future = None if self.stalled else self._submit(self._readers, work, self.stall_s)
+        future = None if self.stalled else self._submit(work, self.stall_s)
         if future is None:
             late(self._refusal())
         else:
@@ -152,29 +173,31 @@ class VolumeGuard:
         if self._left_changes:
             late(error := self._refusal())
             raise error
-        return self._run(self._changers, work, late, math.inf, patience * self.stall_s)
+        return self._run(work, late, math.inf, patience * self.stall_s, change=True)
 
     def close(self) -> None:
-        """Refuse everything from now on. Does not wait for what is outstanding."""
-        for pool in (self._readers, self._changers):
+        """Refuse everything from now on, and wait for what is under way, unless the volume is stalled."""
+        for pool in (self._readers, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
+        while (under_way := self._submitted.copy()) and not self.stalled:
+            wait(under_way, self.stall_s / POLLS)
 
     # ---- inside
-    def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T], late: Late, until_s: float, patience_s: float) -> T:
-        future = None if self.stalled else self._submit(pool, work, patience_s)
+    def _run(self, work: Callable[[], T], late: Late, until_s: float, patience_s: float, *, change: bool) -> T:
+        future = None if self.stalled else self._submit(work, patience_s)
         while future is not None and not self._ended(future, until_s):
             if self.stalled or self._clock.now_s() >= until_s:
                 future.cancel()  # no effect once it has begun
-                self._leave(future, late, change=pool is self._changers)
+                self._leave(future, late, change=change)
                 raise VolumeStalled("the volume did not answer in time", volume_id=self._name)
         if future is None or future.cancelled():  # refused, or closed before its turn came
             late(error := self._refusal())
             raise error
         return future.result()
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], T], patience_s: float) -> Future[T] | None:
+    def _submit(self, work: Callable[[], T], patience_s: float) -> Future[T] | None:
         try:
-            return pool.submit(self._timed, work, patience_s)
+            return self._others.submit(self._timed, work, patience_s)
         except RuntimeError:  # closed
             return None
 
@@ -204,7 +227,8 @@ class VolumeGuard:
         finally:
             with self._lock:
                 self._detector.end(number, self._clock.now_s())
-            self._look()
+            if self._detector.state is VolumeState.STALLED:
+                self._look()
 
     def _look(self) -> None:
         with self._lock:
@@ -218,6 +242,7 @@ class VolumeGuard:
             outstanding = self._detector.outstanding
             if stalled:
                 self._since_s = now_s - silent_s
+                self.stalls += 1
             stalled_s = now_s - self._since_s
         if stalled:
             self._counters.add("volume_stalls_total")

@@ -134,8 +134,12 @@ class Node:
         """The disk goes on; everything that hung has come back and cleaned up."""
         self.plan.clear()
         self.plan.release_hangs()
-        self.until(lambda: not any(home.guard.outstanding or home.guard.left for home in self.table.homes), "all came back")
+        self.until(self._all_came_back, "all came back")
         assert not self.hung.guard.stalled
+
+    def _all_came_back(self) -> bool:
+        guards = [home.guard for home in self.table.homes]
+        return not any(guard.outstanding or guard.left or guard.windows for guard in guards)
 
     def check_nothing_leaked(self) -> None:
         """Every slot of arena and volumes is a block's, a key's that the catalog still names, or free."""
@@ -155,7 +159,7 @@ class Node:
             self.behind.stop(WAIT_S)
         self.table.give_up_pending()
         self.loader.close()
-        self.until(lambda: not any(home.guard.outstanding or home.guard.left for home in self.table.homes), "all came back")
+        self.until(self._all_came_back, "all came back")
         self.check_nothing_leaked()
         self.table.close()
         for home in self.table.homes:
@@ -200,7 +204,6 @@ def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
     assert node.load(hung) == GONE
     stuck = node.arena.usage().blocks
     assert 0 < stuck <= CHAIN
-    assert all(block.pins == 0 for block in node.table.snapshot())
     filled = 0
     while node.table.prepare(
         node.domain, BlockRun(node.domain.namespace, None, 0, (node.keys(f"fill{filled}", 1)[0],)), node.clock.now_s()
@@ -211,7 +214,7 @@ def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
         node.table.abandon(prepared)
     assert node.arena.usage().blocks == stuck
     node.answers_again()
-    assert node.arena.usage().blocks == 0
+    assert node.load(hung) == HIT
 
 
 def test_load_waiting_for_stuck_load_is_answered(node: Node) -> None:

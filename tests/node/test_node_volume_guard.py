@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvstore.core.clock import MonotonicClock
-from kvstore.node.volume_guard import VolumeGuard, VolumeStalled, ignore
+from kvstore.node.volume_guard import CHANGERS, VolumeGuard, VolumeStalled, ignore
 from kvstore.observe.counters import Counters
 
 STALL_S = 0.1
+READERS = 2
 LONG_S = 30.0
 
 
@@ -28,7 +29,7 @@ class Disk:
         self.back = threading.Semaphore(0)
         self.answered_s = -math.inf
         self.counters = Counters()
-        self.guard = VolumeGuard("n/nvme0", self.counters, answered_s=lambda: self.answered_s, stall_s=STALL_S, readers=2)
+        self.guard = VolumeGuard("n/nvme0", self.counters, answered_s=lambda: self.answered_s, stall_s=STALL_S, readers=READERS)
 
     def hang(self) -> str:
         self.begun.release()
@@ -93,8 +94,9 @@ def test_guard_more_reads_than_threads_all_leave_and_settle(disk: Disk) -> None:
     with ThreadPoolExecutor(9) as callers:
         reads = [callers.submit(disk.guard.read, disk.hang, disk.note) for _ in range(9)]
         assert all(isinstance(read.exception(LONG_S), VolumeStalled) for read in reads)
-    assert disk.guard.outstanding == 2, "as many threads hang as the volume has"
-    disk.until(lambda: len(disk.late) == 7)  # what had not begun is settled at once
+    threads = READERS + CHANGERS
+    assert disk.guard.outstanding == threads, "as many threads hang as the volume has"
+    disk.until(lambda: len(disk.late) == 9 - threads)  # what had not begun is settled at once
     disk.release.set()
     disk.until(lambda: len(disk.late) == 9)
     disk.until(lambda: disk.guard.left == 0)
@@ -160,3 +162,13 @@ def test_guard_background_read_is_not_cancelled(disk: Disk) -> None:
     disk.release.set()
     assert disk.back.acquire(timeout=LONG_S)
     assert disk.late == [None]
+
+
+def test_guard_window_hung_does_not_hold_up_close(disk: Disk) -> None:
+    window = disk.guard.submit(lambda: disk.guard.timed(disk.hang))
+    assert disk.begun.acquire(timeout=LONG_S)
+    disk.guard.close()
+    assert disk.guard.stalled
+    assert not window.done()
+    disk.release.set()
+    assert window.result(LONG_S) == "came"
