@@ -167,7 +167,9 @@ class NodeSection(Section):
     load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")
     io_threads: int = Field(default=8, ge=1, le=256, description="I/O requests in flight on each NVMe volume")
     volume_stall: DurationMs = Field(
-        default=1_000, gt=0, description="a volume that answers no I/O for so long is stalled: its blocks are misses until it answers"
+        default=1_000,
+        gt=0,
+        description="a volume that answers no I/O for so long is stalled: its blocks are misses until it answers",
     )
     gds: Literal["auto", "required", "off"] = Field(
         default="auto",

@@ -55,9 +55,9 @@ PEER_WINDOWS = 2
 PATIENCE_S = 0.01
 """So long what has come waits for what lies before it, so that parts come in order and are few."""
 STALL_POLL_S = 0.1
-"""So often whoever waits for windows looks whether their volumes are stalled."""
+"""A load that waits for windows looks so often whether their volumes are stalled."""
 AWAIT_POLL_S = 0.25
-"""So often whoever waits for what others bring looks whether these wait for a volume that is stalled."""
+"""A load that waits for a block of another load looks so often whether its volume is stalled."""
 TRIES = 3
 """A block that others were to bring, and that is not there when they are done, is claimed so often in all."""
 
@@ -129,10 +129,10 @@ class _Window:
     count: int
     nbytes: int
     run: Callable[[Home | None], Part]
-    """Fetches them, in a reader thread of the volume given, or of the loader's own (None)."""
+    """Fetches them, in a reader thread of the volume given, or in a thread of the loader (None)."""
     sources: tuple[Source, ...]
     home: Home | None
-    """The volume that its first block is said to lie on."""
+    """The volume of its first block, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class _InFlight:
 
     @property
     def stalled(self) -> bool:
-        """Whether it will not come as long as its volume does not answer."""
+        """Whether its volume is stalled and it has not ended."""
         return self.home is not None and not self.future.done() and self.home.guard.stalled
 
 
@@ -188,7 +188,7 @@ class Loader:
         self._waiters = threading.Semaphore(threads // 2)
 
     def close(self) -> None:
-        """Waits for windows under way, but for those of a stalled volume (other waits are bounded by their deadlines)."""
+        """Waits for windows under way, except those of a stalled volume (other waits are bounded by their deadlines)."""
         self._pool.shutdown(cancel_futures=True)
         for home in self._table.homes:
             home.guard.close()
@@ -271,16 +271,18 @@ class Loader:
                 table.unpin(part.pinned())
 
     def _submit(self, window: _Window) -> _InFlight:
-        """Have a window fetched: in a thread of its volume, whose reads may never come back, or else in one of the loader's own."""
+        """Begin to fetch a window: in a reader thread of its volume if that answers, else in a thread of the loader."""
         home = None if window.home is None or window.home.guard.stalled else window.home
         submit = self._pool.submit if home is None else home.guard.submit
         return _InFlight(window, submit(partial(copy_context().run, window.run, home)), home)
 
     def _part_of(self, one: _InFlight) -> Part:
-        """What a window brought. One that has not ended, as its volume is stalled, is left: its thread gives back what it holds once it has ended.
+        """The answer of a window.
+
+        A window that has not ended, because its volume is stalled, is left: its thread gives back pins and slots when it ends.
 
         Raises:
-            CancelledError: it had not begun, and nobody waits for it any more.
+            CancelledError: the window had not begun, and the load has been cancelled.
         """
         if one.future.done():
             return one.future.result()
@@ -292,7 +294,7 @@ class Loader:
         return part
 
     def _give_back(self, future: Future[Part]) -> None:
-        """Nobody wants what a window brought."""
+        """Release the blocks of a window that its load has left."""
         if (bug := future.exception()) is None:
             self._table.unpin(future.result().pinned())
         else:
@@ -349,7 +351,10 @@ class Loader:
         return max(1, blocks)
 
     def _claim(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: Home | None = None) -> Part:
-        """Some keys, in whichever thread (a reader's of ``own``): claim, take room, read or fetch. What others bring is left awaited."""
+        """Some keys, in whichever thread: claim, take room, read or fetch. What others bring is left awaited.
+
+        ``own``: the calling thread is a reader thread of this volume.
+        """
         keys = chain.keys[start:end]
         part = Part(start, [Outcome.MISS] * len(keys), [None] * len(keys), Tier.NVME, self._node_id)
         claim = self._table.claim(chain.domain, keys)
@@ -372,7 +377,10 @@ class Loader:
         return part
 
     def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: Home | None) -> Part:
-        """One window, in a reader thread of the volume ``own``, or in one of the loader's. What others bring is awaited as well, where enough threads are left to work meanwhile."""
+        """One window, in a reader thread of the volume ``own``, or in a thread of the loader (None).
+
+        What others bring is awaited as well, if enough threads are left to work meanwhile.
+        """
         part = self._claim(chain, start, end, sources, own)
         if part.awaited and self._waiters.acquire(blocking=False):
             try:
@@ -407,8 +415,8 @@ class Loader:
                     break
 
     def _await_one(self, chain: _Chain, key: BlockKey) -> tuple[Block | None, bool]:
-        """Waits for a block that others bring; or answers whether they wait for a volume that is stalled."""
-        until_s = self._clock.now_s()  # looks at once: a stall is not waited for again with each block of a window
+        """Wait for a block that another load or store brings. Returns it, and whether its volume is stalled."""
+        until_s = self._clock.now_s()  # the first look is at once: a window has many blocks
         while (block := self._table.await_resident(chain.domain, key, until_s)) is None:
             (home,) = self._table.nvme_homes(chain.domain, (key,))
             if home is not None and home.guard.stalled:
@@ -450,11 +458,15 @@ class Loader:
                 assert block.nvme is not None  # pinned: it cannot leave
                 items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
             held = [slots[index] for index in indices]
+            read = partial(home.volume.read, items)
             try:
-                with tracing.span("volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None):
-                    read = partial(home.volume.read, items)
-                    late = partial(self._read_late, held)
-                    outcomes = home.guard.timed(read) if home is own else home.guard.read(read, late, chain.deadline_s)
+                with tracing.span(
+                    "volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None
+                ):
+                    if home is own:
+                        outcomes = home.guard.timed(read)
+                    else:
+                        outcomes = home.guard.read(read, partial(self._read_late, held), chain.deadline_s)
             except VolumeStalled:
                 self._not_read(part, [todo[index][0] for index in indices])
                 continue
@@ -472,13 +484,13 @@ class Loader:
                     quarantine(table, home, block, slot, self._counters)
 
     def _not_read(self, part: Part, positions: Sequence[int]) -> None:
-        """Answer for blocks whose volume does not answer: whoever asked reads them from another node, or computes them."""
+        """Answer UNAVAILABLE for blocks of a stalled volume: the client reads them from another node, or misses them."""
         self._counters.add("volume_stall_refused_blocks_total", len(positions))
         for position in positions:
             part.outcomes[position] = Outcome.UNAVAILABLE
 
     def _read_late(self, slots: Sequence[Slot], _: BaseException | None) -> None:
-        """A read that nobody waited for any more has ended: nothing writes to its slots now. What it read is not used."""
+        """Free the slots of a read that its load had left. The read has ended, so the kernel writes to them no more."""
         self._table.unreserve(slots)
 
     def _from_mount(self, chain: _Chain, start: int, wanted: list[int], part: Part, mount: Mount, *, read_on: bool) -> list[int]:

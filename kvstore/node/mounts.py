@@ -1,9 +1,9 @@
 """Volumes of other nodes that this node mounts and reads directly, without their owner in the way.
 
 A mount may be slow or hang (its servers are not ours), and a read that hangs cannot be called back: the kernel may still write to
-the memory it was given, at any later time. So whatever touches a mounted folder runs in threads of the mount's own, waited for
-while it answers (``kvstore.node.volume_guard``), and for a part of the load's time at most; memory of a read that did not come back in time rests until it has; and
-while anything is out, nobody asks that mount. Whatever the mount does not bring falls back to the other sources of the load.
+the memory it was given, at any later time. So all I/O of a mount is guarded (``kvstore.node.volume_guard``): a load waits for it
+while the mount answers, and for a part of the load's time at most. Memory of a read that did not end in time stays reserved until
+it ends, and until then no load asks that mount. Blocks that the mount does not bring come from the other sources of the load.
 
 A block's place comes from the volume's roster, which is read on when a load wants blocks that it does not name yet; or its owner
 has said it, to an engine of its host that reads into its device's memory (``kvclient.hbm``).
@@ -88,9 +88,7 @@ class Mount:
         self._gds = gds
         self._places = places
         self._rest_s = rest_s
-        self._guard = VolumeGuard(
-            self.volume_id, counters, answered_s=self._answered_s, stall_s=stall_s, readers=THREADS
-        )
+        self._guard = VolumeGuard(self.volume_id, counters, answered_s=self._answered_s, stall_s=stall_s, readers=THREADS)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._opened: _Opened | None = None

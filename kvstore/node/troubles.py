@@ -66,8 +66,6 @@ class Troubles:
     # ---- volumes
     def why_no_blocks(self, home: Home) -> str:
         """Why a durable volume takes no blocks now, or failed to a moment ago; empty: it takes them."""
-        if silent := home.guard.why():
-            return silent
         if home.volume.read_only is not None:
             return home.volume.read_only[:MAX_REASON]
         failing = home.failing.why(self._clock.now_s())

@@ -1,17 +1,19 @@
-"""All I/O of one volume, done in threads of its own, so that a disk that stops answering stops nobody who waits for it.
+"""All I/O of one volume, done in threads of its own: a disk that stops answering stalls no load, store or flush.
+
+Theory of operation.
 
 1. A caller hands over an I/O and waits for it. The I/O runs in one of the volume's threads.
-2. While the volume answers, however slowly, the caller waits until the I/O ends, or until a time of the caller's choice.
+2. While the volume answers, however slowly, the caller waits until the I/O ends, or until a time that the caller chose.
 3. Once the volume is *stalled* (``volume_stall``), every caller leaves at once with ``VolumeStalled``, and new I/Os are refused.
-   An I/O that had not begun is cancelled. One that had begun cannot be called back: the kernel may still use its memory.
-   Windows of loads run as a whole in reader threads of the volume (``submit``), without a switch of threads for each read;
-   whoever drives the load leaves them in the same way.
-4. The thread of an I/O whose caller left calls the caller's ``late`` once the I/O has ended. Until then memory and slots of the
-   I/O stay reserved. Every ``VolumeStalled`` is followed by exactly one call of ``late``, perhaps before it is raised.
-5. The end of any outstanding I/O is the probe that closes this circuit breaker; nothing else is sent to a stalled volume. Hence
-   the volume holds up at most as many threads as it has of its own.
-6. *Changes* (writes and commits) are refused until every change whose caller left has ended and its ``late`` has returned. So
-   changes reach the catalog in the order in which the table was told of them.
+   An I/O that had not begun is cancelled. One that had begun cannot be cancelled: the kernel may still use its memory.
+4. When an I/O ends after its caller left, its thread calls the caller's ``late``. Until then memory and slots of the I/O stay
+   reserved. Every ``VolumeStalled`` means exactly one call of ``late``, perhaps before it is raised.
+5. Windows of loads run as a whole in reader threads of the volume (``submit``, ``timed``), because a switch of threads for each
+   read costs more than a small read. Their loads leave them in the same way.
+6. The end of an outstanding I/O is the probe that closes this circuit breaker. No other I/O is sent to a stalled volume, so a
+   hung disk blocks at most the threads of its own volume.
+7. *Changes* (writes and commits) are refused until every change whose caller left has ended and its ``late`` has returned. So
+   changes reach the catalog in the order in which the table learned of them.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ READERS: Final = 8
 CHANGERS: Final = 4
 """Changes of one volume at once: the batches of write-behind and one eviction."""
 COMMIT_PATIENCE: Final = 2.5
-"""A sync that nothing overtakes may take this many times as long as a read: a slow disk that syncs is not a hung one."""
+"""A commit may be outstanding for this many times ``volume_stall``: a slow disk that syncs is not a hung one."""
 POLLS: Final = 4
 """A caller looks at the state this many times within the patience of a read."""
 
 T = TypeVar("T")
 Late = Callable[[BaseException | None], None]
-"""Called when an I/O has ended whose caller left: with what it raised, or None."""
+"""Called with the exception of an I/O, or None, when it ends after its caller left."""
 
 
 class VolumeStalled(Unavailable):
@@ -51,7 +53,7 @@ class VolumeStalled(Unavailable):
 
 
 def ignore(_: BaseException | None) -> None:
-    """The ``late`` of an I/O that holds nothing."""
+    """A ``late`` for I/Os that hold nothing."""
 
 
 class VolumeGuard:
@@ -62,7 +64,7 @@ class VolumeGuard:
         counters: events.
         clock: a real clock: waits are real.
         answered_s: when the device answered last, by the same clock; None: only whole I/Os show that it answers.
-        stall_s: patience with an I/O while nothing comes back from the volume.
+        stall_s: an I/O may be outstanding for so long while the volume answers nothing.
         readers: windows of loads at once, and as many other reads.
     """
 
@@ -85,7 +87,7 @@ class VolumeGuard:
         self._detector = StallDetector()
         self._since_s = 0.0
         self.stalls = 0
-        """How often it was stalled."""
+        """Number of stalls since the start."""
         self._left_reads = 0
         self._left_changes = 0
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kvstore-volume-read")
@@ -121,7 +123,7 @@ class VolumeGuard:
         return len(self._submitted)
 
     def why(self) -> str:
-        """Why it takes no I/O now, in words; empty: it does."""
+        """Why the volume is refused I/O now, in words; empty if it answers."""
         if not self.stalled:
             return ""
         return f"does not answer I/O since {max(0.0, self._clock.now_s() - self._since_s):.0f} s"
@@ -143,7 +145,7 @@ class VolumeGuard:
 
         Args:
             work: the I/O.
-            late: releases what the I/O holds, where this raises ``VolumeStalled``.
+            late: releases memory of the I/O, if this raises ``VolumeStalled``.
             until_s: leave at this time, also while the volume answers.
 
         Raises:
@@ -164,8 +166,8 @@ class VolumeGuard:
 
         Args:
             work: the I/O.
-            late: settles what became of it, where this raises ``VolumeStalled``.
-            patience: how much longer than a read it may take while nothing comes back from the volume.
+            late: settles the change, if this raises ``VolumeStalled``.
+            patience: how much longer than a read it may be outstanding while the volume answers nothing.
 
         Raises:
             VolumeStalled: it did not end in time, or was refused.
@@ -176,7 +178,7 @@ class VolumeGuard:
         return self._run(work, late, math.inf, patience * self.stall_s, change=True)
 
     def close(self) -> None:
-        """Refuse everything from now on, and wait for what is under way, unless the volume is stalled."""
+        """Refuse all I/O from now on, and wait for windows under way, unless the volume is stalled."""
         for pool in (self._readers, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
         while (under_way := self._submitted.copy()) and not self.stalled:
@@ -251,7 +253,7 @@ class VolumeGuard:
             log.warning("volume answers again: %s (stalled=%.1f s, outstanding=%d)", self._name, stalled_s, outstanding)
 
     def _leave(self, future: Future[T], late: Late, *, change: bool) -> None:
-        """The caller of an I/O waits no more."""
+        """Note that the caller of an I/O has left, and have ``late`` called when the I/O ends."""
         self._count_left(1, change=change)
 
         def ended(_: Future[T]) -> None:

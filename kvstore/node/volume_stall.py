@@ -5,7 +5,7 @@
 3. An outstanding I/O is *overdue* once its patience has passed both since it began and since the volume answered last.
 4. The volume is STALLED while an outstanding I/O is overdue, and ANSWERING otherwise.
 
-So a slow disk under load is not stalled as long as something comes back from it, and any answer ends a stall.
+So a slow disk under load is not stalled while it answers some I/O, and any answer ends a stall.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Looks after the durable volumes of a node: notices files that are gone, resumes what was read-only, writes back after a stall."""
+"""Supervision of a node's durable volumes.
+
+A thread notices missing files, resumes read-only volumes, and writes blocks back that were given up during a stall.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ INTERVAL_S: Final = 2.0
 
 
 class VolumeWatch:
-    """A thread that looks after volumes. ``start`` and ``stop`` once each."""
+    """The thread. ``start`` and ``stop`` once each."""
 
     def __init__(self, table: BlockTable, counters: Counters) -> None:
         self._table = table
         self._counters = counters
         self._stalls = [0] * len(table.homes)
-        """Of each volume: stalls whose blocks were written back, or are being."""
+        """Stalls of each volume that were seen."""
         self._dirty = [0] * len(table.homes)
-        """Of each volume that was stalled: how many blocks lay in DRAM only at the last look; 0: there is nothing to write back."""
+        """For each volume that was stalled: blocks in DRAM only at the last look. 0: nothing to write back."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-volumes", daemon=True)
 
@@ -66,7 +69,7 @@ class VolumeWatch:
                 home.guard.change(volume.resume, ignore, patience=COMMIT_PATIENCE)
 
     def _write_back(self, number: int, home: Home) -> None:
-        """What write-behind gave up while the volume was stalled is sent to it again, a part at each look."""
+        """Send blocks again that write-behind gave up during a stall, a part at each look."""
         if home.guard.stalls != self._stalls[number]:
             self._stalls[number], self._dirty[number] = home.guard.stalls, sys.maxsize
         if not self._dirty[number] or not home.guard.takes_changes:
@@ -74,5 +77,5 @@ class VolumeWatch:
         dirty = write_back(self._table)
         if dirty:
             log.info("blocks sent to write-behind again: %s answers again (dirty=%d)", home.volume.volume_id, dirty)
-        # if they become no fewer, the volume is full or fails: what is left waits for the end of the node
+        # if they become no fewer, the volume is full or fails: the rest is tried again when the node stops
         self._dirty[number] = dirty if dirty < self._dirty[number] else 0

@@ -149,7 +149,7 @@ class LocalTarget:
         stored = {block.key for block, _ in written}
 
         def late(error: BaseException | None) -> None:
-            """The commit ended after its blocks were handed on: what it put into the catalog leaves that with the next one."""
+            """The commit ended after its blocks were given up: the next commit removes its entries from the catalog."""
             if error is None:
                 home.volume.free(list(outdated.values()))
                 _put_back(home, {block.key: slot for block, slot in written})
@@ -238,7 +238,7 @@ class LocalTarget:
         return bool(outdated)
 
     def _stalled(self, home: Home, error: VolumeStalled) -> None:
-        """A volume does not answer: its guard says when it does again, so it needs no rest."""
+        """Count a stall. The volume's guard refuses writes until it answers, so no rest is needed."""
         self._counters.add("write_behind_errors_total")
         _limited.warning("%s does not take blocks: %s", home.volume.volume_id, error)
 

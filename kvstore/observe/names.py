@@ -367,7 +367,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "nvme_sync_errors_total": ("counter", "syncs that the device failed"),
     "nvme_write_errors_total": ("counter", "writes that the device failed"),
     "volume_stalls_total": ("counter", "times that a volume, own or mounted, stopped answering I/O"),
-    "volume_stall_refused_blocks_total": ("counter", "blocks not read, as their volume answers no I/O: misses, or read elsewhere"),
+    "volume_stall_refused_blocks_total": ("counter", "blocks not read, as their volume answers no I/O"),
     "device_reads_bounced_total": ("counter", "reads into device memory that went through host memory"),
     "gds_device_reads_total": ("counter", "reads straight into device memory"),
     "gds_given_up_total": ("counter", "volumes on which GPUDirect Storage was given up after failures"),

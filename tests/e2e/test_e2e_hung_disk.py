@@ -1,10 +1,11 @@
-"""A node whose disk really hangs: its kernel answers no I/O until the disk is let go on."""
+"""A node with a disk that really hangs: the kernel completes no I/O of it until the test lifts its throttle."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,13 +20,13 @@ BLOCKS = 8
 STALL_S = 1.0
 """The default of ``node.volume_stall``."""
 LONGER_S = 1.5
-"""The promise: no request waits so much longer because a disk hangs."""
+"""The promise: a hung disk delays no request by more than this."""
 THROTTLE = Path("/sys/fs/cgroup/blkio")
 NOT_TESTED = "a disk that hangs was NOT tested"
 
 
 class HungDisk:
-    """An ext4 of its own on a loop device, of which the kernel's I/O throttle answers a byte a second while it hangs."""
+    """An ext4 on a loop device. To hang it, the kernel's I/O throttle limits the device to one byte per second."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -33,11 +34,11 @@ class HungDisk:
         self._device = Path(f"/sys/block/{os.path.basename(found.stdout.strip())}/dev").read_text().strip()
 
     def hang(self) -> None:
-        """No I/O is answered from now on."""
+        """Stop completing I/O."""
         self._throttle(1)
 
     def go_on(self) -> None:
-        """What hangs is answered."""
+        """Complete I/O again, also what was outstanding."""
         self._throttle(0)
 
     def _throttle(self, bytes_per_s: int) -> None:
@@ -47,7 +48,7 @@ class HungDisk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[HungDisk]:
-    """Where the first store's node ``a`` has its volume."""
+    """A disk for the volume of node ``a`` of the first store."""
     if os.geteuid() or not (THROTTLE / "blkio.throttle.read_bps_device").exists():
         pytest.skip(f"an I/O throttle takes root and the controller blkio of cgroup v1: {NOT_TESTED}")
     image, place = tmp_path / "image", tmp_path / "0" / "a-nvme"
@@ -75,19 +76,15 @@ def in_dram(store: Store) -> None:
 
 
 def stalled(store: Store, volume: str) -> bool:
-    """What the node's metrics say of a volume."""
-    import urllib.request
-
+    """Whether the node's metrics show a volume as stalled."""
     with urllib.request.urlopen(f"http://{store.cluster.node('a').metrics_address}/metrics") as page:
         lines = page.read().decode().splitlines()
     return any(line.startswith("kvstore_node_volume_stalled") and volume in line and line.endswith(" 1.0") for line in lines)
 
 
 @pytest.mark.timeout(180)
-def test_e2e_disk_hung_loads_of_others_go_on(
-    make_store: Callable[..., Store], disk: HungDisk, tmp_path: Path
-) -> None:
-    """Misses for the hung volume, hits for everything else, all of them soon; and all is as before once the disk answers."""
+def test_e2e_disk_hung_loads_of_others_go_on(make_store: Callable[..., Store], disk: HungDisk, tmp_path: Path) -> None:
+    """Blocks of the hung volume are misses, all others are hits, none is late. All are hits after the disk answers again."""
     second = tmp_path / "second"
     node = NodeSpec("a", dram_bytes=16 * MIB, settings=(("nvme", f"{disk.place / 'v'}:16MiB,{second}:16MiB"),))
     store = make_store(node)
@@ -119,7 +116,7 @@ def test_e2e_disk_hung_loads_of_others_go_on(
 
 
 def place_chains(store: Store, engine: Engine) -> dict[str, str]:
-    """Stores chains until each volume has one of its own: the name of one, by volume."""
+    """Store chains until each volume holds one. Returns the name of a chain for each volume."""
     found: dict[str, str] = {}
     for number in range(8):
         before = {tier.volume_id: tier.blocks for tier in store.node_stats("a").tiers}
@@ -155,7 +152,7 @@ def test_e2e_only_disk_hung_stores_are_not_durable_soon(make_store: Callable[...
 
 @pytest.mark.timeout(180)
 def test_e2e_node_stops_while_its_disk_hangs(make_store: Callable[..., Store], disk: HungDisk) -> None:
-    """In order and within its grace; then only the kernel keeps the process, until the disk answers."""
+    """The node stops in order, within its grace. Only the kernel may keep the process until the disk answers."""
     node = NodeSpec("a", dram_bytes=16 * MIB, settings=(("nvme", f"{disk.place / 'v'}:16MiB"), ("stop_grace", "4s")))
     store = make_store(node)
     engine = store.engine("a")

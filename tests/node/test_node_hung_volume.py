@@ -1,4 +1,4 @@
-"""A node one of whose volumes stops answering: everything else goes on, nobody waits for it, and nothing leaks."""
+"""A node with a volume that stops answering: other volumes, DRAM and stores are served, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ CHAIN = 8
 ARENA, SLAB = 1 << 20, 1 << 20
 STALL_S = 0.2
 WAIT_S = 30.0
-"""Deadline of every load and flush: many times what they take, so whoever waits for it fails the test."""
+"""Deadline of every load and flush. A request that waits for it fails the test."""
 SOON_S = 10.0
-"""A generous bound for what must not wait for ``WAIT_S``."""
+"""A generous bound for requests that must not wait for their deadline."""
 
 
 def payload_of(key: BlockKey) -> bytes:
@@ -49,7 +49,7 @@ def payload_of(key: BlockKey) -> bytes:
 
 
 class Node:
-    """Arena, two volumes of which the first can hang, loader and write-behind."""
+    """Arena, two volumes (the first can hang), loader and write-behind."""
 
     def __init__(self, folder: Path) -> None:
         self.clock, self.counters, self.plan = MonotonicClock(), Counters(), FaultPlan()
@@ -70,16 +70,14 @@ class Node:
         self.target = LocalTarget(self.table, self.counters, self.clock)
         mounts = make_mounts((), io_threads=1, counters=self.counters, clock=self.clock)
         peers = Peers(lambda address, _: TcpPeer(address.data_address))
-        self.loader = Loader(
-            NodeId("n"), self.table, peers, mounts, self.counters, self.clock, window_bytes=ARENA, threads=2
-        )
+        self.loader = Loader(NodeId("n"), self.table, peers, mounts, self.counters, self.clock, window_bytes=ARENA, threads=2)
         self.behind: WriteBehind | None = None
 
     def keys(self, chain: str, blocks: int = CHAIN) -> tuple[BlockKey, ...]:
         return tuple(BlockKey(hashlib.sha256(f"{chain}{depth}".encode()).digest()[:16]) for depth in range(blocks))
 
     def store(self, chain: str) -> tuple[BlockKey, ...]:
-        """Stores a chain in DRAM, where it waits for write-behind."""
+        """Store a chain in DRAM, to be written behind."""
         keys = self.keys(chain)
         prepared = self.table.prepare(self.domain, BlockRun(self.domain.namespace, None, 0, keys), self.clock.now_s())
         sums = []
@@ -90,7 +88,7 @@ class Node:
         return keys
 
     def store_on(self, home: Home, chain: str) -> tuple[BlockKey, ...]:
-        """Stores a chain on one volume alone."""
+        """Store a chain on one volume and evict it from DRAM."""
         keys = self.store(chain)
         other = self.good if home is self.hung else self.hung
         other.resting_until_s = self.clock.now_s() + WAIT_S
@@ -104,7 +102,7 @@ class Node:
         return next(block for block in self.table.snapshot() if block.key == key)
 
     def load(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        """Loads, compares every byte of what is said to be a hit, and lets go."""
+        """Load, compare every byte of hits, and unpin."""
         outcomes = [Outcome.MISS] * len(keys)
         began_s = time.monotonic()
         for part in self.loader.load(self.domain, keys, self.clock.now_s() + WAIT_S):
@@ -131,7 +129,7 @@ class Node:
             time.sleep(0.002)
 
     def answers_again(self) -> None:
-        """The disk goes on; everything that hung has come back and cleaned up."""
+        """Release the disk and wait until all outstanding I/O has ended and cleaned up."""
         self.plan.clear()
         self.plan.release_hangs()
         self.until(self._all_came_back, "all came back")
@@ -142,7 +140,7 @@ class Node:
         return not any(guard.outstanding or guard.left or guard.windows for guard in guards)
 
     def check_nothing_leaked(self) -> None:
-        """Every slot of arena and volumes is a block's, a key's that the catalog still names, or free."""
+        """Every used slot of arena and volumes belongs to a block, or to an outdated entry of a catalog."""
         self.table.check()
         assert not self.table._loading
         blocks = self.table.snapshot()
@@ -198,7 +196,7 @@ def test_load_volume_hung_others_go_on(node: Node) -> None:
 
 
 def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
-    """The kernel may write into them at any time, so nobody else may have them."""
+    """The kernel may write into them at any time, so they must not be given to another block."""
     hung = node.store_on(node.hung, "hung")
     node.plan.add(Fault.HANG, operation=Operation.READ)
     assert node.load(hung) == GONE
@@ -265,7 +263,7 @@ def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Ope
 
 
 def test_commit_that_comes_late_leaves_no_stale_entry(node: Node, tmp_path: Path) -> None:
-    """The commit succeeds after its blocks were given to the other volume: the catalog forgets them with the next one."""
+    """The commit succeeds after its blocks went to the other volume: the next commit removes them from the catalog."""
     node.store_on(node.good, "ballast")
     node.plan.add(Fault.HANG, operation=Operation.COMMIT, times=1)
     node.start_write_behind()
@@ -311,8 +309,8 @@ def test_locate_volume_hung_names_no_place_on_it(node: Node) -> None:
     assert pin_stored(node.table, node.domain, hung) == []
 
 
-def test_volume_hangs_and_returns_under_load_nothing_leaks(node: Node) -> None:
-    """Loads and stores of several engines while the disk hangs and comes back: no wrong byte, no leak, nobody waits for long."""
+def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:
+    """Several engines load and store while the disk hangs and recovers: no wrong byte, no leak, no late answer."""
     chains = [node.store_on(node.hung if number % 2 else node.good, f"chain{number}") for number in range(6)]
     node.start_write_behind()
     over = threading.Event()

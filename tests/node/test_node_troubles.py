@@ -104,7 +104,6 @@ def test_troubles_volume_stalled_told_until_it_answers() -> None:
         node.home.guard.read(lambda: release.wait(30.0), ignore)
     (told,) = node.troubles.told()
     assert told.startswith("Volume n/nvme0 does not answer I/O since 0 s; its blocks are misses")
-    assert node.troubles.why_no_blocks(node.home) == "does not answer I/O since 0 s"
     release.set()
     while node.home.guard.left:
         time.sleep(0.001)

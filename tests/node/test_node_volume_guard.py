@@ -1,4 +1,4 @@
-"""I/O behind a guard: whoever waits for a volume that does not answer leaves, and what the I/O holds is released once."""
+"""Guarded I/O: callers leave a volume that does not answer, and memory of the I/O is released exactly once."""
 
 from __future__ import annotations
 

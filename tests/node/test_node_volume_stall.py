@@ -1,4 +1,4 @@
-"""When a volume is stalled: the detector against its definition, computed anew from the whole history."""
+"""The stall detector against its definition, computed from the whole history."""
 
 from __future__ import annotations
 
