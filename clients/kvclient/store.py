@@ -284,12 +284,14 @@ class Store:
         answer = call_within(self._operation, session.server, session.stub.Flush, request, timeout_s)
         self._result.durable = answer.complete
         if not answer.complete:
-            self._not_durable(int(answer.not_durable_blocks))
+            self._not_durable(int(answer.not_durable_blocks), answer.why)
 
-    def _not_durable(self, blocks: int) -> None:
+    def _not_durable(self, blocks: int, why: str = "") -> None:
         """Stored, but not durable: the caller is told why, as far as it is known here."""
         error = Unavailable(
-            "stored, but not durable: not written in time, no disk takes it, or its tenant is at its quota (the node's log,"
+            f"stored, but not durable: {why}"
+            if why
+            else "stored, but not durable: not written in time, no disk takes it, or its tenant is at its quota (the node's log,"
             " `kvstore status` and `kvstore tenants` tell)",
             not_durable_blocks=blocks,
         )

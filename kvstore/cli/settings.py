@@ -139,6 +139,7 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
         prepare_ttl_ms=section.prepare_ttl,
         load_window_bytes=section.load_window,
         load_threads=section.load_threads,
+        volume_stall_s=section.volume_stall / 1000,
         io_threads=section.io_threads,
         gds=section.gds,
         nixl=None if section.nixl == "off" else _nixl(section),

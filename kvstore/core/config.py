@@ -166,6 +166,11 @@ class NodeSection(Section):
     load_window: Size = Field(default=64 << 20, gt=0, description="read ahead at once for each load")
     load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")
     io_threads: int = Field(default=8, ge=1, le=256, description="I/O requests in flight on each NVMe volume")
+    volume_stall: DurationMs = Field(
+        default=1_000,
+        gt=0,
+        description="a volume that answers no I/O for so long is stalled: its blocks are misses until it answers",
+    )
     gds: Literal["auto", "required", "off"] = Field(
         default="auto",
         description="GPUDirect Storage: auto (where a measurement shows that it is real), required (or the node refuses to"

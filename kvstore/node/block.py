@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
 from kvstore.node.domain import Domain
 from kvstore.node.leaving import Leaving
+from kvstore.node.volume_guard import READERS, STALL_S, VolumeGuard, VolumeStalled, ignore
+from kvstore.observe.counters import Counters
 from kvstore.observe.failing import Failing
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 
@@ -145,10 +148,27 @@ class Home:
     """How writing to it fares."""
     aside: dict[BlockKey, Block] = field(default_factory=dict)
     """Its blocks that are out of the order of eviction while it takes no changes (``kvstore.node.durable_room``)."""
+    guard: VolumeGuard = field(init=False)
+    """Does all its I/O once the node serves."""
+
+    def __post_init__(self) -> None:
+        self.set_guard(Counters())
+
+    def set_guard(self, counters: Counters, *, stall_s: float = STALL_S, readers: int = READERS) -> None:
+        """Guard the volume with settings other than the defaults. Call before its first I/O."""
+        volume = self.volume
+        self.guard = VolumeGuard(
+            volume.volume_id, counters, answered_s=lambda: volume.answered_s, stall_s=stall_s, readers=readers
+        )
 
     def takes_changes(self, now_s: float) -> bool:
         """Whether blocks can be written to it, and leave it."""
-        return self.volume.read_only is None and self.resting_until_s <= now_s
+        return self.volume.read_only is None and self.resting_until_s <= now_s and self.guard.takes_changes
+
+    def look_in_place(self) -> None:
+        """Have the volume look whether its files are where they were, unless it does not answer."""
+        with suppress(VolumeStalled):
+            self.guard.read(self.volume.in_place, ignore)
 
 
 @dataclass(slots=True)

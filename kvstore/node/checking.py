@@ -26,6 +26,7 @@ from kvstore.core.types import Outcome
 from kvstore.node.block import Block, Home
 from kvstore.node.evicting import quarantine
 from kvstore.node.table import BlockTable
+from kvstore.node.volume_guard import VolumeStalled, ignore
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
 
@@ -151,6 +152,9 @@ class VolumeChecks:
             log.info("checking volume %s: %d blocks, at most %d bytes/s", name, len(blocks), check.bytes_per_s)
             self._check(home, blocks, check)
             end = CheckState.CANCELLED if check.cancel.is_set() and check.checked_blocks < check.blocks else CheckState.DONE
+        except VolumeStalled as error:
+            end, check.why = CheckState.FAILED, str(error)
+            log.warning("check of volume failed: %s (%s)", name, error)
         except Exception as error:  # the thread's edge: whoever asks is to learn that it ended, and why
             end, check.why = CheckState.FAILED, f"{type(error).__name__}: {error}"
             self._counters.add("volume_check_bugs_total")
@@ -194,7 +198,7 @@ class VolumeChecks:
             for block, slot in pinned:
                 items.append((slot, block.record(), memory[at : at + block.nbytes]))
                 at += block.nbytes
-            outcomes = home.volume.read(items)
+            outcomes = home.guard.read(lambda: home.volume.read(items), ignore)  # its memory is not used again once that raises
             for (block, slot), outcome in zip(pinned, outcomes, strict=True):
                 self._judge(home, block, slot, outcome, check)
         finally:

@@ -78,6 +78,8 @@ class NodeConfig:
     load_threads: int = 8
     io_threads: int = 8
     """I/O requests in flight on each NVMe volume."""
+    volume_stall_s: float = 1.0
+    """A volume, or mounted volume, that answers no I/O for so long is stalled: nobody waits for it any more."""
     gds: GdsMode = "auto"
     """GPUDirect Storage: ``auto``: where a measurement shows that it is real; ``required``: or the node does not start."""
     nixl: NixlOptions | None = None

@@ -55,6 +55,7 @@ from kvstore.node.staging import Stager
 from kvstore.node.table import BlockTable
 from kvstore.node.tenants import Accounts
 from kvstore.node.troubles import Troubles
+from kvstore.node.volume_watch import VolumeWatch
 from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -89,8 +90,6 @@ log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 0.5
 BUFFER_SHARE = 4
 """Prefill and decode buffer are each this fraction (1/n) of the arena, unless configured."""
-RESUME_INTERVAL_S = 2.0
-"""How often a read-only volume is tried again."""
 REGISTER_WAIT_S = 10.0
 STOP_PARTS = 4
 """Each wait of an end in order takes this fraction (1/n) of the time that is left; write-behind all but one."""
@@ -130,7 +129,7 @@ class NodeDaemon:
         self._build()
         self._stopping = threading.Event()
         self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
-        self._watcher = threading.Thread(target=self._watch_volumes, name="kvstore-volumes", daemon=True)
+        self._watch = VolumeWatch(self.table, self.counters)
         self._server: BoundServer | None = None
         self._publisher: Publisher | None = None
         self._recent = RecentLoads()
@@ -173,7 +172,9 @@ class NodeDaemon:
         config, counters, clock = self.config, self.counters, self._clock
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
         self._log = ReplicaLog(volumes, counters, clock, keep=config.metadata is not None)
-        homes = [Home(slab) for slab in self._slabs]
+        self._homes = homes = [Home(slab) for slab in self._slabs]
+        for home in homes:
+            home.set_guard(counters, stall_s=config.volume_stall_s, readers=config.load_threads)
         self._writes_behind = bool(homes) or config.write_behind_to is not None
         self.table = BlockTable(
             self._arena,
@@ -197,7 +198,9 @@ class NodeDaemon:
         probe = HealthProbe(partial(connect, tls=config.tls))
         self._liveness = LivenessMonitor(probe, counters, on_close=probe.close)
         self._peers = Peers(self._make_peer, None if known is None else known.check)
-        self._mounts = make_mounts(config.mounts, io_threads=config.io_threads, counters=counters, clock=clock)
+        self._mounts = make_mounts(
+            config.mounts, io_threads=config.io_threads, counters=counters, clock=clock, stall_s=config.volume_stall_s
+        )
         self._loader = Loader(
             NodeId(config.node_id),
             self.table,
@@ -421,7 +424,7 @@ class NodeDaemon:
         self._mounts.start()
         self._write_behind.start()
         self._janitor.start()
-        self._watcher.start()
+        self._watch.start()
         if config.metadata is not None:
             self._drainer.mover = Mover(
                 self.info,
@@ -591,10 +594,20 @@ class NodeDaemon:
         self._nixl.close()
         self._traffic.close()
         self._janitor.join(2.0)
-        self._watcher.join(2.0)
-        for volume in (self._arena, *self._slabs):
-            volume.close()
+        self._watch.stop(2.0)
+        for home in self._homes:
+            home.guard.close()
+            if home.guard.outstanding:
+                log.error("volume not closed: %s (outstanding=%d)", home.volume.volume_id, home.guard.outstanding)
+            else:
+                home.volume.close()
+        self._arena.close()
         self._socket.unlink(missing_ok=True)
+
+    @property
+    def hung(self) -> bool:
+        """Whether a volume still has I/O outstanding. After ``stop``, the process cannot end in order then."""
+        return any(home.guard.outstanding for home in self._homes)
 
     def _advertised(self, bound: str) -> str:
         host, _, port = bound.rpartition(":")
@@ -612,17 +625,6 @@ class NodeDaemon:
             except Exception:  # process edge: without the janitor nothing would be given back any more
                 self.counters.add("janitor_bugs_total")
                 log.exception("the janitor failed, trying again")
-
-    def _watch_volumes(self) -> None:
-        """Notices volumes whose files are gone, and resumes those that are read-only. A failing disk may hold this thread up."""
-        while not self._stopping.wait(RESUME_INTERVAL_S):
-            for slab in self._slabs:
-                try:
-                    if slab.read_only is not None or not slab.in_place():
-                        slab.resume()
-                except Exception:  # process edge: the other volumes are to be looked after
-                    self.counters.add("nvme_watch_bugs_total")
-                    log.exception("looking after volume %s failed, trying again", slab.volume_id)
 
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:

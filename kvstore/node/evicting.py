@@ -20,6 +20,7 @@ from kvstore.core.types import BlockKey
 from kvstore.node.block import Block, Home
 from kvstore.node.domain import Domain
 from kvstore.node.table import BlockTable
+from kvstore.node.volume_guard import COMMIT_PATIENCE, VolumeStalled, ignore
 from kvstore.node.wanted import over
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
@@ -123,17 +124,28 @@ def leave_nvme(table: BlockTable, home: Home, victims: Sequence[Block]) -> None:
     """Blocks that were marked as leaving do leave a durable volume.
 
     Raises:
+        VolumeStalled: it does not answer; they leave or stay once its catalog has ended the commit.
         OSError: its catalog could not be changed; they stay.
         KVStoreError: likewise.
     """
     if not victims:
         return
+
+    def settle(error: BaseException | None) -> None:
+        if error is None:
+            table.evicted_nvme(home, victims)
+        else:
+            table.stay_on_nvme(victims)
+
+    keys = [block.key for block in victims]
     try:
-        home.volume.commit([], [block.key for block in victims])
-    except (OSError, KVStoreError):
-        table.stay_on_nvme(victims)
+        home.guard.change(lambda: home.volume.commit([], keys), settle, patience=COMMIT_PATIENCE)
+    except VolumeStalled:
+        raise  # settled once the commit has ended; until then the victims are on their way out
+    except (OSError, KVStoreError) as error:
+        settle(error)
         raise
-    table.evicted_nvme(home, victims)
+    settle(None)
 
 
 def quarantine(table: BlockTable, home: Home, block: Block, slot: Slot, counters: Counters) -> None:
@@ -148,7 +160,7 @@ def quarantine(table: BlockTable, home: Home, block: Block, slot: Slot, counters
         block.leave()
     counters.add("quarantined_blocks_total")
     try:
-        home.volume.commit([], [block.key])
+        home.guard.change(lambda: home.volume.commit([], [block.key]), ignore, patience=COMMIT_PATIENCE)
     except (OSError, KVStoreError) as error:
         log.warning("the catalog of %s still names the bad block %s: %s", home.volume.volume_id, block.key.hex(), error)
     finally:

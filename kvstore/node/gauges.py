@@ -81,6 +81,7 @@ class NodeGauges:
     def __call__(self) -> Iterator[Sample]:
         yield Sample("build_info", 1, {"version": kvstore.__version__})
         read_only = {home.volume.volume_id for home in self._table.homes if self._troubles.why_no_blocks(home)}
+        stalled = {home.volume.volume_id for home in self._table.homes if home.guard.stalled}
         for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
             labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
             usage = volume.usage()
@@ -88,6 +89,7 @@ class NodeGauges:
             yield Sample("volume_used_bytes", usage.used_bytes, labels)
             yield Sample("volume_blocks", usage.blocks, labels)
             yield Sample("volume_read_only", int(volume.volume_id in read_only), labels)
+            yield Sample("node_volume_stalled", int(volume.volume_id in stalled), labels)
         blocks, waiting = self._table.counts()
         yield Sample("node_sessions", self._sessions.count())
         yield Sample("node_blocks", blocks)

@@ -47,6 +47,8 @@ PLAN_PART = 4
 """Planning takes up to this fraction (1/n) of the time."""
 LOOK = 4096
 """Blocks looked at between two looks at the clock, or under one hold of the table's lock."""
+WRITE_BACK_PART = 4
+"""What is sent again at once takes at most this fraction (1/n) of the arena."""
 HAND_OVER_S = 1e-5
 """Between two holds: whoever waits for the lock gets it then."""
 
@@ -91,6 +93,22 @@ def make_durable(
         return _send(table, homes, stays, order, clock, deadline_s, sleep)
     finally:
         table.spare(())
+
+
+def write_back(table: BlockTable) -> int:
+    """Send blocks that lie in DRAM only to write-behind again, after a volume did not answer.
+
+    At most a part of the arena at a time, so that new stores find room in the queue.
+
+    Returns:
+        How many such blocks there were.
+    """
+    homes = table.homes
+    dirty = [block for block in table.snapshot() if _can_be_saved(block) and not block.pending and _fits(block.domain, homes)]
+    left = deque(in_chains(sorted(dirty, key=lambda block: block.depth)))
+    most_bytes = table.dram.usage().capacity_bytes // WRITE_BACK_PART
+    _write_again(table, _next(left, lambda _: True, maxsize, most_bytes))
+    return len(dirty)
 
 
 def _send(

@@ -30,13 +30,14 @@ from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
-from kvstore.node.block import Block, Claim
+from kvstore.node.block import Block, Claim, Home
 from kvstore.node.domain import Domain
 from kvstore.node.evicting import quarantine
 from kvstore.node.mount_load import MountLoads
 from kvstore.node.mounts import Mount, Mounts
 from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.table import BlockTable
+from kvstore.node.volume_guard import VolumeStalled
 from kvstore.node.wanted import ending, over
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
@@ -53,6 +54,10 @@ PEER_WINDOWS = 2
 """A window that a peer sends is this fraction of it: each is a request over all connections to that peer."""
 PATIENCE_S = 0.01
 """So long what has come waits for what lies before it, so that parts come in order and are few."""
+STALL_POLL_S = 0.1
+"""A load that waits for windows looks so often whether their volumes are stalled."""
+AWAIT_POLL_S = 0.25
+"""A load that waits for a block of another load looks so often whether its volume is stalled."""
 TRIES = 3
 """A block that others were to bring, and that is not there when they are done, is claimed so often in all."""
 
@@ -120,9 +125,29 @@ class Part:
 class _Window:
     """Consecutive keys of a load, fetched together."""
 
+    first: int
+    count: int
     nbytes: int
-    run: Callable[[], Part]
+    run: Callable[[Home | None], Part]
+    """Fetches them, in a reader thread of the volume given, or in a thread of the loader (None)."""
     sources: tuple[Source, ...]
+    home: Home | None
+    """The volume of its first block, as far as is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A window on its way."""
+
+    window: _Window
+    future: Future[Part]
+    home: Home | None
+    """The volume whose thread brings it."""
+
+    @property
+    def stalled(self) -> bool:
+        """Whether its volume is stalled and it has not ended."""
+        return self.home is not None and not self.future.done() and self.home.guard.stalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +188,10 @@ class Loader:
         self._waiters = threading.Semaphore(threads // 2)
 
     def close(self) -> None:
-        """Waits for windows under way (their waits are bounded by their deadlines)."""
+        """Waits for windows under way, except those of a stalled volume (other waits are bounded by their deadlines)."""
         self._pool.shutdown(cancel_futures=True)
+        for home in self._table.homes:
+            home.guard.close()
 
     def reads_directly(self, source: Source) -> bool:
         """Whether the volume that a source names is mounted here."""
@@ -202,15 +229,14 @@ class Loader:
                 yield held.popleft()
                 return
             windows = deque(self._windows(chain, [block is not None for block in resident], sources))
-            in_flight: deque[tuple[_Window, Future[Part]]] = deque()
+            in_flight: deque[_InFlight] = deque()
             awaited: deque[tuple[Part, tuple[Source, ...]]] = deque()
             ahead = 0
             try:
                 while (held or windows or in_flight or awaited) and not over():
                     while windows and (not in_flight or ahead + windows[0].nbytes <= self._ahead_bytes):
-                        window = windows.popleft()
-                        in_flight.append((window, self._pool.submit(copy_context().run, window.run)))
-                        ahead += window.nbytes
+                        in_flight.append(self._submit(windows.popleft()))
+                        ahead += in_flight[-1].window.nbytes
                     if held:
                         yield held.popleft()
                         continue
@@ -218,12 +244,12 @@ class Loader:
                         held.append(awaited[0][0])
                         self._await(chain, *awaited.popleft())
                         continue
-                    at = _come([future for _, future in in_flight])
+                    at = _come(in_flight)
                     try:
-                        part = in_flight[at][1].result()
+                        part = self._part_of(in_flight[at])
                     except CancelledError:  # nobody waits for it any more, and it had not begun
                         return
-                    window, _ = in_flight[at]
+                    window = in_flight[at].window
                     ahead -= window.nbytes
                     del in_flight[at]
                     if part.awaited:
@@ -231,22 +257,49 @@ class Loader:
                         held.extend(answered)
                         awaited.extend((one, window.sources) for one in left)
                         continue
-                    while at < len(in_flight) and _is_there(in_flight[at][1]) and part.extend(in_flight[at][1].result()):
-                        ahead -= in_flight[at][0].nbytes
+                    while at < len(in_flight) and _is_there(in_flight[at].future) and part.extend(in_flight[at].future.result()):
+                        ahead -= in_flight[at].window.nbytes
                         del in_flight[at]
                     yield part
             finally:
-                for _, future in in_flight:  # the caller stopped early, or a window failed: what still comes is given back
-                    if future.cancel():
-                        continue
-                    if future.exception() is None:
-                        table.unpin(future.result().pinned())
-                    else:
-                        self._counters.add("load_window_bugs_total")
-                        log.error("a window of a load failed", exc_info=future.exception())
+                for one in in_flight:  # the caller stopped early, or a window failed: what still comes is given back
+                    if not one.future.cancel():
+                        _come([one])
+                        one.future.add_done_callback(self._give_back)
         finally:
             for part in held:
                 table.unpin(part.pinned())
+
+    def _submit(self, window: _Window) -> _InFlight:
+        """Begin to fetch a window: in a reader thread of its volume if that answers, else in a thread of the loader."""
+        home = None if window.home is None or window.home.guard.stalled else window.home
+        submit = self._pool.submit if home is None else home.guard.submit
+        return _InFlight(window, submit(partial(copy_context().run, window.run, home)), home)
+
+    def _part_of(self, one: _InFlight) -> Part:
+        """The answer of a window.
+
+        A window that has not ended, because its volume is stalled, is left: its thread gives back pins and slots when it ends.
+
+        Raises:
+            CancelledError: the window had not begun, and the load has been cancelled.
+        """
+        if one.future.done():
+            return one.future.result()
+        if not one.future.cancel():
+            one.future.add_done_callback(self._give_back)
+        count = one.window.count
+        part = Part(one.window.first, [Outcome.MISS] * count, [None] * count, Tier.NVME, self._node_id)
+        self._not_read(part, range(count))
+        return part
+
+    def _give_back(self, future: Future[Part]) -> None:
+        """Release the blocks of a window that its load has left."""
+        if (bug := future.exception()) is None:
+            self._table.unpin(future.result().pinned())
+        else:
+            self._counters.add("load_window_bugs_total")
+            log.error("a window of a load failed", exc_info=bug)
 
     def _resident_parts(self, resident: Sequence[Block | None]) -> Iterator[Part]:
         start = 0
@@ -262,7 +315,8 @@ class Loader:
 
     def _windows(self, chain: _Chain, done: Sequence[bool], sources: Sequence[Source]) -> Iterator[_Window]:
         """The rest of the load, cut by where it lies and by window size."""
-        durable = self._table.on_nvme(chain.domain, chain.keys)
+        homes = self._table.nvme_homes(chain.domain, chain.keys)
+        durable = [home is not None for home in homes]
         count = len(chain.keys)
         candidates: list[tuple[Source, ...]] = [()] * count
         for source in sources:
@@ -285,7 +339,7 @@ class Loader:
             ):
                 end += 1
             run = partial(self._run, chain, start, end, candidates[start])
-            yield _Window((end - start) * block_bytes, run, candidates[start])
+            yield _Window(start, end - start, (end - start) * block_bytes, run, candidates[start], homes[start])
             start = end
 
     def _blocks_of_window(self, block_bytes: int, *, durable: bool) -> int:
@@ -296,8 +350,11 @@ class Loader:
             blocks = min(2, self._ahead_bytes // (DISK_WINDOWS // 2) // block_bytes)
         return max(1, blocks)
 
-    def _claim(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Part:
-        """Some keys, in whichever thread: claim, take room, read or fetch. What others bring is left awaited."""
+    def _claim(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: Home | None = None) -> Part:
+        """Some keys, in whichever thread: claim, take room, read or fetch. What others bring is left awaited.
+
+        ``own``: the calling thread is a reader thread of this volume.
+        """
         keys = chain.keys[start:end]
         part = Part(start, [Outcome.MISS] * len(keys), [None] * len(keys), Tier.NVME, self._node_id)
         claim = self._table.claim(chain.domain, keys)
@@ -306,7 +363,7 @@ class Loader:
             part.outcomes[position] = Outcome.HIT
         try:
             if claim.durable:
-                self._read_nvme(chain, claim, part)
+                self._read_nvme(chain, claim, part, own)
             if claim.claimed_absent:
                 self._fetch(chain, start, claim, part, sources)
         except BaseException:
@@ -319,9 +376,12 @@ class Loader:
         part.awaited = claim.busy
         return part
 
-    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...]) -> Part:
-        """One window, in a pool thread. What others bring is awaited as well, where enough threads are left to work meanwhile."""
-        part = self._claim(chain, start, end, sources)
+    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: Home | None) -> Part:
+        """One window, in a reader thread of the volume ``own``, or in a thread of the loader (None).
+
+        What others bring is awaited as well, if enough threads are left to work meanwhile.
+        """
+        part = self._claim(chain, start, end, sources, own)
         if part.awaited and self._waiters.acquire(blocking=False):
             try:
                 self._await(chain, part, sources)
@@ -339,9 +399,12 @@ class Loader:
             at = part.first + index
             part.outcomes[index] = Outcome.TIMEOUT
             for left in reversed(range(TRIES)):
-                part.blocks[index] = self._table.await_resident(chain.domain, chain.keys[at], chain.deadline_s)
+                part.blocks[index], stalled = self._await_one(chain, chain.keys[at])
                 if part.blocks[index] is not None:
                     part.outcomes[index] = Outcome.HIT
+                    break
+                if stalled:
+                    self._not_read(part, (index,))
                     break
                 if not left or self._clock.now_s() >= chain.deadline_s or over():
                     break
@@ -351,15 +414,33 @@ class Loader:
                     part.blocks[index], part.outcomes[index] = again.blocks[0], again.outcomes[0]
                     break
 
+    def _await_one(self, chain: _Chain, key: BlockKey) -> tuple[Block | None, bool]:
+        """Wait for a block that another load or store brings. Returns it, and whether its volume is stalled."""
+        until_s = self._clock.now_s()  # the first look is at once: a window has many blocks
+        while (block := self._table.await_resident(chain.domain, key, until_s)) is None:
+            (home,) = self._table.nvme_homes(chain.domain, (key,))
+            if home is not None and home.guard.stalled:
+                return None, True
+            now_s = self._clock.now_s()
+            if now_s < until_s or now_s >= chain.deadline_s or over():
+                return None, False
+            until_s = min(chain.deadline_s, now_s + AWAIT_POLL_S)
+        return block, False
+
     def _reserve(self, chain: _Chain, count: int) -> list[Slot] | None:
         if self._clock.now_s() >= chain.deadline_s or over():
             return None
         return self._table.reserve(chain.domain.shape, count, chain.deadline_s, chain.domain)
 
-    def _read_nvme(self, chain: _Chain, claim: Claim, part: Part) -> None:
-        """Reads claimed durable blocks into fresh slots, verified."""
+    def _read_nvme(self, chain: _Chain, claim: Claim, part: Part, own: Home | None) -> None:
+        """Reads claimed durable blocks into fresh slots, verified; those on the volume ``own`` in this thread."""
         table, shape = self._table, chain.domain.shape
         todo = list(claim.durable.items())
+        if stalled := [home for home in table.homes if home.guard.stalled]:  # no room is made for what does not come
+            self._not_read(part, [position for position, block in todo if block.nvme_home in stalled])
+            todo = [(position, block) for position, block in todo if block.nvme_home not in stalled]
+            if not todo:
+                return
         slots = self._reserve(chain, len(todo))
         if slots is None:
             for position, _ in todo:
@@ -376,8 +457,19 @@ class Loader:
                 block = todo[index][1]
                 assert block.nvme is not None  # pinned: it cannot leave
                 items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
-            with tracing.span("volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None):
-                outcomes = home.volume.read(items)
+            held = [slots[index] for index in indices]
+            read = partial(home.volume.read, items)
+            try:
+                with tracing.span(
+                    "volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None
+                ):
+                    if home is own:
+                        outcomes = home.guard.timed(read)
+                    else:
+                        outcomes = home.guard.read(read, partial(self._read_late, held), chain.deadline_s)
+            except VolumeStalled:
+                self._not_read(part, [todo[index][0] for index in indices])
+                continue
             for index, outcome, (slot, _, _) in zip(indices, outcomes, items, strict=True):
                 position, block = todo[index]
                 part.outcomes[position] = outcome
@@ -390,6 +482,16 @@ class Loader:
                 table.unreserve((slots[index],))
                 if outcome is Outcome.CORRUPT:
                     quarantine(table, home, block, slot, self._counters)
+
+    def _not_read(self, part: Part, positions: Sequence[int]) -> None:
+        """Answer UNAVAILABLE for blocks of a stalled volume: the client reads them from another node, or misses them."""
+        self._counters.add("volume_stall_refused_blocks_total", len(positions))
+        for position in positions:
+            part.outcomes[position] = Outcome.UNAVAILABLE
+
+    def _read_late(self, slots: Sequence[Slot], _: BaseException | None) -> None:
+        """Free the slots of a read that its load had left. The read has ended, so the kernel writes to them no more."""
+        self._table.unreserve(slots)
 
     def _from_mount(self, chain: _Chain, start: int, wanted: list[int], part: Part, mount: Mount, *, read_on: bool) -> list[int]:
         """Brings what a mounted volume has of some claimed absent blocks; answers which of them it did not bring."""
@@ -468,11 +570,12 @@ class Loader:
                 left = self._from_mount(chain, start, left, part, mount, read_on=True)
 
 
-def _come(futures: Sequence[Future[Part]]) -> int:
-    """Waits until one is done, and says which: the first, where that does not take long.
+def _come(in_flight: Sequence[_InFlight]) -> int:
+    """Waits until one is done, or its volume is stalled, and says which: the first, where that does not take long.
 
     Where nobody waits for them any more, those that have not begun are cancelled.
     """
+    futures = [one.future for one in in_flight]
 
     def give_up() -> None:
         for future in futures:
@@ -480,7 +583,10 @@ def _come(futures: Sequence[Future[Part]]) -> int:
 
     with ending(give_up):
         if not futures[0].done() and not wait_for(futures[:1], PATIENCE_S).done:
-            wait_for(futures, return_when=FIRST_COMPLETED)
+            while not wait_for(futures, STALL_POLL_S, FIRST_COMPLETED).done:
+                for at, one in enumerate(in_flight):
+                    if one.stalled:
+                        return at
     return next(at for at, future in enumerate(futures) if future.done())
 
 

@@ -32,7 +32,7 @@ def pin_stored(table: BlockTable, domain: Domain, keys: Sequence[BlockKey]) -> l
             block = table._blocks.get(key)
             if block is None or block.domain is not domain or block.dram is not None or block.leaving or key in table._loading:
                 continue  # what is being loaded will be in DRAM in a moment
-            if block.nvme is None or block.nvme_home is None:
+            if block.nvme is None or block.nvme_home is None or block.nvme_home.guard.stalled:
                 continue
             home = table.homes.index(block.nvme_home)
             block.pins += 1

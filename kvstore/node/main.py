@@ -8,7 +8,7 @@ from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import NodeDaemon
 from kvstore.observe import tracing
 from kvstore.rpc.descriptors import raise_limit
-from kvstore.rpc.leaving import Leaving
+from kvstore.rpc.leaving import Leaving, exit_now
 
 
 def run(config: NodeConfig) -> None:
@@ -31,3 +31,6 @@ async def _serve(config: NodeConfig) -> None:
     finally:
         leaving.begin()
         await daemon.stop()
+        if daemon.hung:  # else the interpreter would wait for the threads of that I/O
+            tracing.shut_down()
+            exit_now(0)

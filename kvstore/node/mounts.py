@@ -1,9 +1,9 @@
 """Volumes of other nodes that this node mounts and reads directly, without their owner in the way.
 
 A mount may be slow or hang (its servers are not ours), and a read that hangs cannot be called back: the kernel may still write to
-the memory it was given, at any later time. So whatever touches a mounted folder runs in threads of the mount's own, waited for
-until part of the load's time has passed; memory of a read that did not come back in time rests until it has; and
-while anything is out, nobody asks that mount. Whatever the mount does not bring falls back to the other sources of the load.
+the memory it was given, at any later time. So all I/O of a mount is guarded (``kvstore.node.volume_guard``): a load waits for it
+while the mount answers, and for a part of the load's time at most. Memory of a read that did not end in time stays reserved until
+it ends, and until then no load asks that mount. Blocks that the mount does not bring come from the other sources of the load.
 
 A block's place comes from the volume's roster, which is read on when a load wants blocks that it does not name yet; or its owner
 has said it, to an engine of its host that reads into its device's memory (``kvclient.hbm``).
@@ -12,10 +12,10 @@ has said it, to an engine of its host that reads into its device's memory (``kvc
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.node.config import MountConfig
 from kvstore.node.domain import Domain
+from kvstore.node.volume_guard import STALL_S, VolumeGuard, VolumeStalled, ignore
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
@@ -64,6 +65,7 @@ class Mount:
         gds: kvikio, for reads into device memory; None: they go through host memory.
         places: False: ``find`` is never asked, as the owner says where blocks lie.
         rest_s: how long it is left alone after a failure.
+        stall_s: patience with a read while nothing comes back from the file system.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Mount:
         gds: Kvikio | None = None,
         places: bool = True,
         rest_s: float = REST_S,
+        stall_s: float = STALL_S,
     ) -> None:
         self.volume_id = VolumeId(config.volume_id)
         self._config = config
@@ -85,13 +88,13 @@ class Mount:
         self._gds = gds
         self._places = places
         self._rest_s = rest_s
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-mount")
+        self._guard = VolumeGuard(self.volume_id, counters, answered_s=self._answered_s, stall_s=stall_s, readers=THREADS)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._opened: _Opened | None = None
         self._resting_until = 0.0
         self._trouble = "not read yet"
-        self._out = 0
+        self._closed = False
 
     def describe(self) -> str:
         """What is in use, for people."""
@@ -112,7 +115,8 @@ class Mount:
 
     def catch_up_soon(self) -> None:
         """The same, in the background."""
-        self._bounded(lambda volume: volume.catch_up(), self._clock.now_s(), "its roster", _nothing, count=False)
+        if self.usable:
+            self._guard.begin(lambda: self._do(lambda volume: volume.catch_up()), ignore)
 
     def read(self, domain: Domain, wanted: Wanted, deadline_s: float, when_back: Callable[[], None]) -> Answers | None:
         """Reads blocks into memory.
@@ -138,13 +142,18 @@ class Mount:
 
     def close(self) -> None:
         """Closes the volume once nobody works with it. Does not wait for what hangs."""
+        self._closed = True
         self._give_up(self._opened, "closed")
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._guard.close()
 
     @property
     def usable(self) -> bool:
         """Whether anything would be tried now: nothing hangs, and it does not rest after a failure."""
-        return not self._out and self._resting_until <= self._clock.now_s()
+        return not self._guard.left and self._resting_until <= self._clock.now_s()
+
+    def _answered_s(self) -> float:
+        opened = self._opened
+        return -math.inf if opened is None else opened.volume.answered_s
 
     # ---- bounded work ----
     def _bounded(
@@ -153,46 +162,23 @@ class Mount:
         deadline_s: float,
         what: str,
         when_back: Callable[[], None],
-        *,
-        count: bool = True,
     ) -> T | None:
         """Does something in the mount's threads and waits a part of the time that is left. None: it failed or is still out."""
         now_s = self._clock.now_s()
         if not self.usable:
             when_back()
             return None
+        until_s = now_s + max(0.0, (deadline_s - now_s) * TIME_SHARE)
         try:
-            future = self._pool.submit(self._do, work)
-        except RuntimeError:  # the node is stopping
-            when_back()
-            return None
-        waited = late = False
-        try:
-            with suppress(TimeoutError, CancelledError):
-                future.exception(max(0.0, (deadline_s - now_s) * TIME_SHARE))
-            waited = True
-        finally:  # whatever ends the waiting: who owns the memory learns when it is free
-            if not future.done():
-                late = True
-                with self._lock:
-                    self._out += 1
-                future.add_done_callback(lambda _: self._came_back(when_back))
-            elif not waited:
-                when_back()
-        if late:
-            if count:
+            result = self._guard.read(lambda: self._do(work), lambda _: when_back(), until_s)
+        except VolumeStalled:
+            if not self._closed:
                 self._counters.add("mount_stalled_total")
                 log.warning("volume %s: %s did not come in time; it is left alone until it has", self.volume_id, what)
             return None
-        result = None if future.cancelled() else future.result()  # cancelled: closed before its turn came
         if result is None:
             when_back()
         return result
-
-    def _came_back(self, when_back: Callable[[], None]) -> None:
-        with self._lock:
-            self._out -= 1
-        when_back()
 
     def _do(self, work: Callable[[MountedSlab], T]) -> T | None:
         """In a thread of the mount: runs ``work``; None where the volume cannot be used, which then rests."""
@@ -277,9 +263,11 @@ class Mounts:
             mount.close()
 
 
-def make_mounts(configs: Sequence[MountConfig], *, io_threads: int, counters: Counters, clock: Clock) -> Mounts:
+def make_mounts(
+    configs: Sequence[MountConfig], *, io_threads: int, counters: Counters, clock: Clock, stall_s: float = STALL_S
+) -> Mounts:
     """The mounts of a node."""
-    return Mounts([Mount(config, io_threads=io_threads, counters=counters, clock=clock) for config in configs])
+    return Mounts([Mount(config, io_threads=io_threads, counters=counters, clock=clock, stall_s=stall_s) for config in configs])
 
 
 def _nothing() -> None:

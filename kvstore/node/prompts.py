@@ -115,7 +115,7 @@ class Prompts:
 
     def _bring(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> None:
         """Reads what lies on NVMe here into DRAM, where the vigil pins it."""
-        durable = self._table.on_nvme(domain, keys)
+        durable = [home is not None for home in self._table.nvme_homes(domain, keys)]
         for start, stop in ((start, stop) for start, stop in runs_of_equal(durable) if durable[start]):
             for part in self._loader.load(domain, keys[start:stop], deadline_s):
                 if part.tier is not Tier.DRAM:

@@ -85,7 +85,7 @@ class Puller:
     @contextmanager
     def _within_share(self, domain: Domain, run: BlockRun) -> Iterator[bool]:
         """Whether a run fits what is free in its tenant's share, with all others that come meanwhile."""
-        size = self._table.on_nvme(domain, run.keys).count(False) * domain.shape.block_bytes
+        size = self._table.nvme_homes(domain, run.keys).count(None) * domain.shape.block_bytes
         account = domain.account
         with self._lock:
             free = free_durable(self._table, domain)

@@ -450,6 +450,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             dropped_blocks=counters.get("write_behind_dropped_blocks_total", 0),
             complete=in_time and not missing,
             not_durable_blocks=missing,
+            why="; ".join(f"{home.volume.volume_id} {why}" for home in self._table.homes if (why := home.guard.why()))[
+                :MAX_REASON
+            ],
         )
 
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002

@@ -272,11 +272,11 @@ class BlockTable:
                     self._let_go(block)
             self._changed.notify_all()
 
-    def on_nvme(self, domain: Domain, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of the keys have an NVMe replica here. A hint: ``claim`` decides."""
+    def nvme_homes(self, domain: Domain, keys: Sequence[BlockKey]) -> list[Home | None]:
+        """On which durable volume each of the keys lies. A hint: ``claim`` decides."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
-            return [block is not None and block.nvme is not None and block.domain is domain for block in found]
+            return [block.nvme_home if block is not None and block.domain is domain else None for block in found]
 
     def claim(self, domain: Domain, keys: Sequence[BlockKey]) -> Claim:
         """Reserves the right to bring keys into DRAM, so that two loads do not read the same block twice."""
@@ -507,7 +507,7 @@ class BlockTable:
     def are_durable(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks outlive this process: here, or on the storage node that they were written to."""
         for home in self.homes:
-            home.volume.in_place()
+            home.look_in_place()
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
             return [key in self._gone if block is None else block.durable for key, block in zip(keys, found, strict=True)]

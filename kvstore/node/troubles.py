@@ -84,6 +84,8 @@ class Troubles:
         if why := self._sent_away.why(now_s):
             found.append(f"the storage node does not take its blocks: {why}")
         for home in self._table.homes:
+            if silent := home.guard.why():
+                found.append(f"Volume {home.volume.volume_id} {silent}; its blocks are misses, or read from other nodes")
             bad = self._lately_bad(home, now_s)
             lately = f"within {QUARANTINE_TOLD_S / 60:.0f} minutes"
             found += [f"{bad} blocks on {home.volume.volume_id} proved bad {lately} and are quarantined"] if bad else []

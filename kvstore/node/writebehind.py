@@ -34,6 +34,7 @@ from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.replicas import runs_of
 from kvstore.node.table import BlockTable
 from kvstore.node.tenants import Leave, claim_durable, unclaim_durable
+from kvstore.node.volume_guard import COMMIT_PATIENCE, VolumeStalled
 from kvstore.observe.counters import Counters
 from kvstore.observe.failing import Failing
 from kvstore.observe.limited_log import LimitedLog
@@ -109,7 +110,7 @@ class LocalTarget:
             self._counters.add("write_behind_unfit_blocks_total", len(blocks))
             _limited.warning("blocks of %d bytes fit no volume of this node: they stay in DRAM only", shape.block_bytes)
         for home in sorted(homes, key=self._room, reverse=True):
-            if home.resting_until_s > self._clock.now_s():
+            if home.resting_until_s > self._clock.now_s() or not home.guard.takes_changes:
                 continue
             left = self._write(home, blocks, turn)
             if not left:
@@ -136,16 +137,34 @@ class LocalTarget:
         for block, slot in zip(taken, slots, strict=True):
             assert block.dram is not None  # pending blocks do not leave DRAM
             items.append((slot, block.record(), view(block.dram, block.domain.shape.block_bytes)))
-        errors = home.volume.write(items)
+        try:
+            errors = home.guard.change(lambda: home.volume.write(items), lambda _: home.volume.free(slots))
+        except VolumeStalled as error:
+            self._stalled(home, error)
+            return list(blocks)
         written = [(block, slot) for block, slot, error in zip(taken, slots, errors, strict=True) if error is None]
         failed = [(block, slot, error) for block, slot, error in zip(taken, slots, errors, strict=True) if error is not None]
         turn()
         outdated = home.outdated.take()
         stored = {block.key for block, _ in written}
+
+        def late(error: BaseException | None) -> None:
+            """The commit ended after its blocks were given up: the next commit removes its entries from the catalog."""
+            if error is None:
+                home.volume.free(list(outdated.values()))
+                _put_back(home, {block.key: slot for block, slot in written})
+            else:
+                _put_back(home, outdated)
+                home.volume.free([slot for _, slot in written])
+
+        entries = [(slot, block.record()) for block, slot in written]
+        removed = [key for key in outdated if key not in stored]
         try:
-            home.volume.commit(
-                [(slot, block.record()) for block, slot in written], [key for key in outdated if key not in stored]
-            )
+            home.guard.change(lambda: home.volume.commit(entries, removed), late, patience=COMMIT_PATIENCE)
+        except VolumeStalled as error:
+            self._stalled(home, error)
+            home.volume.free([slot for _, slot, _ in failed])
+            return list(blocks)
         except (OSError, KVStoreError) as error:
             _put_back(home, outdated)
             failed += [(block, slot, error) for block, slot in written]
@@ -188,6 +207,9 @@ class LocalTarget:
             theirs = [block for block in victims if block.nvme_home is each]
             try:
                 leave_nvme(self._table, each, theirs)
+            except VolumeStalled as error:
+                self._stalled(each, error)
+                left = left and each is not home
             except (OSError, KVStoreError) as error:
                 self._rest(each, error)
                 left = left and each is not home
@@ -196,14 +218,29 @@ class LocalTarget:
     def _forget_outdated(self, home: Home) -> bool:
         """Frees the slots of displaced blocks. Whether there were some."""
         outdated = home.outdated.take()
+
+        def settle(error: BaseException | None) -> None:
+            if error is None:
+                home.volume.free(list(outdated.values()))
+            else:
+                _put_back(home, outdated)
+
         try:
-            home.volume.commit([], list(outdated))
+            home.guard.change(lambda: home.volume.commit([], list(outdated)), settle, patience=COMMIT_PATIENCE)
+        except VolumeStalled as error:
+            self._stalled(home, error)
+            return False
         except (OSError, KVStoreError) as error:
-            _put_back(home, outdated)
+            settle(error)
             self._rest(home, error)
             return False
-        home.volume.free(list(outdated.values()))
+        settle(None)
         return bool(outdated)
+
+    def _stalled(self, home: Home, error: VolumeStalled) -> None:
+        """Count a stall. The volume's guard refuses writes until it answers, so no rest is needed."""
+        self._counters.add("write_behind_errors_total")
+        _limited.warning("%s does not take blocks: %s", home.volume.volume_id, error)
 
     def _rest(self, home: Home, error: Exception) -> None:
         self._counters.add("write_behind_errors_total")

@@ -117,6 +117,10 @@ class FaultPlan:
         """Ends all hangs, those to come as well."""
         self._released.set()
 
+    def hold_hangs(self) -> None:
+        """Hangs to come wait again, after ``release_hangs``."""
+        self._released.clear()
+
     def draw(self, operation: Operation, key: BlockKey | None) -> Fault | None:
         """The fault that befalls one block (or, with None, one commit) now. Delays and hangs have passed when it returns."""
         fault = self._pick(operation, key)
@@ -259,6 +263,10 @@ class FaultyVolume(_Faulty, DurableVolume):
     @property
     def lasting(self) -> bool:
         return self._inner.lasting
+
+    @property
+    def answered_s(self) -> float:
+        return self._inner.answered_s
 
     def in_place(self) -> bool:
         return self._inner.in_place()

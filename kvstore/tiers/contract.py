@@ -6,6 +6,7 @@ A volume is mechanism only. *Which* block goes or stays is decided by its owner 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,14 @@ class DurableVolume(Volume):
         A few microseconds on a local file system; ``commit`` asks by itself.
         """
         return True
+
+    @property
+    def answered_s(self) -> float:
+        """When its device answered an I/O request last, by ``CLOCK_MONOTONIC``; of a volume that does not know: minus infinity.
+
+        Large reads and writes are many requests: this shows that a slow device is at work on one. Memory only.
+        """
+        return -math.inf
 
     def resume(self) -> bool:
         """Tries to leave the read-only state; whether the volume can be written to. Blocks for I/O."""

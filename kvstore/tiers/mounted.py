@@ -110,6 +110,11 @@ class MountedSlab:
         return self._file.engine
 
     @property
+    def answered_s(self) -> float:
+        """When its file system answered an I/O request last, by ``CLOCK_MONOTONIC``."""
+        return self._file.answered_s
+
+    @property
     def blocks(self) -> int:
         """Blocks that the owner is known to have."""
         return len(self._roster.slots)

@@ -161,6 +161,10 @@ class NvmeSlab(DurableVolume):
     def lasting(self) -> bool:
         return not self._gone
 
+    @property
+    def answered_s(self) -> float:
+        return self._file.answered_s
+
     def in_place(self) -> bool:
         found = all(_is_at(path, file) for path, file in self._places)
         if found or self._gone:

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import mmap
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -176,6 +178,8 @@ class SlabFile:
         for _ in range(self._threads):
             self._scratches.put(_Scratch())
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="slab-io")
+        self.answered_s = -math.inf
+        """When the kernel answered a request last, well or badly, by ``CLOCK_MONOTONIC``."""
 
     def _open_gds(self, gds: Kvikio, in_flight: int, *, required: bool, host_reads: bool) -> IoEngine:
         try:
@@ -293,7 +297,7 @@ class SlabFile:
             with self._scratch(size) as scratch:
                 pieces = _pieces_to_write(run, scratch)
                 with self._in_flight:
-                    done = self._posix.write(pieces, DATA_START + run[0].offset)
+                    done = self._timed(self._posix.write, pieces, DATA_START + run[0].offset)
         except OSError as error:
             if len(run) == 1:
                 self._counters.add("nvme_write_errors_total")
@@ -310,6 +314,13 @@ class SlabFile:
         for slot in run:
             self._write_run([slot])
 
+    def _timed(self, work: Callable[[list[memoryview], int], int], pieces: list[memoryview], position: int) -> int:
+        """One request to the kernel. Notes when it was answered."""
+        try:
+            return work(pieces, position)
+        finally:
+            self.answered_s = time.monotonic()
+
     def _read_run(self, run: list[SlotIO], verify: bool) -> None:
         size = sum(slot.size for slot in run)
         failure: object = "short read"
@@ -317,7 +328,7 @@ class SlabFile:
             pieces, headers, late = _pieces_to_read(run, scratch)
             try:
                 with self._in_flight:
-                    done = self._reader.read(pieces, DATA_START + run[0].offset)
+                    done = self._timed(self._reader.read, pieces, DATA_START + run[0].offset)
             except OSError as error:
                 done, failure = -1, error
             if done == size:
@@ -370,7 +381,7 @@ class SlabFile:
         straight = self._reader.read_device(memory, position + slot.header_room)
         with self._in_flight:
             whole = image[: slot.header_room] if straight else image
-            done = self._posix.read([whole], position)
+            done = self._timed(self._posix.read, [whole], position)
         if done != whole.nbytes:
             raise OSError(errno.EIO, "short read", str(self.path))
         if straight and verify:

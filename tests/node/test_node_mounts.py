@@ -138,7 +138,7 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
         first = readers.submit(read, mount, domain, 1, LONG_S, backs[0])
         assert begun.wait(LONG_S)
         second = readers.submit(read, mount, domain, 1, LONG_S, backs[1])
-        while not mount._pool._work_queue.qsize():
+        while not mount._guard._readers._work_queue.qsize():
             assert not second.done()
             time.sleep(0.001)
         mount.close()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from types import SimpleNamespace
 from typing import cast
+
+import pytest
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.limits import MAX_REASON
@@ -11,6 +16,8 @@ from kvstore.node.block import Home
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.table import BlockTable
 from kvstore.node.troubles import BEHIND_S, QUARANTINE_TOLD_S, Troubles
+from kvstore.node.volume_guard import VolumeStalled, ignore
+from kvstore.observe.counters import Counters
 from kvstore.observe.failing import FORGOTTEN_S, SETTLED_S, Failing
 from kvstore.tiers.contract import DurableVolume
 
@@ -87,3 +94,18 @@ def test_writes_that_fail_are_told_by_the_volume_until_they_work() -> None:
     assert node.troubles.told() == ["the storage node does not take its blocks: no answer"]
     node.clock.advance(FORGOTTEN_S)
     assert node.troubles.told() == []
+
+
+def test_troubles_volume_stalled_told_until_it_answers() -> None:
+    node, release = Node(), threading.Event()
+    node.home.volume.answered_s = -math.inf  # type: ignore[misc]
+    node.home.set_guard(Counters(), stall_s=0.05)
+    with pytest.raises(VolumeStalled):
+        node.home.guard.read(lambda: release.wait(30.0), ignore)
+    (told,) = node.troubles.told()
+    assert told.startswith("Volume n/nvme0 does not answer I/O since 0 s; its blocks are misses")
+    release.set()
+    while node.home.guard.left:
+        time.sleep(0.001)
+    assert node.troubles.told() == []
+    assert node.troubles.why_no_blocks(node.home) == ""

@@ -274,16 +274,18 @@ class FlushRequest(_message.Message):
     def __init__(self, timeout_ms: _Optional[int] = ..., session_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class FlushResponse(_message.Message):
-    __slots__ = ("durable_blocks", "dropped_blocks", "complete", "not_durable_blocks")
+    __slots__ = ("durable_blocks", "dropped_blocks", "complete", "not_durable_blocks", "why")
     DURABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     NOT_DURABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     durable_blocks: int
     dropped_blocks: int
     complete: bool
     not_durable_blocks: int
-    def __init__(self, durable_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., complete: _Optional[bool] = ..., not_durable_blocks: _Optional[int] = ...) -> None: ...
+    why: str
+    def __init__(self, durable_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., complete: _Optional[bool] = ..., not_durable_blocks: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("operation_id", "tier")
