@@ -15,7 +15,7 @@ import click
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
 from kvstore.cli.options import handed_on, with_quiet_config
-from kvstore.cli.settings import data_dir as configured_data_dir
+from kvstore.cli.places import data_dir as configured_data_dir
 from kvstore.core.config import Config, TlsSection
 from kvstore.core.errors import Internal, KVStoreError
 
