@@ -8,7 +8,7 @@ from typing import TypeVar
 from kvclient.options import ClientOptions
 from kvstore.admin.config import AdminConfig
 from kvstore.cli.logs import set_up_logs
-from kvstore.cli.settled import settle
+from kvstore.cli.settled import compute_link, settle, storage_link
 from kvstore.core.config import ClientSection, Config, NodeSection, TlsSection
 from kvstore.core.config_sources import Provenance, leaves
 from kvstore.core.errors import Internal, InvalidArgument
@@ -19,6 +19,7 @@ from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
 from kvstore.observe import tracing
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
 from kvstore.rpc.tokens import Shown
+from kvstore.transport.link_speed import LinkSpeed
 from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
@@ -127,6 +128,8 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
         storage_advertise_host=section.storage_advertise_host,
         storage_bytes_per_s=section.storage_bandwidth,
         compute_bytes_per_s=section.compute_bandwidth,
+        storage_link_bytes_per_s=_rate(storage_link(section)),
+        compute_link_bytes_per_s=_rate(compute_link(section)),
         traffic=TrafficClass(section.kv_dscp, section.compute_cap, section.compute_yield, section.compute_bandwidth),
         prefill_buffer_bytes=section.prefill_buffer,
         decode_buffer_bytes=section.decode_buffer,
@@ -150,6 +153,10 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
 def _settled(config: Config, provenance: Provenance | None) -> tuple[Config, Provenance | None]:
     settled, origins = settle(config, provenance or {})
     return settled, None if provenance is None else origins
+
+
+def _rate(link: LinkSpeed | None) -> int:
+    return 0 if link is None else int(link.bytes_per_s)
 
 
 def _filled(value: _T | None) -> _T:

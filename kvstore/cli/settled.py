@@ -67,3 +67,10 @@ def node_defaults(section: NodeSection) -> NodeDefaults:
 def compute_link(section: NodeSection) -> LinkSpeed | None:
     """The link of a node's data plane, as far as the kernel tells."""
     return link_speed(section.data_listen.rpartition(":")[0], section.advertise_host)
+
+
+def storage_link(section: NodeSection) -> LinkSpeed | None:
+    """The link that a node reads storage over, as far as the kernel tells; None: it reads volumes of its own."""
+    if section.storage_listen is not None:
+        return link_speed(section.storage_listen.rpartition(":")[0], section.storage_advertise_host)
+    return None if section.nvme else compute_link(section)

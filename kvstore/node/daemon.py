@@ -46,6 +46,7 @@ from kvstore.node.provider import NodeProvider
 from kvstore.node.publisher import Publisher
 from kvstore.node.pull import Puller
 from kvstore.node.pulse import Pulse
+from kvstore.node.read_rate import ReadRate
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.retention import Retainer
 from kvstore.node.rules_file import NAME as RULES_FILE
@@ -254,6 +255,7 @@ class NodeDaemon:
         self._pulse = Pulse(clock)
         self._troubles = Troubles(self.table, self._log if config.metadata is not None else None, clock, sent_away)
         self._write_behind = WriteBehind(self.table, target, counters)
+        self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
 
     def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlPort | None = None) -> TcpServer:
         tls = self.config.tls
@@ -353,8 +355,10 @@ class NodeDaemon:
             boot_id=self._boot_id,
             roles=config.roles,
             data_address=self._advertised(self._data.address),
-            storage_bytes_per_s=config.storage_bytes_per_s,
-            compute_bytes_per_s=config.compute_bytes_per_s,
+            storage_bytes_per_s=config.storage_bytes_per_s or config.storage_link_bytes_per_s,
+            compute_bytes_per_s=config.compute_bytes_per_s or config.compute_link_bytes_per_s,
+            storage_source=_source(config.storage_bytes_per_s, config.storage_link_bytes_per_s),
+            compute_source=_source(config.compute_bytes_per_s, config.compute_link_bytes_per_s),
             local_socket=f"unix:{self._socket}",
             mounts=[mount.volume_id for mount in self._mounts],
         )
@@ -444,6 +448,7 @@ class NodeDaemon:
                 troubles=self._troubles,
                 drainer=self._drainer,
                 retainer=self._retainer,
+                read_rate=lambda: self._read_rate.bytes_per_s,
             )
             self._publisher.start()
             self._retainer.start()
@@ -478,7 +483,7 @@ class NodeDaemon:
             in_force=self.config.in_force,
             counters=self.counters,
             links=self._links,
-            checks=VolumeChecks(self.table, self.counters, self._clock),
+            checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
             retainer=self._retainer,
             troubles=self._troubles,
         )
@@ -610,7 +615,10 @@ class NodeDaemon:
                 log.exception("the janitor failed, trying again")
 
     def _watch_volumes(self) -> None:
-        """Notices volumes whose files are gone, and resumes those that are read-only. A failing disk may hold this thread up."""
+        """Notices volumes whose files are gone, resumes those that are read-only, measures once how fast all are read.
+
+        A failing disk may hold this thread up.
+        """
         while not self._stopping.wait(RESUME_INTERVAL_S):
             for slab in self._slabs:
                 try:
@@ -619,6 +627,13 @@ class NodeDaemon:
                 except Exception:  # process edge: the other volumes are to be looked after
                     self.counters.add("nvme_watch_bugs_total")
                     log.exception("looking after volume %s failed, trying again", slab.volume_id)
+            self._read_rate.measure_if_due()
+
+
+def _source(configured: int, link: int) -> common_pb2.BandwidthSource:
+    if configured:
+        return common_pb2.BANDWIDTH_SOURCE_CONFIGURED
+    return common_pb2.BANDWIDTH_SOURCE_LINK if link else common_pb2.BANDWIDTH_SOURCE_UNSPECIFIED
 
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
