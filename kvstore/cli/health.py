@@ -10,8 +10,7 @@ import click
 
 from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
-from kvstore.cli.places import node_socket
-from kvstore.cli.settings import tls
+from kvstore.cli.settings import node_config, tls
 from kvstore.core.config import Config
 from kvstore.core.errors import KVStoreError
 from kvstore.core.tls import TlsConfig
@@ -38,7 +37,8 @@ def health(config: Config, *, daemon: str) -> None:
     """
     try:
         if daemon == "node":
-            serves = _grpc_serves(f"unix:{node_socket(config)}", None)
+            settings = node_config(config)
+            serves = _grpc_serves(f"unix:{settings.run_dir / settings.node_id}.sock", None)
         elif daemon == "metadata":
             serves = _grpc_serves(_from_here(config.metadata.listen), tls(config.metadata.tls))
         elif daemon == "router":

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvstore.core.config import Config
 
 _MAX_FOLDER_NAME = 32
+_MAX_RUN_DIRS = 48
 
 
 def data_dir(config: Config) -> Path:
@@ -35,6 +36,12 @@ def run_dirs() -> Path:
     """The folder that holds such folders of this user's daemons."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "kvstore" if base else Path(tempfile.gettempdir()) / f"kvstore-{os.getuid()}"
+
+
+def short_run_dirs() -> Path:
+    """As ``run_dirs``, where a folder and a socket below it are still within the limit of socket paths."""
+    usual = run_dirs()
+    return usual if len(str(usual)) <= _MAX_RUN_DIRS else Path("/tmp") / f"kvstore-{os.getuid()}"  # noqa: S108  # made with 0700
 
 
 def node_socket(config: Config) -> Path:

@@ -106,9 +106,8 @@ def _load_threads(facts: HostFacts) -> Derived[int]:
     wanted = THREADS_PER_VOLUME * facts.volumes
     most = min(MOST_THREADS, max(LEAST_THREADS, 2 * facts.cores))
     value = max(LEAST_THREADS, min(most, wanted))
-    return Derived(
-        value, f"{THREADS_PER_VOLUME} for each of {facts.volumes} volumes, {LEAST_THREADS} to {most} on {facts.cores} cores"
-    )
+    bounds = f"at least {LEAST_THREADS}, at most {most} on {facts.cores} cores"
+    return Derived(value, f"{THREADS_PER_VOLUME} for each of {facts.volumes} volumes, {bounds}")
 
 
 def _load_window(facts: HostFacts) -> Derived[int]:
