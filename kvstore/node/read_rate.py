@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.core.clock import Clock
-from kvstore.core.types import Outcome
+from kvstore.core.types import Outcome, VolumeId
 from kvstore.node.block import Block, Home
 from kvstore.node.checking import batches_of, pin_held
 from kvstore.node.table import BlockTable
@@ -62,7 +62,7 @@ class ReadRate:
         self._counters = counters
         self._clock = clock
         self._due = direct and bool(table.homes)
-        self._rates: dict[str, float] = {}
+        self._rates: dict[VolumeId, float] = {}
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -109,9 +109,9 @@ class ReadRate:
         )
         return True
 
-    def _pick(self) -> dict[str, list[Block]]:
+    def _pick(self) -> dict[VolumeId, list[Block]]:
         """Some blocks of each volume, at random."""
-        picked: dict[str, list[Block]] = {home.volume.volume_id: [] for home in self._table.homes}
+        picked: dict[VolumeId, list[Block]] = {home.volume.volume_id: [] for home in self._table.homes}
         missing = dict.fromkeys(picked, MOST_BYTES)
         known = self._table.snapshot()
         for block in random.sample(known, min(len(known), _PICKS)):
