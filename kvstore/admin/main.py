@@ -32,7 +32,7 @@ def run(config: AdminConfig) -> None:
 
 async def _serve(config: AdminConfig) -> None:
     tokens = None if config.tokens_file is None else await asyncio.to_thread(tokens_file, config.tokens_file)
-    door = http_server.bind(config.listen, "admin server")
+    door = http_server.bind(config.listen, "admin.listen")
     counters = Counters()
     upstream = Upstream(config, counters, reuse=True)
     app = make_app(upstream, config, tokens, counters)

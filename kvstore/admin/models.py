@@ -95,6 +95,9 @@ class Index(Shown):
 
 
 # ---- nodes ----
+BandwidthSource = Literal["configured", "measured", "link", "assumed"]
+
+
 class Nic(Shown):
     """One of a node's links, as the planner sees it."""
 
@@ -102,6 +105,11 @@ class Nic(Shown):
     address: str = Field(description="of the data plane on it", examples=["10.0.1.1:7500"])
     configured_bytes_per_s: Bytes = Field(description="0: nobody said", examples=[3125000000])
     planned_bytes_per_s: Rate | None = Field(description="what the planner reckons with; null: it does not know the node")
+    planned_source: BandwidthSource | None = Field(
+        description="where that comes from: an operator, a measurement, the speed of the link as the kernel reports it, or it is"
+        " assumed as nobody knows; null: the planner does not know the node",
+        examples=["measured"],
+    )
     pending_bytes: Bytes = Field(
         description="storage: planned reads; compute: of them, what goes out and comes in over it", examples=[0]
     )
@@ -506,7 +514,11 @@ class ReadQueue(Shown):
     pending_bytes: Bytes = Field(examples=[0])
     pending_tokens: Count = Field(examples=[0])
     storage_bytes_per_s: Rate = Field(description="of its storage link, as estimated")
+    storage_source: BandwidthSource | None = Field(
+        description="where that comes from; null: of a past decision", examples=["link"]
+    )
     compute_bytes_per_s: Rate = Field(description="of its compute link")
+    compute_source: BandwidthSource | None = Field(description="likewise", examples=["assumed"])
     sending_bytes: Bytes = Field(description="of the pending ones, those it forwards", examples=[0])
     receiving_bytes: Bytes = Field(description="pending ones that others forward to it", examples=[0])
 

@@ -43,9 +43,22 @@ def shown_id(value: bytes) -> str | None:
 
 
 # ---- nodes and volumes ----
+SOURCES: Final[dict[int, models.BandwidthSource | None]] = {
+    common_pb2.BANDWIDTH_SOURCE_UNSPECIFIED: None,
+    common_pb2.BANDWIDTH_SOURCE_CONFIGURED: "configured",
+    common_pb2.BANDWIDTH_SOURCE_MEASURED: "measured",
+    common_pb2.BANDWIDTH_SOURCE_LINK: "link",
+    common_pb2.BANDWIDTH_SOURCE_ASSUMED: "assumed",
+}
+
+
 def node(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> models.Node:
     """A node, with its links as the planner sees them."""
     return models.Node(**node_fields(status, queue))
+
+
+def _configured(bytes_per_s: int, source: int) -> int:
+    return 0 if source == common_pb2.BANDWIDTH_SOURCE_LINK else bytes_per_s
 
 
 def node_fields(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> dict[str, Any]:
@@ -55,16 +68,18 @@ def node_fields(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> 
     storage = models.Nic(
         network="storage",
         address=storage_address,
-        configured_bytes_per_s=info.storage_bytes_per_s,
+        configured_bytes_per_s=_configured(info.storage_bytes_per_s, info.storage_source),
         planned_bytes_per_s=None if queue is None else queue.storage_bytes_per_s,
+        planned_source=None if queue is None else SOURCES[queue.storage_source],
         pending_bytes=0 if queue is None else queue.pending_bytes,
         pending_tokens=0 if queue is None else queue.pending_tokens,
     )
     compute = models.Nic(
         network="compute",
         address=info.data_address,
-        configured_bytes_per_s=info.compute_bytes_per_s,
+        configured_bytes_per_s=_configured(info.compute_bytes_per_s, info.compute_source),
         planned_bytes_per_s=None if queue is None else queue.compute_bytes_per_s,
+        planned_source=None if queue is None else SOURCES[queue.compute_source],
         pending_bytes=0 if queue is None else queue.sending_bytes + queue.receiving_bytes,
         pending_tokens=None,
     )
@@ -344,7 +359,9 @@ def read_queue(found: pb.ReadQueue) -> models.ReadQueue:
         pending_bytes=found.pending_bytes,
         pending_tokens=found.pending_tokens,
         storage_bytes_per_s=found.storage_bytes_per_s,
+        storage_source=SOURCES[found.storage_source],
         compute_bytes_per_s=found.compute_bytes_per_s,
+        compute_source=SOURCES[found.compute_source],
         sending_bytes=found.sending_bytes,
         receiving_bytes=found.receiving_bytes,
     )

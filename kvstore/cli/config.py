@@ -8,6 +8,7 @@ import click
 
 from kvstore.cli.help import Command
 from kvstore.cli.options import with_provenance
+from kvstore.cli.settled import settle
 from kvstore.core.config import Config
 from kvstore.core.config_sources import Provenance, leaves
 
@@ -21,14 +22,14 @@ def config() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Prints JSON: {key: {value, source, detail}}.")
 @with_provenance
 def show(config: Config, provenance: Provenance, *, as_json: bool) -> None:
-    """Prints every setting, its value, and where that came from.
+    """Prints every setting, the value in force, and where that came from; `derived` ones follow from this host, with the reason.
 
     Examples:
       kvstore config show
       KVSTORE_NODE__DRAM=4GiB kvstore config show --set node.policy=lru
       kvstore config show --json | jq '."node.dram"'
     """
-    rows = list(leaves(config, provenance))
+    rows = list(leaves(*settle(config, provenance)))
     if as_json:
         shown = {row.key: {"value": row.value, "source": row.origin.source, "detail": row.origin.detail} for row in rows}
         click.echo(json.dumps(shown, indent=2))

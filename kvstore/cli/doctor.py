@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, Final
 
 import click
 
+from kvstore.cli import parameters
 from kvstore.cli.help import Command
-from kvstore.cli.options import setting_option, with_quiet_config
+from kvstore.cli.options import configuration, setting_option, with_quiet_config
+from kvstore.cli.places import node_socket, run_dirs
 from kvstore.cli.settings import tls, token
-from kvstore.core.config import Config, NodeSection
-from kvstore.core.errors import KVStoreError
-from kvstore.doctor.facts import Wanted, WantedNixl, WantedVolume
-from kvstore.doctor.findings import Finding, Level, findings, healthy
-from kvstore.doctor.running import RunningNode, node_findings
+from kvstore.cli.settled import settle
+from kvstore.core.config import ClientSection, Config, NodeSection, TlsSection
+from kvstore.core.config_sources import Provenance, leaves
+from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
+from kvstore.core.host_defaults import NodeDefaults
+from kvstore.core.sizing import USUAL_BLOCK_BYTES
+from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
+from kvstore.doctor.findings import findings, healthy
+from kvstore.doctor.levels import Finding, Level
+from kvstore.doctor.local_nodes import sockets_in
+from kvstore.doctor.running import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
 from kvstore.rpc.address import stays_on_host
 from kvstore.transport.nixl.port import LOOPBACK
 
-_NODE_S = 2.0
-_MOST_NODES = 8
+_ANSWER_S: Final = 2.0
+_MOST_NODES: Final = 8
+_UNIT_FOLDER: Final = Path("/run/kvstore")
+"""``RuntimeDirectory`` of the systemd unit, and where the chart's pods have it."""
 _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.MISSING: "bold red"}
 
 
 @click.command(cls=Command)
 @setting_option("--nvme", key="node.nvme", metavar="PATH:SIZE,…", help="NVMe volumes to look at.")
 @setting_option("--dram", key="node.dram", metavar="SIZE", help="DRAM arena to look for room for.")
-@setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Metadata server that knows running nodes.")
+@setting_option("--metadata", key="client.metadata", metavar="HOST:PORT", help="Metadata server that is to answer.")
 @setting_option("--node", key="client.node", metavar="ADDR", help="A running node: address, or unix:PATH.")
+@click.option(
+    "--block-size",
+    callback=parameters.some_size,
+    metavar="SIZE",
+    help="Of one block, for the memory of the index (default: 1MiB).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Prints JSON: facts and findings.")
 @with_quiet_config
-def doctor(config: Config, *, as_json: bool) -> None:
+def doctor(config: Config, *, block_size: int | None, as_json: bool) -> None:
     """Tells what this host has, what of it is in use, what is missing and what mends it. Changes nothing.
 
-    It looks at the GPU and its driver, GPUDirect Storage, the volumes of the configuration, memory, limits, networks, RDMA, and
-    at the nodes that run on this host.
+    It looks at the GPU and its driver, GPUDirect Storage, the volumes of the configuration, memory, limits, networks, RDMA,
+    certificates, at the metadata server that the configuration names, and at the nodes that run on this host. Nodes are found by
+    their unix sockets, so a metadata server that is away hides none.
 
     Examples:
       kvstore doctor
@@ -46,42 +65,70 @@ def doctor(config: Config, *, as_json: bool) -> None:
       kvstore doctor --nvme /mnt/nvme0/kvstore:1TiB --set node.gds=required
       kvstore doctor --json | jq '.findings[] | select(.level != "ok")'
 
-    Exits with 1 where something is missing that the configuration requires; warnings exit with 0.
+    Exits with 1 where something is missing that the configuration requires, or a server that it names does not answer; warnings
+    exit with 0.
     """
     from kvstore.doctor.collect import collect
 
-    wanted = wanted_of(config)
-    facts = collect(wanted)
-    nodes = running_nodes(config)
-    found = findings(facts, wanted)
-    for node in nodes:
-        found += node_findings(node, gds_required=wanted.gds == "required")
-    if not nodes:
-        what = f"none runs on this host that {config.client.metadata} knows of"
-        found.append(Finding("node", Level.INFO, what, "kvstore node   # starts one; others are looked at with --node HOST:PORT"))
+    _, provenance = configuration(click.get_current_context())
+    wanted = wanted_of(config, provenance, block_size)
+    servers, known = metadata_servers(config, provenance)
+    folders = socket_folders(config)
+    nodes, closed = running_nodes(config, known, folders)
+    sections = dict(collect(wanted).sections)
+    sections["running"] = Section({"volumes": sorted({volume for node in nodes for volume in node.volumes})})
+    facts = Facts(sections)
+    found = [
+        *findings(facts, wanted),
+        *metadata_findings(servers),
+        *nodes_findings(nodes, list(map(str, folders)), list(map(str, closed)), gds_required=wanted.gds == "required"),
+    ]
+    warnings, missing = (sum(finding.level is level for finding in found) for level in (Level.WARNING, Level.MISSING))
     if as_json:
-        sections = {name: {"error": section.error, **section.said} for name, section in facts.sections.items()}
-        said: dict[str, Any] = {"ok": healthy(found), "findings": [asdict(finding) for finding in found], "facts": sections}
-        click.echo(json.dumps(said | {"nodes": [asdict(node) for node in nodes]}, indent=2, default=str))
-    elif sys.stdout.isatty():
-        _print_table(found)
+        told = {name: {"error": section.error, **section.said} for name, section in facts.sections.items()}
+        said: dict[str, Any] = {"ok": healthy(found), "warnings": warnings, "missing": missing}
+        said |= {"findings": [asdict(finding) for finding in found], "facts": told}
+        said |= {"metadata_servers": [asdict(server) for server in servers], "nodes": [asdict(node) for node in nodes]}
+        click.echo(json.dumps(said, indent=2, default=str))
     else:
-        _print_lines(found)
+        show = _print_table if sys.stdout.isatty() else _print_lines
+        show(found)
+        click.echo(f"{warnings} warning{'' if warnings == 1 else 's'}, {missing} missing")
     if not healthy(found):
         raise click.ClickException("something is missing that the configuration requires")
 
 
-def wanted_of(config: Config) -> Wanted:
+def wanted_of(config: Config, provenance: Provenance, block_bytes: int | None = None) -> Wanted:
     """What the configuration asks of this host."""
-    node = config.node
+    settled, origins = settle(config, provenance)
+    node = settled.node
     return Wanted(
         dram_bytes=node.dram,
-        huge_pages=node.huge_pages,
+        huge_pages=bool(node.huge_pages),
+        huge_pages_refused=config.node.huge_pages is False,
+        block_bytes=block_bytes or USUAL_BLOCK_BYTES,
+        defaults=tuple(_defaults(settled, origins)),
+        tls=tuple(_certificates(config)),
         gds=node.gds,
         volumes=tuple(WantedVolume(volume.path, volume.capacity, volume.direct) for volume in node.nvme),
         mounts=tuple(mount.path for mount in node.mounts),
         nixl=None if node.nixl == "off" else _wanted_nixl(node),
     )
+
+
+def _defaults(settled: Config, origins: Provenance) -> Iterator[str]:
+    """Settings of a node that follow from the host: value and reason."""
+    derived = {f"node.{one.name}" for one in fields(NodeDefaults)}
+    for leaf in leaves(settled, origins):
+        if leaf.key in derived and leaf.origin.source == "derived":
+            yield f"{leaf.key} = {leaf.text} {leaf.origin.detail}"
+
+
+def _certificates(config: Config) -> Iterator[WantedTls]:
+    for section in ("metadata", "node", "client", "router", "admin"):
+        files: TlsSection = getattr(config, section).tls
+        if files.ca or files.cert:
+            yield WantedTls(section, files.ca, files.cert, files.key)
 
 
 def _wanted_nixl(node: NodeSection) -> WantedNixl:
@@ -96,32 +143,101 @@ def _wanted_nixl(node: NodeSection) -> WantedNixl:
     )
 
 
-def running_nodes(config: Config) -> list[RunningNode]:
-    """What the nodes of this host say: the one that is named, else those that the metadata server knows here."""
-    if config.client.node:
-        return [_ask_node(config, config.client.node)]
+def metadata_servers(config: Config, provenance: Provenance) -> tuple[list[RunningMetadata], list[tuple[str, str]]]:
+    """Asks the metadata servers that the configuration names, each as the section that names it would.
+
+    Returns:
+        How each answered; and node id and address of the nodes of this host that they know, alive or not.
+    """
+    asked: list[tuple[str, str, ClientSection | NodeSection]] = [("client.metadata", config.client.metadata, config.client)]
+    if config.node.metadata is not None and provenance["node.metadata"].source != "default":
+        asked.append(("node.metadata", config.node.metadata, config.node))
+    if len(asked) > 1 and provenance["client.metadata"].source == "default":
+        del asked[0]  # what a node's configuration names is what counts on its host
+    servers, known = [], {}
+    for setting, address, section in asked:
+        server, nodes = _ask_metadata(setting, address, section, required=provenance[setting].source != "default")
+        servers.append(server)
+        known.update(nodes)
+    return servers, [(node_id, address) for node_id, address in known.items() if _is_ours(address)]
+
+
+def _ask_metadata(
+    setting: str, address: str, section: ClientSection | NodeSection, *, required: bool
+) -> tuple[RunningMetadata, dict[str, str]]:
     from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
     from kvstore.rpc.client import call, connect
 
     try:
-        with connect(config.client.metadata, tls=tls(config.client.tls), token=token(config.client)) as channel:
-            known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), _NODE_S).nodes
-    except (KVStoreError, OSError):
-        return []  # nothing need run for a host to be looked at
-    addresses = [node.node.control_address for node in known if node.alive]
-    return [_ask_node(config, address) for address in addresses if _is_ours(address)][:_MOST_NODES]
+        with connect(address, tls=tls(section.tls), token=token(section)) as channel:
+            known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), _ANSWER_S).nodes
+    except (KVStoreError, OSError) as error:
+        answer, why = _answered(error, section)
+        return RunningMetadata(address=address, setting=setting, required=required, answer=answer, error=why), {}
+    alive = {status.node.node_id: status.node.control_address for status in known if status.alive}
+    told = RunningMetadata(address=address, setting=setting, required=required, nodes=len(known), nodes_alive=len(alive))
+    return told, alive
+
+
+def _answered(error: Exception, section: ClientSection | NodeSection) -> tuple[Answer, str]:
+    """Whether a server answered a call that failed, and why the call failed."""
+    name = "node" if isinstance(section, NodeSection) else "client"
+    if isinstance(error, Unauthenticated):
+        file = section.token_file
+        why = f"{name}.token_file is not set" if file is None else f"the token in {file} is not known there"
+        return Answer.REFUSED, f"a token is required ({why})"
+    if isinstance(error, PermissionDenied):
+        return Answer.REFUSED, str(error)
+    return Answer.NONE, str(error)
+
+
+def socket_folders(config: Config) -> list[Path]:
+    """Where nodes of this host have their sockets: the configured folder, this user's, and that of the systemd unit."""
+    folders = [node_socket(config).parent, _UNIT_FOLDER]
+    with contextlib.suppress(OSError):
+        folders += sorted(run_dirs().iterdir())
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()] or [node_socket(config).parent]
+
+
+def running_nodes(
+    config: Config, known: Sequence[tuple[str, str]], folders: Sequence[Path]
+) -> tuple[list[RunningNode], list[Path]]:
+    """What the nodes of this host say: the one that is named, else those with a socket and those that a metadata server knows.
+
+    Args:
+        config: with whose TLS and token they are asked.
+        known: node id and address of those that metadata servers know here.
+        folders: where sockets lie.
+
+    Returns:
+        The nodes, and the folders that this user may not read.
+    """
+    if config.client.node:
+        return [replace(_ask_node(config, config.client.node), required=True)], []
+    sockets, closed = sockets_in(folders)
+    found = [replace(_ask_node(config, f"unix:{one.path}"), open_files=one.open_files) for one in sockets if one.error is None]
+    seen = {node.node_id or Path(node.address).stem for node in found}
+    found += [_ask_node(config, address) for node_id, address in known if node_id not in seen]
+    return found[:_MOST_NODES], closed
 
 
 def _ask_node(config: Config, address: str) -> RunningNode:
-    from kvproto.v1 import node_pb2, node_pb2_grpc
+    from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
     from kvstore.rpc.client import call, connect
 
     try:
         with connect(address, tls=tls(config.client.tls), token=token(config.client)) as channel:
-            said = call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), _NODE_S)
+            said = call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), _ANSWER_S)
     except (KVStoreError, OSError) as error:
-        return RunningNode(address, error=str(error))
-    return RunningNode(address, said.node.node_id, tuple(said.io_engines), dict(said.counters))
+        answer, why = _answered(error, config.client)
+        return RunningNode(address, error=why, answer=answer)
+    return RunningNode(
+        address,
+        said.node.node_id,
+        tuple(said.io_engines),
+        dict(said.counters),
+        volumes=tuple(volume.volume_id for volume in said.node.volumes if volume.tier == common_pb2.TIER_NVME),
+    )
 
 
 def _is_ours(address: str) -> bool:

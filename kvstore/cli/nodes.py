@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -26,7 +26,7 @@ from kvstore.core.config import Config
 
 if TYPE_CHECKING:
     from kvstore.admin.checks import VolumeCheck
-    from kvstore.admin.models import Node, NodeDetail, Volume
+    from kvstore.admin.models import Nic, Node, NodeDetail, Volume
 
 _BOOT_DIGITS = 8
 _POLL_S = 0.3
@@ -38,8 +38,9 @@ _POLL_S = 0.3
 def nodes(config: Config, *, as_json: bool) -> None:
     """Lists the nodes: state, roles, fill of their tiers, links, queues.
 
-    Links are storage and compute, with what the planner reckons that they carry; the queue is what it has planned to be read over
-    the storage link and has not been told of yet.
+    Links are storage and compute, with what the planner reckons that they carry. The figure is configured, measured, or the speed
+    of the link as the kernel reports it; `(assumed)` marks one that nobody knows. The queue is what the planner has planned to be
+    read over the storage link and has not been told of yet.
 
     Examples:
       kvstore nodes
@@ -156,7 +157,12 @@ def evict(config: Config, *, volume: str, percent: int, yes: bool, as_json: bool
 @click.option("--wait", is_flag=True, help="Returns once it has ended. Ctrl-C ends the waiting, not the check.")
 @click.option("--status", "look", is_flag=True, help="Begins none: shows how far it is, or what the last one found.")
 @click.option("--cancel", is_flag=True, help="Ends the one that is under way.")
-@click.option("--rate", callback=parameters.some_size, metavar="SIZE", help="The most to read a second (default: 200MB).")
+@click.option(
+    "--rate",
+    callback=parameters.some_size,
+    metavar="SIZE",
+    help="The most to read a second (default: a tenth of the volume's measured rate, else 200MB).",
+)
 @json_option
 @store_options
 def check(config: Config, *, volume: str, wait: bool, look: bool, cancel: bool, rate: int | None, as_json: bool) -> None:
@@ -181,7 +187,7 @@ def check(config: Config, *, volume: str, wait: bool, look: bool, cancel: bool, 
             return await store.checks.look(node_id, name)
         if cancel:
             return await store.checks.cancel(node_id, name)
-        begun = await store.checks.begin(node_id, name, *([] if rate is None else [rate]))
+        begun = await store.checks.begin(node_id, name, rate)
         return await _checked(store, node_id, name) if wait else begun
 
     done = ask(config, found)
@@ -276,11 +282,30 @@ def _row(node: Node, volumes: list[Volume]) -> list[str]:
         state_of(node),
         ",".join(node.roles),
         *(fill_of(volumes, tier) for tier in ("hbm", "dram", "nvme")),
-        *("" if nic is None else show.rate(nic.planned_bytes_per_s or 0) for nic in (storage, compute)),
+        *("" if nic is None else _planned(nic) for nic in (storage, compute)),
         show.size(sum(nic.pending_bytes for nic in node.nics if nic.network == "storage")),
         node.boot_id[:_BOOT_DIGITS],
         drain_of(node),
     ]
+
+
+_SOURCES: Final = {
+    None: "{}",
+    "configured": "{} (configured)",
+    "measured": "{} (measured)",
+    "link": "{} (speed of the link)",
+    "assumed": "{} (assumed: nobody configured it, and nothing was measured)",
+}
+
+
+def _reckoned(bytes_per_s: float, source: str | None) -> str:
+    return _SOURCES[source].format(show.rate(bytes_per_s))
+
+
+def _planned(nic: Nic) -> str:
+    """What a link is planned with, and that nobody knows it where that is so."""
+    mark = "(assumed)" if nic.planned_source == "assumed" else ""
+    return f"{show.rate(nic.planned_bytes_per_s or 0)}{mark}"
 
 
 def _facts(node: NodeDetail) -> list[tuple[str, str]]:
@@ -296,7 +321,11 @@ def _facts(node: NodeDetail) -> list[tuple[str, str]]:
             (
                 f"{nic.network} link",
                 f"{nic.address}, planned with "
-                + ("nothing" if nic.planned_bytes_per_s is None else show.rate(nic.planned_bytes_per_s))
+                + (
+                    "nothing"
+                    if nic.planned_bytes_per_s is None
+                    else _SOURCES[nic.planned_source].format(show.rate(nic.planned_bytes_per_s))
+                )
                 + f", {show.size(nic.pending_bytes)} waiting",
             )
             for nic in node.nics

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import socket
-import tempfile
-from pathlib import Path
+from typing import TypeVar
 
 from kvclient.options import ClientOptions
 from kvstore.admin.config import AdminConfig
 from kvstore.cli.logs import set_up_logs
+from kvstore.cli.settled import compute_link, settle, storage_link
 from kvstore.core.config import ClientSection, Config, NodeSection, TlsSection
 from kvstore.core.config_sources import Provenance, leaves
-from kvstore.core.errors import InvalidArgument
+from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.in_force import InForce
 from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
@@ -22,30 +19,12 @@ from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
 from kvstore.observe import tracing
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
 from kvstore.rpc.tokens import Shown
+from kvstore.transport.link_speed import LinkSpeed
 from kvstore.transport.nixl.port import NixlOptions
 from kvstore.transport.traffic import TrafficClass
 
-_MAX_FOLDER_NAME = 32
+_T = TypeVar("_T")
 _PASSWORD = re.compile(r"(://)[^/@\s]*@")
-
-
-def data_dir(config: Config) -> Path:
-    """Folder of what outlives the processes."""
-    if config.data_dir is not None:
-        return config.data_dir
-    home = os.environ.get("XDG_DATA_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "share") / "kvstore"
-
-
-def run_dir(name: str) -> Path:
-    """A short, private folder for the unix sockets of one daemon: socket paths are limited to 107 bytes."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    parent = Path(base) / "kvstore" if base else Path(tempfile.gettempdir()) / f"kvstore-{os.getuid()}"
-    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)
-    if plain != name or len(plain) > _MAX_FOLDER_NAME:
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        plain = f"{plain[: _MAX_FOLDER_NAME - 9]}-{digest}"
-    return parent / plain
 
 
 def tls(section: TlsSection) -> TlsConfig | None:
@@ -89,9 +68,10 @@ def in_force(config: Config, provenance: Provenance | None, *sections: str) -> t
 
 def metadata_config(config: Config, provenance: Provenance | None = None) -> MetadataConfig:
     """Settings of the metadata server."""
+    config, provenance = _settled(config, provenance)
     section = config.metadata
     return MetadataConfig(
-        index_path=section.index_path or data_dir(config) / "index",
+        index_path=_filled(section.index_path),
         listen=section.listen,
         map_bytes=section.index_size,
         heartbeat_interval_ms=section.heartbeat_interval,
@@ -118,18 +98,18 @@ def metadata_config(config: Config, provenance: Provenance | None = None) -> Met
 
 def node_config(config: Config, provenance: Provenance | None = None) -> NodeConfig:
     """Settings of this host's node daemon."""
+    config, provenance = _settled(config, provenance)
     section = config.node
-    node_id = section.node_id or socket.gethostname()
     return NodeConfig(
-        node_id=node_id,
+        node_id=_filled(section.node_id),
         roles=section.roles,
         listen=section.listen,
         data_listen=section.data_listen,
         advertise_host=section.advertise_host,
-        run_dir=section.run_dir or run_dir(node_id),
+        run_dir=_filled(section.run_dir),
         metadata=section.metadata,
         dram_bytes=section.dram,
-        huge_pages=section.huge_pages,
+        huge_pages=_filled(section.huge_pages),
         prefault=section.prefault,
         nvme=tuple(NvmeConfig(volume.path, volume.capacity, direct=volume.direct) for volume in section.nvme),
         mounts=tuple(MountConfig(mount.volume, mount.path, direct=mount.direct) for mount in section.mounts),
@@ -137,8 +117,8 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
         policy=section.policy,
         lease_ms=section.lease,
         prepare_ttl_ms=section.prepare_ttl,
-        load_window_bytes=section.load_window,
-        load_threads=section.load_threads,
+        load_window_bytes=_filled(section.load_window),
+        load_threads=_filled(section.load_threads),
         volume_stall_s=section.volume_stall / 1000,
         io_threads=section.io_threads,
         gds=section.gds,
@@ -149,15 +129,17 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
         storage_advertise_host=section.storage_advertise_host,
         storage_bytes_per_s=section.storage_bandwidth,
         compute_bytes_per_s=section.compute_bandwidth,
+        storage_link_bytes_per_s=_rate(storage_link(section)),
+        compute_link_bytes_per_s=_rate(compute_link(section)),
         traffic=TrafficClass(section.kv_dscp, section.compute_cap, section.compute_yield, section.compute_bandwidth),
         prefill_buffer_bytes=section.prefill_buffer,
         decode_buffer_bytes=section.decode_buffer,
         keep_loaded=section.keep_loaded,
         peer_streams=section.peer_streams,
         anti_entropy_interval_ms=section.anti_entropy_interval,
-        stop_grace_s=section.stop_grace / 1000,
-        move_bytes_per_s=section.move_bandwidth,
-        move_window_bytes=section.move_window,
+        stop_grace_s=_filled(section.stop_grace) / 1000,
+        move_bytes_per_s=_filled(section.move_bandwidth),
+        move_window_bytes=_filled(section.move_window),
         tokens_file=section.tokens_file,
         token_file=section.token_file,
         tls=tls(section.tls),
@@ -167,6 +149,22 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
         ready_file=section.ready_file,
         in_force=in_force(config, provenance, "data_dir", "node.", "log.", "observe."),
     )
+
+
+def _settled(config: Config, provenance: Provenance | None) -> tuple[Config, Provenance | None]:
+    settled, origins = settle(config, provenance or {})
+    return settled, None if provenance is None else origins
+
+
+def _rate(link: LinkSpeed | None) -> int:
+    return 0 if link is None else int(link.bytes_per_s)
+
+
+def _filled(value: _T | None) -> _T:
+    """A value that ``settle`` has filled in."""
+    if value is None:
+        raise Internal("a setting that follows from the host was not filled in")
+    return value
 
 
 def _listen_or_none(address: str) -> str | None:

@@ -15,7 +15,8 @@ import click
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
 from kvstore.cli.options import handed_on, with_quiet_config
-from kvstore.cli.settings import data_dir as configured_data_dir
+from kvstore.cli.places import data_dir as configured_data_dir
+from kvstore.cli.places import short_run_dirs
 from kvstore.core.config import Config, TlsSection
 from kvstore.core.errors import Internal, KVStoreError
 
@@ -94,7 +95,9 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
-    with LocalCluster([node], folder, metadata_settings=metadata_settings, arguments=arguments) as cluster:
+    with LocalCluster(
+        [node], folder, metadata_settings=metadata_settings, arguments=arguments, run_place=short_run_dirs()
+    ) as cluster:
         daemons = [cluster.node("metadata"), cluster.node(node_id)]
         page, admin = _start_admin(cluster, config)
         click.echo(

@@ -14,6 +14,7 @@ from kvstore.cli.help import Command
 from kvstore.cli.logs import first_lines
 from kvstore.cli.options import with_quiet_config
 from kvstore.core.config import Config
+from kvstore.core.errors import Conflict, CorruptBlock
 
 if TYPE_CHECKING:
     from kvstore.tiers.check import CheckReport
@@ -51,8 +52,11 @@ def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json:
     from kvstore.tiers.check import check_volume
 
     _suggest_volumes(path)
-    with first_lines(_LOG_LINES), progress("checking", 1, Console(file=sys.stderr), unit="done") as report:
-        found = check_volume(path, repair=repair, direct=not buffered, progress=lambda done, total: report(done, "", total))
+    try:
+        with first_lines(_LOG_LINES), progress("checking", 1, Console(file=sys.stderr), unit="done") as report:
+            found = check_volume(path, repair=repair, direct=not buffered, progress=lambda done, total: report(done, "", total))
+    except Conflict as error:
+        raise click.ClickException(_in_use(path) or str(error)) from error
     if as_json:
         click.echo(json.dumps(report_json(found), indent=2))
     else:
@@ -60,6 +64,26 @@ def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json:
     if not found.ok:
         hint = "" if repair else "; kvstore volume check --repair mends it"
         raise click.ClickException(f"the volume is damaged{hint}")
+
+
+def _in_use(path: Path) -> str | None:
+    """Who has a volume open, and how it is checked meanwhile; None: that cannot be found out."""
+    from kvstore.tiers.slab_open import LOCK_FILE, SLAB_FILE
+    from kvstore.tiers.superblock import SUPERBLOCK_BYTES, newest_superblock
+
+    try:
+        with (path / SLAB_FILE).open("rb") as file:
+            volume_id = newest_superblock(file.read(2 * SUPERBLOCK_BYTES))[0].volume_id
+        inode = (path / LOCK_FILE).stat().st_ino
+        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    except (OSError, CorruptBlock):
+        return None
+    owner = next((words[4] for words in locks if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode)), "unknown")
+    node = volume_id.partition("/")[0]
+    return (
+        f"this volume is in use by node {node} (process {owner}): check it while the node runs with"
+        f" `kvstore volumes check {volume_id}`, or stop the node first"
+    )
 
 
 def _suggest_volumes(path: Path) -> None:

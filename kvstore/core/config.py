@@ -12,7 +12,17 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvstore.core.config_values import DurationMs, Size, format_size, parse_list, parse_mount, parse_volume
+from kvstore.core.config_values import (
+    DurationMs,
+    DurationMsIfSet,
+    Memory,
+    Size,
+    SizeIfSet,
+    format_size,
+    parse_list,
+    parse_mount,
+    parse_volume,
+)
 from kvstore.core.node_id import check_node_id
 
 DEFAULT_METADATA_ADDRESS = "127.0.0.1:7400"
@@ -144,8 +154,12 @@ class NodeSection(Section):
     advertise_host: str | None = Field(default=None, description="host that others reach it by; unset: the one listened on")
     run_dir: Path | None = Field(default=None, description="folder of its unix sockets (short path). Unset: one for each node id")
     metadata: str | None = Field(default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server")
-    dram: Size = Field(default=1 << 30, gt=0, description="DRAM arena")
-    huge_pages: bool = Field(default=False, description="back the arena with huge pages where there are any")
+    dram: Memory = Field(default=1 << 30, gt=0, description="DRAM arena: a size, or a part of the host's memory such as 80%")
+    huge_pages: bool | None = Field(
+        default=None,
+        description="back the arena with huge pages where there are any; unset: if it takes 32 GiB or more and the host has"
+        " reserved enough of them",
+    )
     prefault: bool = Field(default=True, description="take the arena's memory at start, in the background")
     nvme: Annotated[tuple[_Volume, ...], BeforeValidator(parse_list)] = Field(
         default=(), description="NVMe volumes: PATH:SIZE, several with commas"
@@ -163,8 +177,12 @@ class NodeSection(Section):
         default=10_000, description="how long loaded blocks stay put"
     )
     prepare_ttl: DurationMs = Field(default=30_000, description="how long a store may take")
-    load_window: Size = Field(default=64 << 20, gt=0, description="read ahead at once for each load")
-    load_threads: int = Field(default=8, ge=1, le=256, description="loads from NVMe and peers at once")
+    load_window: SizeIfSet = Field(
+        default=None, gt=0, description="read ahead at once for each load; unset: 32MiB for each volume, at least 64MiB"
+    )
+    load_threads: int | None = Field(
+        default=None, ge=1, le=256, description="loads from NVMe and peers at once; unset: 4 for each volume, at least 8"
+    )
     io_threads: int = Field(default=8, ge=1, le=256, description="I/O requests in flight on each NVMe volume")
     volume_stall: DurationMs = Field(
         default=1_000,
@@ -214,14 +232,21 @@ class NodeSection(Section):
     keep_loaded: bool = Field(default=True, description="keep loaded and stored blocks in DRAM as a cache; no: only stage them")
     peer_streams: int = Field(default=4, ge=1, le=64, description="connections of a fetch from a peer")
     anti_entropy_interval: DurationMs = Field(default=30_000, description="how often it compares notes with the index")
-    stop_grace: DurationMs = Field(
-        default=10_000, description="how long its end in order may take: stores finished, blocks written behind, reads answered"
+    stop_grace: DurationMsIfSet = Field(
+        default=None,
+        description="how long its end in order may take: stores finished, blocks written behind, reads answered; unset: as long"
+        " as writing three quarters of the arena takes at 1 GB/s for each volume, 10s to 10m",
     )
-    move_bandwidth: Size = Field(
-        default=256 << 20,
-        description="the most bytes a second that others copy from it while it drains (kvstore drain --move); 0: no bound",
+    move_bandwidth: SizeIfSet = Field(
+        default=None,
+        description="the most bytes a second that others copy from it while it drains (kvstore drain --move); 0: no bound;"
+        " unset: a quarter of the link, 256MiB where its speed is not known",
     )
-    move_window: Size = Field(default=32 << 20, gt=0, description="bytes that others copy from it at once while it drains")
+    move_window: SizeIfSet = Field(
+        default=None,
+        gt=0,
+        description="bytes that others copy from it at once while it drains; unset: 1/32 s of move_bandwidth, at least 32MiB",
+    )
     tokens_file: Path | None = Field(default=None, description=_TOKENS)
     token_file: Path | None = Field(
         default=None, description="file with the token that it shows to the metadata server and other nodes: role node"

@@ -24,9 +24,9 @@ _MAX_FILE_BYTES = 1 << 20
 class Origin:
     """Where one value came from."""
 
-    source: Literal["default", "file", "environment", "flag"]
+    source: Literal["default", "file", "environment", "flag", "derived"]
     detail: str = ""
-    """The file's path, the variable's name, the flag."""
+    """The file's path, the variable's name, the flag, the reason."""
 
     def __str__(self) -> str:
         return f"{self.source} {self.detail}".rstrip()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator
+
+from kvstore.core.host_memory import memory_total
 
 _SIZE_UNITS: Final = {
     "": 1,
@@ -23,6 +25,7 @@ _SIZE_UNITS: Final = {
 }
 _SHOWN_UNITS: Final = ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB")
 _DURATION_UNITS_MS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
+_PERCENT: Final = re.compile(r"\s*(\d{1,3})\s*%\s*")
 _NUMBER_AND_UNIT: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
 
 
@@ -51,6 +54,23 @@ def parse_duration_ms(value: object) -> int:
     if not isinstance(value, str):
         raise ValueError(hint)  # noqa: TRY004  # pydantic reports ValueError as a wrong value
     return _scaled(value, _DURATION_UNITS_MS, hint)
+
+
+def parse_memory(value: object) -> int:
+    """Bytes of a size as ``parse_size`` takes it, or of a part of this host's memory: ``"80%"``, in whole MiB.
+
+    Raises:
+        ValueError: it is neither, or the host does not say how much memory it has.
+    """
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return parse_size(value)
+    share, total = int(match[1]), memory_total()
+    if not 1 <= share <= 95:
+        raise ValueError(f"a part of the memory is 1% to 95%, not {value!r}")
+    if total is None:
+        raise ValueError("this host does not say how much memory it has: give a size")
+    return max(1, total * share // 100 >> 20) << 20
 
 
 def _scaled(value: object, units: dict[str, int], hint: str) -> int:
@@ -122,8 +142,20 @@ def parse_mount(value: object) -> object:
 class Shown:
     """How a field's values are written for people: part of its annotation."""
 
-    write: Callable[[int], str]
+    write: Callable[[Any], str]
+
+
+def _unset(parse: Callable[[object], int]) -> Callable[[object], int | None]:
+    """Leaves out a value that is not given."""
+    return lambda value: None if value is None else parse(value)
+
+
+def _shown_if_set(write: Callable[[int], str]) -> Callable[[int | None], str]:
+    return lambda value: "" if value is None else write(value)
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Shown(format_size)]
+Memory = Annotated[int, BeforeValidator(parse_memory), Shown(format_size)]
+SizeIfSet = Annotated[int | None, BeforeValidator(_unset(parse_size)), Shown(_shown_if_set(format_size))]
+DurationMsIfSet = Annotated[int | None, BeforeValidator(_unset(parse_duration_ms)), Shown(_shown_if_set(format_duration_ms))]
 DurationMs = Annotated[int, BeforeValidator(parse_duration_ms), Shown(format_duration_ms)]

@@ -37,6 +37,16 @@ def memory_available(meminfo: Path = _MEMINFO, groups: Path = _GROUPS, tree: Pat
     return min([*rooms, *([host] if host is not None else [])], default=None)
 
 
+def huge_pages_free(meminfo: Path = _MEMINFO) -> int:
+    """Bytes of huge pages of the usual size that are reserved and that nobody uses; 0 where the host does not say."""
+    try:
+        values = {line.split()[0]: int(line.split()[1]) for line in meminfo.read_text(encoding="ascii").splitlines() if line}
+    except (OSError, ValueError, IndexError):
+        return 0
+    free = values.get("HugePages_Free:", 0) - values.get("HugePages_Rsvd:", 0)  # reserved: promised to a mapping already
+    return max(0, free) * (values.get("Hugepagesize:", 0) << 10)
+
+
 def _host_total(meminfo: Path) -> int | None:
     return _host(meminfo, "MemTotal:")
 

@@ -12,8 +12,8 @@ class InForce:
     Attributes:
         key: dotted, e.g. ``node.dram``.
         value: as people write it; secrets are masked.
-        source: ``default``, ``file``, ``environment`` or ``flag``.
-        detail: the file, the variable, the flag.
+        source: ``default``, ``file``, ``environment``, ``flag`` or ``derived`` (from the host or other settings).
+        detail: the file, the variable, the flag, the reason.
         description: what it does.
     """
 

@@ -27,7 +27,7 @@ def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float 
         gds_timeout_s: of each measurement of GPUDirect Storage.
     """
     asked: dict[str, Callable[[], Section]] = {
-        name: partial(run_probe, HOST, [name], timeout_s) for name in ("system", "gpu", "memory", "network")
+        name: partial(run_probe, HOST, [name], timeout_s) for name in ("system", "gpu", "memory", "network", "disks")
     }
     for number, volume in enumerate(wanted.volumes):
         asked[f"volume:{number}"] = partial(run_probe, HOST, ["folder", str(volume.path)], timeout_s)
@@ -38,6 +38,9 @@ def collect(wanted: Wanted, *, timeout_s: float = PROBE_S, gds_timeout_s: float 
         asked["nixl"] = partial(run_probe, NIXL, [wanted.nixl.devices, wanted.nixl.transports], timeout_s)
     for number, mount in enumerate(wanted.mounts):
         asked[f"mount:{number}"] = partial(run_probe, HOST, ["folder", str(mount)], timeout_s)
+    for number, tls in enumerate(wanted.tls):
+        files = [str(file or "") for file in (tls.ca, tls.cert, tls.key)]
+        asked[f"tls:{number}"] = partial(run_probe, HOST, ["certificates", *files], timeout_s)
     with ThreadPoolExecutor(len(asked), thread_name_prefix="doctor") as threads:
         answers = {name: threads.submit(ask) for name, ask in asked.items()}
         return Facts({name: answer.result() for name, answer in answers.items()})

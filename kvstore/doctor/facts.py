@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvstore.core.sizing import USUAL_BLOCK_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class WantedVolume:
@@ -34,12 +36,28 @@ class WantedNixl:
     transports: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class WantedTls:
+    """Files of certificates that one section of the configuration names."""
+
+    section: str
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What the configuration asks of the host."""
 
     dram_bytes: int
     huge_pages: bool = False
+    huge_pages_refused: bool = False
+    """The configuration says that there be none."""
+    block_bytes: int = USUAL_BLOCK_BYTES
+    defaults: Sequence[str] = ()
+    """Settings that follow from the host, each with its value and the reason."""
+    tls: Sequence[WantedTls] = ()
     gds: str = "auto"
     volumes: Sequence[WantedVolume] = ()
     mounts: Sequence[Path] = ()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
+from kvstore.doctor.capacity import LARGE_ARENA, capacity_findings
+from kvstore.doctor.certificates import certificate_findings
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+from kvstore.doctor.levels import Finding, Level, show_size, whole
 from kvstore.tiers.io_engines.probe import SLAB_FILE
 from kvstore.transport.nixl.port import LOOPBACK
 
@@ -21,48 +23,18 @@ SHM_LEAST = 256 << 20
 SOME_VOLUME = "--set node.nvme=/mnt/nvme0/kvstore:1TiB   # a folder on a local NVMe disk, and how much of it"
 
 
-class Level(StrEnum):
-    """How much a finding matters."""
-
-    OK = "ok"
-    INFO = "info"
-    """Not there, and not asked for."""
-    WARNING = "warning"
-    """Works, but more slowly or less well than it could; or could not be found out."""
-    MISSING = "missing"
-    """The configuration requires it: a node would not start, or not do what it is to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line for a person."""
-
-    area: str
-    level: Level
-    what: str
-    mend: str | None = None
-    """A line for a shell that mends it or looks closer, or ``--set …``, the setting to change; what else to know follows a #."""
-
-
 def findings(facts: Facts, wanted: Wanted) -> list[Finding]:
     """Judges a host. Never raises, whatever the facts are."""
-    looks = (_software, _gpu, _gds, _storage, _mounts, _memory, _limits, _network, _rdma, _nixl, _lab)
+    looks = (
+        _software, _gpu, _gds, _storage, _mounts, _memory, capacity_findings, _defaults, _limits, _network, _tls, _rdma,
+        _nixl, _lab,
+    )  # fmt: skip
     return [finding for look in looks for finding in look(facts, wanted)]
 
 
 def healthy(found: Sequence[Finding]) -> bool:
     """Whether nothing is missing that the configuration requires."""
     return all(finding.level is not Level.MISSING for finding in found)
-
-
-def show_size(size: int) -> str:
-    """For people: three digits and a unit."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
 
 
 def _unknown(area: str, section: Section, of: str = "") -> Finding:
@@ -116,7 +88,7 @@ def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         return
     if not wanted.volumes:
         level = Level.MISSING if required else Level.INFO
-        yield Finding(area, level, "no NVMe volume is configured", SOME_VOLUME if required else None)
+        yield Finding(area, level, _no_volume(facts), SOME_VOLUME if required else None)
         return
     for volume, gds in zip(wanted.volumes, facts.all("gds"), strict=False):
         if gds.error:
@@ -137,9 +109,18 @@ def _gds(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
 
 def _storage(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if not wanted.volumes:
-        yield Finding("storage", Level.INFO, "no NVMe volume is configured: blocks live in DRAM alone", SOME_VOLUME)
+        alone = "" if facts["running"].texts("volumes") else ": blocks live in DRAM alone"
+        yield Finding("storage", Level.INFO, _no_volume(facts) + alone, SOME_VOLUME)
     for volume, folder in zip(wanted.volumes, facts.all("volume"), strict=False):
         yield from _volume(volume, folder)
+
+
+def _no_volume(facts: Facts) -> str:
+    """That this configuration names no volume, though a node that was started with another one may have some."""
+    running = facts["running"].texts("volumes")
+    if not running:
+        return "no NVMe volume is configured"
+    return f"the configuration of this command names no NVMe volume; nodes that run here have {', '.join(running)}"
 
 
 def _volume(volume: WantedVolume, folder: Section) -> Iterator[Finding]:
@@ -230,7 +211,7 @@ def _memory(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
     if total is not None and wanted.dram_bytes > total:
         yield Finding(
             "memory", Level.MISSING, f"an arena of {arena} in {show_size(total)} of RAM",
-            f"--set node.dram={_whole(total // 2)}",
+            f"--set node.dram={whole(total // 2)}",
         )  # fmt: skip
     elif available is not None and wanted.dram_bytes > available:
         what = f"an arena of {arena}, and {show_size(available)} available now (a node that runs already has its own)"
@@ -252,8 +233,12 @@ def _huge_pages(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     what = f"{reserved} reserved, {free} free" + (f", of {show_size(size)}" if size else "") + f"; transparent: {transparent}"
     if size and free * size >= wanted.dram_bytes:
         yield Finding("memory", Level.OK, f"huge pages: {what}")
-    elif not wanted.huge_pages:
+    elif not wanted.huge_pages and (wanted.dram_bytes < LARGE_ARENA or wanted.huge_pages_refused or not size):
         yield Finding("memory", Level.INFO, f"huge pages: {what}; not asked for (node.huge_pages)")
+    elif not wanted.huge_pages:
+        pages = reserved - free - (-wanted.dram_bytes // size)
+        what = f"huge pages: {what}: too few for an arena of {show_size(wanted.dram_bytes)}, so it gets pages of 4 KiB"
+        yield Finding("memory", Level.WARNING, *_reserve(what, memory, wanted, pages))
     elif transparent in ("always", "advise", "within_size", "force"):
         yield Finding("memory", Level.OK, f"huge pages: {what}: transparent ones are used")
     elif size:
@@ -284,12 +269,7 @@ def _reserve(what: str, memory: Section, wanted: Wanted, pages: int) -> tuple[st
     )
     if fits < size:
         return what, "--set node.huge_pages=false   # or free memory first"
-    return what, f"--set node.dram={_whole(fits)}   # huge pages for that can be reserved"
-
-
-def _whole(size: int) -> str:
-    """A size for a setting: whole GiB, or MiB where it is less than one; not more than ``size``."""
-    return f"{size >> 30}GiB" if size >> 30 else f"{max(1, size >> 20)}MiB"
+    return what, f"--set node.dram={whole(fits)}   # huge pages for that can be reserved"
 
 
 def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
@@ -313,6 +293,15 @@ def _limits(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("limits", Level.WARNING, what, mend)
     elif files is not None:
         yield Finding("limits", Level.OK, f"nofile: {'unlimited' if files < 0 else files}")
+
+
+def _defaults(_facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    for default in wanted.defaults:
+        yield Finding("defaults", Level.OK, default)
+
+
+def _tls(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    yield from certificate_findings(facts, wanted, time.time())
 
 
 def _raise_limit(memory: Section, name: str, most: str, elsewhere: str) -> str:

@@ -13,6 +13,7 @@ import platform
 import re
 import resource
 import shutil
+import ssl
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -90,6 +91,7 @@ def memory() -> dict[str, object]:
         "huge_page_bytes": values.get("Hugepagesize", 0) << 10,
         "huge_pages_total": values.get("HugePages_Total", 0),
         "huge_pages_free": values.get("HugePages_Free", 0),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         "transparent": _chosen(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
         "root_raises_limits": _root_raises_limits(),
     }
@@ -157,6 +159,8 @@ def folder(path: str) -> dict[str, object]:
         "read_only": bool(space.f_flag & os.ST_RDONLY),
         "writable": os.access(there, os.W_OK | os.X_OK),
         "free_bytes": space.f_bavail * space.f_frsize,
+        "device": there.stat().st_dev,
+        "disk": _disk_of(there.stat().st_dev),
     }
     if closed:
         return found
@@ -166,6 +170,62 @@ def folder(path: str) -> dict[str, object]:
     if "slab_bytes" not in found:
         slab = None
     return found | {"roster": (wanted / "roster").is_file(), "direct": _direct_refused(slab, there)}
+
+
+def _disk_of(device: int, sys: Path = Path("/sys/dev/block")) -> str | None:
+    """The disk that a file system's device is on, a partition's whole disk included; None: no disk of this host."""
+    place = sys / f"{os.major(device)}:{os.minor(device)}"
+    try:
+        found = place.resolve(strict=True)
+    except OSError:
+        return None
+    return found.parent.name if (found / "partition").exists() else found.name
+
+
+def disks() -> dict[str, object]:
+    """NVMe disks, and where their file systems are mounted."""
+    mounted: dict[str, list[str]] = {}
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        words = line.split()
+        major, _, minor = words[2].partition(":")
+        if (disk := _disk_of(os.makedev(int(major), int(minor)))) is not None:
+            mounted.setdefault(disk, []).append(_unescaped(words[4]))
+    found = []
+    for block in sorted(Path("/sys/block").glob("nvme*n*")):
+        size = int(_first_line(block / "size") or 0) * 512
+        found.append({"name": block.name, "bytes": size, "mounts": sorted(set(mounted.get(block.name, [])))})
+    return {"nvme": found}
+
+
+def certificates(ca: str, cert: str, key: str) -> dict[str, object]:
+    """Files of one side's TLS: whether they can be read and belong together, and when each certificate ends."""
+    for file in filter(None, (ca, cert, key)):
+        try:
+            Path(file).read_bytes()
+        except PermissionError:
+            return {"closed": file}
+        except OSError as error:
+            return {"broken": f"{file}: {error.strerror or error}"}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if ca:
+            context.load_verify_locations(ca)
+        if cert and key:
+            context.load_cert_chain(cert, key, password=lambda: "")  # a key with a pass phrase is refused, nobody is asked
+    except (ssl.SSLError, OSError, ValueError) as error:
+        which = ", ".join(filter(None, (ca, cert, key)))
+        return {"broken": f"{which} cannot be used: {getattr(error, 'reason', None) or error}"}
+    found = []
+    for file in filter(None, (ca, cert)):
+        decoded = ssl._ssl._test_decode_cert(file)  # type: ignore[attr-defined]  # the only reader of a leaf in the library
+        names = ", ".join(value for _, value in decoded.get("subjectAltName", ()))
+        found.append({"file": file, "ends": int(ssl.cert_time_to_seconds(decoded["notAfter"])), "names": names})
+    return {"certificates": found}
+
+
+def _unescaped(path: str) -> str:
+    """A path as the kernel writes it, with octal blanks."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 def _nearest(wanted: Path) -> tuple[bool, Path, Path | None]:
@@ -220,7 +280,7 @@ def _mounted(path: Path) -> tuple[str, str]:
     best = ("", "?")
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         left, _, right = line.partition(" - ")
-        mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])  # blanks, as the kernel writes them
+        mount = _unescaped(left.split()[4])
         if path.resolve().is_relative_to(mount) and len(mount) >= len(best[0]):
             best = (mount, right.split()[0])
     return best
@@ -234,7 +294,8 @@ def _first_line(path: Path) -> str | None:
 
 
 PROBES: dict[str, Callable[..., dict[str, object]]] = {
-    "system": system, "gpu": gpu, "memory": memory, "network": network, "folder": folder,
+    "system": system, "gpu": gpu, "memory": memory, "network": network, "folder": folder, "disks": disks,
+    "certificates": certificates,
 }  # fmt: skip
 
 if __name__ == "__main__":

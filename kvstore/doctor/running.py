@@ -1,12 +1,14 @@
-"""Findings on a node that runs: what is really in use, by its own words. Pure."""
+"""Findings on servers that run: who answers, who is to and does not, and what is really in use, by their own words. Pure."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from kvstore.doctor.findings import Finding, Level
+from kvstore.doctor.findings import NOFILE_LEAST
+from kvstore.doctor.levels import Finding, Level
 
 _TROUBLE = ("_errors_total", "_failures_total", "_corrupt_blocks_total", "_refused_total", "_stalled_total", "_given_up_total")
 _TROUBLE_TOO = ("gds_pretended_total", "gds_not_usable_total", "nvme_opened_read_only_total", "device_reads_bounced_total")
@@ -14,6 +16,30 @@ _TROUBLE_TOO = ("gds_pretended_total", "gds_not_usable_total", "nvme_opened_read
 _LOOK_AT_NIXL = (
     "kvstore doctor --set node.nixl=required --set node.nixl_trusted_network=true   # what is missing for it, and what mends it"
 )
+
+
+class Answer(StrEnum):
+    """How a server answered."""
+
+    GIVEN = "given"
+    REFUSED = "refused"
+    """It runs, and wants another token."""
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningMetadata:
+    """A metadata server that the configuration names."""
+
+    address: str
+    setting: str
+    """Which setting names it, e.g. ``client.metadata``."""
+    required: bool
+    """It was configured, not assumed."""
+    answer: Answer = Answer.GIVEN
+    error: str | None = None
+    nodes: int = 0
+    nodes_alive: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +51,60 @@ class RunningNode:
     io_engines: Sequence[str] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
+    answer: Answer = Answer.GIVEN
+    required: bool = False
+    """It was configured: that it does not answer is an error."""
+    volumes: Sequence[str] = ()
+    """NVMe volumes."""
+    open_files: int | None = None
+    """How many files its process may open; None: not known, or without limit."""
+
+
+def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
+    """Whether the metadata servers answer that the configuration names."""
+    for server in servers:
+        named = f"{server.address} ({server.setting})"
+        if server.answer is Answer.GIVEN:
+            what = f"{named} answers: {server.nodes_alive} of {server.nodes} nodes alive"
+            yield Finding("metadata server", Level.OK, what)
+        elif server.answer is Answer.REFUSED:
+            what = f"{named} answers, and refuses this configuration: {server.error}"
+            yield Finding("metadata server", Level.WARNING, what, _token_of(server.setting))
+        elif server.required:
+            what = f"{named} does not answer: {server.error}"
+            yield Finding("metadata server", Level.MISSING, what, "kvstore health metadata   # on its host: whether it serves")
+        else:
+            what = f"none answers at {server.address}, the default of {server.setting}"
+            yield Finding(
+                "metadata server", Level.INFO, what, "kvstore up   # starts a store on this host; --metadata names another's"
+            )
+
+
+def _token_of(setting: str) -> str:
+    section = setting.partition(".")[0]
+    role = "node" if section == "node" else "operator or read"
+    return f"--set {section}.token_file=/etc/kvstore/token   # a token that it knows, of the role {role}"
+
+
+def nodes_findings(
+    nodes: Sequence[RunningNode], folders: Sequence[str], closed: Sequence[str], *, gds_required: bool = False
+) -> Iterator[Finding]:
+    """What runs on this host.
+
+    Args:
+        nodes: those that were found or named.
+        folders: where sockets were looked for.
+        closed: those of them that this user may not read.
+        gds_required: the configuration asks for GPUDirect Storage.
+    """
+    for folder in closed:
+        what = f"{folder} is not open to this user: a node whose socket lies there is not seen"
+        yield Finding("node", Level.WARNING, what, "sudo kvstore doctor")
+    for node in nodes:
+        yield from node_findings(node, gds_required=gds_required)
+    if not nodes and not closed:
+        what = f"none runs on this host: no socket of one in {', '.join(folders)}"
+        yield Finding("node", Level.INFO, what, "kvstore node   # starts one; others are looked at with --node HOST:PORT")
 
 
 def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[Finding]:
@@ -35,16 +115,21 @@ def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[
         gds_required: its configuration asks for GPUDirect Storage.
     """
     area = f"node {node.node_id}" if node.node_id else "node"
-    if node.error is not None:
+    if node.answer is Answer.REFUSED:
         yield Finding(
-            area,
-            Level.WARNING,
-            f"{node.address}: no answer ({node.error})",
-            "kvstore node   # starts one; where it runs, its log says at which address",
+            area, Level.WARNING, f"{node.address}: it runs; what it uses is not told: {node.error}", _token_of("client")
         )
+        return
+    if node.error is not None:
+        level = Level.MISSING if node.required else Level.WARNING
+        mend = "kvstore health node   # on its host: whether it serves; its log says at which address"
+        yield Finding(area, level, f"{node.address}: no answer ({node.error})", mend)
         return
     for line in node.io_engines:
         yield _judge(area, line, gds_required)
+    if node.open_files is not None and node.open_files < NOFILE_LEAST:
+        what = f"it may open {node.open_files} files: a quarter of that bounds each address's connections"
+        yield Finding(area, Level.WARNING, what, "ulimit -H -n   # for those who start it: systemd: LimitNOFILE=1048576")
     trouble = {
         name: count
         for name, count in sorted(node.counters.items())

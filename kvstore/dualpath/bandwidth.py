@@ -34,7 +34,7 @@ class BandwidthEstimator:
         recovery_s: time constant of the return to ``configured``, in idle seconds.
     """
 
-    __slots__ = ("_busy", "_bytes", "_idle", "_mark", "_since", "_waited", "configured", "memory_s", "recovery_s")
+    __slots__ = ("_busy", "_bytes", "_idle", "_learnt", "_mark", "_since", "_waited", "configured", "memory_s", "recovery_s")
 
     def __init__(self, configured: float, *, memory_s: float = MEMORY_S, recovery_s: float = RECOVERY_S) -> None:
         if not (configured > 0 and math.isfinite(configured)):
@@ -48,6 +48,7 @@ class BandwidthEstimator:
         self._waited = 0.0  # busy time that has counted since
         self._since: float | None = None  # settled until then; None while idle
         self._idle: float | None = None  # idle since then
+        self._learnt = False  # bytes have come
 
     def begin(self, now: float) -> None:
         """The queue is no longer empty."""
@@ -90,7 +91,12 @@ class BandwidthEstimator:
         total, most = self._bytes * kept + nbytes, self.configured * MOST_SHARE * self._busy
         self._bytes = total if total < most else most
         if nbytes:
+            self._learnt = True
             self._mark, self._waited = self.rate(now), 0.0
+
+    def has_learnt(self, now: float) -> bool:
+        """Whether bytes that came make up most of the estimate: an idle link forgets them after ``recovery_s``."""
+        return self._learnt and (self._idle is None or now - self._idle < self.recovery_s)
 
     def rate(self, now: float) -> float:
         """Estimate in bytes/s, greater than zero."""

@@ -143,6 +143,11 @@ class ReadQueues:
             entry.receiving,
         )
 
+    def has_learnt(self, node: str, now: float) -> bool:
+        """Whether the rate of a node's storage link stems from loads rather than from what the node joined with."""
+        entry = self._nodes.get(node)
+        return entry is not None and entry.link.has_learnt(now)
+
     def charge(
         self,
         node: str,

@@ -10,7 +10,7 @@ from typing import Final
 import kvstore
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
-from kvproto.v1.common_pb2 import CacheSpec
+from kvproto.v1.common_pb2 import BANDWIDTH_SOURCE_UNSPECIFIED, BandwidthSource, CacheSpec
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.in_force import InForce
@@ -157,7 +157,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             live=[_live(plan, now_s) for plan in live[:most]],
             more=len(live) > most,
             decisions=[_decision(plan, now_s) for plan in reversed(planner.decisions()[-kept:] if kept else [])],
-            queues=[_queue(state) for state in states if state is not None],
+            queues=[_queue(state, *planning.sources(state.node, now_s)) for state in states if state is not None],
         )
 
     async def DescribeTenants(self, request: pb.DescribeTenantsRequest, context: object) -> pb.DescribeTenantsResponse:
@@ -193,7 +193,11 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         return pb.RebuildIndexResponse(dropped_epoch=epoch)
 
 
-def _queue(state: NodeState) -> pb.ReadQueue:
+def _queue(
+    state: NodeState,
+    storage_source: BandwidthSource = BANDWIDTH_SOURCE_UNSPECIFIED,
+    compute_source: BandwidthSource = BANDWIDTH_SOURCE_UNSPECIFIED,
+) -> pb.ReadQueue:
     return pb.ReadQueue(
         node_id=state.node,
         alive=state.alive,
@@ -203,6 +207,8 @@ def _queue(state: NodeState) -> pb.ReadQueue:
         compute_bytes_per_s=state.cnic,
         sending_bytes=state.sending_bytes,
         receiving_bytes=state.receiving_bytes,
+        storage_source=storage_source,
+        compute_source=compute_source,
     )
 
 

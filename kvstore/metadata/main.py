@@ -29,6 +29,7 @@ from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
+from kvstore.rpc.address import cannot_listen
 from kvstore.rpc.descriptors import raise_limit
 from kvstore.rpc.leaving import SIGNALS, Leaving, Wishes, exit_now
 
@@ -270,4 +271,4 @@ def _reserve_port(listen: str) -> socket.socket:
             on_failure.pop_all()
             return reserved
     except OSError as error:
-        raise Unavailable("cannot bind", address=listen, reason=error.strerror or error) from error
+        raise cannot_listen(listen, "metadata.listen", error) from error

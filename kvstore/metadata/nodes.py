@@ -197,6 +197,12 @@ class NodeTable:
             problems=said.problems,
         )
 
+    def read_bytes_per_s(self, node_id: NodeId) -> int:
+        """What the volumes of a node read together, as its registered boot has measured; 0: not measured."""
+        record = self._view.nodes.get(node_id)
+        beat = None if record is None else self._beat_of(node_id, BootId(record.boot_id))
+        return 0 if beat is None else beat.report.read_bytes_per_s
+
     def living(self) -> Iterator[tuple[NodeInfo, HeartbeatRequest | None]]:
         """Nodes whose heartbeats arrive, by id, with the last one of their registered boot; None: it has not come yet."""
         view = self.view()

@@ -11,10 +11,10 @@ import hashlib
 import logging
 import secrets
 from collections import OrderedDict
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvproto.v1 import metadata_pb2 as pb
-from kvproto.v1.common_pb2 import NodeInfo
+from kvproto.v1.common_pb2 import BANDWIDTH_SOURCE_MEASURED, BANDWIDTH_SOURCE_UNSPECIFIED, BandwidthSource, NodeInfo
 from kvstore.core import limits
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
@@ -22,6 +22,7 @@ from kvstore.core.types import NodeId
 from kvstore.dualpath.contract import LoadPlan, PathPolicy, ReadRequest, ReadSide
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
+from kvstore.metadata.link_rates import LinkRates, link_rates
 from kvstore.metadata.nodes import NodeTable
 from kvstore.observe.context import plan_id
 from kvstore.observe.counters import Counters
@@ -31,10 +32,6 @@ from kvstore.rpc.codec import check_id, check_name
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 
-DEFAULT_STORAGE_BYTES_PER_S: Final = 3_125_000_000.0
-"""25 Gbit/s: what a storage link is taken for whose bandwidth nobody said; the estimate soon replaces it."""
-DEFAULT_COMPUTE_SHARE: Final = 8.0
-"""A compute link of unknown bandwidth is taken for so many times the storage link, as in the paper's hosts."""
 RELAYS: Final = 8
 """Idle third nodes that one plan considers."""
 ANSWERS_KEPT: Final = 4096
@@ -49,6 +46,14 @@ SIDES: Final = {
     ReadSide.DECODE: pb.READ_SIDE_DECODE,
     ReadSide.RELAY: pb.READ_SIDE_RELAY,
 }
+
+
+class _Known(NamedTuple):
+    """A node as the planner was told of it."""
+
+    boot_id: bytes
+    measured: int
+    rates: LinkRates
 
 
 class Planning:
@@ -69,7 +74,7 @@ class Planning:
         self._default = policy
         # clients report to whoever answers at this address: a server started anew, or another worker, must not know their plans
         self.planner = Planner(self._policy(policy), draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
-        self._known: dict[NodeId, bytes] = {}  # boot of each node that the planner believes alive
+        self._known: dict[NodeId, _Known] = {}  # nodes that the planner believes alive
         self._answers: OrderedDict[bytes, tuple[bytes, pb.LoadPlan]] = OrderedDict()
         """By operation: a digest of the request, but for its time left, and its plan."""
 
@@ -224,13 +229,23 @@ class Planning:
             if not alive and node_id in self._known:
                 del self._known[node_id]
                 self.planner.node_gone(node_id)
-            elif alive and self._known.get(node_id) != record.boot_id:
-                self._known[node_id] = record.boot_id
-                storage = float(record.storage_bytes_per_s) or DEFAULT_STORAGE_BYTES_PER_S
-                self.planner.node_here(node_id, storage, float(record.compute_bytes_per_s) or storage * DEFAULT_COMPUTE_SHARE)
+                continue
+            measured, known = self._nodes.read_bytes_per_s(node_id), self._known.get(node_id)
+            if alive and (known is None or known.boot_id != record.boot_id or known.measured != measured):
+                rates = link_rates(record, measured)
+                self._known[node_id] = _Known(record.boot_id, measured, rates)
+                self.planner.node_here(node_id, rates.storage, rates.compute)
         for node_id in self._known.keys() - records.keys():
             del self._known[node_id]
             self.planner.node_gone(node_id)
+
+    def sources(self, node_id: str, now_s: float) -> tuple[BandwidthSource, BandwidthSource]:
+        """Where the bandwidths come from that a node's storage and compute link are planned with."""
+        known = self._known.get(NodeId(node_id))
+        if known is None:
+            return BANDWIDTH_SOURCE_UNSPECIFIED, BANDWIDTH_SOURCE_UNSPECIFIED
+        learnt = self.planner.queues.has_learnt(node_id, now_s)
+        return BANDWIDTH_SOURCE_MEASURED if learnt else known.rates.storage_source, known.rates.compute_source
 
     def _relays(self, request: pb.PlanLoadRequest, now_s: float) -> tuple[str, ...]:
         """Third hosts with engines: a storage node has no link of its own to lend."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +22,7 @@ from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict
+from kvstore.core.host_defaults import check_bandwidth
 from kvstore.core.types import Outcome
 from kvstore.node.block import Block, Home
 from kvstore.node.evicting import quarantine
@@ -92,10 +93,20 @@ class Check:
 
 
 class VolumeChecks:
-    """The checks of one node. Thread-safe; ``close`` once."""
+    """The checks of one node. Thread-safe; ``close`` once.
 
-    def __init__(self, table: BlockTable, counters: Counters, clock: Clock) -> None:
+    Args:
+        table: whose blocks are checked.
+        counters: what was found.
+        clock: time.
+        rate_of: what a volume reads at most, bytes a second; None: not measured.
+    """
+
+    def __init__(
+        self, table: BlockTable, counters: Counters, clock: Clock, rate_of: Callable[[Home], float | None] = lambda _home: None
+    ) -> None:
         self._table = table
+        self._rate_of = rate_of
         self._counters = counters
         self._clock = clock
         self._lock = threading.Lock()
@@ -120,7 +131,7 @@ class VolumeChecks:
         Args:
             home: the volume.
             operation_id: with that of the last one, nothing is begun.
-            bytes_per_s: the most to read, over time; above 0.
+            bytes_per_s: the most to read, over time; 0: a part of what the volume reads at most.
 
         Raises:
             Conflict: one is under way.
@@ -131,7 +142,8 @@ class VolumeChecks:
                 return before
             if before is not None and before.state not in ENDED:
                 raise Conflict("the volume is being checked already", volume_id=home.volume.volume_id, state=before.state.value)
-            check = self._last[home.volume.volume_id] = Check(operation_id, bytes_per_s, self._clock.now_s())
+            rate = bytes_per_s or check_bandwidth(self._rate_of(home))
+            check = self._last[home.volume.volume_id] = Check(operation_id, rate, self._clock.now_s())
             self._pool.submit(self._run, home, check)
         self._counters.add("volume_checks_begun_total")
         return check
@@ -182,7 +194,7 @@ class VolumeChecks:
         largest = max((block.nbytes for block in blocks), default=0)
         memory = memoryview(mmap.mmap(-1, max(READ_BYTES, largest)))
         due_s = self._clock.now_s()
-        for batch in _batches(blocks):
+        for batch in batches_of(blocks):
             if check.cancel.wait(max(0.0, due_s - self._clock.now_s())):
                 return
             nbytes = self._read(home, batch, check, memory)
@@ -191,7 +203,7 @@ class VolumeChecks:
 
     def _read(self, home: Home, batch: Sequence[Block], check: Check, memory: memoryview) -> int:
         """Reads some blocks and judges them. Returns how many bytes."""
-        pinned = self._pin(home, batch)
+        pinned = pin_held(self._table, home, batch)
         check.gone += len(batch) - len(pinned)
         try:
             items, at = [], 0
@@ -206,16 +218,6 @@ class VolumeChecks:
         check.checked_bytes += at
         self._counters.add("volume_check_bytes_total", at)
         return at
-
-    def _pin(self, home: Home, batch: Sequence[Block]) -> list[tuple[Block, Slot]]:
-        """Those that are still there, with their slots, which stay theirs until they are let go."""
-        with self._table._lock:
-            pinned = [
-                (block, block.nvme) for block in batch if block.nvme is not None and block.nvme_home is home and not block.leaving
-            ]
-            for block, _ in pinned:
-                block.pins += 1
-        return pinned
 
     def _judge(self, home: Home, block: Block, slot: Slot, outcome: Outcome, check: Check) -> None:
         if outcome is Outcome.HIT:
@@ -233,7 +235,18 @@ class VolumeChecks:
         check.rewritten_blocks += self._table.write_again(block.domain, [block.key])
 
 
-def _batches(blocks: Sequence[Block]) -> Iterator[list[Block]]:
+def pin_held(table: BlockTable, home: Home, batch: Sequence[Block]) -> list[tuple[Block, Slot]]:
+    """Pins those blocks of a batch that are still on a volume. Their slots stay theirs until they are unpinned."""
+    with table._lock:
+        pinned = [
+            (block, block.nvme) for block in batch if block.nvme is not None and block.nvme_home is home and not block.leaving
+        ]
+        for block, _ in pinned:
+            block.pins += 1
+    return pinned
+
+
+def batches_of(blocks: Sequence[Block]) -> Iterator[list[Block]]:
     """Blocks in groups that one read takes."""
     batch: list[Block] = []
     size = 0

@@ -96,6 +96,10 @@ class NodeConfig:
     """Bandwidth of the storage link, for the planner; 0: not known, it is estimated from what is measured."""
     compute_bytes_per_s: int = 0
     """Bandwidth of the compute link; 0: not known."""
+    storage_link_bytes_per_s: int = 0
+    """Speed of the storage link as the kernel reports it, for the planner where nothing better is known; 0: it does not."""
+    compute_link_bytes_per_s: int = 0
+    """Likewise of the compute link."""
     traffic: TrafficClass = field(default_factory=TrafficClass)
     """Mark of KV traffic; its cap and its yielding on the compute network. ``link_bytes_per_s`` of 0: ``compute_bytes_per_s``."""
     prefill_buffer_bytes: int = 0

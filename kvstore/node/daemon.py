@@ -46,6 +46,7 @@ from kvstore.node.provider import NodeProvider
 from kvstore.node.publisher import Publisher
 from kvstore.node.pull import Puller
 from kvstore.node.pulse import Pulse
+from kvstore.node.read_rate import ReadRate
 from kvstore.node.replicas import ReplicaLog
 from kvstore.node.retention import Retainer
 from kvstore.node.rules_file import NAME as RULES_FILE
@@ -129,7 +130,7 @@ class NodeDaemon:
         self._build()
         self._stopping = threading.Event()
         self._janitor = threading.Thread(target=self._sweep_for_ever, name="kvstore-janitor", daemon=True)
-        self._watch = VolumeWatch(self.table, self.counters)
+        self._watch = VolumeWatch(self.table, self.counters, self._read_rate.measure_if_due)
         self._server: BoundServer | None = None
         self._publisher: Publisher | None = None
         self._recent = RecentLoads()
@@ -261,6 +262,7 @@ class NodeDaemon:
         self._pulse = Pulse(clock)
         self._troubles = Troubles(self.table, self._log if config.metadata is not None else None, clock, sent_away)
         self._write_behind = WriteBehind(self.table, target, counters)
+        self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
 
     def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlPort | None = None) -> TcpServer:
         tls = self.config.tls
@@ -359,8 +361,10 @@ class NodeDaemon:
             boot_id=self._boot_id,
             roles=config.roles,
             data_address=self._advertised(self._data.address),
-            storage_bytes_per_s=config.storage_bytes_per_s,
-            compute_bytes_per_s=config.compute_bytes_per_s,
+            storage_bytes_per_s=config.storage_bytes_per_s or config.storage_link_bytes_per_s,
+            compute_bytes_per_s=config.compute_bytes_per_s or config.compute_link_bytes_per_s,
+            storage_source=_source(config.storage_bytes_per_s, config.storage_link_bytes_per_s),
+            compute_source=_source(config.compute_bytes_per_s, config.compute_link_bytes_per_s),
             local_socket=f"unix:{self._socket}",
             mounts=[mount.volume_id for mount in self._mounts],
         )
@@ -450,6 +454,7 @@ class NodeDaemon:
                 troubles=self._troubles,
                 drainer=self._drainer,
                 retainer=self._retainer,
+                read_rate=lambda: self._read_rate.bytes_per_s,
             )
             self._publisher.start()
             self._retainer.start()
@@ -484,7 +489,7 @@ class NodeDaemon:
             in_force=self.config.in_force,
             counters=self.counters,
             links=self._links,
-            checks=VolumeChecks(self.table, self.counters, self._clock),
+            checks=VolumeChecks(self.table, self.counters, self._clock, self._read_rate.of),
             retainer=self._retainer,
             troubles=self._troubles,
         )
@@ -625,6 +630,12 @@ class NodeDaemon:
             except Exception:  # process edge: without the janitor nothing would be given back any more
                 self.counters.add("janitor_bugs_total")
                 log.exception("the janitor failed, trying again")
+
+
+def _source(configured: int, link: int) -> common_pb2.BandwidthSource:
+    if configured:
+        return common_pb2.BANDWIDTH_SOURCE_CONFIGURED
+    return common_pb2.BANDWIDTH_SOURCE_LINK if link else common_pb2.BANDWIDTH_SOURCE_UNSPECIFIED
 
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:

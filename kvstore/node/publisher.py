@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
@@ -72,7 +72,9 @@ class Publisher:
         troubles: Troubles | None = None,
         drainer: Drainer | None = None,
         retainer: Retainer | None = None,
+        read_rate: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self._read_rate = read_rate
         self._node = node
         self._troubles = troubles or Troubles(table, replica_log, MonotonicClock(), Failing())
         self._drainer = drainer
@@ -410,6 +412,7 @@ class Publisher:
             usages=usages,
             drain=drain,
             problems=self._troubles.told(),
+            read_bytes_per_s=int(self._read_rate() or 0),
         )
         if self._retainer is not None:
             self._retainer.report(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -25,10 +25,17 @@ INTERVAL_S: Final = 2.0
 
 
 class VolumeWatch:
-    """The thread. ``start`` and ``stop`` once each."""
+    """The thread. ``start`` and ``stop`` once each.
 
-    def __init__(self, table: BlockTable, counters: Counters) -> None:
+    Args:
+        table: whose volumes are looked after.
+        counters: where failures are counted.
+        measure: called after each look: measures how fast the volumes are read, as soon as they hold enough.
+    """
+
+    def __init__(self, table: BlockTable, counters: Counters, measure: Callable[[], object]) -> None:
         self._table = table
+        self._measure = measure
         self._counters = counters
         self._stalls = [0] * len(table.homes)
         """Stalls of each volume that were seen."""
@@ -61,6 +68,7 @@ class VolumeWatch:
     def _run(self) -> None:
         while not self._stopping.wait(INTERVAL_S):
             self.look()
+            self._measure()
 
     def _keep_open(self, home: Home) -> None:
         volume = home.volume

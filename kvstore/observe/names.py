@@ -272,6 +272,8 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "quarantined_blocks_total": ("counter", "replicas that proved bad; their slots are out of use until the next start"),
     "volume_checks_begun_total": ("counter", "checks of volumes begun while the node serves"),
     "volume_check_bytes_total": ("counter", "bytes of blocks that checks of volumes read"),
+    "node_read_rate_failed_total": ("counter", "measurements of what the volumes read that got no answer from one of them"),
+    "node_read_rate_bugs_total": ("counter", "measurements of what the volumes read that failed by a bug"),
     "volume_check_bugs_total": ("counter", "checks of volumes that failed in a way nobody meant"),
     "peer_fetch_failed_total": ("counter", "fetches from other nodes that failed"),
     "peer_fetched_blocks_total": ("counter", "blocks fetched from other nodes"),

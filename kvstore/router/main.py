@@ -47,7 +47,7 @@ def run(config: RouterConfig) -> None:
 
 async def serve(config: RouterConfig) -> None:
     """As ``run``, in a running loop."""
-    door = bind(config.listen, "router")
+    door = bind(config.listen, "router.listen")
     async with router(config) as app:
         await http_server.serve(
             app,

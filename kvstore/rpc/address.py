@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
+import socket
 from typing import Final
 
 from kvstore.core import limits
-from kvstore.core.errors import InvalidArgument
+from kvstore.core.errors import InvalidArgument, Unavailable
 
 _TCP: Final = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>\d{1,5})")
 _UNIX: Final = re.compile(r"unix:/[^\0]+")
@@ -65,3 +67,35 @@ def stays_on_host(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def cannot_listen(address: str, setting: str, error: OSError | None = None) -> Unavailable:
+    """What to raise where an address cannot be listened on: why, and what to do about it.
+
+    Args:
+        address: the one.
+        setting: which setting names it, e.g. ``metadata.listen``.
+        error: how binding failed; None: that is found out by binding a socket of its own.
+    """
+    if error is None and not is_unix(address):
+        error = _try(address)
+    host, _, port = address.rpartition(":")
+    if error is not None and error.errno == errno.EADDRINUSE and not is_unix(address):
+        return Unavailable(
+            f"port {port} of {host} is in use: `kvstore status` shows whether another store runs here; another port:"
+            f" --set {setting}={host}:{int(port) + 100 if int(port) + 100 <= _MAX_PORT else 0}"
+        )
+    reason = "no reason was given" if error is None else error.strerror or str(error)
+    return Unavailable(f"cannot listen on {address} ({setting}): {reason}")
+
+
+def _try(address: str) -> OSError | None:
+    """How binding to an address fails; None: it does not."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+    except OSError as error:
+        return error
+    return None

@@ -22,8 +22,9 @@ import uvicorn
 from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from kvstore.core.errors import InvalidArgument, Unavailable
+from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
+from kvstore.rpc.address import cannot_listen
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,12 @@ async def serve(
     await _Server(_config(app, tls, stop_grace_s, malformed), ready_file, address).serve(sockets=[door])
 
 
-def bind(listen: str, whose: str) -> socket.socket:
+def bind(listen: str, setting: str) -> socket.socket:
     """The listening socket.
+
+    Args:
+        listen: ``host:port``.
+        setting: which setting names it.
 
     Raises:
         Unavailable: it cannot be bound.
@@ -79,7 +84,7 @@ def bind(listen: str, whose: str) -> socket.socket:
         door.listen(_BACKLOG)
     except OSError as error:
         door.close()
-        raise Unavailable(f"the {whose}'s address cannot be bound", listen=listen, why=error) from error
+        raise cannot_listen(listen, setting, error) from error
     return door
 
 

@@ -21,14 +21,14 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.core import limits
-from kvstore.core.errors import Internal, KVStoreError, Unavailable
+from kvstore.core.errors import Internal, KVStoreError
 from kvstore.core.tls import TlsConfig
 from kvstore.observe import context as request_context
 from kvstore.observe import tracing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metrics import EVENTS
 from kvstore.rpc.access import Doorkeeper
-from kvstore.rpc.address import check_address, is_unix
+from kvstore.rpc.address import cannot_listen, check_address, is_unix
 from kvstore.rpc.descriptors import connections_allowed
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.requests import UnreadableRequest, check_read, reading
@@ -264,14 +264,15 @@ async def build_aio_server(
     reflection.enable_server_reflection([*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
     try:
         credentials = server_credentials(tls) if tls is not None else None
-        bound = tuple(_bind(server, address, credentials) for address in addresses)
+        setting = f"{services[0].rpartition('.')[2].lower()}.listen" if services else "listen"
+        bound = tuple(_bind(server, address, credentials, setting) for address in addresses)
     except KVStoreError:
         await server.stop(None)  # or what was bound before stays so
         raise
     return BoundServer(server, bound, health)
 
 
-def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None, setting: str) -> str:
     local = is_unix(check_address(address))
     try:
         if credentials is not None and not local:
@@ -279,7 +280,7 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
         else:
             port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise Unavailable("cannot bind", address=address) from error
+        raise cannot_listen(address, setting) from error
     if port == 0:
-        raise Unavailable("cannot bind", address=address)
+        raise cannot_listen(address, setting)
     return address if local else f"{address.rpartition(':')[0]}:{port}"

@@ -130,6 +130,7 @@ class LocalCluster:
         metadata_settings: further ``--set metadata.<name>=<value>``.
         metadata_place: where the metadata server runs.
         arguments: further ones of every daemon, such as ``--config FILE``; what is said of a node or server by itself wins.
+        run_place: folder to make that of the unix sockets in; its path is short.
 
     Raises:
         InvalidArgument: there are volumes, and the path of ``base_dir`` has a comma.
@@ -142,6 +143,7 @@ class LocalCluster:
         metadata_settings: Sequence[tuple[str, str]] = (),
         metadata_place: Place = Place(),
         arguments: Sequence[str] = (),
+        run_place: Path = Path("/tmp"),  # noqa: S108  # a folder of its own is made there
     ) -> None:
         if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
             raise InvalidArgument("a folder of volumes has no comma in its path: commas separate volumes", folder=base_dir)
@@ -152,7 +154,8 @@ class LocalCluster:
             base_dir = self._data.path
         self.base_dir = base_dir
         # unix socket paths are limited to 107 bytes: keep them out of deep folders
-        self._run = ScratchFolder("kvs-", Path("/tmp"))  # noqa: S108  # made by mkdtemp
+        run_place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._run = ScratchFolder("kvs-", run_place)
         self._run_dir = self._run.path
         self._metadata_settings = tuple(metadata_settings)
         self._metadata_place = metadata_place

@@ -154,6 +154,11 @@ class NvmeSlab(DurableVolume):
         return self._file.engine if self._read_only is None else f"{self._file.engine}, read-only ({self._read_only})"
 
     @property
+    def direct(self) -> bool:
+        """Whether O_DIRECT is in use."""
+        return self._file.direct
+
+    @property
     def read_only(self) -> str | None:
         return self._read_only
 

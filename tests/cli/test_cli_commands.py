@@ -26,7 +26,9 @@ from kvstore.cli.bench import benchmark_folder, benchmarks
 from kvstore.cli.demo import dual_table
 from kvstore.cli.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
 from kvstore.core.config import LogSection
+from kvstore.core.types import VolumeId
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
+from kvstore.tiers.slab import NvmeSlab
 
 COMMANDS = [
     "up",
@@ -321,6 +323,15 @@ def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
     assert f"kvstore volume check {tmp_path / 'here-nvme'}" in parent.stderr
 
 
+def test_volume_check_of_an_open_volume_names_its_node(tmp_path: Path) -> None:
+    slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("here/nvme0"), capacity_bytes=32 << 20)
+    done = run("volume", "check", str(tmp_path / "volume"))
+    slab.close()
+    assert done.returncode == 1
+    assert f"in use by node here (process {os.getpid()}): " in done.stderr
+    assert "`kvstore volumes check here/nvme0`, or stop the node first" in done.stderr
+
+
 def test_a_daemon_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
     done = run("metadata", "--listen", "0.0.0.0:0", "--index", str(tmp_path / "index"))
     assert done.returncode == 1
@@ -335,7 +346,10 @@ def test_up_on_a_taken_address_names_it_and_quotes_no_earlier_run(tmp_path: Path
         done = run("up", "--data-dir", str(tmp_path), "--nvme", "0", "--set", f"metadata.listen={address}")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: metadata ended at start with code 1: ")
-    assert address in done.stderr.splitlines()[0]
+    port = int(address.rpartition(":")[2])
+    first = done.stderr.splitlines()[0]
+    assert f"port {port} of 127.0.0.1 is in use: `kvstore status` shows whether another store runs here" in first
+    assert "--set metadata.listen=127.0.0.1:" in first
     assert "earlier run" not in done.stderr
     assert ".cc:" not in done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import get_args
 
@@ -12,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from kvstore.cli import settings
+from kvstore.cli import places, settings
 from kvstore.cli.app import root
 from kvstore.core.config import Config, NodeSection
 from kvstore.core.config_sources import Provenance, leaves, load_config, parse_assignment
-from kvstore.core.config_values import format_duration_ms, format_size, parse_duration_ms, parse_size
+from kvstore.core.config_values import format_duration_ms, format_size, parse_duration_ms, parse_memory, parse_size
 from kvstore.core.errors import InvalidArgument
+from kvstore.core.host_memory import memory_total
 from kvstore.core.tls import TlsConfig
 from kvstore.node.config import NodeConfig
 from kvstore.testing.cluster import NodeSpec
@@ -47,6 +49,19 @@ def test_sizes(text: object, size: int) -> None:
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError, match="a size"):
         parse_size(text)
+
+
+def test_parse_memory_percent_is_a_part_of_the_host() -> None:
+    total = memory_total()
+    assert total is not None
+    assert parse_memory("50%") == total // 2 >> 20 << 20
+    assert parse_memory(" 4 % ") == total * 4 // 100 >> 20 << 20
+    assert parse_memory("64MiB") == 64 << 20
+    for text in ("0%", "96%", "100%"):
+        with pytest.raises(ValueError, match="1% to 95%"):
+            parse_memory(text)
+    with pytest.raises(ValueError, match="a size looks like"):
+        parse_memory("half")
 
 
 @pytest.mark.parametrize(("text", "ms"), [("500ms", 500), ("2.5s", 2500), ("1m", 60_000), ("2h", 7_200_000), ("0ms", 0)])
@@ -257,7 +272,7 @@ def test_the_configuration_becomes_the_servers_settings(tmp_path: Path) -> None:
 
 def test_socket_folders_are_short_and_distinct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    folders = {settings.run_dir(name).name for name in ("a", "a/b", "a_b", "x" * 300, "x" * 301, "../../etc")}
+    folders = {places.run_dir(name).name for name in ("a", "a/b", "a_b", "x" * 300, "x" * 301, "../../etc")}
     assert len(folders) == 6
     assert all(len(name) <= 32 and "/" not in name and ".." not in name for name in folders)
 
@@ -276,6 +291,31 @@ def test_config_show_prints_values_and_origins(monkeypatch: pytest.MonkeyPatch, 
     assert lines["node.listen"] == ["127.0.0.1:0", "default"]
     shown = json.loads(runner.invoke(root, ["config", "show", "--json"]).stdout)
     assert shown["node.lease"] == {"value": 3000, "source": "environment", "detail": "KVSTORE_NODE__LEASE"}
+
+
+def test_config_show_derived_values_have_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    arguments = ["config", "show", "--set", "node.nvme=/a:1TiB,/b:1TiB,/c:1TiB", "--set", "node.dram=80GiB", "--json"]
+    shown = json.loads(CliRunner().invoke(root, [*arguments, "--set", "node.load_threads=5"]).stdout)
+    assert shown["data_dir"]["value"] == str(tmp_path / "kvstore")
+    assert shown["metadata.index_path"]["value"] == str(tmp_path / "kvstore" / "index")
+    assert shown["node.node_id"] == {"value": socket.gethostname(), "source": "derived", "detail": "(name of the host)"}
+    assert shown["node.load_window"]["value"] == 96 << 20
+    assert "3 volumes" in shown["node.load_window"]["detail"]
+    assert shown["node.load_threads"] == {"value": 5, "source": "flag", "detail": "--set node.load_threads"}
+    assert shown["node.stop_grace"]["value"] == 22_000
+
+
+def test_node_settings_configured_values_win() -> None:
+    config, provenance = load(
+        flags=("node.stop_grace=3s", "node.move_bandwidth=0", "node.huge_pages=true", "node.move_window=1MiB")
+    )
+    node = settings.node_config(config, provenance)
+    assert (node.stop_grace_s, node.move_bytes_per_s, node.huge_pages, node.move_window_bytes) == (3.0, 0, True, 1 << 20)
+    assert (node.load_threads, node.load_window_bytes) == (8, 64 << 20)
+    shown = {one.key: one.source for one in node.in_force}
+    assert (shown["node.stop_grace"], shown["node.load_threads"]) == ("flag", "derived")
 
 
 def test_config_show_reads_the_file_named(tmp_path: Path) -> None:

@@ -6,32 +6,66 @@ import importlib.util
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.core.types import VolumeId
+from kvstore.testing.certificates import make_certificates
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.stub_cuda import build_stub, with_stub
 from kvstore.tiers.slab import NvmeSlab
 
-NOBODY = ("--metadata", "127.0.0.1:1")
 COMMAND = [sys.executable, "-m", "kvstore.cli", "doctor"]
+
+
+@pytest.fixture(autouse=True)
+def run_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this test's nodes have their sockets, and the doctor looks for them: not those of whoever else uses this host."""
+    place = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    yield place / "kvstore"
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=90, check=False, cwd=folder)
 
 
+def finding(done: subprocess.CompletedProcess[str], area: str, words: str = "") -> dict[str, Any]:
+    """The one finding of an area with some words in it."""
+    found = [one for one in json.loads(done.stdout)["findings"] if one["area"] == area and words in one["what"]]
+    assert len(found) == 1, done.stdout
+    return found[0]
+
+
 def test_on_this_host_it_says_what_there_is_and_exits_well(tmp_path: Path) -> None:
-    done = run(tmp_path, *NOBODY, "--dram", "16MiB")
+    done = run(tmp_path, "--dram", "16MiB")
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    *lines, last = done.stdout.splitlines()
+    warnings = sum(line.startswith("warning ") for line in lines)
+    assert last == f"{warnings} warning{'' if warnings == 1 else 's'}, 0 missing"
     assert {line.split()[0] for line in lines} <= {"ok", "info", "warning"}
-    for area in ("software", "GPU", "GPUDirect Storage", "storage", "memory", "limits", "network", "RDMA", "network lab", "node"):
+    for area in (
+        "software",
+        "GPU",
+        "GPUDirect Storage",
+        "storage",
+        "memory",
+        "limits",
+        "network",
+        "RDMA",
+        "network lab",
+        "node",
+        "metadata server",
+        "defaults",
+    ):
         assert any(line[9:].startswith(f"{area}: ") for line in lines), area
     assert "\x1b" not in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -39,7 +73,7 @@ def test_on_this_host_it_says_what_there_is_and_exits_well(tmp_path: Path) -> No
 
 def test_what_is_required_and_missing_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     """More memory than any host has: that this is not there is sure."""
-    done = run(tmp_path, *NOBODY, "--dram", "900TiB", "--json")
+    done = run(tmp_path, "--dram", "900TiB", "--json")
     assert done.returncode == 1
     said: dict[str, Any] = json.loads(done.stdout)
     assert said["ok"] is False
@@ -64,8 +98,78 @@ def test_a_running_node_says_what_it_really_uses(tmp_path: Path) -> None:
         assert any(line.startswith("GPUDirect Storage of a/nvme0: ") for line in node["io_engines"])
     assert any("a volume, " in finding["what"] for finding in json.loads(known.stdout)["findings"])
     gone = run(tmp_path, "--node", "127.0.0.1:1", "--dram", "16MiB")
-    assert gone.returncode == 0
-    assert "warning  node: 127.0.0.1:1: no answer" in gone.stdout
+    assert gone.returncode == 1
+    assert "missing  node: 127.0.0.1:1: no answer" in gone.stdout
+
+
+def test_metadata_away_nodes_are_found_by_their_sockets(tmp_path: Path, run_place: Path) -> None:
+    nodes = [NodeSpec(name, dram_bytes=16 << 20, nvme_bytes=32 << 20) for name in ("a", "b")]
+    with LocalCluster(nodes, tmp_path / "store", run_place=run_place) as store:
+        address = store.metadata_address
+        store.kill("metadata")
+        store.kill("b")  # its socket stays
+        done = run(tmp_path, "--metadata", address, "--dram", "16MiB", "--json")
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    assert [node["node_id"] for node in said["nodes"]] == ["a"]
+    assert said["nodes"][0]["open_files"] > 0
+    assert finding(done, "metadata server", "does not answer")["level"] == "missing"
+    assert said["missing"] == 1
+    words = "the configuration of this command names no NVMe volume; nodes that run here have a/nvme0"
+    assert finding(done, "storage", "names no NVMe volume")["what"] == words
+    assert "no NVMe volume is configured" not in done.stdout
+
+
+def test_token_of_a_node_missing_or_wrong_is_said(tmp_path: Path, run_place: Path) -> None:
+    tokens, good, bad = (tmp_path / name for name in ("tokens", "good", "bad"))
+    for path, text in ((tokens, "operator alice 0123456789abcdef0\n"), (good, "0123456789abcdef0"), (bad, "fedcba98765432100")):
+        path.write_text(text)
+        path.chmod(0o600)
+    node = NodeSpec("a", dram_bytes=16 << 20, settings=(("tokens_file", str(tokens)), ("metadata", "127.0.0.1:1")))
+    with LocalCluster([], tmp_path / "store", run_place=run_place) as store:
+        store._specs["a"] = node
+        store.start_node("a")
+        answers = {
+            name: run(tmp_path, "--dram", "16MiB", "--json", *arguments)
+            for name, arguments in (
+                ("none", ()),
+                ("bad", ("--set", f"client.token_file={bad}")),
+                ("good", ("--set", f"client.token_file={good}")),
+            )
+        }
+    assert [done.returncode for done in answers.values()] == [0, 0, 0]
+    missing = finding(answers["none"], "node")
+    assert missing["level"] == "warning"
+    assert "it runs" in missing["what"]
+    assert "a token is required (client.token_file is not set)" in missing["what"]
+    assert f"the token in {bad} is not known" in finding(answers["bad"], "node")["what"]
+    assert finding(answers["good"], "node a", "no errors since it started")["level"] == "ok"
+
+
+def test_metadata_server_of_the_node_is_asked(tmp_path: Path) -> None:
+    done = run(tmp_path, "--set", "node.metadata=127.0.0.1:1", "--dram", "16MiB", "--json")
+    assert done.returncode == 1
+    assert "127.0.0.1:1 (node.metadata) does not answer" in finding(done, "metadata server")["what"]
+
+
+def test_volumes_together_larger_than_their_disk_are_missing(tmp_path: Path) -> None:
+    space = os.statvfs(tmp_path)
+    size = space.f_bavail * space.f_frsize * 2 // 3
+    volumes = ",".join(f"{tmp_path / name}:{size}" for name in ("a", "b"))
+    done = run(tmp_path, "--nvme", volumes, "--dram", "16MiB", "--set", "node.gds=off", "--json")
+    assert done.returncode == 1
+    assert finding(done, "storage", "2 volumes share the file system")["level"] == "missing"
+    assert finding(done, "storage", "2 volumes share one disk")["level"] == "warning"
+
+
+def test_certificate_of_another_key_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    made, other = make_certificates(tmp_path), make_certificates(tmp_path / "other")
+    files = {"ca": made.ca, "cert": made.cert, "key": other.key}
+    settings = [part for name, path in files.items() for part in ("--set", f"node.tls.{name}={path}")]
+    done = run(tmp_path, "--dram", "16MiB", "--json", *settings)
+    assert done.returncode == 1
+    assert "KEY_VALUES_MISMATCH" in finding(done, "TLS", "[node.tls]")["what"]
 
 
 def test_gds_that_is_only_pretended_is_told_and_refused_where_required(tmp_path: Path) -> None:
@@ -76,7 +180,7 @@ def test_gds_that_is_only_pretended_is_told_and_refused_where_required(tmp_path:
     slab = NvmeSlab.open(tmp_path / "volume", volume_id=VolumeId("v"), capacity_bytes=32 << 20)
     assert list(slab.recover()) == []
     slab.close()
-    command = [*COMMAND, *NOBODY, "--dram", "16MiB", "--nvme", f"{tmp_path / 'volume'}:32MiB", "--json"]
+    command = [*COMMAND, "--dram", "16MiB", "--nvme", f"{tmp_path / 'volume'}:32MiB", "--json"]
     for mode, code, level in (("required", 1, "missing"), ("auto", 0, "warning")):
         done = subprocess.run(
             [*command, "--set", f"node.gds={mode}"], capture_output=True, text=True, timeout=90, check=False, env=with_stub(stub)
@@ -97,7 +201,7 @@ def test_gds_that_is_only_pretended_is_told_and_refused_where_required(tmp_path:
 def test_on_a_terminal_it_is_a_table(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    command = [*COMMAND, *NOBODY, "--dram", "16MiB"]
+    command = [*COMMAND, "--dram", "16MiB"]
     with subprocess.Popen(command, stdout=theirs, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path) as child:
         os.close(theirs)
         shown = b""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.host_memory import memory_available, memory_total
+from kvstore.core.host_memory import huge_pages_free, memory_available, memory_total
 
 GIB = 1 << 30
 
@@ -84,3 +84,18 @@ def test_a_host_that_does_not_say(tmp_path: Path) -> None:
 def test_this_host_says() -> None:
     assert (memory_total() or 0) > 64 << 20
     assert 0 < (memory_available() or 0) < (memory_total() or 0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "free"),
+    [
+        ("HugePages_Free:     512\nHugePages_Rsvd:      0\nHugepagesize:       2048 kB\n", GIB),
+        ("HugePages_Free:     512\nHugePages_Rsvd:    256\nHugepagesize:       2048 kB\n", GIB // 2),
+        ("MemTotal: 1 kB\n", 0),
+        ("nonsense\n", 0),
+    ],
+)
+def test_huge_pages_free_excludes_promised_ones(lines: str, free: int, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text(lines)
+    assert huge_pages_free(tmp_path / "meminfo") == free
+    assert huge_pages_free(tmp_path / "none") == 0

@@ -18,6 +18,7 @@ import yaml
 
 from kvstore.cli.app import root
 from kvstore.cli.settings import admin_config, metadata_config, node_config, router_config
+from kvstore.cli.settled import settle
 from kvstore.core.config import Config
 from kvstore.core.config_sources import ENVIRONMENT_PREFIX, Setting, load_config
 
@@ -56,7 +57,8 @@ class Daemon:
     @property
     def grace_ms(self) -> int:
         """How long its end in order may take."""
-        return int(getattr(self.config, self.arguments[0]).stop_grace)
+        settled, _ = settle(self.config, {})
+        return int(getattr(settled, self.arguments[0]).stop_grace)
 
     @property
     def listens(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ import yaml
 from deployed import CHART, DEPLOY, EXAMPLES, HELM, chart_daemon, helm, pods, rendered
 
 import kvstore
+from kvstore.core.sizing import index_memory
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="requirements-deploy.txt is not installed")
 pytestmark = pytest.mark.skipif(not HELM.exists(), reason="no helm beside this Python: scripts/fetch_helm.py")
@@ -98,6 +99,28 @@ def test_a_node_has_room_for_its_arena_and_time_to_stop(example: str) -> None:
             assert memory > config.dram
         assert pod["terminationGracePeriodSeconds"] * 1_000 == config.stop_grace + 30_000
         assert workload["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_chart_memory_holds_the_index_of_a_full_node(example: str) -> None:
+    for workload in pods(rendered(example)):
+        if workload["kind"] != "DaemonSet":
+            continue
+        config = chart_daemon(workload).config.node
+        limit = workload["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
+        arena = 0 if config.huge_pages else config.dram
+        beside = (int(limit.removesuffix("Mi")) << 20) - arena
+        index = index_memory(config.dram, sum(volume.capacity for volume in config.nvme))
+        assert index <= beside < index + (1 << 20)
+
+
+def test_chart_memory_overhead_and_block_size_are_heeded() -> None:
+    limits = []
+    for setting in ("node.memoryOverhead=4GiB", "node.blockSize=16MiB"):
+        (node,) = (one for one in rendered("plain", "--set", setting) if one["kind"] == "DaemonSet")
+        limits.append(node["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"])
+    sized = index_memory(4 << 30, 50 << 30, 16 << 20)
+    assert limits == ["8192Mi", f"{4096 + -(-sized // (1 << 20))}Mi"]
 
 
 def test_the_claim_has_room_for_the_index() -> None:

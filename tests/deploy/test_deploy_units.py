@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from deployed import DAEMONS, SYSTEMD, systemd_daemon, unit
 
+from kvstore.core.config_sources import load_config
 from kvstore.core.config_values import parse_duration_ms
 
 KILLED_AFTER_MS = {"metadata": 10_000, "node": 30_000, "router": 5_000, "admin": 5_000}
@@ -67,3 +68,11 @@ def test_daemons_have_files_memory_and_time(name: str) -> None:
     assert parse_duration_ms(stop) >= systemd_daemon(name).grace_ms + KILLED_AFTER_MS[name]
     if name == "node":
         assert settings["LimitMEMLOCK"] == ["infinity"]
+
+
+def test_commands_on_a_host_know_what_its_daemons_know() -> None:
+    config, _ = load_config(SYSTEMD / "kvstore.toml")
+    admin, node = systemd_daemon("admin").config, systemd_daemon("node").config
+    assert config.client.tls == admin.client.tls
+    assert config.client.metadata == admin.admin.metadata == node.node.metadata
+    assert config.node.run_dir == node.node.run_dir

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from kvstore.core.config_sources import load_config
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedVolume
-from kvstore.doctor.findings import Finding, Level, findings, healthy, show_size
-from kvstore.doctor.running import RunningNode, node_findings
+from kvstore.doctor.findings import findings, healthy
+from kvstore.doctor.levels import Finding, Level, show_size
+from kvstore.doctor.running import (
+    Answer,
+    RunningMetadata,
+    RunningNode,
+    metadata_findings,
+    node_findings,
+    nodes_findings,
+)
 
 GIB = 1 << 30
 LAPTOP: dict[str, dict[str, Any]] = {
@@ -76,7 +84,8 @@ def of(found: list[Finding], area: str, words: str = "") -> Finding:
 
 
 COMMANDS = frozenset(
-    ("df", "dmesg", "free", "ibv_devinfo", "kvstore", "ls", "modprobe", "nvidia-smi", "pip", "rdma", "sudo", "ulimit", "unset")
+    ("df", "dmesg", "free", "ibv_devinfo", "kvstore", "ls", "modprobe", "numactl", "nvidia-smi", "openssl", "pip",
+     "rdma", "sudo", "ulimit", "unset")
 )  # fmt: skip
 SETTINGS = frozenset(load_config(default_files=())[1])
 
@@ -333,8 +342,141 @@ def test_a_node_s_troubles_are_counted_and_silence_is_told() -> None:
     assert [finding.what for finding in found] == ["since it started: gds_pretended 1, nvme_read_errors 2"]
     (silent,) = node_findings(RunningNode("unix:/x", error="no answer"))
     assert silent.level is Level.WARNING
-    assert (silent.mend or "").startswith("kvstore node ")
+    assert (silent.mend or "").startswith("kvstore health node ")
     assert_mends_can_be_pasted([*found, silent])
+
+
+# ---- what fits together ----
+
+TWO = [WantedVolume(Path("/mnt/a"), 100 * GIB), WantedVolume(Path("/mnt/b"), 100 * GIB)]
+
+
+def two_volumes(free: int, devices: tuple[int, int], disks: tuple[str, str], slab: int | None = None) -> Facts:
+    sections = {}
+    for number in range(2):
+        said = {"free_bytes": free, "device": devices[number], "disk": disks[number], "mount": "/mnt", "slab_bytes": slab}
+        sections[f"volume:{number}"] = SERVER["volume:0"] | said
+    return facts(SERVER | sections)
+
+
+def test_volumes_on_one_file_system_are_added_up() -> None:
+    found = findings(two_volumes(150 * GIB, (7, 7), ("nvme0n1", "nvme0n1")), Wanted(dram_bytes=GIB, volumes=TWO, gds="off"))
+    together = of(found, "storage", "together they need 200 GiB more, and 150 GiB is free")
+    assert together.level is Level.MISSING
+    assert of(found, "storage", "share one disk (nvme0n1)").level is Level.WARNING
+    assert_mends_can_be_pasted(found)
+
+
+def test_volumes_that_are_there_already_need_no_room() -> None:
+    found = findings(
+        two_volumes(GIB, (7, 7), ("nvme0n1", "nvme0n1"), slab=100 * GIB), Wanted(dram_bytes=GIB, volumes=TWO, gds="off")
+    )
+    assert healthy(found)
+
+
+def test_volumes_on_partitions_of_one_disk_share_it() -> None:
+    wanted = Wanted(dram_bytes=GIB, volumes=TWO, gds="off")
+    found = findings(two_volumes(150 * GIB, (7, 8), ("nvme0n1", "nvme0n1")), wanted)
+    assert healthy(found)
+    of(found, "storage", "2 volumes share one disk (nvme0n1)")
+    apart = findings(two_volumes(150 * GIB, (7, 8), ("nvme0n1", "nvme1n1")), wanted)
+    assert not [finding for finding in apart if "share" in finding.what]
+
+
+def test_index_memory_beyond_the_host_is_a_warning() -> None:
+    """2 volumes of 3 TiB and blocks of 1 MiB: 6.3 million blocks, about 8 GiB of index beside the arena."""
+    wanted = Wanted(dram_bytes=60 * GIB, volumes=[WantedVolume(Path("/mnt/a"), 6 << 40)], gds="off")
+    host = facts(SERVER, memory={"total_bytes": 64 * GIB, "available_bytes": 64 * GIB})
+    finding = of(findings(host, wanted), "memory", "arena and index of a full node")
+    assert finding.level is Level.WARNING
+    assert "6,352,896 blocks of 1 MiB, 1,200 bytes each" in finding.what
+    assert finding.mend == "--set node.dram=55GiB"
+    large_blocks = Wanted(dram_bytes=60 * GIB, volumes=wanted.volumes, gds="off", block_bytes=16 << 20)
+    assert of(findings(host, large_blocks), "memory", "a full node takes").level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("refused", "gib", "level"), [(False, 64, Level.WARNING), (True, 64, Level.INFO), (False, 16, Level.INFO)]
+)
+def test_large_arena_without_huge_pages_is_a_warning(refused: bool, gib: int, level: Level) -> None:
+    host = facts(SERVER, memory={"huge_pages_total": 0, "huge_pages_free": 0})
+    found = findings(host, Wanted(dram_bytes=gib * GIB, huge_pages_refused=refused))
+    assert of(found, "memory", "huge pages: 0 reserved").level is level
+    assert_mends_can_be_pasted(found)
+
+
+def test_large_host_with_small_arena_is_told_what_it_could_have() -> None:
+    disks = {
+        "nvme": [{"name": "nvme1n1", "bytes": 7 << 40, "mounts": []}, {"name": "nvme0n1", "bytes": 1 << 40, "mounts": ["/"]}]
+    }
+    host = facts(SERVER | {"disks": disks}, memory={"numa_nodes": 2})
+    found = findings(host, SMALL)
+    assert of(found, "memory", "the arena takes 0.2 % of 512 GiB").level is Level.INFO
+    assert of(found, "storage", "NVMe disk nvme1n1, 7 TiB, not mounted").level is Level.INFO
+    assert of(found, "storage", "NVMe disk nvme0n1, 1 TiB, mounted at /").level is Level.INFO
+    numa = of(findings(host, LARGE), "memory", "2 NUMA nodes")
+    assert_mends_can_be_pasted([*found, numa])
+
+
+def test_no_volume_beside_a_running_one_is_no_contradiction() -> None:
+    found = findings(facts(LAPTOP | {"running": {"volumes": ["vm/nvme0"]}}), SMALL)
+    words = "the configuration of this command names no NVMe volume; nodes that run here have vm/nvme0"
+    assert of(found, "storage").what == of(found, "GPUDirect Storage").what == words
+
+
+def test_defaults_are_told_with_their_reason() -> None:
+    found = findings(facts(LAPTOP), Wanted(dram_bytes=GIB, defaults=("node.load_threads = 8 (why)",)))
+    assert of(found, "defaults").what == "node.load_threads = 8 (why)"
+
+
+# ---- who answers ----
+
+
+@pytest.mark.parametrize(
+    ("server", "level", "words"),
+    [
+        (RunningMetadata(address="m:1", setting="client.metadata", required=True, nodes=3, nodes_alive=2), Level.OK, "2 of 3"),
+        (RunningMetadata(address="m:1", setting="node.metadata", required=True, answer=Answer.NONE, error="x"),
+         Level.MISSING, "m:1 (node.metadata) does not answer: x"),
+        (RunningMetadata(address="m:1", setting="client.metadata", required=False, answer=Answer.NONE, error="x"),
+         Level.INFO, "none answers at m:1, the default"),
+        (RunningMetadata(address="m:1", setting="client.metadata", required=True, answer=Answer.REFUSED, error="a token"),
+         Level.WARNING, "answers, and refuses this configuration: a token"),
+    ],
+)  # fmt: skip
+def test_metadata_server_that_is_required_and_silent_is_missing(server: RunningMetadata, level: Level, words: str) -> None:
+    (finding,) = metadata_findings([server])
+    assert finding.level is level
+    assert words in finding.what
+    assert_mends_can_be_pasted([finding])
+
+
+def test_node_that_refuses_the_token_runs() -> None:
+    node = RunningNode("unix:/x", error="a token is required (client.token_file is not set)", answer=Answer.REFUSED)
+    (finding,) = node_findings(node)
+    assert finding.level is Level.WARNING
+    assert "it runs" in finding.what
+    assert finding.mend is not None
+    assert finding.mend.startswith("--set client.token_file=")
+    assert_mends_can_be_pasted([finding])
+
+
+def test_node_that_is_named_and_silent_is_missing() -> None:
+    (finding,) = node_findings(RunningNode("unix:/x", error="no", answer=Answer.NONE, required=True))
+    assert finding.level is Level.MISSING
+
+
+def test_no_node_and_closed_folders_are_told() -> None:
+    (nothing,) = nodes_findings([], ["/run/kvstore"], [])
+    assert nothing.level is Level.INFO
+    (closed,) = nodes_findings([], ["/run/kvstore"], ["/run/kvstore"])
+    assert (closed.level, closed.mend) == (Level.WARNING, "sudo kvstore doctor")
+
+
+def test_node_with_few_open_files_is_warned_of() -> None:
+    found = list(node_findings(RunningNode("x", "a", open_files=1024)))
+    assert of(found, "node a", "it may open 1024 files").level is Level.WARNING
+    assert_mends_can_be_pasted(found)
 
 
 # ---- whatever the facts are ----

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,13 @@ import pytest
 from kvstore.core.types import VolumeId
 from kvstore.doctor import collect as collecting
 from kvstore.doctor import host_probes
+from kvstore.doctor.certificates import certificate_findings
 from kvstore.doctor.collect import collect, run_probe
-from kvstore.doctor.facts import Section, Wanted, WantedNixl, WantedVolume
-from kvstore.doctor.findings import Level, findings
+from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, WantedVolume
+from kvstore.doctor.findings import findings
+from kvstore.doctor.levels import Level
+from kvstore.doctor.local_nodes import sockets_in
+from kvstore.testing.certificates import make_certificates
 from kvstore.tiers.slab import NvmeSlab
 
 SMALL = Wanted(dram_bytes=1 << 20)
@@ -26,7 +32,7 @@ SMALL = Wanted(dram_bytes=1 << 20)
 def test_every_probe_answers_here() -> None:
     facts = collect(SMALL)
     assert {name: section.error for name, section in facts.sections.items()} == dict.fromkeys(
-        ("system", "gpu", "memory", "network")
+        ("system", "gpu", "memory", "network", "disks")
     )
     assert facts["network"].flag("sysfs") is True
     assert facts["memory"].flag("root_raises_limits") is not None
@@ -73,6 +79,68 @@ def test_looking_at_folders_changes_nothing(tmp_path: Path) -> None:
     assert volume.text("direct") == empty.text("direct")  # by a slab or by a file without a name: the same file system
     assert len(facts.all("gds")) == 4
     assert facts.all("mount")[0].flag("roster") is True
+
+
+def test_folders_on_one_file_system_name_one_device(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    a, b = volume_found(tmp_path / "a"), volume_found(tmp_path / "not" / "there")
+    assert a.number("device") == b.number("device") == tmp_path.stat().st_dev
+    assert a.text("disk") == b.text("disk")
+    assert volume_found(Path("/proc")).number("device") != a.number("device")
+
+
+def certificates_found(*files: Path | str) -> Section:
+    return Section(host_probes.certificates(*map(str, files)))
+
+
+def test_certificates_that_fit_tell_when_they_end(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    found = certificates_found(made.ca, made.cert, made.key)
+    ca, cert = found.sections("certificates")
+    assert (ca.text("file"), cert.text("file")) == (str(made.ca), str(made.cert))
+    assert (cert.number("ends") or 0) > time.time()
+    assert cert.text("names")
+    wanted = Wanted(dram_bytes=1, tls=[WantedTls("node", made.ca, made.cert, made.key)])
+    now_s = time.time()
+    ends = cert.number("ends") or 0
+    facts = Facts({"tls:0": found})
+    for moment, level in ((ends - 40 * 86_400, Level.OK), (ends - 86_400, Level.WARNING), (ends + 1, Level.MISSING)):
+        (finding,) = [one for one in certificate_findings(facts, wanted, moment) if str(made.cert) in one.what]
+        assert finding.level is level
+    assert collect(wanted)["tls:0"].sections("certificates") == found.sections("certificates")
+    assert now_s < ends
+
+
+def test_certificates_that_do_not_fit_are_told(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    made, other = make_certificates(tmp_path), make_certificates(tmp_path / "other")
+    wanted = Wanted(dram_bytes=1, tls=[WantedTls("node", made.ca, made.cert, other.key)])
+    for files, words in (
+        ((made.ca, made.cert, other.key), "KEY_VALUES_MISMATCH"),
+        ((tmp_path / "none.pem", "", ""), "No such file"),
+        ((made.key, "", ""), "cannot be used"),
+    ):
+        found = certificates_found(*files)
+        assert words in (found.text("broken") or ""), found
+        (finding,) = certificate_findings(Facts({"tls:0": found}), wanted, time.time())
+        assert finding.level is Level.MISSING
+
+
+def test_sockets_of_nodes_are_told_from_left_ones(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
+    try:
+        with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as left:
+            listening.bind(str(folder / "a.sock"))
+            listening.listen()
+            left.bind(str(folder / "b.sock"))
+            (folder / "c.sock").write_text("no socket")
+            (a, b), closed = sockets_in([folder, folder / "none", tmp_path])
+        assert (a.path.name, a.process, a.error) == ("a.sock", os.getpid(), None)
+        assert a.open_files is None or a.open_files > 0
+        assert (b.path.name, b.error) == ("b.sock", "Connection refused")
+        assert closed == []
+    finally:
+        shutil.rmtree(folder)
 
 
 def volume_found(path: Path) -> Section:

@@ -155,3 +155,16 @@ def test_shortest_first_is_sorting(changes: list[tuple[str, int | None]], count:
     expected = sorted((name for name in model if name not in without), key=model.__getitem__)[:count]
     assert order.least(count, without) == expected
     assert order.least(count, without) == expected
+
+
+def test_estimator_has_learnt_until_it_rested_for_long() -> None:
+    link = Link(BandwidthEstimator(1e9), 2e9, 0)
+    assert not link.estimator.has_learnt(link.now)
+    link.estimator.begin(link.now)
+    assert not link.estimator.has_learnt(link.now)
+    link.load(1.0)
+    assert link.estimator.has_learnt(link.now)
+    link.rest(29.0)
+    assert link.estimator.has_learnt(link.now)
+    link.rest(2.0)
+    assert not link.estimator.has_learnt(link.now)

@@ -280,7 +280,7 @@ class PlannedPart(_message.Message):
     def __init__(self, index: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., side: _Optional[_Union[_metadata_pb2.ReadSide, str]] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class ReadQueue(_message.Message):
-    __slots__ = ("node_id", "alive", "pending_bytes", "pending_tokens", "storage_bytes_per_s", "compute_bytes_per_s", "sending_bytes", "receiving_bytes")
+    __slots__ = ("node_id", "alive", "pending_bytes", "pending_tokens", "storage_bytes_per_s", "compute_bytes_per_s", "sending_bytes", "receiving_bytes", "storage_source", "compute_source")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +289,8 @@ class ReadQueue(_message.Message):
     COMPUTE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     SENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SOURCE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     alive: bool
     pending_bytes: int
@@ -297,7 +299,9 @@ class ReadQueue(_message.Message):
     compute_bytes_per_s: float
     sending_bytes: int
     receiving_bytes: int
-    def __init__(self, node_id: _Optional[str] = ..., alive: _Optional[bool] = ..., pending_bytes: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., storage_bytes_per_s: _Optional[float] = ..., compute_bytes_per_s: _Optional[float] = ..., sending_bytes: _Optional[int] = ..., receiving_bytes: _Optional[int] = ...) -> None: ...
+    storage_source: _common_pb2.BandwidthSource
+    compute_source: _common_pb2.BandwidthSource
+    def __init__(self, node_id: _Optional[str] = ..., alive: _Optional[bool] = ..., pending_bytes: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., storage_bytes_per_s: _Optional[float] = ..., compute_bytes_per_s: _Optional[float] = ..., sending_bytes: _Optional[int] = ..., receiving_bytes: _Optional[int] = ..., storage_source: _Optional[_Union[_common_pb2.BandwidthSource, str]] = ..., compute_source: _Optional[_Union[_common_pb2.BandwidthSource, str]] = ...) -> None: ...
 
 class SetPathPolicyRequest(_message.Message):
     __slots__ = ("policy", "expected")

@@ -34,6 +34,14 @@ class StoreOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STORE_OUTCOME_CORRUPT: _ClassVar[StoreOutcome]
     STORE_OUTCOME_LOST: _ClassVar[StoreOutcome]
 
+class BandwidthSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BANDWIDTH_SOURCE_UNSPECIFIED: _ClassVar[BandwidthSource]
+    BANDWIDTH_SOURCE_CONFIGURED: _ClassVar[BandwidthSource]
+    BANDWIDTH_SOURCE_MEASURED: _ClassVar[BandwidthSource]
+    BANDWIDTH_SOURCE_LINK: _ClassVar[BandwidthSource]
+    BANDWIDTH_SOURCE_ASSUMED: _ClassVar[BandwidthSource]
+
 class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
@@ -59,6 +67,11 @@ STORE_OUTCOME_IN_PROGRESS: StoreOutcome
 STORE_OUTCOME_SKIPPED: StoreOutcome
 STORE_OUTCOME_CORRUPT: StoreOutcome
 STORE_OUTCOME_LOST: StoreOutcome
+BANDWIDTH_SOURCE_UNSPECIFIED: BandwidthSource
+BANDWIDTH_SOURCE_CONFIGURED: BandwidthSource
+BANDWIDTH_SOURCE_MEASURED: BandwidthSource
+BANDWIDTH_SOURCE_LINK: BandwidthSource
+BANDWIDTH_SOURCE_ASSUMED: BandwidthSource
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_ACTIVE: NodeState
 NODE_STATE_DRAINING: NodeState
@@ -118,7 +131,7 @@ class VolumeInfo(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes", "storage_address", "storage_bytes_per_s", "compute_bytes_per_s", "mounts")
+    __slots__ = ("node_id", "boot_id", "roles", "control_address", "data_address", "local_socket", "volumes", "storage_address", "storage_bytes_per_s", "compute_bytes_per_s", "mounts", "storage_source", "compute_source")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +143,8 @@ class NodeInfo(_message.Message):
     STORAGE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     MOUNTS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SOURCE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     roles: _containers.RepeatedScalarFieldContainer[str]
@@ -141,7 +156,9 @@ class NodeInfo(_message.Message):
     storage_bytes_per_s: int
     compute_bytes_per_s: int
     mounts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ..., storage_address: _Optional[str] = ..., storage_bytes_per_s: _Optional[int] = ..., compute_bytes_per_s: _Optional[int] = ..., mounts: _Optional[_Iterable[str]] = ...) -> None: ...
+    storage_source: BandwidthSource
+    compute_source: BandwidthSource
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., roles: _Optional[_Iterable[str]] = ..., control_address: _Optional[str] = ..., data_address: _Optional[str] = ..., local_socket: _Optional[str] = ..., volumes: _Optional[_Iterable[_Union[VolumeInfo, _Mapping]]] = ..., storage_address: _Optional[str] = ..., storage_bytes_per_s: _Optional[int] = ..., compute_bytes_per_s: _Optional[int] = ..., mounts: _Optional[_Iterable[str]] = ..., storage_source: _Optional[_Union[BandwidthSource, str]] = ..., compute_source: _Optional[_Union[BandwidthSource, str]] = ...) -> None: ...
 
 class DrainOrder(_message.Message):
     __slots__ = ("operation_id", "move")

@@ -70,7 +70,7 @@ class VolumeNeed(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., inventory_needed: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "problems")
+    __slots__ = ("node_id", "boot_id", "usages", "drain", "tenants", "report", "problems", "read_bytes_per_s")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     USAGES_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class HeartbeatRequest(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     boot_id: bytes
     usages: _containers.RepeatedCompositeFieldContainer[VolumeUsage]
@@ -85,7 +86,8 @@ class HeartbeatRequest(_message.Message):
     tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
     report: int
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    read_bytes_per_s: int
+    def __init__(self, node_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., usages: _Optional[_Iterable[_Union[VolumeUsage, _Mapping]]] = ..., drain: _Optional[_Union[_common_pb2.DrainProgress, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., report: _Optional[int] = ..., problems: _Optional[_Iterable[str]] = ..., read_bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class VolumeUsage(_message.Message):
     __slots__ = ("volume_id", "used_bytes", "blocks", "read_only")

@@ -113,3 +113,16 @@ priorityClassName: {{ . | quote }}
 {{- $number := regexFind "^[0-9]+" . | int64 }}
 {{- if hasSuffix "TiB" . }}{{ mul $number 1048576 }}{{ else if hasSuffix "GiB" . }}{{ mul $number 1024 }}{{ else }}{{ $number }}{{ end }}
 {{- end }}
+
+{{/*
+MiB of memory that a node takes beside its arena: memoryOverhead, or what it is reckoned to take when it is full. 1024 MiB, and 1200 bytes
+for each block that arena and volumes have room for (kvstore/core/sizing.py; a test holds both together).
+*/}}
+{{- define "kvstore.besideArena" -}}
+{{- if .memoryOverhead }}{{ include "kvstore.mebibytes" .memoryOverhead }}{{ else -}}
+{{- $held := include "kvstore.mebibytes" .dram | int64 }}
+{{- range .nvme }}{{ $held = add $held (include "kvstore.mebibytes" .size | int64) }}{{ end }}
+{{- $blocks := div $held (include "kvstore.mebibytes" .blockSize | int64) }}
+{{- add 1024 (div (add (mul $blocks 1200) 1048575) 1048576) }}
+{{- end }}
+{{- end }}

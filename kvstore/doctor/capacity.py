@@ -1,0 +1,97 @@
+"""Findings on what fits: volumes that share a disk, memory of the index, huge pages and NUMA of large arenas. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator
+
+from kvstore.core.sizing import NODE_BYTES_PER_BLOCK, index_memory, most_blocks
+from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
+from kvstore.doctor.levels import Finding, Level, show_size, whole
+
+LARGE_ARENA = 32 << 30
+"""From here on, pages of 4 KiB and one NUMA node show."""
+SMALL_SHARE = 20
+"""An arena below this fraction (1/n) of the memory of a large host is worth a line."""
+
+
+def capacity_findings(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    """What of the configuration fits on the host together, though each part may fit by itself."""
+    yield from _shared_disks(facts, wanted)
+    yield from _disks(facts, wanted)
+    yield from _index(facts["memory"], wanted)
+    yield from _arena(facts["memory"], wanted)
+
+
+def _shared_disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    by_filesystem: dict[int, list[tuple[WantedVolume, Section]]] = defaultdict(list)
+    by_disk: dict[str, list[str]] = defaultdict(list)
+    for volume, folder in zip(wanted.volumes, facts.all("volume"), strict=False):
+        device, disk = folder.number("device"), folder.text("disk")
+        if folder.error or device is None:
+            continue
+        by_filesystem[device].append((volume, folder))
+        by_disk[disk or f"file system {device}"].append(str(volume.path))
+    for together in by_filesystem.values():
+        if len(together) < 2:
+            continue
+        first = together[0][1]
+        free = first.number("free_bytes")
+        needed = sum(max(0, volume.capacity_bytes - (folder.number("slab_bytes") or 0)) for volume, folder in together)
+        where = first.text("mount") or first.text("nearest") or "?"
+        if free is not None and needed > free:
+            what = (
+                f"{len(together)} volumes share the file system at {where}: together they need {show_size(needed)} more, and"
+                f" {show_size(free)} is free"
+            )
+            yield Finding(
+                "storage", Level.MISSING, what, f"df -h {shlex.quote(where)}   # make room, or give them less in node.nvme"
+            )
+    for disk, paths in by_disk.items():
+        if len(paths) > 1:
+            what = f"{len(paths)} volumes share one disk ({disk}): {', '.join(paths)}: together they are as fast as one"
+            yield Finding("storage", Level.WARNING, what)
+
+
+def _disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    """NVMe disks that no volume is on: only where none is configured."""
+    if wanted.volumes or facts["disks"].error:
+        return
+    for disk in facts["disks"].sections("nvme"):
+        mounts = disk.texts("mounts")
+        where = f"mounted at {', '.join(mounts)}" if mounts else "not mounted"
+        what = f"NVMe disk {disk.text('name')}, {show_size(disk.number('bytes') or 0)}, {where}: no volume is configured on it"
+        yield Finding("storage", Level.INFO, what)
+
+
+def _index(memory: Section, wanted: Wanted) -> Iterator[Finding]:
+    total = memory.number("total_bytes")
+    if memory.error or total is None:
+        return
+    nvme = sum(volume.capacity_bytes for volume in wanted.volumes)
+    blocks = most_blocks(wanted.dram_bytes, nvme, wanted.block_bytes)
+    index = index_memory(wanted.dram_bytes, nvme, wanted.block_bytes)
+    reckoned = f"{blocks:,} blocks of {show_size(wanted.block_bytes)}, {NODE_BYTES_PER_BLOCK:,} bytes each"
+    if wanted.dram_bytes <= total < wanted.dram_bytes + index:
+        what = (
+            f"arena and index of a full node take {show_size(wanted.dram_bytes + index)} of {show_size(total)}: the kernel may"
+            f" kill it (index: {show_size(index)}, {reckoned})"
+        )
+        most = total - index
+        mend = f"--set node.dram={whole(most)}" if most > 1 << 20 else None
+        yield Finding("memory", Level.WARNING, what, mend)
+    else:
+        yield Finding("memory", Level.OK, f"a full node takes {show_size(index)} beside its arena ({reckoned})")
+
+
+def _arena(memory: Section, wanted: Wanted) -> Iterator[Finding]:
+    total, nodes = memory.number("total_bytes"), memory.number("numa_nodes")
+    if memory.error or total is None:
+        return
+    if total >= LARGE_ARENA and wanted.dram_bytes < total // SMALL_SHARE:
+        what = f"the arena takes {100 * wanted.dram_bytes / total:.1f} % of {show_size(total)}"
+        yield Finding("memory", Level.INFO, what, "--set node.dram=80%   # where nothing else on the host needs it")
+    if nodes is not None and nodes > 1 and wanted.dram_bytes >= LARGE_ARENA:
+        what = f"{nodes} NUMA nodes: pages of the arena lie where they are first touched, perhaps all on one"
+        yield Finding("memory", Level.INFO, what, "numactl --interleave=all kvstore node")

@@ -1,0 +1,53 @@
+"""Findings on the certificates that the configuration names: readable, of their key, and valid for how long. Pure."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+
+from kvstore.doctor.facts import Facts, Wanted
+from kvstore.doctor.levels import Finding, Level
+
+SOON_S = 30 * 86_400.0
+"""A certificate that ends earlier is worth a warning."""
+_DAY_S = 86_400
+
+
+def certificate_findings(facts: Facts, wanted: Wanted, now_s: float) -> Iterator[Finding]:
+    """One line for each file of certificates.
+
+    Args:
+        facts: of the host.
+        wanted: whose sections name the files.
+        now_s: seconds since 1970.
+    """
+    for asked, found in zip(wanted.tls, facts.all("tls"), strict=False):
+        area = "TLS"
+        if found.error:
+            yield Finding(area, Level.WARNING, f"[{asked.section}.tls]: not known: the probe {found.error}")
+            continue
+        if (closed := found.text("closed")) is not None:
+            what = f"[{asked.section}.tls]: {closed} is not open to this user"
+            yield Finding(area, Level.WARNING, what, "sudo kvstore doctor")
+            continue
+        if (broken := found.text("broken")) is not None:
+            yield Finding(
+                area, Level.MISSING, f"[{asked.section}.tls]: {broken}", "ls -l /etc/kvstore/tls   # docs/how-to/security.md"
+            )
+        for one in found.sections("certificates"):
+            yield _judge(asked.section, one.text("file") or "?", one.number("ends"), one.text("names"), now_s)
+
+
+def _judge(section: str, file: str, ends: int | None, names: str | None, now_s: float) -> Finding:
+    if ends is None:
+        return Finding("TLS", Level.WARNING, f"[{section}.tls] {file}: its end is not known")
+    until = time.strftime("%Y-%m-%d", time.gmtime(ends))
+    left = int((ends - now_s) // _DAY_S)
+    named = f", for {names}" if names else ""
+    look = f"openssl x509 -noout -dates -in {shlex.quote(file)}"
+    if ends <= now_s:
+        return Finding("TLS", Level.MISSING, f"[{section}.tls] {file}: expired on {until}: nobody accepts it", look)
+    if ends - now_s < SOON_S:
+        return Finding("TLS", Level.WARNING, f"[{section}.tls] {file}: expires in {left} days, on {until}{named}", look)
+    return Finding("TLS", Level.OK, f"[{section}.tls] {file}: valid until {until}, {left} days{named}")
