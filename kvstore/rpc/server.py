@@ -27,7 +27,7 @@ from kvstore.observe import context as request_context
 from kvstore.observe import tracing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metrics import EVENTS
-from kvstore.rpc.access import Doorkeeper
+from kvstore.rpc.access import Doorkeeper, RefusedNode
 from kvstore.rpc.address import check_address, is_unix
 from kvstore.rpc.descriptors import connections_allowed
 from kvstore.rpc.errors import abort_arguments
@@ -38,6 +38,8 @@ from kvstore.rpc.tokens import Tokens, Watched
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 
+METADATA_SERVICE: Final = "kvstore.v1.Metadata"
+"""At a node, the health of this service says whether the metadata server takes the node's reports."""
 MAX_CONCURRENT_RPCS: Final = 4_096
 """Calls in progress; one more is refused with RESOURCE_EXHAUSTED, which our clients may retry."""
 _KEEPALIVE_TIME_MS: Final = 30_000
@@ -204,6 +206,11 @@ class BoundServer:
         """Begins to serve."""
         await self.server.start()
 
+    async def show_serving(self, service: str, *, serving: bool) -> None:
+        """Sets what the health service says of a service. Whoever asks for the server as a whole is told nothing of it."""
+        status = health_pb2.HealthCheckResponse
+        await self.health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
     async def stop(self, grace_s: float) -> None:
         """Says NOT_SERVING, takes no new calls, and gives those in progress up to ``grace_s`` to end."""
         await self.health.enter_graceful_shutdown()
@@ -218,6 +225,7 @@ async def build_aio_server(
     counters: CounterSink,
     tls: TlsConfig | None = None,
     tokens: Watched[Tokens] | None = None,
+    on_refused_node: Callable[[RefusedNode], None] | None = None,
     reuse_port: bool = False,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
 ) -> BoundServer:
@@ -230,6 +238,7 @@ async def build_aio_server(
         counters: where errors are counted.
         tls: identity for the TCP addresses; unix sockets stay plain, file permission guards them.
         tokens: who may do what (``kvstore.rpc.access``), over unix sockets too; None: whoever reaches an address.
+        on_refused_node: told of calls refused for their token that claim to come from a node; None: nobody is.
         reuse_port: let several processes bind one port, the kernel spreads connections over them.
         max_message_bytes: longest request and response.
 
@@ -239,7 +248,10 @@ async def build_aio_server(
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_GONE_CALLERS)  # once, however often
     server = grpc.aio.server(
-        interceptors=[*([] if tokens is None else [Doorkeeper(tokens, counters.add)]), ErrorInterceptor(counters)],
+        interceptors=[
+            *([] if tokens is None else [Doorkeeper(tokens, counters.add, on_refused_node)]),
+            ErrorInterceptor(counters),
+        ],
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
