@@ -82,9 +82,7 @@ def test_diagnose_no_client_certificate_says_required(mutual: str, ours: Certifi
     assert why(mutual, TlsConfig(ours.ca)) == "it requires a client certificate ([client.tls] cert, key)"
 
 
-def test_diagnose_foreign_client_certificate_says_refused(
-    mutual: str, ours: CertificateFiles, theirs: CertificateFiles
-) -> None:
+def test_diagnose_foreign_client_certificate_says_refused(mutual: str, ours: CertificateFiles, theirs: CertificateFiles) -> None:
     found = why(mutual, TlsConfig(ours.ca, theirs.cert, theirs.key))
     assert found is not None
     assert found.startswith(f"it does not accept the client certificate {theirs.cert}")
