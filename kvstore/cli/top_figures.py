@@ -313,11 +313,14 @@ def _finite(bound: float | None) -> float | None:
 
 
 def _bound(times: Times, part: float) -> str:
+    """The bucket in which a quantile lies: its bounds, for the time was not measured any closer."""
     found = times.quantile(part)
     if found is None:
         return show.NOTHING
-    longest = max((bound for bound in times.buckets if bound != float("inf")), default=0.0)
-    return f">{show.duration(longest)}" if found == float("inf") else f"<{show.duration(found)}"
+    below = max((bound for bound in times.buckets if bound < found), default=0.0)
+    if found == float("inf"):
+        return f">{show.duration(below)}"
+    return f"{show.duration(below)}-{show.duration(found)}" if below else f"<{show.duration(found)}"
 
 
 def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
