@@ -196,7 +196,7 @@ class Publisher:
                 error = self._diagnoser.explain(failed)
                 self._counters.add("publish_interrupted_total")
                 self._troubles.interrupted(error)
-                log.warning("publishing interrupted, trying again: %s", error)
+                limited.warning("publishing interrupted, trying again: %s", error)
                 # a token that is refused now may be taken later, and says nothing about what was published
                 if not error.retryable and not isinstance(
                     error, _NOT_LET_IN

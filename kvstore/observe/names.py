@@ -72,6 +72,10 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
         "counter", "calls that ended with an error", {"labels": {"kind": _ERRORS}, "events": "rpc_errors_{kind}_total"},
     ),
     "rpc_callers_gone_total": ("counter", "calls whose caller was gone when the answer was to leave"),
+    "rpc_tls_connections_without_call_total": (
+        "counter",
+        "connections seen at the TLS port that made no call: handshakes that failed, and probes",
+    ),
     "rpc_unreadable_requests_total": ("counter", "requests whose bytes were not their method's message: refused"),
     "rpc_unexpected_errors_total": ("counter", "handlers that failed in a way nobody meant: bugs; the log has the traceback"),
     # ---- whoever mirrors the index

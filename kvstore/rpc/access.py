@@ -25,6 +25,7 @@ from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.errors import abort_arguments
+from kvstore.rpc.tls_connections import TlsConnections
 from kvstore.rpc.tokens import Caller, Role, Tokens, Watched
 
 logger = logging.getLogger(__name__)
@@ -187,6 +188,7 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         tokens: who may do what.
         count: counts an event: ``rpc_errors_<kind>_total``, as for any other refusal.
         on_refused_node: told of refused calls that claim to come from a node; None: nobody is.
+        connections: told of callers at a TLS port; None: there is no such port.
     """
 
     def __init__(
@@ -194,7 +196,9 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         tokens: Watched[Tokens],
         count: Callable[[str], None],
         on_refused_node: Callable[[RefusedNode], None] | None = None,
+        connections: TlsConnections | None = None,
     ) -> None:
+        self._connections = connections
         self._tokens = tokens
         self._count = count
         self._on_refused_node = on_refused_node
@@ -238,6 +242,8 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         self._count(f"rpc_errors_{error.kind.value}_total")
 
         async def abort(context: Any) -> NoReturn:  # noqa: ANN401  # as above
+            if self._connections is not None:
+                self._connections.called(context)
             peer = context.peer()
             _limited.warning("refused a call: %s (method=%s, peer=%s)", error.message, call.method.rpartition("/")[2], peer)
             claimed = _first(call.invocation_metadata, NODE_ID)

@@ -33,6 +33,7 @@ from kvstore.rpc.descriptors import connections_allowed
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.requests import UnreadableRequest, check_read, reading
 from kvstore.rpc.tls import server_credentials
+from kvstore.rpc.tls_connections import TlsConnections
 from kvstore.rpc.tokens import Tokens, Watched
 
 logger = logging.getLogger(__name__)
@@ -90,13 +91,18 @@ _GONE_CALLERS: Final = _GoneCallers()
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Maps what handlers raise to gRPC status, times them, and takes over the request that a call was made for.
 
+    Args:
+        counters: where errors are counted.
+        connections: told of callers at a TLS port; None: there is no such port.
+
     Counts ``rpc_errors_<kind>_total`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``; for requests that cannot
     be read, ``rpc_unreadable_requests_total``. Wrapped handlers are kept, so that the cost a call is one dictionary look-up, two
     more frames and two looks at the clock.
     """
 
-    def __init__(self, counters: CounterSink) -> None:
+    def __init__(self, counters: CounterSink, connections: TlsConnections | None = None) -> None:
         self._counters = counters
+        self._connections = connections
         self._wrapped: dict[str, Handler] = {}  # bounded: only methods that exist get in
 
     async def intercept_service(
@@ -132,6 +138,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
         async def guarded(request: object, context: Context) -> object:
             began_s = time.perf_counter()
+            if self._connections is not None:
+                self._connections.called(context)
             try:
                 check_read(request)
                 if tracing.on():
@@ -153,6 +161,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
         async def guarded(request: object, context: Context) -> AsyncIterator[object]:
             began_s = time.perf_counter()
+            if self._connections is not None:
+                self._connections.called(context)
             try:
                 check_read(request)
                 with tracing.server_span(name, context.invocation_metadata() if tracing.on() else None):
@@ -247,11 +257,10 @@ async def build_aio_server(
         Unavailable: an address cannot be bound.
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_GONE_CALLERS)  # once, however often
+    connections = None if tls is None else TlsConnections(counters.add)
+    doorkeepers = [] if tokens is None else [Doorkeeper(tokens, counters.add, on_refused_node, connections)]
     server = grpc.aio.server(
-        interceptors=[
-            *([] if tokens is None else [Doorkeeper(tokens, counters.add, on_refused_node)]),
-            ErrorInterceptor(counters),
-        ],
+        interceptors=[*doorkeepers, ErrorInterceptor(counters, connections)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -275,11 +284,13 @@ async def build_aio_server(
         await health.set(service, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection([*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
     try:
-        credentials = server_credentials(tls) if tls is not None else None
+        credentials = None if tls is None or connections is None else server_credentials(tls, connections.begun)
         bound = tuple(_bind(server, address, credentials) for address in addresses)
     except KVStoreError:
         await server.stop(None)  # or what was bound before stays so
         raise
+    if connections is not None and not reuse_port:  # else connections of other processes are in the kernel's list, too
+        connections.watch(next((int(one.rpartition(":")[2]) for one in bound if not is_unix(one)), 0))
     return BoundServer(server, bound, health)
 
 

@@ -138,7 +138,7 @@ const isAlive = (id) => known.nodes?.items.some((node) => node.node_id === id &&
 
 // ---- the map ----
 function showNodes() {
-  if (!known.nodes) return;
+  if (!known.nodes) return notYet("nodes", "nodes");
   const items = known.nodes.items;
   const act = new Map((known.activity?.items ?? []).map((one) => [one.node_id, one]));
   const volumes = known.volumes?.items ?? [];
@@ -162,9 +162,7 @@ function showNodes() {
           `${many(known.nodes.hidden, "node is", "nodes are")} not shown, nor asked for loads and faults; /v1/nodes has them all.`,
         )
       : null,
-    stale("nodes"),
-    stale("activity"),
-    stale("volumes"),
+    stale("nodes", "activity", "volumes"),
   );
 }
 
@@ -200,7 +198,7 @@ function nodeCard(node, activity, volumes) {
         drains ? "Undrain …" : "Drain …",
       ),
     ),
-    node.refused === null ? null : h("p", { class: "small bad" }, `The metadata server refuses it: ${node.refused}.`),
+    node.refused === null || failed.nodes ? null : h("p", { class: "small bad" }, `The metadata server refuses it: ${node.refused}.`),
     drains ? drainLine(node.drain) : null,
     h(
       "div",
@@ -344,6 +342,8 @@ const volumeButton = (what, volume, text, label) =>
 
 // ---- over time ----
 function showCharts() {
+  if (!known.namespaces) notYet("ratio", "namespaces");
+  if (!known.activity) notYet("latency", "activity");
   const ratio = ratios.values;
   if (ratio.length) {
     const any = ratio.some((point) => point.values[0] !== null);

@@ -122,9 +122,9 @@ async function look(all) {
 let heardAt = null; // when the store answered last
 let isAway = false; // nothing was answered in the last round: the banner says why
 
-/** Says where what is shown is old. */
-function stale(name) {
-  if (!failed[name]) return null;
-  if (isAway && heardAt !== null) return note(`Figures of ${clock(heardAt)}.`);
-  return h("p", { class: "note bad" }, `Figures are old: ${failed[name].message}`);
+/** Says that what is shown of some lists is old. */
+function stale(...names) {
+  const failures = [...new Set(names.filter((name) => failed[name]).map((name) => failed[name].message))];
+  if (failures.length && isAway && heardAt !== null) return note(`Figures of ${clock(heardAt)}.`);
+  return failures.map((message) => h("p", { class: "note bad" }, `Figures are old: ${message}`));
 }
