@@ -26,7 +26,11 @@ def server_credentials(tls: TlsConfig, begun: Callable[[], None]) -> grpc.Server
     configuration = grpc.ssl_server_certificate_configuration(
         [(_read(tls.key), _read(tls.cert))], root_certificates=_read(tls.ca) if tls.ca is not None else None
     )
-    return grpc.dynamic_ssl_server_credentials(configuration, begun, require_client_authentication=tls.require_client_cert)
+    return grpc.dynamic_ssl_server_credentials(
+        configuration,
+        begun,  # type: ignore[arg-type]  # the stubs do not know that None keeps the certificate
+        require_client_authentication=tls.require_client_cert,
+    )
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:

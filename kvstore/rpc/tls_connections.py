@@ -14,6 +14,7 @@ import asyncio
 import logging
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -50,11 +51,16 @@ class TlsConnections:
         self._call_s = call_s
         self._loop = asyncio.get_running_loop()
         self._port = 0
+        self._lock = threading.Lock()
         self._looked_s = float("-inf")
-        self._open: frozenset[Peer] = frozenset()
-        """Peers with a connection, when the kernel was asked last."""
+        self._seen: tuple[frozenset[Peer], frozenset[Peer]] = (frozenset(), frozenset())
+        """Peers with a connection at the last two looks: the kernel's list may lack one that is there all the time."""
         self._waiting: dict[Peer, float] = {}
         """Peers that began a handshake and made no call yet, and when they were seen."""
+        self._blind = False
+        """Whether a handshake began since the last look: its peer may make calls before it is seen."""
+        self._called: set[Peer] = set()
+        """Peers that made calls meanwhile."""
 
     def watch(self, port: int) -> None:
         """Looks at the connections of a port from now on."""
@@ -62,26 +68,37 @@ class TlsConnections:
 
     def begun(self) -> None:
         """A handshake begins, as gRPC tells by asking for a certificate. Its answer, None, means that the certificate stays."""
-        now_s = time.monotonic()
-        if not self._port or now_s - self._looked_s < LOOK_S:
+        if not self._port:
             return
-        self._looked_s = now_s
-        before, self._open = self._open, frozenset(_peers_of(self._port))
-        fresh = self._open - before
-        if fresh:
-            with suppress(RuntimeError):  # the loop has ended, and the server with it
-                self._loop.call_soon_threadsafe(self._wait_for, fresh, now_s)
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._looked_s < LOOK_S:
+                self._blind = True
+                return
+            self._looked_s = now_s
+            there = frozenset(_peers_of(self._port))
+            fresh = there.difference(*self._seen)
+            self._seen = there, self._seen[0]
+        with suppress(RuntimeError):  # the loop has ended, and the server with it
+            self._loop.call_soon_threadsafe(self._wait_for, fresh, now_s)
 
     def called(self, context: Any) -> None:  # noqa: ANN401  # a servicer's context
         """A call has come."""
-        if self._waiting:  # of most calls nobody asks whose they are
-            self._waiting.pop(_as_peer(context.peer()), None)
+        if not (self._waiting or self._blind):  # of most calls nobody asks whose they are
+            return
+        peer = _as_peer(context.peer())
+        self._waiting.pop(peer, None)
+        if self._blind and len(self._called) < MOST_WAITED_FOR:
+            self._called.add(peer)
 
     def _wait_for(self, fresh: frozenset[Peer], now_s: float) -> None:
-        for peer in fresh:
-            if len(self._waiting) < MOST_WAITED_FOR:
-                self._waiting[peer] = now_s
-        self._loop.call_later(self._call_s, self._judge)
+        if len(self._called) < MOST_WAITED_FOR:  # else nobody knows who has called
+            for peer in fresh - self._called:
+                if len(self._waiting) < MOST_WAITED_FOR:
+                    self._waiting[peer] = now_s
+            self._loop.call_later(self._call_s, self._judge)
+        self._blind = False
+        self._called.clear()
 
     def _judge(self) -> None:
         oldest_s = time.monotonic() - self._call_s

@@ -65,20 +65,33 @@ async def test_handshake_failed_names_the_peer(
     assert any(f"peer=127.0.0.1:{own}, port={port}" in line for line in lines)
 
 
-async def test_peer_that_calls_is_not_counted(served: tuple[str, Counters], files: CertificateFiles) -> None:
+@pytest.mark.parametrize("look_s", [0.0, 0.3], ids=["each is seen at once", "most are seen late"])
+async def test_peer_that_calls_is_not_counted(
+    served: tuple[str, Counters],
+    files: CertificateFiles,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    look_s: float,
+) -> None:
+    monkeypatch.setattr(tls_connections, "LOOK_S", look_s)
     address, counters = served
     ours = TlsConfig(files.ca, files.cert, files.key)
     for _ in range(5):
         await ask(address, ours)
     async with connect_aio(address, tls=ours, own_connection=True) as idle:  # calls once, and stays
         await call_aio(health_pb2_grpc.HealthStub(idle).Check, health_pb2.HealthCheckRequest(), WAIT_S)
-        with pytest.raises(Unavailable):
-            await ask(address, TlsConfig(files.ca))
+        host, port = address.split(":")
         end_s = asyncio.get_running_loop().time() + WAIT_S
+        strangers: list[socket.socket] = []
         while not counters.get(UNUSED):
             assert asyncio.get_running_loop().time() < end_s
-            await asyncio.sleep(0.05)
-    assert counters.get(UNUSED) == 1
+            strangers.append(socket.create_connection((host, int(port))))
+            await asyncio.sleep(0.2)
+        theirs = {f"peer=127.0.0.1:{one.getsockname()[1]}," for one in strangers}
+        for stranger in strangers:
+            stranger.close()
+    named = [line for line in caplog.messages if "made no call" in line]
+    assert [line for line in named if not any(peer in line for peer in theirs)] == []
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
