@@ -142,7 +142,7 @@ class KVClient:
         try:
             if directory is not None:
                 share = 1.0 if options.require_store or node is None else _REGISTER_SHARE
-                attempt(options, incidents, partial(directory.register, options.connect_deadline_s * share))
+                attempt(options, incidents, partial(directory.introduce, options.connect_deadline_s * share))
             if node is not None:
                 finder = NodeFinder(node, directory, options)
                 local = LocalNode(finder.find, spec, tls, clock, options, incidents, liveness, device)

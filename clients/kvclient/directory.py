@@ -5,6 +5,7 @@ Behind a circuit breaker: with the server gone, lookups are misses that cost not
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,14 @@ from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFou
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
+from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.liveness import WatchedServer
+
+_limited = LimitedLog(logging.getLogger("kvclient"))
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -71,7 +76,9 @@ class Directory:
         self._server = server
         self._spec = spec
         self._clock = clock
-        self._channel = connect(address, tls=tls, token=options.shown_token())
+        token = options.shown_token()
+        self._channel = connect(address, tls=tls, token=token)
+        self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "TlsConfig", "token, token_file"))
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
         self._registered = False
@@ -81,6 +88,17 @@ class Directory:
         self._nodes: tuple[dict[str, NodeRef], float] = ({}, 0.0)
         self._reporter = Reporter(lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents)
 
+    def introduce(self, timeout_s: float) -> None:
+        """Make the namespace known, when a client connects: as ``register``, with an error that says why it failed.
+
+        Raises:
+            KVStoreError: the server refused it or does not answer. Finding out why takes up to ``timeout_s`` more.
+        """
+        try:
+            self.register(timeout_s)
+        except KVStoreError as error:  # from None: gRPC's own traceback says less at greater length
+            raise self._diagnoser.explain(error, min(timeout_s, TIMEOUT_S)) from None
+
     def register(self, timeout_s: float) -> None:
         """Makes the namespace known. Idempotent.
 
@@ -88,12 +106,7 @@ class Directory:
             KVStoreError: the server refused it or does not answer.
         """
         request = metadata_pb2.RegisterNamespaceRequest(operation_id=secrets.token_bytes(16), spec=spec_to_proto(self._spec))
-        try:
-            answer = self._call(self._stub.RegisterNamespace, request, timeout_s)
-        except (Unavailable, DeadlineExceeded) as error:  # from None: gRPC's own traceback says the same at greater length
-            raise type(error)(
-                "the metadata server does not answer: is it running, and is this its address?", address=self.address, error=error
-            ) from None
+        answer = self._call(self._stub.RegisterNamespace, request, timeout_s)
         if answer.namespace_id != self._spec.namespace:
             raise Internal("the metadata server derives another namespace from this spec: its version differs")
         self._registered = True
@@ -227,17 +240,17 @@ class Directory:
             if timeout_s >= _TELLING_S:
                 self._breaker.failed()
             raise
-        except Unavailable:
+        except Unavailable as error:
             self._breaker.failed()
-            self._revive()
-            raise
+            self._revive(error)
+            raise self._diagnoser.known(error) from error
         except KVStoreError:
             self._breaker.succeeded()  # it answered, if only to refuse
             raise
         self._breaker.succeeded()
         return answer
 
-    def _revive(self) -> None:
+    def _revive(self, error: Unavailable) -> None:
         """Waits in the background until the server is reached again, and then lets calls through at once.
 
         A connection is made only while somebody waits in a call, and calls to a server that is gone fail without waiting: by
@@ -245,16 +258,19 @@ class Directory:
         """
         with self._reviving_lock:
             if not self._closed and (self._reviving is None or not self._reviving.is_alive()):
-                self._reviving = threading.Thread(target=self._await_server, name="kvclient-revive", daemon=True)
+                self._reviving = threading.Thread(target=self._await_server, args=(error,), name="kvclient-revive", daemon=True)
                 self._reviving.start()
 
-    def _await_server(self) -> None:
+    def _await_server(self, lost: Unavailable) -> None:
+        if self._diagnoser.known(lost) is lost:
+            _limited.warning("lost the metadata server: %s", self._diagnoser.explain(lost))
         patient: UnaryMethod[metadata_pb2.ListNodesRequest, metadata_pb2.ListNodesResponse]
         patient = partial(self._stub.ListNodes, wait_for_ready=True)
         try:
             call(patient, metadata_pb2.ListNodesRequest(), _REVIVAL_S)
         except KVStoreError:  # still gone, or the client was closed: whoever called has counted and logged it
             return
+        self._diagnoser.answered()
         self._breaker.succeeded()
 
 

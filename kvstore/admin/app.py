@@ -26,7 +26,15 @@ from kvstore.admin.reads import Reads
 from kvstore.admin.rules import Rules
 from kvstore.admin.tenants import Tenants
 from kvstore.admin.upstream import Upstream
-from kvstore.core.errors import Internal, InvalidArgument, KVStoreError, NotFound, Unsupported
+from kvstore.core.errors import (
+    Internal,
+    InvalidArgument,
+    KVStoreError,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
 from kvstore.rpc.tokens import Tokens, Watched
@@ -123,6 +131,8 @@ class _Doors:
                 told, status = error.error, error.status
             case RequestValidationError():
                 told = _of_validation(error)
+            case Unauthenticated():  # whoever asks here was let in: it is this server's own token that is refused
+                told = Unavailable(error.message)
             case KVStoreError():
                 told = error
             case _:

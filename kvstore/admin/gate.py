@@ -39,6 +39,7 @@ from kvstore.core.errors import (
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc.access import too_low
 from kvstore.rpc.address import stays_on_host
 from kvstore.rpc.http_server import ABORT
 from kvstore.rpc.tokens import LOCAL, Caller, Role, Tokens, Watched
@@ -51,6 +52,8 @@ QUESTIONS: Final = frozenset({"/v1/blocks/lookup"})
 """POSTs that change nothing: what is asked about does not fit an address."""
 REUSED: Final = "/v1/"
 """Where answers may be told again, where a question comes again and again (``kvstore.admin.reuse``)."""
+ROLE: Final = "x-kvstore-role"
+"""Header of answers: the role of the token that the request showed; without tokens, what this host may: ``operator``."""
 BODY_S: Final = 10.0
 """How long a client may take to send its request."""
 TAKE_S: Final = 10.0
@@ -124,7 +127,9 @@ class Gate:
     async def _serve(self, scope: Scope, receive: Receive, answer: _Answer, headers: Headers) -> None:
         # what is public has places of its own and its body is not read: who may ask nothing else takes no place from who may;
         # nor does who is refused
-        scope.setdefault("state", {})["caller"] = self._admit(scope, headers)
+        caller = self._admit(scope, headers)
+        scope.setdefault("state", {})["caller"] = caller
+        answer.role = "" if caller is None else caller.role.value
         with self._place(public=scope["path"] in PUBLIC):
             await self._serve_admitted(scope, receive, answer, headers)
 
@@ -201,15 +206,16 @@ class Gate:
         caller = self._tokens.get().caller(token.strip()) if scheme.lower() == "bearer" else None
         changes = _changes(scope)
         if caller is None:
-            if changes:
-                _limited.warning("refused a change by nobody that is known: %s", _told(scope))
-            raise Unauthenticated("give a token of the server's file: Authorization: Bearer TOKEN")
+            given = bool(headers.get("authorization"))
+            why = "the token is not known to this server" if given else "a token is required, and none was given"
+            if given or changes:  # the page asks without one each time that it is opened
+                _limited.warning("refused a request: %s (request=%s, peer=%s)", why, _what(scope), _peer(scope))
+            raise Unauthenticated(why)
         if caller.role is Role.OPERATOR or (caller.role is Role.READ and not changes):
             return caller
-        if changes:
-            _limited.warning("refused a change by %s of the role %s: %s", caller.name, caller.role.value, _told(scope))
-        takes = "operator" if caller.role is Role.READ else "read or operator"
-        raise PermissionDenied(f"this takes the role {takes}", role=caller.role.value)
+        refused = too_low(_what(scope), [Role.OPERATOR] if changes else [Role.READ, Role.OPERATOR], caller)
+        _limited.warning("refused a request: %s (peer=%s)", refused.message, _peer(scope))
+        raise refused
 
     def _keeping(self, question: tuple[str, bytes], send: Send) -> Send:
         """Sends an answer on, and keeps it where it is a good one and whole. Whoever may ask for a path is told the same."""
@@ -248,10 +254,15 @@ def _changes(scope: Scope) -> bool:
     return scope["method"] not in {"GET", "HEAD"} and scope["path"] not in QUESTIONS
 
 
-def _told(scope: Scope) -> str:
-    """A request for the log: one line, ASCII, and not long."""
+def _what(scope: Scope) -> str:
+    """A request in one line, ASCII, and not long."""
+    return ascii(f"{scope['method']} {scope['path']}"[:256])[1:-1]
+
+
+def _peer(scope: Scope) -> str:
+    """Where a request came from, for the log."""
     client = scope.get("client")
-    return ascii(f"{scope['method']} {scope['path']}"[:256]) + (f" from {client[0]}" if client else "")
+    return f"{client[0]}:{client[1]}" if client else "unknown"
 
 
 class _Left(BaseException):
@@ -265,13 +276,18 @@ class _Answer:
         self._send = send
         self._name = name
         self._abort = abort
+        self.role = ""
+        """Of who asks, told with the answer: a page shows by it what may be changed; empty: nobody in particular."""
         self.begun = False
         self.untaken = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
-            _mark(MutableHeaders(scope=message), self._name)
+            headers = MutableHeaders(scope=message)
+            _mark(headers, self._name)
+            if self.role:
+                headers[ROLE] = self.role
         waiting = asyncio.timeout(TAKE_S)
         try:
             async with waiting:

@@ -55,7 +55,7 @@ class Unreached(Shown):
 
     node_id: NodeName
     kind: str = Field(description="of the error", examples=["unavailable"])
-    detail: str = Field(description="why", examples=["the node is silent"])
+    detail: str = Field(description="why", examples=["the node does not report to the metadata server"])
 
 
 # ---- health ----
@@ -70,7 +70,10 @@ class Cluster(Shown):
     """The store at a glance."""
 
     health: Literal["ok", "degraded"] = Field(description="degraded: see problems", examples=["degraded"])
-    problems: list[str] = Field(description="what is wrong, at most 100", examples=[["node host-2 is silent for 8.1 s"]])
+    problems: list[str] = Field(
+        description="what is wrong, at most 100",
+        examples=[["node host-2 is stopped: its blocks are not found until it is started again"]],
+    )
     admin_version: str = Field(description="of this server", examples=["0.1.0"])
     metadata_version: str = Field(description="of the metadata server", examples=["0.1.0"])
     metadata_address: str = Field(description="of the metadata server", examples=["127.0.0.1:7400"])
@@ -81,7 +84,8 @@ class Cluster(Shown):
     index_bytes: Bytes = Field(description="that the index takes on disk", examples=[104857600])
     namespaces: Count = Field(description="known", examples=[3])
     nodes_alive: Count = Field(description="whose heartbeats arrive", examples=[3])
-    nodes_silent: Count = Field(description="known, and not heard of", examples=[1])
+    nodes_silent: Count = Field(description="known, not heard of and not refused", examples=[1])
+    nodes_refused: Count = Field(description="whose calls are refused for their tokens", examples=[0])
     live_plans: Count = Field(description="planned loads under way", examples=[12])
     path_policy: str = Field(description="where a request names none", examples=["split"])
 
@@ -151,6 +155,9 @@ class Node(Participation):
 
     alive: bool = Field(description="its heartbeats arrive", examples=[True])
     stopped: bool = Field(description="it ended in order, and has not come back", examples=[False])
+    refused: str | None = Field(
+        description="why the metadata server refuses its calls; null: it does not, or nobody calls", examples=[None]
+    )
     heartbeat_age_s: Seconds = Field(description="since the last one")
     boot_id: HexId = Field(description="another one later: it was started again")
     roles: list[str] = Field(examples=[["prefill"]])

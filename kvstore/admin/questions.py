@@ -75,6 +75,7 @@ class Questions:
             namespaces=server.namespaces,
             nodes_alive=server.nodes_alive,
             nodes_silent=server.nodes_silent,
+            nodes_refused=server.nodes_refused,
             live_plans=server.live_plans,
             path_policy=server.path_policy,
         )

@@ -87,6 +87,7 @@ def node_fields(status: metadata_pb2.NodeStatus, queue: pb.ReadQueue | None) -> 
         **participation(status).model_dump(),
         "alive": status.alive,
         "stopped": status.stopped,
+        "refused": status.refused or None,
         "heartbeat_age_s": status.heartbeat_age_ms / 1000,
         "boot_id": info.boot_id.hex(),
         "roles": list(info.roles),
@@ -465,14 +466,26 @@ def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Setting
 
 
 # ---- health ----
+def _not_reporting(status: metadata_pb2.NodeStatus) -> str:
+    node, host = status.node.node_id, status.node.control_address.rpartition(":")[0].strip("[]")
+    if status.stopped:
+        return f"node {node} is stopped: its blocks are not found until it is started again"
+    return (
+        f"node {node} has not reported for {status.heartbeat_age_ms / 1000:.0f} s: its blocks are not found until it is back."
+        f" Check its process and its log on {host or 'its host'}, and the network"
+    )
+
+
 def problems(server: Iterable[str], statuses: Sequence[metadata_pb2.NodeStatus], most: int) -> list[str]:
     """What is wrong with the metadata server, which says so itself, and with the nodes, in words."""
     found = [f"metadata server: {problem}" for problem in server]
     if not statuses:
         found.append("no node has registered")
     for status in statuses:
-        if not status.alive:
-            found.append(f"node {status.node.node_id} is silent for {status.heartbeat_age_ms / 1000:.1f} s")
+        if status.refused:
+            found.append(f"node {status.node.node_id} is refused by the metadata server: {status.refused} (node.token_file)")
+        elif not status.alive:
+            found.append(_not_reporting(status))
         else:
             found += [
                 f"volume {usage.volume_id} takes no blocks: {usage.read_only}" for usage in status.usages if usage.read_only

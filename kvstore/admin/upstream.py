@@ -18,13 +18,17 @@ from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvproto.v1.node_pb2_grpc import NodeStub
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.reuse import Answers
-from kvstore.core.errors import KVStoreError, NotFound, Unavailable
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauthenticated, Unavailable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
+from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
 
 T = TypeVar("T")
 
 NODES_AT_ONCE: Final = 32
+_NOT_REPORTING: Final = "the node does not report to the metadata server"
+DIAGNOSIS_HOLDS_S: Final = 10.0
+"""While the metadata server cannot be reached, it is found out anew so often why."""
 BURST: Final = 40
 """Times in a row that the metadata server is asked the same: many paths ask it, and now and then each is answered anew."""
 _QUESTION: Final = RetryPolicy(attempts=2, first_backoff_s=0.05)
@@ -53,6 +57,15 @@ class Upstream:
         self._config = config
         self._counters = counters
         self._channel = connect_aio(config.metadata, tls=config.tls, token=config.token)
+        target = Target(
+            server="the metadata server",
+            address=config.metadata,
+            tls=config.tls,
+            token=config.token,
+            tls_settings="[client.tls]",
+            token_setting="client.token_file",  # noqa: S106  # its name
+        )
+        self._diagnoser = Diagnoser(target, DIAGNOSIS_HOLDS_S)
         self._metadata = MetadataStub(self._channel)
         self._admin = MetadataAdminStub(self._channel)
         self._slots = asyncio.Semaphore(NODES_AT_ONCE)
@@ -185,12 +198,13 @@ class Upstream:
                 registers nodes says where they are.
 
         Raises:
-            Unavailable: it is silent, or does not answer.
+            Unavailable: it does not report to the metadata server, or does not answer.
             Unsupported: it is none that can be asked: an engine's pool of device memory.
             KVStoreError: as it answers.
         """
         if not status.alive:
-            raise Unavailable("the node is silent", node_id=status.node.node_id)
+            why = f"the metadata server refuses the node: {status.refused}" if status.refused else _NOT_REPORTING
+            raise Unavailable(why, node_id=status.node.node_id)
         config = self._config
         tls, token = config.tls, config.token if changes or config.read_token is None else config.read_token
         address = status.node.control_address
@@ -249,7 +263,17 @@ class Upstream:
                 self._told.forget()
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: object, timeout_s: float, retry: RetryPolicy) -> T:
-        return await _counted(self._counters, call_aio(method, request, timeout_s, retry))
+        try:
+            answer = await _counted(self._counters, call_aio(method, request, timeout_s, retry))
+        except (Unavailable, DeadlineExceeded, Unauthenticated) as error:
+            if retry is not _QUESTION and isinstance(error, DeadlineExceeded):
+                raise  # a change that takes long says nothing about the connection
+            known = self._diagnoser.known(error)
+            if known is error:
+                known = await asyncio.to_thread(self._diagnoser.explain, error, min(TIMEOUT_S, self._config.timeout_s))
+            raise known from error
+        self._diagnoser.answered()
+        return answer
 
 
 class Ask:

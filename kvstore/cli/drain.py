@@ -114,7 +114,7 @@ def describe(status: metadata_pb2.NodeStatus) -> str:
     if status.stopped:
         said.append("stopped")
     elif not status.alive:
-        said.append(f"silent for {status.heartbeat_age_ms / 1000:.0f} s")
+        said.append(f"no report for {status.heartbeat_age_ms / 1000:.0f} s")
     return clean(", ".join(said))
 
 

@@ -12,10 +12,15 @@ from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
 from kvstore.cli.settings import node_config, tls
 from kvstore.core.config import Config
-from kvstore.core.errors import KVStoreError
+from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavailable
 from kvstore.core.tls import TlsConfig
+from kvstore.node.config import NodeConfig
+from kvstore.rpc.diagnosis import Target
+from kvstore.rpc.tokens import Shown
 
 _ANSWER_S: Final = 2.0
+_REASON_S: Final = 1.0
+"""To find out why the metadata server does not take a node's reports: twice within the time of a container's probe."""
 _EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # asked by way of loopback
 
 
@@ -33,12 +38,18 @@ def health(config: Config, *, daemon: str) -> None:
       kvstore health node
       kvstore health metadata --config /etc/kvstore/kvstore.toml
 
+    A node that serves, but whose reports the metadata server does not take, "serves this host only"; the line says why.
+
     Exits with 1 where it does not serve, or does not answer within two seconds.
     """
+    unheard = None
     try:
         if daemon == "node":
             settings = node_config(config)
-            serves = _grpc_serves(f"unix:{settings.run_dir / settings.node_id}.sock", None)
+            address = f"unix:{settings.run_dir / settings.node_id}.sock"
+            serves = _grpc_serves(address, None)
+            if serves and settings.metadata is not None:
+                unheard = _why_unheard(settings, address)
         elif daemon == "metadata":
             serves = _grpc_serves(_from_here(config.metadata.listen), tls(config.metadata.tls))
         elif daemon == "router":
@@ -49,7 +60,7 @@ def health(config: Config, *, daemon: str) -> None:
         raise click.ClickException(f"{daemon}: {error}") from error
     if not serves:
         raise click.ClickException(f"{daemon}: it is up and does not serve")
-    click.echo(f"{daemon}: serves")
+    click.echo(f"{daemon}: serves" if unheard is None else f"{daemon}: serves this host only: {unheard}")
 
 
 def _from_here(listen: str) -> str:
@@ -60,18 +71,62 @@ def _from_here(listen: str) -> str:
     return f"{_EVERYWHERE.get(host, host)}:{port}"
 
 
-def _grpc_serves(address: str, identity: TlsConfig | None) -> bool:
+def _why_unheard(settings: NodeConfig, address: str) -> str | None:
+    """Why the metadata server does not take a node's reports; None: it takes them.
+
+    The node's own health service says whether; the reason is found by a call that is made as the node makes its calls.
+
+    Args:
+        settings: of the node.
+        address: of its unix socket.
+    """
+    from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+    from kvstore.rpc.client import call, connect
+    from kvstore.rpc.server import METADATA_SERVICE
+
+    assert settings.metadata is not None
+    try:
+        if _grpc_serves(address, None, METADATA_SERVICE):
+            return None
+    except NotFound:
+        return None  # it is starting, or has just ended
+    token = Shown.of(file=settings.token_file)
+    target = Target(
+        server="the metadata server",
+        address=settings.metadata,
+        tls=settings.tls,
+        token=token,
+        tls_settings="[node.tls]",
+        token_setting="node.token_file",  # noqa: S106  # its name
+    )
+    # a question that only nodes may ask, about a boot that does not exist
+    request = metadata_pb2.CompareDigestsRequest(node_id=settings.node_id, boot_id=bytes(16), volume_id=settings.node_id)
+    try:
+        with connect(settings.metadata, tls=settings.tls, token=token) as channel:
+            call(metadata_pb2_grpc.MetadataStub(channel).CompareDigests, request, _REASON_S)
+    except NotFound:
+        pass
+    except KVStoreError as error:
+        return str(target.explain(error, _REASON_S))
+    return f"the metadata server at {settings.metadata} has not taken its last report; the log of the node says why"
+
+
+def _grpc_serves(address: str, identity: TlsConfig | None, service: str = "") -> bool:
     """Asks by the standard health service; a server that wants certificates is shown its own.
 
     Raises:
-        KVStoreError: no answer.
+        NotFound: the server knows no such service.
+        KVStoreError: no answer; its message says why the server was not reached.
     """
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from kvstore.rpc.client import call, connect
 
-    with connect(address, tls=identity) as channel:
-        answer = call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(), _ANSWER_S)
+    try:
+        with connect(address, tls=identity) as channel:
+            answer = call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(service=service), _ANSWER_S)
+    except (Unavailable, DeadlineExceeded) as error:
+        raise Target("it", address, identity, None, "its tls section", "").explain(error, _REASON_S) from error
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

@@ -120,7 +120,7 @@ def volumes(config: Config, *, node: str | None, as_json: bool) -> None:
                 show.share(one.used_bytes, one.capacity_bytes),
                 str(one.blocks),
                 "" if one.quarantined_blocks is None else str(one.quarantined_blocks),
-                f"no: {one.read_only}" if one.read_only else "yes" if one.node_alive else "no: its node is silent",
+                f"no: {one.read_only}" if one.read_only else "yes" if one.node_alive else "no: its node does not report",
             )
             for one in known
         ],
@@ -248,6 +248,8 @@ def _parts(volume: str) -> tuple[str, str]:
 
 def state_of(node: Node) -> str:
     """Whether it is there, in a word."""
+    if node.refused is not None:
+        return "refused"
     if node.stopped:
         return "stopped"
     return node.state if node.alive else f"silent:{show.duration(node.heartbeat_age_s)}"

@@ -21,9 +21,9 @@ def status(config: Config, *, as_json: bool) -> None:
 
     JSON: metadata (its address), problems (what is wrong, in words), blocks and index_bytes of the index, counters of the
     metadata server by name; namespaces, each with id, model, block_tokens, block_bytes; nodes, each with id, alive, state
-    (active, draining, drained, drain_blocked), stopped, heartbeat_age_ms, roles, control_address, data_address, mounts, drain
-    (null: it is not to drain) and volumes, each with id, tier, capacity_bytes, used_bytes, blocks and read_only (null, or why it
-    takes no blocks).
+    (active, draining, drained, drain_blocked), stopped, refused (null, or why its calls are refused), heartbeat_age_ms, roles,
+    control_address, data_address, mounts, drain (null: it is not to drain) and volumes, each with id, tier, capacity_bytes,
+    used_bytes, blocks and read_only (null, or why it takes no blocks).
 
     Examples:
       kvstore status
@@ -70,6 +70,7 @@ async def fetch_status(config: Config, store: Store) -> dict[str, Any]:
                 "alive": known.alive,
                 "state": NodeState.Name(known.state).removeprefix("NODE_STATE_").lower(),
                 "stopped": known.stopped,
+                "refused": known.refused or None,
                 "drain": _drain(known),
                 "heartbeat_age_ms": known.heartbeat_age_ms,
                 "roles": list(known.node.roles),
@@ -121,6 +122,8 @@ def _print(found: dict[str, Any]) -> None:
         state = "alive" if node["alive"] else f"silent for {node['heartbeat_age_ms'] / 1000:.1f} s"
         if node["stopped"]:
             state = "stopped"
+        if node["refused"]:
+            state = "refused"
         if node["drain"] is not None:
             state += f", {node['state'].replace('_', ' ')}"
         show.line(f"node {node['id']}: {state}, at {node['control_address']}, {', '.join(node['roles'])}")

@@ -20,7 +20,7 @@ from click.shell_completion import CompletionItem
 from kvstore.cli.options import configuration, setting_option, with_quiet_config
 from kvstore.cli.settings import tls, token
 from kvstore.cli.show import clean, note
-from kvstore.core.config import Config
+from kvstore.core.config import ClientSection, Config
 from kvstore.core.errors import DeadlineExceeded, ErrorKind, KVStoreError, Unavailable
 from kvstore.core.node_id import is_plain
 
@@ -106,7 +106,7 @@ def ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
 
     Raises:
         Refusal: the store says no, or has no such thing.
-        click.ClickException: no metadata server answers; it says so that one knows what to do.
+        click.ClickException: the metadata server was not reached, for the reason that it names.
         KVStoreError: any other failure.
     """
     try:
@@ -144,13 +144,18 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
         try:
             await upstream.server()  # else a node that does not answer could not be told from a server that does not
         except (Unavailable, DeadlineExceeded) as error:
-            raise click.ClickException(
-                f"no metadata server answers at {config.client.metadata} ({error.kind}): kvstore up starts a store on this "
-                "machine, --metadata HOST:PORT names another"
-            ) from error
+            raise click.ClickException(f"{clean(str(error))}\n{_advice(config, error)}") from error
         return await question(Store(upstream, Questions(upstream), Operations(upstream), Checks(upstream)))
     finally:
         await upstream.close()
+
+
+def _advice(config: Config, error: KVStoreError) -> str:
+    """What to do about a metadata server that was not reached."""
+    if "TLS" in error.message or "certificate" in error.message:
+        return "TLS settings: docs/how-to/security.md. Another address: --metadata HOST:PORT."
+    here = "`kvstore up` starts a store on this machine. " if config.client.metadata == ClientSection().metadata else ""
+    return f"Is it running there? `kvstore health metadata` on that host tells. {here}Another address: --metadata HOST:PORT."
 
 
 def confirm(what: str, *, yes: bool) -> None:

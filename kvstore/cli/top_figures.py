@@ -167,10 +167,11 @@ def summary(found: Figures) -> list[str]:
     plane = _added(line.plane for line in found.lines)
     loaded = _added(line.loaded for line in found.lines)
     fill = {tier: [line.fill[tier] for line in found.lines if tier in line.fill] for tier in TIERS}
+    refused = f" {cluster.nodes_refused} refused" if cluster.nodes_refused else ""
     hit = "-" if found.hit_ratio is None else f"{100 * found.hit_ratio:.1f}%"
     return [
         f"kvstore {cluster.metadata_address}  {cluster.health}  up {show.duration(cluster.metadata_uptime_s)}"
-        f"  nodes {cluster.nodes_alive} alive {cluster.nodes_silent} silent  plans {cluster.live_plans}"
+        f"  nodes {cluster.nodes_alive} alive {cluster.nodes_silent} silent{refused}  plans {cluster.live_plans}"
         f"  policy {cluster.path_policy}",
         f"lookups  {found.lookups_per_s:.1f}/s  hit {hit}",
         f"loads    {all_times.loads / found.seconds:.1f}/s  p50 {_bound(all_times, 0.5)}  p99 {_bound(all_times, 0.99)}  "
@@ -216,6 +217,12 @@ def rows(found: Figures, order: str) -> list[tuple[str, ...]]:
 
 
 # ---- inside ----
+def _state(node: Node) -> str:
+    if node.refused is not None:
+        return "refused"
+    return "stopped" if node.stopped else node.state if node.alive else "silent"
+
+
 def _line(
     node: Node,
     now: Activity | None,
@@ -229,7 +236,7 @@ def _line(
     mine = [volume for volume in volumes if volume.node_id == node.node_id]
     return Line(
         node_id=node.node_id,
-        state="stopped" if node.stopped else node.state if node.alive else "silent",
+        state=_state(node),
         answered=now is not None,
         loads_per_s=times.loads / seconds,
         times=times,
@@ -306,11 +313,14 @@ def _finite(bound: float | None) -> float | None:
 
 
 def _bound(times: Times, part: float) -> str:
+    """The bucket in which a quantile lies: its bounds, for the time was not measured any closer."""
     found = times.quantile(part)
     if found is None:
         return show.NOTHING
-    longest = max((bound for bound in times.buckets if bound != float("inf")), default=0.0)
-    return f">{show.duration(longest)}" if found == float("inf") else f"<{show.duration(found)}"
+    below = max((bound for bound in times.buckets if bound < found), default=0.0)
+    if found == float("inf"):
+        return f">{show.duration(below)}"
+    return f"{show.duration(below)}-{show.duration(found)}" if below else f"<{show.duration(found)}"
 
 
 def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -47,8 +47,7 @@ Look at it:  {page}
              kvstore status --metadata {metadata}
              curl {metadata_metrics}/metrics    curl {node_metrics}/metrics
              curl {node_metrics}/loads          the slowest loads of the last minute, and why
-Change it:   {admin}
-             each change over HTTP is a line of {data}/admin.log
+REST:        {admin}   (changes are logged in {data}/admin.log)
 """
 
 
@@ -134,7 +133,7 @@ def _start_admin(cluster: LocalCluster, config: Config) -> tuple[str, str]:
     except KVStoreError as error:
         return _without(str(error).splitlines()[0])
     scheme = "http" if config.admin.tls == TlsSection() else "https"
-    return f"{scheme}://{address}/   in a browser", f"curl {scheme}://{address}/v1/cluster"
+    return f"{scheme}://{address}/   in a browser", f"{scheme}://{address}/v1/openapi.json"
 
 
 def _without(why: str) -> tuple[str, str]:

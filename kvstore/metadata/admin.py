@@ -81,6 +81,7 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
         parts = self._parts
         stats, statuses = parts.index.stats(), parts.nodes.statuses()
         alive = sum(status.alive for status in statuses)
+        refused = sum(bool(status.refused) for status in statuses)
         return pb.DescribeServerResponse(
             version=kvstore.__version__,
             index_epoch=parts.index.epoch,
@@ -88,7 +89,8 @@ class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
             index_bytes=stats.bytes,
             namespaces=len(parts.index.namespaces()),
             nodes_alive=alive,
-            nodes_silent=len(statuses) - alive,
+            nodes_silent=len(statuses) - alive - refused,
+            nodes_refused=refused,
             live_plans=len(parts.planning.planner),
             workers=parts.workers,
             uptime_ms=int((parts.clock.now_s() - self._began_s) * 1000),

@@ -60,12 +60,15 @@ class MetadataGauges:
         statuses = self._nodes.statuses()
         alive = sum(status.alive for status in statuses)
         yield Sample("metadata_nodes", alive, {"state": "alive"})
-        yield Sample("metadata_nodes", len(statuses) - alive, {"state": "silent"})
+        refused = sum(bool(status.refused) for status in statuses)
+        yield Sample("metadata_nodes", len(statuses) - alive - refused, {"state": "silent"})
+        yield Sample("metadata_nodes", refused, {"state": "refused"})
         draining = sum(status.HasField("order") for status in statuses)
         yield Sample("metadata_nodes_draining", draining)
         for status in statuses:
             age_s = status.heartbeat_age_ms / 1000
             yield Sample("metadata_node_heartbeat_age_seconds", age_s, {"node": status.node.node_id})
+            yield Sample("metadata_node_refused", bool(status.refused), {"node": status.node.node_id})
         yield Sample("metadata_live_plans", len(self._planning.planner))
         if self._feed is not None:
             yield Sample("metadata_watch_subscribers", self._feed.subscribers)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -28,12 +29,27 @@ from kvproto.v1.common_pb2 import (
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, LookupResponse, NodeStatus
 from kvstore.core.clock import Clock
 from kvstore.core.errors import NotFound
+from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.notes import BEAT_PREFIX, DRAIN_PREFIX, LEFT_PREFIX, NODE_PREFIX, Beat, beat_note
+from kvstore.metadata.notes import (
+    BEAT_PREFIX,
+    DRAIN_PREFIX,
+    LEFT_PREFIX,
+    NODE_PREFIX,
+    REFUSED_PREFIX,
+    Beat,
+    Refusal,
+    beat_note,
+    refused_note,
+)
 from kvstore.observe.counters import Counters
+from kvstore.rpc.access import RefusedNode
 
 logger = logging.getLogger(__name__)
+
+REFUSED_S: Final = 10.0
+"""A node that does not report is shown as refused for so long after a call of it was refused; it tries again within 2 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +92,9 @@ class NodeTable:
         self._beats: dict[NodeId, Beat] = {}
         self._said: dict[NodeId, HeartbeatRequest] = {}
         """The last heartbeat here of any boot of a known node: one whose registration the index does not take is seen, too."""
+        self._refusals: dict[NodeId, Refusal] = {}
+        """Of known nodes alone, so that strangers cannot make it grow."""
+        self._unshared_refusals: set[NodeId] = set()
         self._unshared: set[NodeId] = set()  # beats that arrived here and the other workers have not seen
         self._alive: frozenset[NodeId] = frozenset()
         self._visible: frozenset[Life] = frozenset()
@@ -195,6 +214,7 @@ class NodeTable:
             order=self._view.orders.get(node_id),
             drain=self._progress(node_id),
             problems=said.problems,
+            refused=self._refused(node_id),
         )
 
     def read_bytes_per_s(self, node_id: NodeId) -> int:
@@ -202,6 +222,13 @@ class NodeTable:
         record = self._view.nodes.get(node_id)
         beat = None if record is None else self._beat_of(node_id, BootId(record.boot_id))
         return 0 if beat is None else beat.report.read_bytes_per_s
+
+    def _refused(self, node_id: NodeId) -> str:
+        """Why the calls of a node that does not report are refused; empty: it reports, or nothing was refused lately."""
+        refusal = self._refusals.get(node_id)
+        if refusal is None or node_id in self._alive or self._clock.now_s() - refusal.at_s > REFUSED_S:
+            return ""
+        return refusal.why
 
     def living(self) -> Iterator[tuple[NodeInfo, HeartbeatRequest | None]]:
         """Nodes whose heartbeats arrive, by id, with the last one of their registered boot; None: it has not come yet."""
@@ -224,15 +251,38 @@ class NodeTable:
         return silent
 
     # ---- liveness ----
-    def registered(self, node_id: NodeId, boot_id: BootId) -> None:
+    def registered(self, node_id: NodeId, boot_id: BootId, host: str = "") -> None:
         """A boot has registered, perhaps again: it lives, and what it said last of what it holds is as true as before."""
         said = self._said.get(node_id)
         if said is None or said.boot_id != boot_id:
             said = HeartbeatRequest(node_id=node_id, boot_id=boot_id)
-        self.beat(said)
+        self.beat(said, host)
 
-    def beat(self, report: HeartbeatRequest) -> bool:
+    def refused(self, call: RefusedNode) -> None:
+        """Note that a call in a node's name was refused. This changes what people are shown, and nothing that is served.
+
+        The name is not proven. It counts only for a node that is known, and only from a host where that node is: the host of its
+        last heartbeat, or one of its registered addresses.
+        """
+        node_id = NodeId(call.node_id)
+        record = self._view.nodes.get(node_id)
+        if record is None or not call.host:
+            return
+        beat = self._beats.get(node_id)
+        addresses = (record.control_address, record.data_address, record.storage_address)
+        if call.host not in {beat.host if beat is not None else "", *(one.rpartition(":")[0].strip("[]") for one in addresses)}:
+            return
+        if node_id not in self._alive and not self._refused(node_id):
+            logger.warning("refused a node: %s (node=%s, host=%s)", call.why, node_id, call.host)
+        self._refusals[node_id] = Refusal(self._clock.now_s(), call.why[:MAX_REASON])
+        self._unshared_refusals.add(node_id)
+
+    def beat(self, report: HeartbeatRequest, host: str = "") -> bool:
         """Takes a heartbeat in.
+
+        Args:
+            report: what the node says.
+            host: where it came from; empty: that is not known.
 
         Returns:
             False when this boot is not registered.
@@ -243,7 +293,7 @@ class NodeTable:
             self._said[node_id] = report
         if record is None or BootId(record.boot_id) != boot_id:
             return False
-        self._beats[node_id] = Beat(boot_id, self._clock.now_s(), report)
+        self._beats[node_id] = Beat(boot_id, self._clock.now_s(), report, host)
         self._unshared.add(node_id)
         if node_id not in self._alive:
             self._judge()
@@ -252,13 +302,17 @@ class NodeTable:
     def unshared_beats(self) -> list[tuple[str, bytes]]:
         """Notes of the heartbeats that arrived here since the last call, for the other workers."""
         notes = [(beat_note(node_id), self._beats[node_id].encode()) for node_id in self._unshared if node_id in self._beats]
+        notes += [(refused_note(one), self._refusals[one].encode()) for one in self._unshared_refusals if one in self._refusals]
         self._unshared.clear()
+        self._unshared_refusals.clear()
         return notes
 
     def exchange_beats(self) -> None:
         """Takes in what other workers heard, and judges anew who is alive."""
         now_s = self._clock.now_s()
         for name, value in self._index.notes().items():
+            if name.startswith(REFUSED_PREFIX):
+                self._take_refusal(NodeId(name.removeprefix(REFUSED_PREFIX)), Refusal.decode(value), now_s)
             if not name.startswith(BEAT_PREFIX):
                 continue
             node_id = NodeId(name.removeprefix(BEAT_PREFIX))
@@ -270,7 +324,14 @@ class NodeTable:
         known_nodes = self.view().nodes
         self._beats = {node_id: beat for node_id, beat in self._beats.items() if node_id in known_nodes}
         self._said = {node_id: report for node_id, report in self._said.items() if node_id in known_nodes}
+        self._refusals = {node_id: one for node_id, one in self._refusals.items() if node_id in known_nodes}
         self._judge()
+
+    def _take_refusal(self, node_id: NodeId, refusal: Refusal | None, now_s: float) -> None:
+        """Takes over what another worker refused; a time ahead of now is from before the host was restarted."""
+        known = self._refusals.get(node_id)
+        if refusal is not None and refusal.at_s <= now_s and (known is None or refusal.at_s > known.at_s):
+            self._refusals[node_id] = refusal
 
     def _beat_of(self, node_id: NodeId, boot_id: BootId) -> Beat | None:
         beat = self._beats.get(node_id)
@@ -290,7 +351,7 @@ class NodeTable:
                 logger.info("node %s has ended: hidden from lookups", node_id)
             elif node_id in self._view.nodes:
                 self._counters.add("metadata_nodes_expired_total")
-                logger.warning("node %s is silent: hidden from lookups", node_id)
+                logger.warning("node %s does not report: hidden from lookups", node_id)
         for node_id in alive - self._alive:
             self._counters.add("metadata_nodes_appeared_total")
             logger.info("node %s is alive", node_id)

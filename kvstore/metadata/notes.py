@@ -8,7 +8,8 @@ name                    value                                                   
 ``left/<node id>``      the boot that ended in order                               yes
 ``removed/<node id>``   the living boot that was removed, and when                 no
 ``synced/<volume id>``  the life whose inventory is known in full                  yes
-``beat/<node id>``      boot, host-wide monotonic time, usages of the last beat    no
+``beat/<node id>``      boot, host-wide monotonic time, host and last heartbeat    no
+``refused/<node id>``   host-wide monotonic time and reason of the last refusal    no
 ``sequence/<node id>``  how far the boot has published (``metadata.sequence``)     no
 ======================  =========================================================  ==========
 """
@@ -30,11 +31,14 @@ SYNCED_PREFIX: Final = "synced/"
 BEAT_PREFIX: Final = "beat/"
 DRAIN_PREFIX: Final = "drain/"
 LEFT_PREFIX: Final = "left/"
+REFUSED_PREFIX: Final = "refused/"
 REMOVED_PREFIX: Final = "removed/"
 SEQUENCE_PREFIX: Final = "sequence/"
 
 _LIFE: Final = struct.Struct("<Q")
-_BEAT: Final = struct.Struct("<16sd")
+_BEAT: Final = struct.Struct("<16sdB")
+_REFUSED: Final = struct.Struct("<d")
+_MOST_HOST_BYTES: Final = 255
 _REMOVED: Final = struct.Struct("<16sd")
 
 
@@ -81,6 +85,11 @@ def beat_note(node_id: NodeId) -> str:
     return BEAT_PREFIX + node_id
 
 
+def refused_note(node_id: NodeId) -> str:
+    """Name of the last refusal of a node's calls."""
+    return REFUSED_PREFIX + node_id
+
+
 def sequence_note(node_id: NodeId) -> str:
     """Name of a node's place in its publish order."""
     return SEQUENCE_PREFIX + node_id
@@ -99,21 +108,51 @@ class Beat:
         boot_id: who called.
         at_s: when, on the host's monotonic clock.
         report: the heartbeat itself: its usages are shown to people.
+        host: where it came from; empty: that is not known.
     """
 
     boot_id: BootId
     at_s: float
     report: HeartbeatRequest
+    host: str = ""
 
     def encode(self) -> bytes:
         """As a note."""
-        return _BEAT.pack(self.boot_id, self.at_s) + self.report.SerializeToString()
+        host = self.host.encode()[:_MOST_HOST_BYTES]
+        return _BEAT.pack(self.boot_id, self.at_s, len(host)) + host + self.report.SerializeToString()
 
     @classmethod
     def decode(cls, note: bytes) -> Beat | None:
         """From a note; None where it is none."""
         try:
-            boot_id, at_s = _BEAT.unpack_from(note)
-            return cls(BootId(boot_id), at_s, HeartbeatRequest.FromString(note[_BEAT.size :]))
-        except (struct.error, DecodeError):
+            boot_id, at_s, host_bytes = _BEAT.unpack_from(note)
+            end = _BEAT.size + host_bytes
+            return cls(BootId(boot_id), at_s, HeartbeatRequest.FromString(note[end:]), note[_BEAT.size : end].decode())
+        except (struct.error, DecodeError, UnicodeDecodeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The last call in a node's name that was refused.
+
+    Args:
+        at_s: when, on the host's monotonic clock.
+        why: what is wrong with the caller's token.
+    """
+
+    at_s: float
+    why: str
+
+    def encode(self) -> bytes:
+        """As a note."""
+        return _REFUSED.pack(self.at_s) + self.why.encode()
+
+    @classmethod
+    def decode(cls, note: bytes) -> Refusal | None:
+        """From a note; None where it is none."""
+        try:
+            (at_s,) = _REFUSED.unpack_from(note)
+            return cls(at_s, note[_REFUSED.size :].decode())
+        except (struct.error, UnicodeDecodeError):
             return None

@@ -156,6 +156,7 @@ class MetadataServer:
                 counters=self.counters,
                 tls=config.tls,
                 tokens=None if config.tokens_file is None else tokens_file(config.tokens_file),
+                on_refused_node=nodes.refused,
                 reuse_port=config.workers > 1,
             )
             also: list[Callable[[], None]] = [] if scheduling is None else [scheduling.expire]

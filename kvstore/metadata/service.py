@@ -34,7 +34,7 @@ from kvstore.metadata.watching import BlockWatch, tell_served
 from kvstore.metadata.writer import IndexThread
 from kvstore.metadata.writes import register_node, repair_range
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import confine, tenant
+from kvstore.rpc.access import confine, host_of_peer, tenant
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
 from kvstore.rpc.shares import Shares
 
@@ -93,13 +93,17 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         for stream in self._streams:
             stream.end()
 
-    async def RegisterNode(self, request: pb.RegisterNodeRequest, context: object) -> pb.RegisterNodeResponse:
+    async def RegisterNode(
+        self,
+        request: pb.RegisterNodeRequest,
+        context: grpc.aio.ServicerContext[pb.RegisterNodeRequest, pb.RegisterNodeResponse],
+    ) -> pb.RegisterNodeResponse:
         check_id(request.operation_id, "operation_id")
         info = request.node
         _check_node(info)
         self._check_room_for(info)
         needs = await self._parts.writes.run(register_node, self._parts.index, info)
-        self._parts.nodes.registered(NodeId(info.node_id), BootId(info.boot_id))
+        self._parts.nodes.registered(NodeId(info.node_id), BootId(info.boot_id), host_of_peer(context.peer()))
         if self._parts.feed is not None:
             tell_served(self._parts.feed, self._parts.nodes)
         self._parts.counters.add("metadata_registrations_total")
@@ -110,7 +114,11 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             drain=self._parts.nodes.order(NodeId(info.node_id)),
         )
 
-    async def Heartbeat(self, request: pb.HeartbeatRequest, context: object) -> pb.HeartbeatResponse:
+    async def Heartbeat(
+        self,
+        request: pb.HeartbeatRequest,
+        context: grpc.aio.ServicerContext[pb.HeartbeatRequest, pb.HeartbeatResponse],
+    ) -> pb.HeartbeatResponse:
         check_name(request.node_id, "node_id")
         check_id(request.boot_id, "boot_id")
         if len(request.usages) > limits.MAX_VOLUMES_PER_NODE:
@@ -126,7 +134,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             raise InvalidArgument("too many problems", got=len(request.problems), limit=limits.MAX_PROBLEMS_TOLD)
         if (longest := max(map(len, request.problems), default=0)) > limits.MAX_REASON:
             raise InvalidArgument("a problem takes a few words", got=longest, limit=limits.MAX_REASON)
-        known = self._parts.nodes.beat(request)
+        known = self._parts.nodes.beat(request, host_of_peer(context.peer()))
         self._parts.counters.add("metadata_heartbeats_total")
         node_id = NodeId(request.node_id)
         return pb.HeartbeatResponse(

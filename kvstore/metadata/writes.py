@@ -21,6 +21,7 @@ from kvstore.metadata.notes import (
     encode_life,
     left_note,
     node_note,
+    refused_note,
     removed_note,
     sequence_note,
     synced_note,
@@ -100,7 +101,7 @@ def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
         if life.node_id == node_id:
             index.close_life(life.life)
             index.put_note(synced_note(life.volume_id), None)
-    for name in (beat_note(node_id), sequence_note(node_id)):
+    for name in (beat_note(node_id), refused_note(node_id), sequence_note(node_id)):
         index.put_note(name, None, announce=False)
     for name in (drain_note(node_id), left_note(node_id)):
         index.put_note(name, None)

@@ -67,7 +67,7 @@ from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
 from kvstore.rpc.client import call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.health_probe import HealthProbe
-from kvstore.rpc.server import BoundServer, build_aio_server
+from kvstore.rpc.server import METADATA_SERVICE, BoundServer, build_aio_server
 from kvstore.rpc.tokens import Shown, tokens_file
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import DurableVolume, Slot
@@ -455,7 +455,9 @@ class NodeDaemon:
                 drainer=self._drainer,
                 retainer=self._retainer,
                 read_rate=lambda: self._read_rate.bytes_per_s,
+                on_heard=partial(self._show_heard, asyncio.get_running_loop(), self._server),
             )
+            await self._server.show_serving(METADATA_SERVICE, serving=False)  # until it has registered
             self._publisher.start()
             self._retainer.start()
             if not await asyncio.to_thread(self._publisher.wait_registered, REGISTER_WAIT_S):
@@ -494,6 +496,11 @@ class NodeDaemon:
             troubles=self._troubles,
         )
         return NodeAdminServicer(parts)
+
+    @staticmethod
+    def _show_heard(loop: asyncio.AbstractEventLoop, server: BoundServer, heard: bool) -> None:  # a callback
+        """Tells the health service, from any thread, whether the metadata server takes this node's reports."""
+        asyncio.run_coroutine_threadsafe(server.show_serving(METADATA_SERVICE, serving=heard), loop)
 
     async def _write_ready(self, path: Path) -> None:
         ready = {

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.node.asked import PeersAsked
 from kvstore.node.loader import Part
 from kvstore.observe import tracing
 from kvstore.observe.context import request_id
@@ -22,6 +23,9 @@ limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
 Standstill = Callable[[float, float], float]
 _REAL_SHARE: Final = 0.25
 """Of a load's time, that a standstill takes before it is the reason."""
+_MOST_SHARE: Final = 0.5
+"""Of time that nothing else explains, that a node without an answer was waited for before that node is the reason."""
+_NOT_COME: Final = "blocks that did not come"
 _REACHES: Final = ("none", "dram", "nvme", "peer")
 """Nearest first."""
 _SECONDS: Final = {reach: event("node_load_seconds", reach=reach) for reach in _REACHES}
@@ -85,6 +89,7 @@ class LoadAccount:
         self._engine_s = 0.0
         self._handed_s: float | None = None
         self._stood_s = 0.0
+        self.peers = PeersAsked(accounts.clock)
 
     def part(self, part: Part) -> None:
         """A part is there: the time since the last was told is what it was waited for."""
@@ -167,15 +172,27 @@ class LoadAccount:
             "DRAM and its table": self._waited_s["dram"],
             "this node's volumes": self._waited_s["nvme"],
             "other nodes": self._waited_s["peer"],
-            "blocks that did not come": self._waited_s["none"],
+            _NOT_COME: self._waited_s["none"],
             "the engine and the way to it": self._engine_s,
         }
-        waits["what is not measured: threads, the network, the caller"] = max(0.0, seconds - sum(waits.values()))
+        rest_s = max(0.0, seconds - sum(waits.values()))
+        most = max(waits, key=lambda name: waits[name])
+        most_s = waits[most]
+        # the wait for a node that does not answer ends in no part at all, or in parts of blocks that did not come
+        nobodys_s = rest_s + waits[_NOT_COME]
+        others_s = max(waited for name, waited in waits.items() if name != _NOT_COME)
+        lost = self.peers.slowest()
         if self._stood_s >= seconds * _REAL_SHARE:
-            most, most_s = "this node to run: its process or its host stood still, or was too busy", self._stood_s
+            text = _waited(self._stood_s, seconds, "this node to run: its process or its host stood still, or was too busy")
+        elif lost is not None and nobodys_s > others_s and lost[1] >= nobodys_s * _MOST_SHARE:
+            text = _waited(min(lost[1], seconds), seconds, f"node {lost[0]}, which did not answer")
+        elif rest_s > most_s:
+            text = f"{rest_s:.3f} of {seconds:.3f} s not attributed to a tier, peer or engine"
         else:
-            most = max(waits, key=lambda name: waits[name])
-            most_s = waits[most]
+            text = _waited(most_s, seconds, most)
         missing = ", ".join(f"{count} {outcome.name.lower()}" for outcome, count in self._misses.items())
-        text = f"waited {most_s:.3f} of {seconds:.3f} s for {most}"
         return f"{text}; not brought: {missing}" if missing else text
+
+
+def _waited(for_s: float, of_s: float, what: str) -> str:
+    return f"waited {for_s:.3f} of {of_s:.3f} s for {what}"

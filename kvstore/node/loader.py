@@ -30,6 +30,7 @@ from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
+from kvstore.node.asked import asking
 from kvstore.node.block import Block, Claim, Home
 from kvstore.node.domain import Domain
 from kvstore.node.evicting import quarantine
@@ -535,8 +536,10 @@ class Loader:
                 with (
                     tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None),
                     ending(watch.end),
+                    asking(source.peer.node_id) as answered,
                 ):
                     answer = self._peers.peer(source.peer, chain.domain).read(request, destination, watch=watch)
+                    answered(answer.outcomes)
             except KVStoreError as error:
                 self._counters.add("peer_fetch_failed_total")
                 log.warning("cannot fetch %d blocks from %s: %s", len(left), source.peer.node_id, error)

@@ -22,7 +22,7 @@ import grpc
 
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import Conflict, KVStoreError, Unavailable
+from kvstore.core.errors import Conflict, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.antientropy import AntiEntropy, held_by
@@ -37,6 +37,7 @@ from kvstore.observe.failing import Failing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto
+from kvstore.rpc.diagnosis import Diagnoser, Target
 from kvstore.rpc.errors import from_rpc_error
 from kvstore.rpc.tokens import Shown
 from kvstore.tiers.contract import Volume
@@ -51,6 +52,7 @@ RPC_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 30.0
 """A stream on which nothing is acknowledged for so long is given up for a new one."""
 JOIN_S = 10.0
+_NOT_LET_IN = (Unauthenticated, PermissionDenied)
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
 
@@ -73,6 +75,7 @@ class Publisher:
         drainer: Drainer | None = None,
         retainer: Retainer | None = None,
         read_rate: Callable[[], float | None] = lambda: None,
+        on_heard: Callable[[bool], None] = lambda _heard: None,
     ) -> None:
         self._read_rate = read_rate
         self._node = node
@@ -85,7 +88,10 @@ class Publisher:
         self._log = replica_log
         self._counters = counters
         self._anti_entropy_interval_s = anti_entropy_interval_s
-        self._channel = connect(address, tls=tls, token=token)
+        self._channel = connect(address, tls=tls, token=token, node_id=node.node_id)
+        self._diagnoser = Diagnoser(
+            Target("the metadata server", address, tls, token, "[node.tls]", "node.token_file")  # its name
+        )
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._anti_entropy = AntiEntropy(self._stub, node.node_id, table, replica_log, counters)
         self._comparing = threading.Lock()
@@ -96,7 +102,8 @@ class Publisher:
         self._again = threading.Event()
         self._registered = threading.Event()
         self.heard = False
-        """Whether the metadata server answered the last heartbeat, or took a registration since."""
+        """Whether the metadata server took the last heartbeat, or a registration since."""
+        self._on_heard = on_heard
         self.refused: Conflict | None = None
         """Why the metadata server does not take this node; None: it does, or has not answered."""
         self._epoch = b""
@@ -183,14 +190,19 @@ class Publisher:
                 self._again.clear()
                 self.refused = None
                 self._registered.set()
-                self.heard = True
+                self._hear(heard=True)
+                self._diagnoser.answered()
                 pause_s = RETRY_FIRST_S
                 self._stream(needed)
-            except KVStoreError as error:
+            except KVStoreError as failed:
+                error = self._diagnoser.explain(failed)
                 self._counters.add("publish_interrupted_total")
                 self._troubles.interrupted(error)
-                log.warning("publishing interrupted, trying again: %s", error)
-                if not error.retryable:  # sequence numbers no longer match the server's: begin as if booted anew
+                limited.warning("publishing interrupted, trying again: %s", error)
+                # a token that is refused now may be taken later, and says nothing about what was published
+                if not error.retryable and not isinstance(
+                    error, _NOT_LET_IN
+                ):  # sequence numbers no longer match the server's: begin as if booted anew
                     self._boot_id = BootId(secrets.token_bytes(16))
                     self._node.boot_id = self._boot_id
                     self._epoch = b""
@@ -350,6 +362,12 @@ class Publisher:
             sync_end=sync_end,
         )
 
+    def _hear(self, *, heard: bool) -> None:
+        """Note whether the metadata server takes what this node tells it."""
+        if heard != self.heard:
+            self.heard = heard
+            self._on_heard(heard)
+
     # ---------------------------------------------------------------- heart
     def _beat_for_ever(self) -> None:
         while not self._stopping.wait(self._heartbeat_s):
@@ -357,11 +375,14 @@ class Publisher:
                 continue
             try:
                 self._beat()
-                self.heard = True
+                self._hear(heard=True)
             except KVStoreError as error:
-                self.heard = False
+                self._hear(heard=False)
                 self._counters.add("heartbeats_failed_total")
-                log.debug("heartbeat failed: %s", error)
+                if isinstance(error, _NOT_LET_IN):
+                    limited.warning("heartbeat refused: %s", self._diagnoser.explain(error))
+                else:
+                    log.debug("heartbeat failed: %s", error)
             except Exception:  # process edge: a node whose heart stops is hidden from lookups
                 self._counters.add("heartbeat_bugs_total")
                 log.exception("heartbeat failed, trying again")

@@ -349,6 +349,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         told = 0
         wanted = Wanted()
         request = wanted.context()  # `following` runs in other threads, for the same request
+        if account is not None:
+            request.run(account.peers.follow)
         try:
             while True:
                 coming = loop.run_in_executor(lanes.pool, request.run, following)

@@ -30,6 +30,7 @@ from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NodeId, Outcome, Tier
+from kvstore.node.asked import asking
 from kvstore.node.block import Block
 from kvstore.node.buffers import StagingBuffer
 from kvstore.node.domain import Domain
@@ -385,8 +386,9 @@ class Stager:
         watch = ReadWatch()
         part = Part(0, [Outcome.UNAVAILABLE] * len(blocks), list(blocks), Tier.NVME, step.source.peer.node_id)
         try:
-            with ending(watch.end):
+            with ending(watch.end), asking(step.source.peer.node_id) as answered:
                 answer = self._peers.peer(step.source.peer, chain.domain).read(request, destination, watch=watch)
+                answered(answer.outcomes)
         except KVStoreError as error:
             self._counters.add("staged_reads_failed_total")
             log.warning("cannot stage %d blocks from %s: %s", len(blocks), step.source.peer.node_id, error)

@@ -72,6 +72,10 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
         "counter", "calls that ended with an error", {"labels": {"kind": _ERRORS}, "events": "rpc_errors_{kind}_total"},
     ),
     "rpc_callers_gone_total": ("counter", "calls whose caller was gone when the answer was to leave"),
+    "rpc_tls_connections_without_call_total": (
+        "counter",
+        "connections seen at the TLS port that made no call: handshakes that failed, and probes",
+    ),
     "rpc_unreadable_requests_total": ("counter", "requests whose bytes were not their method's message: refused"),
     "rpc_unexpected_errors_total": ("counter", "handlers that failed in a way nobody meant: bugs; the log has the traceback"),
     # ---- whoever mirrors the index
@@ -455,7 +459,12 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "index_blocks": ("gauge", "blocks in the index"),
     "index_size_bytes": ("gauge", "bytes of the index in use"),
     "index_changes_failing_seconds": ("gauge", "time since changes of the index began to fail; 0: they do not"),
-    "metadata_nodes": ("gauge", "registered nodes", {"labels": {"state": ("alive", "silent")}}),
+    "metadata_nodes": ("gauge", "registered nodes", {"labels": {"state": ("alive", "silent", "refused")}}),
+    "metadata_node_refused": (
+        "gauge",
+        "1 if the node does not report and calls of it are refused for their token, else 0",
+        {"labels": {"node": _MOST_NODES}},
+    ),
     "metadata_nodes_draining": ("gauge", "nodes that are to drain, drained ones too"),
     "metadata_node_heartbeat_age_seconds": ("gauge", "time since a node was last heard of", {"labels": {"node": _MOST_NODES}}),
     "metadata_live_plans": ("gauge", "load plans that are under way"),

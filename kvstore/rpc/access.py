@@ -10,23 +10,30 @@ handler alone, so handlers ask (``confine``, ``tenant``). Everybody else who may
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final, NoReturn
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
+from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.errors import abort_arguments
+from kvstore.rpc.tls_connections import TlsConnections
 from kvstore.rpc.tokens import Caller, Role, Tokens, Watched
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)
 
 AUTHORIZATION: Final = "authorization"
+NODE_ID: Final = "kv-node-id"
+"""Metadata key by which a node says who it is with its calls. Anybody can send it: it only explains refusals."""
 _SCHEME: Final = "bearer "
 
 
@@ -159,17 +166,42 @@ def confine(of: str) -> None:
         raise PermissionDenied("this namespace is not of your tenant", tenant=mine)
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedNode:
+    """A refused call that claims to come from a node. Nothing of it is proven but ``host``.
+
+    Args:
+        node_id: whom the caller claims to be.
+        host: the address that the call came from, without its port.
+        why: what is wrong with its token.
+    """
+
+    node_id: str
+    host: str
+    why: str
+
+
 class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Lets in whose token has what a method takes. The first of a server's interceptors.
 
     Args:
         tokens: who may do what.
         count: counts an event: ``rpc_errors_<kind>_total``, as for any other refusal.
+        on_refused_node: told of refused calls that claim to come from a node; None: nobody is.
+        connections: told of callers at a TLS port; None: there is no such port.
     """
 
-    def __init__(self, tokens: Watched[Tokens], count: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tokens: Watched[Tokens],
+        count: Callable[[str], None],
+        on_refused_node: Callable[[RefusedNode], None] | None = None,
+        connections: TlsConnections | None = None,
+    ) -> None:
+        self._connections = connections
         self._tokens = tokens
         self._count = count
+        self._on_refused_node = on_refused_node
 
     async def intercept_service(
         self,
@@ -181,34 +213,42 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             _caller.set(self.admit(handler_call_details.method, handler_call_details.invocation_metadata))
         except KVStoreError as refused:
             handler = await continuation(handler_call_details)
-            return handler if handler is None else self._refusing(handler, refused, handler_call_details.method)
+            return handler if handler is None else self._refusing(handler, refused, handler_call_details)
         return await continuation(handler_call_details)
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
         """Who calls; None: nobody in particular, for what takes nothing.
 
         Raises:
-            Unauthenticated: no token, or nobody's.
-            PermissionDenied: the role does not reach.
+            Unauthenticated: no token, or a token that is not known.
+            PermissionDenied: the token's role does not suffice.
         """
         need = NEEDS.get(method)
         if need is Need.NOTHING:
             return None
-        caller = self._tokens.get().caller(_token(metadata))
+        token = _token(metadata)
+        caller = self._tokens.get().caller(token)
         if caller is None:
-            raise Unauthenticated("this server takes a token: none was given, or one that it does not know")
+            raise Unauthenticated("the token is not known to this server" if token else "a token is required, and none was given")
         if need is None or need not in MAY[caller.role]:
-            if need is Need.DATA and caller.role is Role.READ and method.rpartition("/")[2] in ALSO_LOOKS:
+            name = method.rpartition("/")[2]
+            if need is Need.DATA and caller.role is Role.READ and name in ALSO_LOOKS:
                 return caller
-            raise PermissionDenied("the role of this token does not reach", role=caller.role.value, name=caller.name)
+            raise too_low(_in_words(name), [role for role in Role if need in MAY[role]], caller)
         return caller
 
-    def _refusing(self, handler: Any, error: KVStoreError, method: str) -> Any:  # noqa: ANN401  # as above
+    def _refusing(self, handler: Any, error: KVStoreError, call: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401  # as above
         """A handler of the same kind as the method's that refuses every call."""
         self._count(f"rpc_errors_{error.kind.value}_total")
-        _limited.warning("refused %s: %s", method, error)
 
         async def abort(context: Any) -> NoReturn:  # noqa: ANN401  # as above
+            if self._connections is not None:
+                self._connections.called(context)
+            peer = context.peer()
+            _limited.warning("refused a call: %s (method=%s, peer=%s)", error.message, call.method.rpartition("/")[2], peer)
+            claimed = _first(call.invocation_metadata, NODE_ID)
+            if claimed and len(claimed) <= MAX_NAME_BYTES and self._on_refused_node is not None:
+                self._on_refused_node(RefusedNode(claimed, host_of_peer(peer), error.message))
             await context.abort(*abort_arguments(error))
             raise AssertionError("abort always raises")
 
@@ -228,6 +268,37 @@ class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(streamed, **codec)
         return grpc.stream_stream_rpc_method_handler(streamed, **codec)
+
+
+def too_low(what: str, roles: Sequence[Role], caller: Caller) -> PermissionDenied:
+    """The refusal of a caller whose role does not suffice, in the same words over gRPC and REST.
+
+    Args:
+        what: what was asked for.
+        roles: the roles that may; none: nobody may.
+        caller: who asked.
+    """
+    names = " or ".join(role.value for role in sorted(roles, key=lambda role: role is Role.OPERATOR))
+    requires = f"requires the role {names}" if roles else "is open to no role"
+    return PermissionDenied(f"permission denied: '{what}' {requires}; this token is '{caller.name}' ({caller.role.value})")
+
+
+def host_of_peer(peer: str) -> str:
+    """The host of a caller as gRPC names it, without its port: ``127.0.0.1`` of ``ipv4:127.0.0.1:4711``; empty: no host."""
+    scheme, _, rest = peer.partition(":")
+    if scheme not in ("ipv4", "ipv6"):
+        return ""
+    return unquote(rest.rpartition(":")[0]).strip("[]")
+
+
+def _in_words(method: str) -> str:
+    """``drain node`` of ``DrainNode``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
+
+
+def _first(metadata: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str:
+    """The value of a key of a call's metadata; empty: it has none."""
+    return next((value for key, value in metadata or () if key == wanted and isinstance(value, str)), "")
 
 
 def _token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

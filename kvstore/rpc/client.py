@@ -96,6 +96,7 @@ def connect(
     *,
     tls: TlsConfig | None = None,
     token: Shown | None = None,
+    node_id: str | None = None,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
     own_connection: bool = False,
 ) -> grpc.Channel:
@@ -105,6 +106,7 @@ def connect(
         address: ``"host:port"`` or ``"unix:/path"``.
         tls: this side's identity and whom it trusts; None: plain text. Unix sockets are always plain.
         token: shown with every call; None: nothing is.
+        node_id: of the node that calls, sent with every call (``kvstore.rpc.access``); None: no node calls.
         max_message_bytes: longest request and response.
         own_connection: use a connection of its own instead of the process's one to that address, so that several
             channels spread over the processes behind one port.
@@ -117,7 +119,9 @@ def connect(
         channel = grpc.insecure_channel(check_address(address), options=options)
     else:
         channel = grpc.secure_channel(address, channel_credentials(tls), options=options)
-    return channel if token is None else grpc.intercept_channel(channel, ShowsToken(token))
+    if token is None and node_id is None:
+        return channel
+    return grpc.intercept_channel(channel, ShowsToken(token, node_id))
 
 
 def connect_aio(

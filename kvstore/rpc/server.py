@@ -27,17 +27,20 @@ from kvstore.observe import context as request_context
 from kvstore.observe import tracing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metrics import EVENTS
-from kvstore.rpc.access import Doorkeeper
+from kvstore.rpc.access import Doorkeeper, RefusedNode
 from kvstore.rpc.address import cannot_listen, check_address, is_unix
 from kvstore.rpc.descriptors import connections_allowed
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.requests import UnreadableRequest, check_read, reading
 from kvstore.rpc.tls import server_credentials
+from kvstore.rpc.tls_connections import TlsConnections
 from kvstore.rpc.tokens import Tokens, Watched
 
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
 
+METADATA_SERVICE: Final = "kvstore.v1.Metadata"
+"""At a node, the health of this service says whether the metadata server takes the node's reports."""
 MAX_CONCURRENT_RPCS: Final = 4_096
 """Calls in progress; one more is refused with RESOURCE_EXHAUSTED, which our clients may retry."""
 _KEEPALIVE_TIME_MS: Final = 30_000
@@ -88,13 +91,18 @@ _GONE_CALLERS: Final = _GoneCallers()
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Maps what handlers raise to gRPC status, times them, and takes over the request that a call was made for.
 
+    Args:
+        counters: where errors are counted.
+        connections: told of callers at a TLS port; None: there is no such port.
+
     Counts ``rpc_errors_<kind>_total`` and, for unexpected exceptions, ``rpc_unexpected_errors_total``; for requests that cannot
     be read, ``rpc_unreadable_requests_total``. Wrapped handlers are kept, so that the cost a call is one dictionary look-up, two
     more frames and two looks at the clock.
     """
 
-    def __init__(self, counters: CounterSink) -> None:
+    def __init__(self, counters: CounterSink, connections: TlsConnections | None = None) -> None:
         self._counters = counters
+        self._connections = connections
         self._wrapped: dict[str, Handler] = {}  # bounded: only methods that exist get in
 
     async def intercept_service(
@@ -130,6 +138,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
         async def guarded(request: object, context: Context) -> object:
             began_s = time.perf_counter()
+            if self._connections is not None:
+                self._connections.called(context)
             try:
                 check_read(request)
                 if tracing.on():
@@ -151,6 +161,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
         async def guarded(request: object, context: Context) -> AsyncIterator[object]:
             began_s = time.perf_counter()
+            if self._connections is not None:
+                self._connections.called(context)
             try:
                 check_read(request)
                 with tracing.server_span(name, context.invocation_metadata() if tracing.on() else None):
@@ -204,6 +216,11 @@ class BoundServer:
         """Begins to serve."""
         await self.server.start()
 
+    async def show_serving(self, service: str, *, serving: bool) -> None:
+        """Sets what the health service says of a service. Whoever asks for the server as a whole is told nothing of it."""
+        status = health_pb2.HealthCheckResponse
+        await self.health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
     async def stop(self, grace_s: float) -> None:
         """Says NOT_SERVING, takes no new calls, and gives those in progress up to ``grace_s`` to end."""
         await self.health.enter_graceful_shutdown()
@@ -218,6 +235,7 @@ async def build_aio_server(
     counters: CounterSink,
     tls: TlsConfig | None = None,
     tokens: Watched[Tokens] | None = None,
+    on_refused_node: Callable[[RefusedNode], None] | None = None,
     reuse_port: bool = False,
     max_message_bytes: int = limits.MAX_CONTROL_MESSAGE_BYTES,
 ) -> BoundServer:
@@ -230,6 +248,7 @@ async def build_aio_server(
         counters: where errors are counted.
         tls: identity for the TCP addresses; unix sockets stay plain, file permission guards them.
         tokens: who may do what (``kvstore.rpc.access``), over unix sockets too; None: whoever reaches an address.
+        on_refused_node: told of calls refused for their token that claim to come from a node; None: nobody is.
         reuse_port: let several processes bind one port, the kernel spreads connections over them.
         max_message_bytes: longest request and response.
 
@@ -238,8 +257,10 @@ async def build_aio_server(
         Unavailable: an address cannot be bound.
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_GONE_CALLERS)  # once, however often
+    connections = None if tls is None else TlsConnections(counters.add)
+    doorkeepers = [] if tokens is None else [Doorkeeper(tokens, counters.add, on_refused_node, connections)]
     server = grpc.aio.server(
-        interceptors=[*([] if tokens is None else [Doorkeeper(tokens, counters.add)]), ErrorInterceptor(counters)],
+        interceptors=[*doorkeepers, ErrorInterceptor(counters, connections)],
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -263,12 +284,14 @@ async def build_aio_server(
         await health.set(service, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection([*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
     try:
-        credentials = server_credentials(tls) if tls is not None else None
+        credentials = None if tls is None or connections is None else server_credentials(tls, connections.begun)
         setting = f"{services[0].rpartition('.')[2].lower()}.listen" if services else "listen"
         bound = tuple(_bind(server, address, credentials, setting) for address in addresses)
     except KVStoreError:
         await server.stop(None)  # or what was bound before stays so
         raise
+    if connections is not None and not reuse_port:  # else connections of other processes are in the kernel's list, too
+        connections.watch(next((int(one.rpartition(":")[2]) for one in bound if not is_unix(one)), 0))
     return BoundServer(server, bound, health)
 
 

@@ -1,4 +1,4 @@
-"""Shows a caller's token with every call of a channel. Without a token no channel has any of this in its way."""
+"""Sends a caller's token, and a node's id, with every call of a channel. A channel without both has no interceptor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from kvstore.rpc.access import AUTHORIZATION
+from kvstore.rpc.access import AUTHORIZATION, NODE_ID
 from kvstore.rpc.tokens import Shown
 
 # interceptors hand through whatever a stub gives, whose types are the stub's
@@ -35,14 +35,18 @@ class ShowsToken(
     """For synchronous channels.
 
     Args:
-        token: what to show.
+        token: what to show; None: nothing.
+        node_id: of the node that calls. It proves nothing: a server that refuses the call says in its figures whose it may be.
     """
 
-    def __init__(self, token: Shown) -> None:
+    def __init__(self, token: Shown | None, node_id: str | None = None) -> None:
         self._token = token
+        self._fixed = [] if node_id is None else [(NODE_ID, node_id)]
 
     def _call(self, continuation: Callable[..., Given], details: Given, request: Given) -> Given:
-        metadata = [*(details.metadata or ()), (AUTHORIZATION, f"Bearer {self._token.get()}")]
+        metadata = [*(details.metadata or ()), *self._fixed]
+        if self._token is not None:
+            metadata.append((AUTHORIZATION, f"Bearer {self._token.get()}"))
         shown = _Details(
             details.method,
             details.timeout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -10,18 +11,25 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.tls import TlsConfig
 
 
-def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+def server_credentials(tls: TlsConfig, begun: Callable[[], None]) -> grpc.ServerCredentials:
     """Credentials of a server.
+
+    Args:
+        tls: the server's certificate and whom it trusts.
+        begun: called at the start of each handshake, from a thread of gRPC's.
 
     Raises:
         InvalidArgument: no certificate given, or a file cannot be read.
     """
     if tls.cert is None or tls.key is None:
         raise InvalidArgument("a TLS server takes a certificate and its key")
-    return grpc.ssl_server_credentials(
-        [(_read(tls.key), _read(tls.cert))],
-        root_certificates=_read(tls.ca) if tls.ca is not None else None,
-        require_client_auth=tls.require_client_cert,
+    configuration = grpc.ssl_server_certificate_configuration(
+        [(_read(tls.key), _read(tls.cert))], root_certificates=_read(tls.ca) if tls.ca is not None else None
+    )
+    return grpc.dynamic_ssl_server_credentials(
+        configuration,
+        begun,  # type: ignore[arg-type]  # the stubs do not know that None keeps the certificate
+        require_client_authentication=tls.require_client_cert,
     )
 
 

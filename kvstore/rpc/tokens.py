@@ -116,7 +116,7 @@ class Watched(Generic[T]):
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes, Path], T], now_s: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
+        self.path = path
         self._parse = parse
         self._now_s = now_s
         self._stamp, self._value = self._read()
@@ -129,18 +129,18 @@ class Watched(Generic[T]):
             return self._value
         self._looked_s = now_s
         try:
-            if _stamp(os.stat(self._path)) != self._stamp:
+            if _stamp(os.stat(self.path)) != self._stamp:
                 self._stamp, self._value = self._read()
-                logger.info("%s has changed and was read again", self._path)
+                logger.info("%s has changed and was read again", self.path)
         except (OSError, InvalidArgument) as error:
             _limited.warning("what was read before holds: %s", error)
         return self._value
 
     def _read(self) -> tuple[_Stamp, T]:
-        content, status = _content(self._path)
+        content, status = _content(self.path)
         if status.st_mode & _OTHERS:
-            logger.warning("%s can be read or written by others than its owner: chmod 600 it", self._path)
-        return _stamp(status), self._parse(content, self._path)
+            logger.warning("%s can be read or written by others than its owner: chmod 600 it", self.path)
+        return _stamp(status), self._parse(content, self.path)
 
 
 def tokens_file(path: Path) -> Watched[Tokens]:
@@ -175,6 +175,11 @@ class Shown:
         """The token, as it is now."""
         return self._token if self._file is None else self._file.get()
 
+    @property
+    def file(self) -> Path | None:
+        """The file that holds the token; None: it was given as a text."""
+        return None if self._file is None else self._file.path
+
     def __repr__(self) -> str:
         return "Shown(…)"
 
@@ -182,13 +187,15 @@ class Shown:
 def _one_token(content: bytes, path: Path) -> str:
     words = content.decode(errors="replace").split()
     if len(words) != 1:
-        raise InvalidArgument("a file with a token holds that alone", file=path, words=len(words))
-    return _checked(words[0])
+        raise InvalidArgument(f"{path} holds no valid token: one word alone in the file, found {len(words)}")
+    return _checked(words[0], f"{path} holds no valid token")
 
 
-def _checked(token: str) -> str:
+def _checked(token: str, complaint: str = "this is no valid token") -> str:
     if not LEAST_CHARACTERS <= len(token) <= MOST_CHARACTERS or not _TOKEN.fullmatch(token):
-        raise InvalidArgument(f"a token takes {LEAST_CHARACTERS} to {MOST_CHARACTERS} ASCII characters without spaces")
+        found = f"found {len(token)}" if _TOKEN.fullmatch(token) else "found others"
+        bounds = f"{LEAST_CHARACTERS} to {MOST_CHARACTERS} ASCII characters without spaces"
+        raise InvalidArgument(f"{complaint}: {bounds}, {found}")
     return token
 
 
@@ -223,14 +230,14 @@ def _stamp(status: os.stat_result) -> _Stamp:
 def _parse(words: Sequence[str], path: Path, number: int) -> tuple[bytes, Caller]:
     where = {"file": path, "line": number}
     if len(words) != 3:
-        raise InvalidArgument("a line of tokens takes a role, a name and a token", **where)
+        raise InvalidArgument("a line of a token file is a role, a name and a token", **where)
     role, name, token = words
     if role not in set(Role):
         raise InvalidArgument(f"a role is one of {', '.join(Role)}", **where)
     if not _NAME.fullmatch(name):
         raise InvalidArgument("a name takes 1 to 64 letters, digits and _ . @ : -", **where)
     if not LEAST_CHARACTERS <= len(token) <= MOST_CHARACTERS or not token.isascii():
-        raise InvalidArgument(f"a token takes {LEAST_CHARACTERS} to {MOST_CHARACTERS} ASCII characters", **where)
+        raise InvalidArgument(f"a token is {LEAST_CHARACTERS} to {MOST_CHARACTERS} ASCII characters, found {len(token)}", **where)
     return _digest(token), Caller(name, Role(role))
 
 

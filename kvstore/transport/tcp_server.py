@@ -163,12 +163,11 @@ class TcpServer:
                 time.sleep(0.05)
                 continue
             self._make_room()
+            peer = format_address(*remote[:2])
             with self._lock:
                 refused = self._stopping or len(self._sockets) >= self._max_connections
                 if not refused:
-                    thread = threading.Thread(
-                        target=self._serve, args=(sock,), name=f"data-{format_address(*remote[:2])}", daemon=True
-                    )
+                    thread = threading.Thread(target=self._serve, args=(sock, peer), name=f"data-{peer}", daemon=True)
                     self._sockets[thread] = sock
                     thread.start()  # under the lock, so that ``stop`` only ever meets started threads
             if refused:
@@ -211,10 +210,10 @@ class TcpServer:
                 sock.send(frames.encode_error(0, CapacityExceeded("too many data connections", limit=self._max_connections)))
         sock.close()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, peer: str) -> None:
         """The life of one connection; the thread's edge."""
         try:
-            with self._secured(sock) as wire:
+            with self._secured(sock, peer) as wire:
                 connection = ServerConnection(wire, self._provider, self._authority, self._times, self._counters, self._nixl)
                 with self._lock:
                     self._connections[threading.current_thread()] = connection
@@ -237,7 +236,7 @@ class TcpServer:
                 self._sockets.pop(threading.current_thread(), None)
 
     @contextlib.contextmanager
-    def _secured(self, sock: socket.socket) -> Iterator[Wire]:
+    def _secured(self, sock: socket.socket, peer: str) -> Iterator[Wire]:
         """The connection as a wire, after the TLS handshake where there is one."""
         wire: Wire
         if self._traffic is not None:
@@ -250,6 +249,7 @@ class TcpServer:
                 secured = self._tls.wrap_socket(sock, server_side=True)
             except OSError as error:  # ssl.SSLError and timeouts are
                 self._counters.add("transport_tls_failures_total")
+                limited.warning("refused a data connection: TLS handshake failed (peer=%s, reason=%s)", peer, _reason(error))
                 raise PeerGone("the TLS handshake failed", error=error) from error
             with self._lock:  # wrapping detached the socket that ``stop`` knew
                 self._sockets[threading.current_thread()] = secured
@@ -262,3 +262,10 @@ class TcpServer:
             yield wire if self._traffic is None else self._traffic.paced(wire, sock)
         finally:
             wire.close()
+
+
+def _reason(error: OSError) -> str:
+    """Why a TLS handshake failed, in a few words."""
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return error.reason.replace("_", " ").lower()
+    return "no handshake in time" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__

@@ -286,8 +286,8 @@ async def test_refused_changes_leave_a_line(
         await client.get("/v1/nodes")
     lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.admin.gate"]
     assert len(lines) == 2
-    assert "nobody that is known: 'DELETE /v1/nodes/a\\nb'" in lines[0]
-    assert "bob of the role read: 'DELETE /v1/nodes/a'" in lines[1]
+    assert "none was given (request=DELETE /v1/nodes/a\\nb, peer=127.0.0.1:" in lines[0]
+    assert "'DELETE /v1/nodes/a' requires the role operator; this token is 'bob' (read)" in lines[1]
 
 
 async def test_nobody_waits_for_the_body_of_what_is_public() -> None:

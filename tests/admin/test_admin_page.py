@@ -502,28 +502,34 @@ def test_a_token_is_asked_for_and_used(browser: Any, store: Working, tmp_path: P
         settings = {"metadata": store.cluster.metadata_address, "tokens_file": str(file)}
         address = beside.start_admin(*settings.items()).address
         with opened(browser, address, quietly=False) as page:  # browsers complain of every 401
-            said(page, "#dialog-title", "takes a token")
+            said(page, "#dialog-title", "A token is required")
+            assert "Authorization" not in page.locator("body").inner_text()
             page.fill("#dialog-token", "nobodys-token-3-xyz")
             page.keyboard.press("Enter")
-            said(page, "#dialog-error", "give a token")
+            said(page, "#dialog-error", "the token is not known to this server")
             page.fill("#dialog-token", READER)
             page.keyboard.press("Enter")
             said(page, "#problems", "3 nodes answer")
             assert page.evaluate("localStorage.length") == 0
             assert READER not in page.content()
             page.reload()
-            page.get_by_role("button", name="Drain node host-3 …").click()
-            page.locator("#dialog-yes").click()
-            said(page, "#dialog-error", "operator")
-            page.locator("#dialog-no").click()
-            page.get_by_role(
-                "button", name="Quota of (default) …", exact=True
-            ).click()  # who may only look sees it, and changes nothing
-            said(page, "#dialog-body", "Now: in DRAM as there is room")
-            page.fill("#dialog-dram", "1 MiB")
-            page.locator("#dialog-yes").click()
-            said(page, "#dialog-error", "Refused: this takes the role operator")
-            page.locator("#dialog-no").click()
+            said(page, "#fresh", "role read: changes require operator")
+            for name in (
+                "Drain node host-3 …",
+                "Evict from host-1/nvme0 …",
+                "Check host-1/nvme0 …",
+                "Quota of (default) …",
+                "Quota for another …",
+                "Rebuild the index …",
+                "Path policy …",
+            ):
+                button = page.get_by_role("button", name=name, exact=True)
+                assert button.is_disabled(), name
+                assert button.get_attribute("title") == "requires the role operator; this token has the role read"
+            changing = page.locator("[data-do]:not([data-do=usage], [data-do=token], [data-do=again])")
+            assert changing.count() > 15
+            assert all(one.is_disabled() for one in changing.all()), "whatever changes something"
+            assert page.locator("[data-do=usage]").first.is_enabled()
             page.get_by_role("button", name="Token …").click()
             page.fill("#dialog-token", OPERATOR)
             page.locator("#dialog-yes").click()
@@ -559,11 +565,30 @@ def test_a_server_that_is_away_is_said_and_asked_again(browser: Any, store: Work
         said(page, "#problems", "Nothing")
         store.rest()
         store.cluster.stop("admin")
-        said(page, "#away", "The server does not answer")
-        said(page, "#away", "asked again in 8 s")
-        assert "What is shown is of" in page.locator("#away").inner_text()
+        said(page, "#away", "The admin server does not answer since")
+        said(page, "#away", "The next attempt is in 8 s")
+        assert "Figures below are of" in page.locator("#away").inner_text()
         assert page.locator("#nodes article").count() == 3, "what was known is still there"
         store.cluster.start_admin(("listen", store.http.address))
         page.get_by_role("button", name="Ask now").click()
         page.locator("#away").wait_for(state="hidden")
         said(page, "#problems", "Nothing: 3 nodes answer")
+
+
+def test_metadata_away_is_said_with_what_it_means(browser: Any, store: Working) -> None:
+    """After all others: loads have ended."""
+    with opened(browser, store.http.address, quietly=False) as page:
+        said(page, "#nodes .badge", "active")
+        address = store.cluster.metadata_address
+        store.cluster.kill("metadata")
+        said(page, "#away", f"The metadata server ({address}) does not answer since")
+        said(page, "#away", "connection refused. Engines still use the node of their own host, and find nothing on other hosts.")
+        said(page, "#away", "Restart it: its index survives. Figures below are of")
+        assert "UNKNOWN" not in page.locator("body").inner_text(), "nothing of gRPC's own words"
+        assert page.locator(".badge.ok").count() == 0, "nobody knows who is alive"
+        assert page.locator("#nodes .head .badge").all_inner_texts() == ["state not known"] * 3
+        said(page, "#nodes .note", "Figures of")
+        store.cluster.start_metadata()
+        page.get_by_role("button", name="Ask now").click()
+        page.locator("#away").wait_for(state="hidden")
+        said(page, "#nodes .badge", "active")

@@ -379,9 +379,9 @@ def test_a_node_that_is_silent_is_said_and_waited_for_by_nobody(store: Store) ->
     until(lambda: store.http.get("/v1/cluster")["nodes_silent"] == 1, "b is silent")
     found = store.http.get("/v1/cluster")
     assert found["health"] == "degraded"
-    assert "node b is silent" in found["problems"][0]
+    assert "node b has not reported for" in found["problems"][0]
     detail = store.http.get("/v1/nodes/b")
-    assert (detail["process"], detail["unreached"]) == (None, "the node is silent")
+    assert (detail["process"], detail["unreached"]) == (None, "the node does not report to the metadata server")
     assert store.http.get("/v1/volumes/b/dram")["quarantined_blocks"] is None
     store.http.get("/v1/nodes/b/config", 503)
     keys = [key.hex() for key in store.neighbour.keys(TOKENS)]

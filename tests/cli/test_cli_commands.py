@@ -287,13 +287,13 @@ def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
         assert "metadata 127.0.0.1:" in first, process.stderr.read() if process.stderr else ""
         address = first.split("metadata ", 1)[1].split()[0]
         shown = first
-        while "/v1/cluster" not in shown:
+        while "/v1/openapi.json" not in shown:
             shown = process.stdout.readline()
             assert shown, "the banner names the admin server"
         url = shown.split("curl ", 1)[1].strip()
         with urllib.request.urlopen(url, timeout=60) as answer:
             assert json.loads(answer.read())["nodes_alive"] == 1
-        with urllib.request.urlopen(url.removesuffix("v1/cluster"), timeout=60) as answer:
+        with urllib.request.urlopen(url.removesuffix("v1/openapi.json"), timeout=60) as answer:
             assert answer.read().startswith(b"<!doctype html>"), "and the page"
         status = run("status", "--metadata", address, "--json")
         assert status.returncode == 0, status.stderr

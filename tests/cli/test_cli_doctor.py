@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from certificates import make_certificates
 from kvstore.core.types import VolumeId
-from kvstore.testing.certificates import make_certificates
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.stub_cuda import build_stub, with_stub
 from kvstore.tiers.slab import NvmeSlab

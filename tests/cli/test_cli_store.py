@@ -493,5 +493,5 @@ def test_a_change_that_does_not_reach_every_node_says_so(store: Store) -> None:
         assert time.monotonic() < end_s
         time.sleep(0.05)
     done = store.run("namespaces", "invalidate", NAMESPACE, "--yes", code=4)
-    assert "without node b: the node is silent (unavailable)" in done.stderr
+    assert "without node b: the node does not report to the metadata server (unavailable)" in done.stderr
     assert re.search(r"^b +silent:", store.run("nodes").stdout, re.MULTILINE)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from certificates import make_certificates
 from kvstore.core.types import VolumeId
 from kvstore.doctor import collect as collecting
 from kvstore.doctor import host_probes
@@ -23,7 +24,6 @@ from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, 
 from kvstore.doctor.findings import findings
 from kvstore.doctor.levels import Level
 from kvstore.doctor.local_nodes import sockets_in
-from kvstore.testing.certificates import make_certificates
 from kvstore.tiers.slab import NvmeSlab
 
 SMALL = Wanted(dram_bytes=1 << 20)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from kvstore.core.clock import ManualClock, MonotonicClock
+from kvstore.core.errors import Unavailable
 from kvstore.core.types import NodeId, Outcome, Tier
+from kvstore.node import asked
+from kvstore.node.asked import asking
 from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Part
 from kvstore.node.pulse import BEAT_S, MISSED_S, Pulse
@@ -15,6 +20,16 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.recent import LoadRecord, RecentLoads
 
 HOME = NodeId("n")
+
+
+@contextmanager
+def copied(load: Load) -> Iterator[None]:
+    """While inside, what is asked is asked for this load."""
+    before = asked._current.set(load.account.peers)
+    try:
+        yield
+    finally:
+        asked._current.reset(before)
 
 
 class Load:
@@ -56,8 +71,44 @@ def test_time_that_nobody_measured_is_not_said_to_be_the_drams() -> None:
     load.account.told(load.part())
     load.pass_s(0.5)
     record = load.end()
-    assert record.reason.startswith("waited 0.500 of 0.500 s for what is not measured")
+    assert record.reason == "0.500 of 0.500 s not attributed to a tier, peer or engine"
     assert record.parts["other_s"] == pytest.approx(0.5)
+
+
+def test_reason_peer_silent_names_the_node() -> None:
+    load = Load()
+    with copied(load), asking(NodeId("host-2")):  # it never answers: the engine leaves at its deadline
+        load.pass_s(10.0)
+        record = load.end()
+    assert record.reason == "waited 10.000 of 10.000 s for node host-2, which did not answer"
+
+
+def test_reason_peer_timed_out_names_it_with_the_misses() -> None:
+    load = Load()
+    with copied(load), asking(NodeId("host-2")) as answered:
+        load.pass_s(2.0)
+        answered([Outcome.HIT, Outcome.TIMEOUT])
+    load.account.part(Part(0, [Outcome.TIMEOUT] * 4, [None] * 4, Tier.NVME, HOME))
+    record = load.end()
+    assert record.reason == "waited 2.000 of 2.000 s for node host-2, which did not answer; not brought: 4 timeout"
+
+
+def test_reason_peer_answered_is_not_blamed() -> None:
+    load = Load()
+    with copied(load), asking(NodeId("host-2")) as answered:
+        load.pass_s(0.2)
+        answered([Outcome.HIT, Outcome.MISS])
+    load.pass_s(0.5)
+    assert load.end().reason == "0.700 of 0.700 s not attributed to a tier, peer or engine"
+
+
+def test_reason_peer_lost_at_once_is_not_blamed() -> None:
+    load = Load()
+    with copied(load), suppress(Unavailable), asking(NodeId("host-2")):
+        load.pass_s(0.1)
+        raise Unavailable("connection refused")
+    load.pass_s(5.0)
+    assert load.end().reason == "5.100 of 5.100 s not attributed to a tier, peer or engine"
 
 
 def test_the_last_part_on_its_way_to_the_engine_is_the_engines() -> None:

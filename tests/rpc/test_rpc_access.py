@@ -73,7 +73,7 @@ def test_a_caller_is_admitted_by_its_role(known: Watched[Tokens]) -> None:
                 assert caller is not None
                 assert (caller.role, caller.name) == (role, f"some-{role.value}")
             else:
-                with pytest.raises(PermissionDenied, match="does not reach"):
+                with pytest.raises(PermissionDenied, match="requires the role"):
                     keeper.admit(method, shown(token))
 
 

@@ -184,7 +184,7 @@ def test_roles_reach_what_the_mapping_says(store: Store, role: Role) -> None:
         if reaches:
             assert not isinstance(error, Unauthenticated), method
             assert not isinstance(error, Internal), (method, error)
-            assert error is None or "does not reach" not in str(error), method
+            assert error is None or "requires the role" not in str(error), method
         else:
             assert isinstance(error, PermissionDenied), (method, error)
 

@@ -15,8 +15,10 @@ from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
 from kvstore.testing.memory_provider import MemoryProvider
 from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, ask, dense, write_of
+from kvstore.transport import tcp_server
 from kvstore.transport.contract import BlockPeer, BlockProvider
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
@@ -67,8 +69,9 @@ class TestTls(TestTcp):
         cls.client_tls = PeerTls.of(files.client())
 
 
-def test_strangers_do_not_get_past_tls(tmp_path: Path) -> None:
+def test_strangers_do_not_get_past_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side talks to one that its own authority does not vouch for, nor to one that does not speak TLS."""
+    monkeypatch.setattr(tcp_server, "limited", LimitedLog(tcp_server.log, interval_s=0.0))
     ours, theirs = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "theirs")
     shape = BlockShape(1, 100)
     provider, counters = MemoryProvider(), Counters()
@@ -96,6 +99,9 @@ def test_strangers_do_not_get_past_tls(tmp_path: Path) -> None:
         server.stop()
     assert not provider.requests
     assert counters.snapshot()["transport_tls_failures_total"] >= 3
+    refused = [record.getMessage() for record in caplog.records if "TLS handshake failed" in record.getMessage()]
+    assert len(refused) >= 3
+    assert all("(peer=127.0.0.1:" in line and "reason=" in line for line in refused), refused
 
 
 def test_unusable_tls_files_are_told(tmp_path: Path) -> None:

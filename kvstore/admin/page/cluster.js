@@ -37,13 +37,14 @@ function reckonActivity(now) {
     for (const load of node.loads) {
       for (const bucket of load.buckets) {
         const found = rates.of(`load ${node.node_id} ${load.reach} ${bucket.up_to_s}`, bucket.loads, now);
-        if (found) merged.set(bucket.up_to_s, (merged.get(bucket.up_to_s) || 0) + found);
+        if (found !== null) merged.set(bucket.up_to_s, (merged.get(bucket.up_to_s) || 0) + found);
       }
     }
   }
   const buckets = [...merged].sort((one, other) => (one[0] ?? Infinity) - (other[0] ?? Infinity));
   const sum = buckets.reduce((total, [, value]) => total + value, 0);
-  recentLoads = { rate: sum, p50: quantile(buckets, sum, 0.5), p95: quantile(buckets, sum, 0.95) };
+  const p95 = quantile(buckets, sum, 0.95);
+  recentLoads = { rate: sum, p50: quantile(buckets, sum, 0.5), p95, over: below(buckets, p95) };
   latencies.add({ at: now, values: [recentLoads.p50, recentLoads.p95] });
 }
 
@@ -64,11 +65,17 @@ function quantile(buckets, sum, part) {
   return null;
 }
 
+/** The lower end of the bucket whose upper bound it is; of the first one, none. */
+function below(buckets, bound) {
+  const bounds = buckets.map(([one]) => one).filter((one) => one !== null && bound !== null && one < bound);
+  return bounds.length ? Math.max(...bounds) : null;
+}
+
 // ---- health ----
 function showHealth() {
   const cluster = known.cluster;
   if (!cluster) {
-    if (failed.cluster) show($("problems"), h("p", { class: "bad" }, `Not known: ${failed.cluster.message}`));
+    notYet("problems", "cluster");
     return;
   }
   const problems = [...cluster.problems];
@@ -85,7 +92,7 @@ function showHealth() {
           problems.map((text) => h("li", {}, text)),
         )
       : failed.cluster
-        ? quiet("Nothing was wrong when it could be asked last.")
+        ? quiet("Not known now.")
         : h(
             "p",
             { class: "well" },
@@ -98,12 +105,12 @@ function showHealth() {
   show(
     $("summary"),
     [
-      tile("nodes", count(cluster.nodes_alive), cluster.nodes_silent ? `${count(cluster.nodes_silent)} silent` : "alive"),
+      tile("nodes", ...nodesTile(cluster)),
       tile("blocks in the index", count(cluster.index_blocks), bytes(cluster.index_bytes)),
       tile("hit ratio", percent(lastRatio), "last lookups"),
       tile("loads", load?.rate ? load.rate.toFixed(load.rate < 10 ? 1 : 0) : "0", "a second"),
-      tile("of 20 loads, 19 took", load?.p95 ? `≤ ${seconds(load.p95)}` : "—", load?.p95 ? null : "no loads"),
-      tile("plans under way", count(cluster.live_plans), cluster.path_policy.replaceAll("_", " ")),
+      tile("p95 load", load?.p95 ? `≤ ${seconds(load.p95)}` : "—", load?.p95 ? over(load.over) : "no loads"),
+      tile("active plans", count(cluster.live_plans), `policy ${cluster.path_policy.replaceAll("_", " ")}`),
     ].map((pair) => h("div", {}, pair)),
   );
   $("whole").hidden = false;
@@ -115,11 +122,23 @@ function showHealth() {
   );
 }
 
+/** Of the bucket in which a time lies, the other end: the time was not measured any closer. */
+const over = (bound) => (bound ? `and over ${seconds(bound)}` : null);
+
+function nodesTile(cluster) {
+  if (failed.cluster) return ["?", `${many(cluster.nodes_alive, "was", "were")} alive`];
+  const not = [
+    cluster.nodes_refused ? `${count(cluster.nodes_refused)} refused` : "",
+    cluster.nodes_silent ? `${count(cluster.nodes_silent)} silent` : "",
+  ].filter(Boolean);
+  return [count(cluster.nodes_alive), not.join(", ") || "alive"];
+}
+
 const isAlive = (id) => known.nodes?.items.some((node) => node.node_id === id && node.alive) ?? false;
 
 // ---- the map ----
 function showNodes() {
-  if (!known.nodes) return;
+  if (!known.nodes) return notYet("nodes", "nodes");
   const items = known.nodes.items;
   const act = new Map((known.activity?.items ?? []).map((one) => [one.node_id, one]));
   const volumes = known.volumes?.items ?? [];
@@ -143,15 +162,15 @@ function showNodes() {
           `${many(known.nodes.hidden, "node is", "nodes are")} not shown, nor asked for loads and faults; /v1/nodes has them all.`,
         )
       : null,
-    stale("nodes"),
-    stale("activity"),
-    stale("volumes"),
+    stale("nodes", "activity", "volumes"),
   );
 }
 
 function nodeState(node) {
+  if (failed.nodes) return ["state not known", "quiet"];
+  if (node.refused !== null) return ["refused", "bad"];
   if (node.stopped && !node.alive) return ["stopped", "quiet"];
-  if (!node.alive) return [`silent for ${seconds(node.heartbeat_age_s)}`, "bad"];
+  if (!node.alive) return [`no report for ${seconds(node.heartbeat_age_s)}`, "bad"];
   return [STATES[node.state], node.state === "active" ? "ok" : node.state === "drain_blocked" ? "bad" : "warn"];
 }
 
@@ -179,6 +198,7 @@ function nodeCard(node, activity, volumes) {
         drains ? "Undrain …" : "Drain …",
       ),
     ),
+    node.refused === null || failed.nodes ? null : h("p", { class: "small bad" }, `The metadata server refuses it: ${node.refused}.`),
     drains ? drainLine(node.drain) : null,
     h(
       "div",
@@ -187,8 +207,8 @@ function nodeCard(node, activity, volumes) {
         "div",
         { class: "row heads" },
         h("span", {}, "links, all traffic"),
-        h("span", { class: "number in" }, "in ↑"),
-        h("span", { class: "number out" }, "out ↓"),
+        h("span", { class: "number in" }, "in ↓"),
+        h("span", { class: "number out" }, "out ↑"),
       ),
       links(node, activity),
     ),
@@ -322,6 +342,8 @@ const volumeButton = (what, volume, text, label) =>
 
 // ---- over time ----
 function showCharts() {
+  if (!known.namespaces) notYet("ratio", "namespaces");
+  if (!known.activity) notYet("latency", "activity");
   const ratio = ratios.values;
   if (ratio.length) {
     const any = ratio.some((point) => point.values[0] !== null);

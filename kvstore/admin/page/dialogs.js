@@ -244,13 +244,13 @@ const ACTS = {
   token() {
     const box = h("input", { type: "password", id: "dialog-token", autocomplete: "off", required: true, "aria-label": "Token" });
     openDialog(
-      "This server takes a token",
+      "A token is required",
       [
-        h("p", {}, "Whoever runs it has a file of them (admin.tokens_file): the role read looks, operator changes things too."),
+        h("p", {}, "Ask whoever runs this store for one. With the role read you can look, with the role operator also make changes."),
         h("label", { for: "dialog-token" }, "Token", box),
         h("p", { class: "note" }, "It is kept until this tab is closed, and sent to this server only."),
       ],
-      "Use it",
+      "Continue",
       async () => {
         const before = sessionStorage.getItem(TOKEN);
         sessionStorage.setItem(TOKEN, box.value.trim());

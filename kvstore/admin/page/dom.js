@@ -12,10 +12,23 @@ function svg(tag, attributes = {}, ...children) {
   return build(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** The role that the server names with its answers; null: it was not asked yet. */
+let role = null;
+const LOOKS = new Set(["again", "token", "usage"]);
+
+/** Disables a button that changes something where the role does not allow it, and says which role is needed. */
+function guard(button) {
+  const refused = role !== null && role !== "operator" && !LOOKS.has(button.dataset.do);
+  button.disabled = refused;
+  if (refused) button.title = `requires the role operator; this token has the role ${role}`;
+  else button.removeAttribute("title");
+}
+
 function build(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : String(value));
   }
+  if (attributes["data-do"]) guard(element);
   for (const child of children.flat(Infinity)) {
     if (child !== null && child !== undefined && child !== false) element.append(child instanceof Node ? child : String(child));
   }

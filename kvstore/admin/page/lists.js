@@ -7,7 +7,10 @@ const watched = new Map(); // what a node or a volume was like at the last look
 const happened = new History(50); // changes of those: {at, node, what}
 
 /** What stands where nothing was answered yet. */
-const notYet = (where, list) => show($(where), quiet(failed[list] ? `Not known: ${failed[list].message}` : "asking …"));
+function notYet(where, list) {
+  const error = failed[list];
+  show($(where), quiet(!error ? "asking …" : error.status === 401 ? "A token is required." : "Not known yet."));
+}
 
 // ---- loads ----
 function showSlow() {
@@ -171,7 +174,7 @@ function watchFaults(now) {
       watch(
         `node ${node.node_id}`,
         node.node_id,
-        node.stopped && !node.alive ? "stopped" : node.alive ? STATES[node.state] : "silent",
+        node.refused !== null ? "refused" : node.alive ? STATES[node.state] : node.stopped ? "stopped" : "does not report",
         now,
       );
   if (!failed.volumes)

@@ -8,7 +8,7 @@ let wait = EVERY_MS;
 let timer = 0;
 let busy = false;
 let wanted = false; // somebody asked for another look while one was under way
-let heardAt = null;
+let awaySince = null;
 let turn = 0; // of rounds, since all was asked last
 
 /** What an error means for the page as a whole. */
@@ -33,15 +33,17 @@ async function round() {
   await followChecks();
   const unknown = refused.find((error) => error.status === 401);
   if (sessionStorage.getItem(TOKEN)) $("token").hidden = false;
+  isAway = away;
   if (!away) {
     heardAt = new Date();
+    awaySince = null;
     reckon(performance.now());
     watchFaults(Date.now());
   }
   const drawn = [showHealth, showNodes, showCharts, showSlow, showNamespaces, showTenants, showFaults, showDecisions];
-  for (const draw of drawn) {
-    if (!away || heardAt === null || draw === showHealth) draw();
-  }
+  if (away) awaySince ??= new Date();
+  for (const draw of drawn) draw();
+  document.querySelectorAll("#whole button, #quotas button").forEach(guard);
   wait = away ? Math.min(MOST_MS, wait * 2) : EVERY_MS;
   showAway(away && !unknown ? refused[0] : null, unknown);
   busy = false;
@@ -65,28 +67,40 @@ function again() {
   round();
 }
 
+const UNREACHED = /^cannot reach the metadata server at (\S+): (.*)$/s;
+
 function showAway(error, unknown) {
-  const old = heardAt === null ? "" : ` What is shown is of ${clock(heardAt)}.`;
+  const figures = heardAt === null ? "" : ` Figures below are of ${clock(heardAt)}.`;
   const box = $("away");
   box.hidden = !error && !unknown;
   if (unknown)
     return show(
       box,
-      `This server answers to those with a token.${old} `,
-      h("button", { type: "button", "data-do": "token" }, "Give it …"),
+      `A token is required.${figures} `,
+      h("button", { type: "button", "data-do": "token" }, "Enter token …"),
     );
   if (!error) return show(box);
-  const who =
-    error.status === 0 ? `The server does not answer: ${error.message}.` : `The store does not answer: ${error.message}.`;
   return show(
     box,
-    `${who}${old} It is asked again in ${wait / 1000} s. `,
+    `${awayWords(error)}${figures} The next attempt is in ${wait / 1000} s. `,
     h("button", { type: "button", "data-do": "again" }, "Ask now"),
   );
 }
 
+/** What is away, since when, why, and what that means. */
+function awayWords(error) {
+  const since = `since ${clock(awaySince)}`;
+  if (error.status === 0) return `The admin server does not answer ${since}: ${error.message}. The store itself is not affected.`;
+  const [, address, reason] = UNREACHED.exec(error.message) ?? [];
+  const effect = "Engines still use the node of their own host, and find nothing on other hosts.";
+  if (address === undefined) return `The metadata server gives no answers ${since}: ${error.message}. ${effect}`;
+  const restart = reason === "connection refused" ? " Restart it: its index survives." : "";
+  return `The metadata server (${address}) does not answer ${since}: ${reason}. ${effect}${restart}`;
+}
+
 function showFresh() {
-  show($("fresh"), heardAt === null ? "" : `${held ? "paused, " : ""}as of ${clock(heardAt)}`);
+  const looks = role !== null && role !== "operator" ? ` · role ${role}: changes require operator` : "";
+  show($("fresh"), heardAt === null ? "" : `${held ? "paused, " : ""}as of ${clock(heardAt)}${looks}`);
 }
 
 ACTS.again = again;

@@ -39,6 +39,7 @@ async function exchange(method, path, body, tag) {
   } catch {
     throw new Refusal(answer.ok ? 0 : answer.status, "its answer broke off, or is none of an admin server");
   }
+  role = answer.headers.get("x-kvstore-role") ?? role;
   if (!answer.ok) throw new Refusal(answer.status, String(told.detail ?? answer.statusText));
   return { told, tag: answer.headers.get("etag") };
 }
@@ -118,5 +119,12 @@ async function look(all) {
   return { refused, away: refused.length === names.length };
 }
 
-/** Says where what is shown is old. */
-const stale = (name) => (failed[name] ? h("p", { class: "note bad" }, `Not asked anew: ${failed[name].message}`) : null);
+let heardAt = null; // when the store answered last
+let isAway = false; // nothing was answered in the last round: the banner says why
+
+/** Says that what is shown of some lists is old. */
+function stale(...names) {
+  const failures = [...new Set(names.filter((name) => failed[name]).map((name) => failed[name].message))];
+  if (failures.length && isAway && heardAt !== null) return note(`Figures of ${clock(heardAt)}.`);
+  return failures.map((message) => h("p", { class: "note bad" }, `Figures are old: ${message}`));
+}

@@ -60,7 +60,7 @@ class DescribeServerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeServerResponse(_message.Message):
-    __slots__ = ("version", "index_epoch", "blocks", "index_bytes", "namespaces", "nodes_alive", "nodes_silent", "live_plans", "workers", "uptime_ms", "path_policy", "settings", "problems")
+    __slots__ = ("version", "index_epoch", "blocks", "index_bytes", "namespaces", "nodes_alive", "nodes_silent", "live_plans", "workers", "uptime_ms", "path_policy", "settings", "problems", "nodes_refused")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class DescribeServerResponse(_message.Message):
     PATH_POLICY_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    NODES_REFUSED_FIELD_NUMBER: _ClassVar[int]
     version: str
     index_epoch: bytes
     blocks: int
@@ -87,7 +88,8 @@ class DescribeServerResponse(_message.Message):
     path_policy: str
     settings: _containers.RepeatedCompositeFieldContainer[SettingInForce]
     problems: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., index_epoch: _Optional[bytes] = ..., blocks: _Optional[int] = ..., index_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., nodes_alive: _Optional[int] = ..., nodes_silent: _Optional[int] = ..., live_plans: _Optional[int] = ..., workers: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., path_policy: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+    nodes_refused: int
+    def __init__(self, version: _Optional[str] = ..., index_epoch: _Optional[bytes] = ..., blocks: _Optional[int] = ..., index_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., nodes_alive: _Optional[int] = ..., nodes_silent: _Optional[int] = ..., live_plans: _Optional[int] = ..., workers: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., path_policy: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[SettingInForce, _Mapping]]] = ..., problems: _Optional[_Iterable[str]] = ..., nodes_refused: _Optional[int] = ...) -> None: ...
 
 class DescribeNamespacesRequest(_message.Message):
     __slots__ = ("namespace_id", "after", "limit")

@@ -1,0 +1,102 @@
+"""What a refused call may change: the reason shown of a known node that does not report, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
+from kvstore.core.clock import ManualClock
+from kvstore.index.lmdb import LmdbIndex
+from kvstore.metadata.nodes import REFUSED_S, NodeTable
+from kvstore.metadata.notes import Beat, Refusal
+from kvstore.metadata.writes import register_node
+from kvstore.observe.counters import Counters
+from kvstore.rpc.access import RefusedNode, host_of_peer
+
+TTL_S = 2.5
+WHY = "the token is not known to this server"
+HOST = "10.0.0.1"
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[LmdbIndex]:
+    made = LmdbIndex.open(tmp_path / "index", map_bytes=64 << 20)
+    volume = VolumeInfo(volume_id="n/v", tier="TIER_NVME")
+    register_node(made, NodeInfo(node_id="n", boot_id=b"b" * 16, control_address=f"{HOST}:1", volumes=[volume]))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def table(index: LmdbIndex, clock: ManualClock) -> NodeTable:
+    made = NodeTable(index, clock, TTL_S, Counters())
+    assert made.beat(pb.HeartbeatRequest(node_id="n", boot_id=b"b" * 16), "10.0.9.9")
+    clock.advance(TTL_S + 1)
+    made.exchange_beats()
+    return made
+
+
+@pytest.mark.parametrize("host", [HOST, "10.0.9.9"], ids=["registered address", "host of its heartbeats"])
+def test_refused_from_its_host_shows_the_reason(table: NodeTable, host: str) -> None:
+    visible = table.visible
+    table.refused(RefusedNode("n", host, WHY))
+    (status,) = table.statuses()
+    assert (status.alive, status.refused) == (False, WHY)
+    assert table.visible == visible
+
+
+@pytest.mark.parametrize(
+    ("node_id", "host"), [("n", "10.0.0.2"), ("n", ""), ("stranger", HOST)], ids=["another host", "no host", "unknown node"]
+)
+def test_refused_by_a_stranger_shows_nothing(table: NodeTable, node_id: str, host: str) -> None:
+    table.refused(RefusedNode(node_id, host, WHY))
+    assert [status.refused for status in table.statuses()] == [""]
+    assert table.unshared_beats()[1:] == []
+
+
+def test_refused_node_that_reports_is_alive(table: NodeTable) -> None:
+    table.refused(RefusedNode("n", HOST, WHY))
+    table.beat(pb.HeartbeatRequest(node_id="n", boot_id=b"b" * 16), HOST)
+    (status,) = table.statuses()
+    assert (status.alive, status.refused) == (True, "")
+
+
+def test_refused_long_ago_is_silence(table: NodeTable, clock: ManualClock) -> None:
+    table.refused(RefusedNode("n", HOST, WHY))
+    clock.advance(REFUSED_S + 0.1)
+    assert [status.refused for status in table.statuses()] == [""]
+
+
+def test_refused_is_shared_with_other_workers(table: NodeTable, index: LmdbIndex, clock: ManualClock) -> None:
+    another = NodeTable(index, clock, TTL_S, Counters())
+    clock.advance(TTL_S + 1)
+    table.refused(RefusedNode("n", HOST, WHY))
+    for name, value in table.unshared_beats():
+        index.put_note(name, value, announce=False)
+    another.exchange_beats()
+    assert [status.refused for status in another.statuses()] == [WHY]
+
+
+def test_notes_of_beats_and_refusals_come_back() -> None:
+    beat = Beat(b"b" * 16, 1.5, pb.HeartbeatRequest(node_id="n"), "::1")  # type: ignore[arg-type]
+    assert Beat.decode(beat.encode()) == beat
+    refusal = Refusal(2.5, WHY)
+    assert Refusal.decode(refusal.encode()) == refusal
+    assert (Beat.decode(b"x"), Refusal.decode(b"x")) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [("ipv4:127.0.0.1:4711", "127.0.0.1"), ("ipv6:%5B::1%5D:4711", "::1"), ("ipv6:[::1]:4711", "::1"), ("unix:", ""), ("", "")],
+)
+def test_host_of_peer_is_without_port(peer: str, host: str) -> None:
+    assert host_of_peer(peer) == host
