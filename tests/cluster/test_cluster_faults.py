@@ -1,0 +1,272 @@
+"""Three hosts as the documentation sets them up, two engines at work, and everything that an operator is paged for.
+
+One engine has a node on its host, the other has none. The fault is on the first one's host. Whatever happens, no block has wrong
+bytes, no exception reaches an engine, what is wrong is told by the command line, the admin server, a log and the metric of an
+alert rule, and bytes move again once it is over.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from load_generator import Load, Phase
+from three_hosts import POLL_S, ThreeHosts, until
+
+from certificates import make_certificates
+
+FAULTY = "host-2"
+FAULTY_HOST = 2
+BEFORE_S = 1.5
+TAKEN_IN_S = 3.0
+"""By then engines know of a fault."""
+AFTER_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """A file system of its own for the faulty host; None: this user may not mount one."""
+    place = tmp_path_factory.mktemp("disk")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(place)], capture_output=True, check=False)
+    yield place if done.returncode == 0 else None
+    if done.returncode == 0:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) -> Iterator[ThreeHosts]:
+    disks = {} if small_disk is None else {FAULTY_HOST: small_disk}
+    with ThreeHosts(tmp_path_factory.mktemp("three"), disks) as hosts:
+        until(lambda: well(hosts), "all is well", lambda: hosts.cli("status").output)
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def load(hosts: ThreeHosts) -> Iterator[Load]:
+    with hosts.connect(FAULTY_HOST) as local, hosts.connect(None) as remote, Load({"local": local, "remote": remote}) as load:
+        until(lambda: all(load.moved_since(0.0).values()), "both engines move bytes")
+        yield load
+
+
+def well(hosts: ThreeHosts) -> bool:
+    """Whether the operator sees nothing wrong, with three nodes."""
+    status, cluster = hosts.admin("/v1/cluster")
+    return status == 200 and cluster["health"] == "ok" and cluster["nodes_alive"] == 3
+
+
+@dataclass
+class Course:
+    """What happened in the course of one fault."""
+
+    load: Load
+    before: Phase
+    during: Phase
+    late: Phase
+    after: Phase
+    told_s: dict[str, float] = field(default_factory=dict)
+    """When each of those who tell told it, in seconds since the fault."""
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{who} after {seconds:.1f} s" for who, seconds in self.told_s.items())
+        return f"{self.load.report([self.before, self.during, self.late, self.after])}\ntold by: {told}"
+
+
+def run_through(
+    hosts: ThreeHosts,
+    load: Load,
+    *,
+    inflict: Callable[[], None],
+    told: dict[str, Callable[[], bool]],
+    mend: Callable[[], None],
+    least_s: float = 3.5,
+) -> Course:
+    """Inflicts a fault under load, waits until all have told it, mends it, and waits until all is well.
+
+    Args:
+        hosts: the cluster.
+        load: at work.
+        inflict: begins the fault.
+        told: by whom it must be told; each is asked until it is true.
+        mend: ends the fault.
+        least_s: how long the fault lasts at least.
+    """
+    start_s = time.monotonic()
+    time.sleep(BEFORE_S)  # the load's, not a wait for anything
+    fault_s = time.monotonic()
+    inflict()
+    told_s: dict[str, float] = {}
+
+    def all_told() -> bool:
+        for who, asked in told.items():
+            if who not in told_s and asked():
+                told_s[who] = time.monotonic() - fault_s
+        return len(told_s) == len(told)
+
+    def said() -> str:
+        return f"told so far: {told_s}\n{hosts.cli('status').output}\n{hosts.admin('/v1/cluster')}\n{hosts.log_tail(FAULTY)}"
+
+    try:
+        until(all_told, f"told by {', '.join(told)}", said)
+        while time.monotonic() - fault_s < least_s:
+            time.sleep(POLL_S)
+    finally:
+        mended_s = time.monotonic()
+        mend()
+    until(lambda: well(hosts), "all is well again", said)
+    well_s = time.monotonic()
+    until(lambda: all(load.moved_since(well_s).values()), "both engines move bytes again", said)
+    while time.monotonic() - well_s < AFTER_S:
+        time.sleep(POLL_S)
+    course = Course(
+        load,
+        load.ended("before", start_s, fault_s),
+        load.under_way("during, first 3 s", fault_s, fault_s + TAKEN_IN_S),
+        load.begun("during, later", fault_s + TAKEN_IN_S, mended_s),
+        load.begun("after", well_s),
+        told_s,
+    )
+    print(course)
+    assert load.wrong_blocks == 0, f"WRONG BYTES{course}"
+    for engine in load.engines:
+        assert course.before.of(engine).moved_bytes > 0, course
+        assert course.after.of(engine).moved_bytes > 0, course
+    return course
+
+
+def problem(hosts: ThreeHosts, words: str) -> dict[str, Callable[[], bool]]:
+    """The command line and the admin server say it in a problem."""
+    return {
+        "kvstore status": lambda: any(words in line for line in hosts.cli("status").output.splitlines() if "problem: " in line),
+        "admin": lambda: any(words in one for one in hosts.admin("/v1/cluster")[1].get("problems", ())),
+    }
+
+
+def logged(hosts: ThreeHosts, daemon: str, words: str) -> dict[str, Callable[[], bool]]:
+    """A daemon's log says it, from now on."""
+    at = hosts.log_size(daemon)
+    return {f"log of {daemon}": lambda: words in hosts.log_since(daemon, at)}
+
+
+def no_heartbeat(hosts: ThreeHosts) -> dict[str, Callable[[], bool]]:
+    """The metric of KVStoreNodeSilent grows."""
+    return {"KVStoreNodeSilent": lambda: hosts.alert("KVStoreNodeSilent", "metadata", node=FAULTY) > 2.0}
+
+
+def test_cluster_node_stopped_is_told_and_recovers(hosts: ThreeHosts, load: Load) -> None:
+    run_through(
+        hosts,
+        load,
+        inflict=lambda: hosts.signal(FAULTY, signal.SIGSTOP),
+        told={**problem(hosts, FAULTY), **logged(hosts, "metadata", FAULTY), **no_heartbeat(hosts)},
+        mend=lambda: hosts.signal(FAULTY, signal.SIGCONT),
+        least_s=6.0,
+    )
+
+
+def test_cluster_node_killed_is_told_and_recovers(hosts: ThreeHosts, load: Load) -> None:
+    run_through(
+        hosts,
+        load,
+        inflict=lambda: hosts.stop(FAULTY, signal.SIGKILL),
+        told={**problem(hosts, FAULTY), **logged(hosts, "metadata", FAULTY), **no_heartbeat(hosts)},
+        mend=lambda: hosts.start(FAULTY),
+    )
+
+
+def test_cluster_metadata_killed_is_told_and_recovers(hosts: ThreeHosts, load: Load) -> None:
+    run_through(
+        hosts,
+        load,
+        inflict=lambda: hosts.stop("metadata", signal.SIGKILL),
+        told={
+            "kvstore status": lambda: hosts.cli("status").exit_code != 0,
+            "admin": lambda: hosts.admin("/v1/cluster")[0] == 503,
+            **logged(hosts, FAULTY, hosts.metadata_address),
+            "KVStoreMetadataUnreachable": lambda: hosts.alert("KVStoreMetadataUnreachable", FAULTY) == 0,
+        },
+        mend=lambda: hosts.start("metadata"),
+    )
+
+
+def test_cluster_token_wrong_is_told_and_recovers(hosts: ThreeHosts, load: Load) -> None:
+    token = hosts.hosts[FAULTY_HOST].etc / "nodes.token"
+    right = token.read_text()
+    refused = hosts.alert("KVStoreCallersRefused", "metadata", kind="unauthenticated")
+
+    def replace(text: str) -> None:
+        fresh = token.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(token)
+
+    run_through(
+        hosts,
+        load,
+        inflict=lambda: replace("f" * 32),
+        told={
+            **problem(hosts, FAULTY),
+            **logged(hosts, FAULTY, "token"),
+            **logged(hosts, "metadata", "token"),
+            "KVStoreCallersRefused": lambda: (
+                hosts.alert("KVStoreCallersRefused", "metadata", kind="unauthenticated") > max(0.0, refused)
+            ),
+        },
+        mend=lambda: replace(right),
+    )
+
+
+def test_cluster_certificate_foreign_is_told_and_recovers(hosts: ThreeHosts, load: Load, tmp_path: Path) -> None:
+    """The node comes back with a certificate of another authority."""
+    theirs, folder = make_certificates(tmp_path), hosts.hosts[FAULTY_HOST].etc / "tls"
+    kept = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def inflict() -> None:
+        hosts.stop(FAULTY, signal.SIGKILL)
+        for path in (theirs.ca, theirs.cert, theirs.key):
+            (folder / path.name).write_bytes(path.read_bytes())
+        hosts.start(FAULTY)
+
+    def mend() -> None:
+        hosts.stop(FAULTY, signal.SIGKILL)
+        for path, content in kept.items():
+            path.write_bytes(content)
+        hosts.start(FAULTY)
+
+    run_through(
+        hosts,
+        load,
+        inflict=inflict,
+        told={
+            **problem(hosts, FAULTY),
+            **logged(hosts, FAULTY, hosts.metadata_address),
+            **no_heartbeat(hosts),
+            "KVStoreMetadataUnreachable": lambda: hosts.alert("KVStoreMetadataUnreachable", FAULTY) == 0,
+        },
+        mend=mend,
+    )
+
+
+def test_cluster_volume_full_is_told_and_recovers(hosts: ThreeHosts, load: Load, small_disk: Path | None) -> None:
+    if small_disk is None:
+        pytest.skip("a file system of its own takes root and mounts: a full volume was NOT tested")
+    filler = small_disk / "filler"
+
+    def inflict() -> None:
+        done = subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=64K"], capture_output=True, text=True, check=False)
+        assert "No space left" in done.stderr, done.stderr
+
+    run_through(
+        hosts,
+        load,
+        inflict=inflict,
+        told={
+            **problem(hosts, f"{FAULTY}/nvme0"),
+            **logged(hosts, FAULTY, "No space left"),
+            "KVStoreVolumeFull": lambda: hosts.alert("KVStoreVolumeFull", FAULTY) == 1,
+        },
+        mend=filler.unlink,
+    )
