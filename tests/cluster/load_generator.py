@@ -131,6 +131,11 @@ class Load:
         phase = self.begun("", begin_s)
         return {engine: phase.of(engine).moved_bytes for engine in self.engines}
 
+    def hits_since(self, begin_s: float) -> dict[str, int]:
+        """Blocks that loads begun since found, by engine."""
+        loads = [one for one in self.begun("", begin_s).requests if one.kind == "load"]
+        return {engine: sum(one.held_blocks for one in loads if one.engine == engine) for engine in self.engines}
+
     @property
     def wrong_blocks(self) -> int:
         """Of all requests so far."""

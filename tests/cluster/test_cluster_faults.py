@@ -25,6 +25,10 @@ FAULTY_HOST = 2
 BEFORE_S = 1.5
 TAKEN_IN_S = 3.0
 """By then engines know of a fault."""
+MOST_WAIT_S = 1.5
+"""How much longer than before the longest request may wait within that time ..."""
+MOST_LATER_S = 0.5
+"""... and after it, when none waits for the faulty host any more."""
 AFTER_S = 1.0
 
 
@@ -70,10 +74,17 @@ class Course:
     after: Phase
     told_s: dict[str, float] = field(default_factory=dict)
     """When each of those who tell told it, in seconds since the fault."""
+    well_s: float = 0.0
+    """From the mending until the operator sees nothing wrong."""
+    served_s: float = 0.0
+    """From then until loads of both engines hit."""
 
     def __str__(self) -> str:
         told = ", ".join(f"{who} after {seconds:.1f} s" for who, seconds in self.told_s.items())
-        return f"{self.load.report([self.before, self.during, self.late, self.after])}\ntold by: {told}"
+        return (
+            f"{self.load.report([self.before, self.during, self.late, self.after])}\ntold by: {told}"
+            f"\nmended: well after {self.well_s:.1f} s, both engines hit {self.served_s:.1f} s later"
+        )
 
 
 def run_through(
@@ -119,22 +130,27 @@ def run_through(
         mend()
     until(lambda: well(hosts), "all is well again", said)
     well_s = time.monotonic()
-    until(lambda: all(load.moved_since(well_s).values()), "both engines move bytes again", said)
-    while time.monotonic() - well_s < AFTER_S:
+    until(lambda: all(load.hits_since(well_s).values()), "loads of both engines hit again", said)
+    served_s = time.monotonic()
+    while time.monotonic() - served_s < AFTER_S:
         time.sleep(POLL_S)
     course = Course(
         load,
         load.ended("before", start_s, fault_s),
         load.under_way("during, first 3 s", fault_s, fault_s + TAKEN_IN_S),
         load.begun("during, later", fault_s + TAKEN_IN_S, mended_s),
-        load.begun("after", well_s),
+        load.begun("after", served_s),
         told_s,
+        well_s - mended_s,
+        served_s - well_s,
     )
     print(course)
     assert load.wrong_blocks == 0, f"WRONG BYTES{course}"
     for engine in load.engines:
         assert course.before.of(engine).moved_bytes > 0, course
         assert course.after.of(engine).moved_bytes > 0, course
+    assert course.during.longest_s <= course.before.longest_s + MOST_WAIT_S, course
+    assert course.late.longest_s <= course.before.longest_s + MOST_LATER_S, course
     return course
 
 
