@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,9 +26,9 @@ BEFORE_S = 1.5
 TAKEN_IN_S = 3.0
 """By then engines know of a fault."""
 MOST_WAIT_S = 1.5
-"""How much longer than before the longest request may wait within that time ..."""
-MOST_LATER_S = 0.5
-"""... and after it, when none waits for the faulty host any more."""
+"""How much longer than without the fault the longest request may wait within that time ..."""
+MOST_LATER_S = 0.8
+"""... and after it, when none waits for the faulty host any more: less than it takes to find out that a host hangs."""
 AFTER_S = 1.0
 
 
@@ -78,12 +78,14 @@ class Course:
     """From the mending until the operator sees nothing wrong."""
     served_s: float = 0.0
     """From then until loads of both engines hit."""
+    last: str = ""
+    """What was wrong last, as the admin server said."""
 
     def __str__(self) -> str:
         told = ", ".join(f"{who} after {seconds:.1f} s" for who, seconds in self.told_s.items())
         return (
             f"{self.load.report([self.before, self.during, self.late, self.after])}\ntold by: {told}"
-            f"\nmended: well after {self.well_s:.1f} s, both engines hit {self.served_s:.1f} s later"
+            f"\nmended: well after {self.well_s:.1f} s, both engines hit {self.served_s:.1f} s later; wrong last: {self.last}"
         )
 
 
@@ -128,7 +130,15 @@ def run_through(
     finally:
         mended_s = time.monotonic()
         mend()
-    until(lambda: well(hosts), "all is well again", said)
+    last: list[str] = []
+
+    def well_again() -> bool:
+        if well(hosts):
+            return True
+        last[:] = [str(hosts.admin("/v1/cluster")[1])]
+        return False
+
+    until(well_again, "all is well again", said)
     well_s = time.monotonic()
     until(lambda: all(load.hits_since(well_s).values()), "loads of both engines hit again", said)
     served_s = time.monotonic()
@@ -143,22 +153,28 @@ def run_through(
         told_s,
         well_s - mended_s,
         served_s - well_s,
+        "".join(last)[:300],
     )
     print(course)
     assert load.wrong_blocks == 0, f"WRONG BYTES{course}"
     for engine in load.engines:
         assert course.before.of(engine).moved_bytes > 0, course
         assert course.after.of(engine).moved_bytes > 0, course
-    assert course.during.longest_s <= course.before.longest_s + MOST_WAIT_S, course
-    assert course.late.longest_s <= course.before.longest_s + MOST_LATER_S, course
+    ordinary_s = max(course.before.longest_s, course.after.longest_s)
+    assert course.during.longest_s <= ordinary_s + MOST_WAIT_S, f"too long a wait{course}"
+    assert course.late.longest_s <= ordinary_s + MOST_LATER_S, f"too long a wait{course}"
     return course
 
 
 def problem(hosts: ThreeHosts, words: str) -> dict[str, Callable[[], bool]]:
-    """The command line and the admin server say it in a problem."""
+    """The command line and the admin server say it in a problem, whatever it begins with."""
+
+    def said(problems: Iterable[str]) -> bool:
+        return any(words in problem.lower() for problem in problems)
+
     return {
-        "kvstore status": lambda: any(words in line for line in hosts.cli("status").output.splitlines() if "problem: " in line),
-        "admin": lambda: any(words in one for one in hosts.admin("/v1/cluster")[1].get("problems", ())),
+        "kvstore status": lambda: said(line for line in hosts.cli("status").output.splitlines() if line.startswith("problem: ")),
+        "admin": lambda: said(hosts.admin("/v1/cluster")[1].get("problems", ())),
     }
 
 
@@ -244,7 +260,7 @@ def test_cluster_certificate_foreign_is_told_and_recovers(hosts: ThreeHosts, loa
         hosts.stop(FAULTY, signal.SIGKILL)
         for path in (theirs.ca, theirs.cert, theirs.key):
             (folder / path.name).write_bytes(path.read_bytes())
-        hosts.start(FAULTY)
+        hosts.start(FAULTY, wait=False)  # for a while it waits itself, for the metadata server
 
     def mend() -> None:
         hosts.stop(FAULTY, signal.SIGKILL)
@@ -260,7 +276,6 @@ def test_cluster_certificate_foreign_is_told_and_recovers(hosts: ThreeHosts, loa
             **problem(hosts, FAULTY),
             **logged(hosts, FAULTY, hosts.metadata_address),
             **no_heartbeat(hosts),
-            "KVStoreMetadataUnreachable": lambda: hosts.alert("KVStoreMetadataUnreachable", FAULTY) == 0,
         },
         mend=mend,
     )
@@ -281,7 +296,7 @@ def test_cluster_volume_full_is_told_and_recovers(hosts: ThreeHosts, load: Load,
         inflict=inflict,
         told={
             **problem(hosts, f"{FAULTY}/nvme0"),
-            **logged(hosts, FAULTY, "No space left"),
+            **logged(hosts, FAULTY, f"{FAULTY}/nvme0 does not take blocks"),
             "KVStoreVolumeFull": lambda: hosts.alert("KVStoreVolumeFull", FAULTY) == 1,
         },
         mend=filler.unlink,

@@ -23,7 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -48,6 +48,8 @@ HOSTS: Final = (1, 2, 3)
 METADATA_HOST: Final = 1
 WAIT_S: Final = 30.0
 POLL_S: Final = 0.05
+PORTS: Final = ("7400", "7401", "7410", "7411", "7470", "7480")
+"""Ports that the page, or a default, names."""
 SIZES: Final = {'dram = "1GiB"': 'dram = "96MiB"', ":10GiB": ":192MiB"}
 """Sizes of the page, and those of this machine."""
 SPEC: Final = CacheSpec(model="three-hosts", block_tokens=16, layers=4, layer_block_bytes=16 << 10)
@@ -59,7 +61,6 @@ class Daemon:
 
     process: subprocess.Popen[bytes]
     log: Path
-    ready: dict[str, str] = field(default_factory=dict)
 
 
 class Host:
@@ -100,7 +101,7 @@ class ThreeHosts:
         self._run = ScratchFolder("kvs-", Path("/tmp"))  # unix socket paths are short
         self._desk = folder / "desk"
         self.files: CertificateFiles = make_certificates(self._desk)
-        self._ports = dict(zip(("7400", "7410", "7411", "7470"), _free_ports(4), strict=True))
+        self._ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
         self.hosts = {number: Host(number, folder, self._run.path) for number in HOSTS}
         self.daemons: dict[str, Daemon] = {}
         self._prepare()
@@ -166,8 +167,8 @@ class ThreeHosts:
             daemon.process.wait(WAIT_S)
         self._run.close()
 
-    def start(self, name: str) -> None:
-        """Starts ``metadata``, ``admin`` or the node of a host, as its unit does; waits until it serves."""
+    def start(self, name: str, *, wait: bool = True) -> None:
+        """Starts ``metadata``, ``admin`` or the node of a host, as its unit does; ``wait``: until it serves."""
         section = name if name in {"metadata", "admin"} else "node"
         host = self.hosts[METADATA_HOST if section != "node" else int(name[-1])]
         settings = unit(SYSTEMD / f"kvstore-{section}.service")
@@ -182,18 +183,19 @@ class ThreeHosts:
         arguments = [sys.executable, "-m", "kvstore.cli", *shlex.split(command)[1:], "--config", str(host.config)]
         arguments += ["--set", f"{section}.ready_file={ready}"]
         if section != "admin":
-            arguments += ["--set", f"{section}.metrics_listen={host.address}:0"]
+            arguments += ["--set", f"{section}.metrics_listen={self._metrics_address(name)}"]
         log = host.logs / f"{name}.log"
         with log.open("ab") as out, mock.patch.dict(os.environ, environment):
             process = Children.launcher(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-        daemon = self.daemons[name] = Daemon(process, log)
+        self.daemons[name] = Daemon(process, log)
+        if not wait:
+            return
 
         def serves() -> bool:
             assert process.poll() is None, f"{name} ended:\n{self.log_tail(name)}"
             return ready.exists()
 
         until(serves, f"{name} serves", lambda: self.log_tail(name))
-        daemon.ready = json.loads(ready.read_text())
 
     def stop(self, name: str, signal_number: signal.Signals = signal.SIGTERM) -> None:
         """Ends a daemon and waits for its end."""
@@ -254,9 +256,7 @@ class ThreeHosts:
         assert found is not None, rules[name]
         wanted = re.findall(r'(\w+)(=~|=)"([^"]*)"', found[2] or "")
         try:
-            with urllib.request.urlopen(
-                f"http://{self.daemons[daemon].ready['metrics_address']}/metrics", timeout=WAIT_S
-            ) as answer:
+            with urllib.request.urlopen(f"http://{self._metrics_address(daemon)}/metrics", timeout=WAIT_S) as answer:
                 text = answer.read().decode()
         except OSError:  # it is not there
             return math.nan
@@ -269,6 +269,12 @@ class ThreeHosts:
             and labels.items() <= sample.labels.items()
         ]
         return max(values, default=math.nan)
+
+    def _metrics_address(self, name: str) -> str:
+        """Each host's own: the default is one port of loopback."""
+        if name == "metadata":
+            return f"{self.hosts[METADATA_HOST].address}:{self._ports['7401']}"
+        return f"{self.hosts[int(name[-1])].address}:{self._ports['7480']}"
 
     def connect(self, host: int | None) -> KVClient:
         """An engine's client as the page has it: on a host with a node, or without one."""
