@@ -51,9 +51,9 @@ def make_certificates(folder: Path, *, name: str = SERVER_NAME, authority: Certi
     """Runs the how-to's commands in a folder, which is created.
 
     Args:
-        folder: where the files go.
+        folder: for the files.
         name: the common name that the certificate carries.
-        authority: who signs; None: a new authority.
+        authority: files of the authority that signs; None: a new one.
 
     Raises:
         AssertionError: a command failed.

@@ -23,6 +23,7 @@ LONGEST = (
     "test_nixl",
     "test_e2e_drain",
     "test_docs_commands",
+    "test_cluster_faults",
     "test_e2e_faults",
     "test_cli_commands",
     "test_e2e_paths",

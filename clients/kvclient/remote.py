@@ -54,7 +54,10 @@ class PeerPool:
         self._open: OrderedDict[NodeRef, tuple[BlockPeer, grpc.Channel]] = OrderedDict()
         self._readers: ThreadPoolExecutor | None = None
         self._closed = False
-        nixl = options.nixl if tls is None else None
+        nixl = options.nixl
+        if nixl is not None and tls is not None:
+            nixl = None
+            incidents.report("transport_nixl_unavailable_total", "blocks move over TCP: NIXL has no TLS, and TLS is set")
         self._nixl = None if nixl is None else NixlPort(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
 
     def peer(self, node: NodeRef) -> BlockPeer:

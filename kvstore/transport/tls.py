@@ -1,8 +1,8 @@
 """TLS of data-plane sockets, from the same configuration that gRPC's credentials are made of. TLS 1.3 only.
 
-A server takes a plain ``ssl`` context. A client takes a ``PeerTls``: the context and the name that it expects in the server's
-certificate travel together, so that no connection can be made with the one and without the other. Hosts are dialled by address,
-and their certificates carry a common name.
+``TcpServer`` receives a plain ``ssl`` context. ``TcpPeer`` receives a ``PeerTls``, which holds the context and the name expected in
+the server's certificate, so that no connection can be made with one and without the other. Hosts are dialled by address, and
+their certificates carry a common name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.core.tls import TlsConfig
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerTls:
-    """The client side of TLS: whom it trusts, what it shows, and which name it expects. Made by ``of``; thread-safe.
+    """The client side of TLS: trusted authorities, own certificate and expected server name. Made by ``of``; thread-safe.
 
     Attributes:
         context: trusted authorities and this side's certificate.
@@ -58,7 +58,7 @@ def server_context(config: TlsConfig) -> ssl.SSLContext:
         InvalidArgument: no certificate, or files that cannot be read.
     """
     if config.cert is None:
-        raise InvalidArgument("a TLS server takes a certificate and its key")
+        raise InvalidArgument("a TLS server requires a certificate and its key")
     context = _context(config, ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED if config.require_client_cert else ssl.CERT_NONE
     context.num_tickets = 0  # connections are pooled: resumption would only leave unread bytes on idle sockets

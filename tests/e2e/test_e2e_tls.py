@@ -14,14 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from certificates import CertificateFiles, make_certificates
+from certificates import SERVER_NAME, CertificateFiles, make_certificates
 from conftest import WAIT_S, until
-from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Paths
+from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Paths, list_namespaces
+from kvclient.engines.options import HookOptions
+from kvclient.events import BlockWatcher
 from kvclient.hbm import HbmPool
+from kvclient.scheduler_client import SchedulerClient
+from kvclient.scheduling import EngineRequest
 from kvstore.core.errors import KVStoreError
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, Tier
 from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
+from kvstore.transport.nixl.port import NixlOptions
 from kvstore.workload.payload import Payloads
 
 LAYERS = 4
@@ -194,9 +199,51 @@ def test_tls_hbm_pool_is_read_by_address(secured: Secured) -> None:
         assert np.array_equal(room, secured.bytes_of(keys)), "WRONG BYTES"
 
 
+def test_tls_hook_options_move_every_byte(secured: Secured) -> None:
+    """What the hooks of vLLM, SGLang and transformers make of their options."""
+    files = secured.files
+    options = HookOptions.from_mapping(
+        {
+            "metadata": secured.cluster.metadata_address,
+            "node": "none",
+            "tls_ca": str(files.ca),
+            "tls_cert": str(files.cert),
+            "tls_key": str(files.key),
+            "tls_server_name": SERVER_NAME,
+        }
+    )
+    with options.connect(SPEC) as client:
+        keys = secured.keys(client, 5)
+        assert client.store(keys, secured.bytes_of(keys)).held_blocks == BLOCKS
+        until(lambda: client.lookup(keys).hit_blocks == BLOCKS, "the store is visible", WAIT_S)
+        secured.load(client, keys)
+
+
+def test_tls_other_clients_are_answered(secured: Secured, stored: list[BlockKey]) -> None:
+    """Namespaces, block events and the scheduler."""
+    address, tls = secured.cluster.metadata_address, secured.files.client()
+    assert [spec.model for spec in list_namespaces(address, tls=tls)] == [SPEC.model]
+    with BlockWatcher(address, tls=tls) as watcher:
+        watcher.wait_complete(WAIT_S)
+        assert {volume.node_id for volume in watcher.holders(stored[0])} >= {"storage"}
+    scheduler = SchedulerClient(address, tls=tls)
+    assert scheduler.cancel(EngineRequest("nobody's", 1)) is False
+    scheduler.close()
+
+
+def test_tls_client_uses_tcp_where_nixl_is_asked_for(secured: Secured, stored: list[BlockKey]) -> None:
+    """NIXL has no TLS: bytes move over TLS, and that is counted."""
+    with secured.connect(None, options=ClientOptions(nixl=NixlOptions(), nixl_trusted_network=True)) as client:
+        secured.load(client, stored)
+        assert client.stats()["transport_nixl_unavailable_total"] == 1
+
+
 # ---------------------------------------------------------------- no byte moves
 @pytest.mark.parametrize("stranger", ["clear text", "no certificate", "another authority", "another name", "no name"])
-def test_tls_stranger_connects_nowhere(secured: Secured, tmp_path: Path, stranger: str) -> None:
+def test_tls_stranger_moves_no_byte(
+    secured: Secured, stored: list[BlockKey], tmp_path: Path, stranger: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told at once; one that goes on all the same, as hooks do, loads and stores nothing and counts why."""
     ours = secured.files.client()
     tls = {
         "clear text": None,
@@ -207,6 +254,19 @@ def test_tls_stranger_connects_nowhere(secured: Secured, tmp_path: Path, strange
     }[stranger]
     with pytest.raises(KVStoreError):
         KVClient.connect(secured.cluster.metadata_address, SPEC, node=None, tls=tls, options=IMPATIENT)
+    goes_on = replace(IMPATIENT, require_store=False, lookup_deadline_s=0.5)
+    with (
+        caplog.at_level(logging.WARNING, "kvclient"),
+        KVClient.connect(secured.cluster.metadata_address, SPEC, node=None, tls=tls, options=goes_on) as client,
+    ):
+        room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
+        loaded = client.load(stored, room, deadline_s=1.0)
+        assert (loaded.hit_blocks, loaded.bytes_loaded, int(room.max())) == (0, 0, 0)
+        assert client.store(secured.keys(client, 9), secured.bytes_of(stored), deadline_s=1.0).bytes_stored == 0
+        counted = client.stats()
+    assert counted["client_connect_failed_total"] > 0
+    assert counted["client_store_failed_total"] > 0
+    assert caplog.records
 
 
 def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,7 +274,7 @@ def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Pa
     other = make_certificates(tmp_path / "other", name="elsewhere", authority=secured.files)
     settings = tuple(one for one in other.settings() if one[0] != "tls.server_name")
     nodes = [
-        NodeSpec("other", dram_bytes=64 * MIB, settings=(*settings, ("tls.server_name", "kvstore")), place=Place("127.0.0.2"))
+        NodeSpec("other", dram_bytes=64 * MIB, settings=(*settings, ("tls.server_name", SERVER_NAME)), place=Place("127.0.0.2"))
     ]
     with (
         caplog.at_level(logging.WARNING, "kvclient"),
