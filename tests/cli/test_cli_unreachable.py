@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from certificates import CertificateFiles, make_certificates
+from certificates import SERVER_NAME, CertificateFiles, make_certificates
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.cli.app import root
 from kvstore.core.errors import Unauthenticated, Unavailable
@@ -31,14 +31,13 @@ class Secured:
     folder: Path
 
     def tls(self) -> dict[str, str]:
-        return {"tls.ca": str(self.ours.ca), "tls.cert": str(self.ours.cert), "tls.key": str(self.ours.key)}
+        files = {"tls.ca": str(self.ours.ca), "tls.cert": str(self.ours.cert), "tls.key": str(self.ours.key)}
+        return {**files, "tls.server_name": SERVER_NAME}
 
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("secured")
-    (folder / "ours").mkdir()
-    (folder / "theirs").mkdir()
     ours, theirs = make_certificates(folder / "ours"), make_certificates(folder / "theirs")
     tokens = folder / "tokens"
     tokens.touch(mode=0o600)
@@ -71,11 +70,11 @@ def test_status_plain_text_to_tls_names_the_setting(secured: Secured) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tls.ca": "theirs/ca.pem"}, "its certificate is not signed by [client.tls] ca {folder}/theirs/ca.pem"),
+        ({"tls.ca": "theirs/ca.crt"}, "its certificate is not signed by [client.tls] ca {folder}/theirs/ca.crt"),
         ({"tls.cert": "", "tls.key": ""}, "it requires a client certificate ([client.tls] cert, key)"),
         (
-            {"tls.server_name": "kvstore"},
-            "its certificate is for 'localhost', '127.0.0.1', expected 'kvstore': set [client.tls] server_name",
+            {"tls.server_name": "another"},
+            "its certificate is for 'kvstore', expected 'another': set [client.tls] server_name",
         ),
     ],
     ids=["another authority", "no certificate", "another name"],
@@ -132,8 +131,8 @@ def test_connect_unreachable_server_says_why(secured: Secured) -> None:
     with pytest.raises(Unavailable, match="it speaks TLS and TlsConfig is not set"):
         KVClient.connect(secured.address, SPEC, options=options)
     with pytest.raises(Unavailable, match=r"it requires a client certificate \(TlsConfig cert, key\)"):
-        KVClient.connect(secured.address, SPEC, options=options, tls=TlsConfig(ca=secured.ours.ca))
-    ours = TlsConfig(secured.ours.ca, secured.ours.cert, secured.ours.key)
+        KVClient.connect(secured.address, SPEC, options=options, tls=TlsConfig(ca=secured.ours.ca, server_name=SERVER_NAME))
+    ours = secured.ours.client()
     with pytest.raises(Unauthenticated, match="the token given is not known to the metadata server at"):
         KVClient.connect(secured.address, SPEC, options=ClientOptions(token="a-token-of-nobodys"), tls=ours)
     with pytest.raises(Unauthenticated, match=r"a token is required by the metadata server at .* is not set"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from certificates import CertificateFiles, make_certificates
+from certificates import SERVER_NAME, CertificateFiles, make_certificates
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unauthenticated, Unavailable
 from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
@@ -66,7 +66,7 @@ def why(address: str, tls: TlsConfig | None) -> str | None:
 
 
 def test_diagnose_matching_tls_finds_nothing(mutual: str, ours: CertificateFiles) -> None:
-    assert why(mutual, TlsConfig(ours.ca, ours.cert, ours.key)) is None
+    assert why(mutual, ours.client()) is None
 
 
 def test_diagnose_plain_text_to_tls_says_so(mutual: str) -> None:
@@ -74,24 +74,24 @@ def test_diagnose_plain_text_to_tls_says_so(mutual: str) -> None:
 
 
 def test_diagnose_foreign_ca_names_the_file(mutual: str, ours: CertificateFiles, theirs: CertificateFiles) -> None:
-    found = why(mutual, TlsConfig(theirs.ca, ours.cert, ours.key))
+    found = why(mutual, TlsConfig(theirs.ca, ours.cert, ours.key, server_name=SERVER_NAME))
     assert found == f"its certificate is not signed by [client.tls] ca {theirs.ca}"
 
 
 def test_diagnose_no_client_certificate_says_required(mutual: str, ours: CertificateFiles) -> None:
-    assert why(mutual, TlsConfig(ours.ca)) == "it requires a client certificate ([client.tls] cert, key)"
+    assert why(mutual, TlsConfig(ours.ca, server_name=SERVER_NAME)) == "it requires a client certificate ([client.tls] cert, key)"
 
 
 def test_diagnose_foreign_client_certificate_says_refused(mutual: str, ours: CertificateFiles, theirs: CertificateFiles) -> None:
-    found = why(mutual, TlsConfig(ours.ca, theirs.cert, theirs.key))
+    found = why(mutual, TlsConfig(ours.ca, theirs.cert, theirs.key, server_name=SERVER_NAME))
     assert found is not None
     assert found.startswith(f"it does not accept the client certificate {theirs.cert}")
 
 
 def test_diagnose_other_name_lists_the_names(mutual: str, ours: CertificateFiles) -> None:
-    found = why(mutual, TlsConfig(ours.ca, ours.cert, ours.key, server_name="kvstore"))
-    names = "'localhost', '127.0.0.1'"
-    assert found == f"its certificate is for {names}, expected 'kvstore': set [client.tls] server_name"
+    expected = "its certificate is for 'kvstore', expected {!r}: set [client.tls] server_name"
+    assert why(mutual, ours.client("another")) == expected.format("another")
+    assert why(mutual, ours.client(None)) == expected.format("127.0.0.1")
 
 
 def test_diagnose_tls_to_plain_text_says_so(ours: CertificateFiles) -> None:

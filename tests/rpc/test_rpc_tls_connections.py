@@ -75,7 +75,7 @@ async def test_peer_that_calls_is_not_counted(
 ) -> None:
     monkeypatch.setattr(tls_connections, "LOOK_S", look_s)
     address, counters = served
-    ours = TlsConfig(files.ca, files.cert, files.key)
+    ours = files.client()
     for _ in range(5):
         await ask(address, ours)
     async with connect_aio(address, tls=ours, own_connection=True) as idle:  # calls once, and stays
