@@ -78,7 +78,7 @@ class Directory:
         self._clock = clock
         token = options.shown_token()
         self._channel = connect(address, tls=tls, token=token)
-        self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "TlsConfig", "token, token_file"))
+        self._diagnoser = Diagnoser(Target("the metadata server", address, tls, token, "TlsConfig", "ClientOptions.token"))
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._breaker = CircuitBreaker(clock, failures=options.breaker_failures, open_s=options.breaker_pause_s)
         self._registered = False
@@ -263,7 +263,10 @@ class Directory:
 
     def _await_server(self, lost: Unavailable) -> None:
         if self._diagnoser.known(lost) is lost:
-            _limited.warning("lost the metadata server: %s", self._diagnoser.explain(lost))
+            explained = self._diagnoser.explain(lost)
+            if self._closed:
+                return
+            _limited.warning("lost the metadata server: %s", explained)
         patient: UnaryMethod[metadata_pb2.ListNodesRequest, metadata_pb2.ListNodesResponse]
         patient = partial(self._stub.ListNodes, wait_for_ready=True)
         try:

@@ -126,7 +126,7 @@ def _grpc_serves(address: str, identity: TlsConfig | None, service: str = "") ->
         with connect(address, tls=identity) as channel:
             answer = call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(service=service), _ANSWER_S)
     except (Unavailable, DeadlineExceeded) as error:
-        raise Target("it", address, identity, None, "its tls section", "").explain(error, _REASON_S) from error
+        raise Target("it", address, identity, None, "[metadata.tls]", "").explain(error, _REASON_S) from error
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

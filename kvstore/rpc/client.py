@@ -29,7 +29,7 @@ from kvstore.core.tls import TlsConfig
 from kvstore.observe.context import outgoing
 from kvstore.rpc.address import check_address, is_unix
 from kvstore.rpc.errors import FailedCall, from_rpc_error
-from kvstore.rpc.showing import ShowsToken, shows_token
+from kvstore.rpc.showing import ShowingChannel, shows_token
 from kvstore.rpc.tls import channel_credentials
 from kvstore.rpc.tokens import Shown
 
@@ -121,7 +121,7 @@ def connect(
         channel = grpc.secure_channel(address, channel_credentials(tls), options=options)
     if token is None and node_id is None:
         return channel
-    return grpc.intercept_channel(channel, ShowsToken(token, node_id))
+    return ShowingChannel(channel, token, node_id)
 
 
 def connect_aio(

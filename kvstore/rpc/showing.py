@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -15,49 +15,74 @@ from kvstore.rpc.tokens import Shown
 Given = Any
 
 
-class _Details(NamedTuple):
-    """A call's details with other metadata. gRPC reads these by name."""
+class _Call:
+    """A method of a stub, each call of which carries a channel's metadata."""
 
-    method: Given
-    timeout: Given
-    metadata: Given
-    credentials: Given
-    wait_for_ready: Given
-    compression: Given
+    def __init__(self, method: Given, carried: Callable[[Given], Given]) -> None:
+        self._method = method
+        self._carried = carried
+
+    def __call__(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> Given:
+        return self._method(request, timeout=timeout, metadata=self._carried(metadata), **more)
+
+    def with_call(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> Given:
+        """As gRPC's."""
+        return self._method.with_call(request, timeout=timeout, metadata=self._carried(metadata), **more)
+
+    def future(self, request: Given, timeout: float | None = None, metadata: Given = None, **more: Given) -> Given:
+        """As gRPC's."""
+        return self._method.future(request, timeout=timeout, metadata=self._carried(metadata), **more)
 
 
-class ShowsToken(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]  # generic in the stubs alone, all of these
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
-):
-    """For synchronous channels.
+class ShowingChannel(grpc.Channel):
+    """A synchronous channel that sends a token, and a node's id, with every call.
+
+    gRPC's own interceptors make a method anew for each call, and that ends the process (a segmentation fault) if another thread
+    has closed the channel meanwhile. Here methods are made when a stub is, and a call on a closed channel raises ``ValueError``.
 
     Args:
-        token: what to show; None: nothing.
-        node_id: of the node that calls. It proves nothing: a server that refuses the call says in its figures whose it may be.
+        channel: the channel; closed with this one.
+        token: sent with every call; None: none.
+        node_id: of the node that calls; None: no node calls. It proves nothing and only explains refusals.
     """
 
-    def __init__(self, token: Shown | None, node_id: str | None = None) -> None:
+    def __init__(self, channel: grpc.Channel, token: Shown | None, node_id: str | None = None) -> None:
+        self._channel = channel
         self._token = token
         self._fixed = [] if node_id is None else [(NODE_ID, node_id)]
 
-    def _call(self, continuation: Callable[..., Given], details: Given, request: Given) -> Given:
-        metadata = [*(details.metadata or ()), *self._fixed]
+    def _carried(self, metadata: Given) -> list[tuple[str, str]]:
+        carried = [*(metadata or ()), *self._fixed]
         if self._token is not None:
-            metadata.append((AUTHORIZATION, f"Bearer {self._token.get()}"))
-        shown = _Details(
-            details.method,
-            details.timeout,
-            metadata,
-            details.credentials,
-            getattr(details, "wait_for_ready", None),
-            getattr(details, "compression", None),
-        )
-        return continuation(shown, request)
+            carried.append((AUTHORIZATION, f"Bearer {self._token.get()}"))
+        return carried
 
-    intercept_unary_unary = intercept_unary_stream = intercept_stream_unary = intercept_stream_stream = _call  # type: ignore[assignment]
+    def unary_unary(self, *method: Given, **more: Given) -> Given:
+        return _Call(self._channel.unary_unary(*method, **more), self._carried)
+
+    def unary_stream(self, *method: Given, **more: Given) -> Given:
+        return _Call(self._channel.unary_stream(*method, **more), self._carried)
+
+    def stream_unary(self, *method: Given, **more: Given) -> Given:
+        return _Call(self._channel.stream_unary(*method, **more), self._carried)
+
+    def stream_stream(self, *method: Given, **more: Given) -> Given:
+        return _Call(self._channel.stream_stream(*method, **more), self._carried)
+
+    def subscribe(self, callback: Given, try_to_connect: bool = False) -> None:  # gRPC's
+        self._channel.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Given) -> None:
+        self._channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Aio:

@@ -44,6 +44,7 @@ from kvstore.rpc import server
 from kvstore.rpc.client import RetryPolicy, call, call_aio, connect, connect_aio
 from kvstore.rpc.errors import DETAILS_KEY, from_rpc_error, to_status
 from kvstore.rpc.server import BoundServer, build_aio_server
+from kvstore.rpc.tokens import Shown
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:grpc")
 SERVICE = "kvstore.v1.Metadata"
@@ -425,3 +426,12 @@ def test_tls_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         TlsConfig(cert=tmp_path / "a.pem")
     with pytest.raises(InvalidArgument, match="cannot read"):
         connect("127.0.0.1:1", tls=TlsConfig(ca=tmp_path / "missing.pem"))
+
+
+def test_channel_with_token_closed_meanwhile_raises() -> None:
+    """gRPC's own interceptors end the process here."""
+    channel = connect("127.0.0.1:1", token=Shown("a-token-of-some-length"), node_id="host-1")
+    stub = health_pb2_grpc.HealthStub(channel)
+    channel.close()
+    with pytest.raises(Unavailable, match="the channel is closed"):
+        call(stub.Check, health_pb2.HealthCheckRequest(), 1.0)
