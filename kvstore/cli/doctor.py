@@ -35,7 +35,7 @@ from kvstore.transport.nixl.port import LOOPBACK
 _ANSWER_S: Final = 2.0
 _MOST_NODES: Final = 8
 _UNIT_FOLDER: Final = Path("/run/kvstore")
-"""``RuntimeDirectory`` of the systemd unit, and where the chart's pods have it."""
+"""``RuntimeDirectory`` of the systemd unit, and ``runDir`` of the chart."""
 _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.MISSING: "bold red"}
 
 
@@ -117,7 +117,7 @@ def wanted_of(config: Config, provenance: Provenance, block_bytes: int | None = 
 
 
 def _defaults(settled: Config, origins: Provenance) -> Iterator[str]:
-    """Settings of a node that follow from the host: value and reason."""
+    """Derived settings of a node, each with value and reason."""
     derived = {f"node.{one.name}" for one in fields(NodeDefaults)}
     for leaf in leaves(settled, origins):
         if leaf.key in derived and leaf.origin.source == "derived":
@@ -144,16 +144,16 @@ def _wanted_nixl(node: NodeSection) -> WantedNixl:
 
 
 def metadata_servers(config: Config, provenance: Provenance) -> tuple[list[RunningMetadata], list[tuple[str, str]]]:
-    """Asks the metadata servers that the configuration names, each as the section that names it would.
+    """Ask each configured metadata server, with TLS and token of its section.
 
     Returns:
-        How each answered; and node id and address of the nodes of this host that they know, alive or not.
+        The answer of each server; and id and address of the living nodes that they report on this host.
     """
     asked: list[tuple[str, str, ClientSection | NodeSection]] = [("client.metadata", config.client.metadata, config.client)]
     if config.node.metadata is not None and provenance["node.metadata"].source != "default":
         asked.append(("node.metadata", config.node.metadata, config.node))
     if len(asked) > 1 and provenance["client.metadata"].source == "default":
-        del asked[0]  # what a node's configuration names is what counts on its host
+        del asked[0]  # the default of the client does not matter on the host of a configured node
     servers, known = [], {}
     for setting, address, section in asked:
         server, nodes = _ask_metadata(setting, address, section, required=provenance[setting].source != "default")
@@ -180,11 +180,11 @@ def _ask_metadata(
 
 
 def _answered(error: Exception, section: ClientSection | NodeSection) -> tuple[Answer, str]:
-    """Whether a server answered a call that failed, and why the call failed."""
+    """Tell a server that rejected a call from one that did not answer, with the reason."""
     name = "node" if isinstance(section, NodeSection) else "client"
     if isinstance(error, Unauthenticated):
         file = section.token_file
-        why = f"{name}.token_file is not set" if file is None else f"the token in {file} is not known there"
+        why = f"{name}.token_file is not set" if file is None else f"the token in {file} is not known"
         return Answer.REFUSED, f"a token is required ({why})"
     if isinstance(error, PermissionDenied):
         return Answer.REFUSED, str(error)
@@ -192,7 +192,7 @@ def _answered(error: Exception, section: ClientSection | NodeSection) -> tuple[A
 
 
 def socket_folders(config: Config) -> list[Path]:
-    """Where nodes of this host have their sockets: the configured folder, this user's, and that of the systemd unit."""
+    """Folders with sockets of nodes: the configured one, those of this user, and that of the systemd unit."""
     folders = [node_socket(config).parent, _UNIT_FOLDER]
     with contextlib.suppress(OSError):
         folders += sorted(run_dirs().iterdir())
@@ -202,15 +202,15 @@ def socket_folders(config: Config) -> list[Path]:
 def running_nodes(
     config: Config, known: Sequence[tuple[str, str]], folders: Sequence[Path]
 ) -> tuple[list[RunningNode], list[Path]]:
-    """What the nodes of this host say: the one that is named, else those with a socket and those that a metadata server knows.
+    """Ask the nodes of this host: the configured one, else those with a socket and those that a metadata server reports.
 
     Args:
-        config: with whose TLS and token they are asked.
-        known: node id and address of those that metadata servers know here.
-        folders: where sockets lie.
+        config: TLS and token for the calls.
+        known: id and address of nodes that metadata servers report on this host.
+        folders: searched for sockets.
 
     Returns:
-        The nodes, and the folders that this user may not read.
+        The nodes, and the folders that this user cannot read.
     """
     if config.client.node:
         return [replace(_ask_node(config, config.client.node), required=True)], []

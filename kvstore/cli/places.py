@@ -1,4 +1,4 @@
-"""Where the store keeps what it is not told to keep elsewhere: data, and the sockets by which programs on a host find a node."""
+"""Default folders: data, and the unix sockets by which programs on a host find a node."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def run_dir(name: str) -> Path:
 
 
 def run_dirs() -> Path:
-    """The folder that holds such folders of this user's daemons."""
+    """Parent of the socket folders of this user's daemons."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "kvstore" if base else Path(tempfile.gettempdir()) / f"kvstore-{os.getuid()}"
 
 
 def short_run_dirs() -> Path:
-    """As ``run_dirs``, where a folder and a socket below it are still within the limit of socket paths."""
+    """As ``run_dirs``, or a folder in /tmp if the paths of sockets below it would be too long."""
     usual = run_dirs()
     return usual if len(str(usual)) <= _MAX_RUN_DIRS else Path("/tmp") / f"kvstore-{os.getuid()}"  # noqa: S108  # made with 0700
 
 
 def node_socket(config: Config) -> Path:
-    """The unix socket of the node that a configuration is of."""
+    """The unix socket of the configured node."""
     node_id = config.node.node_id or socket.gethostname()
     return (config.node.run_dir or run_dir(node_id)) / f"{node_id}.sock"

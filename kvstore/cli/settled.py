@@ -1,4 +1,4 @@
-"""Settings that nobody configured, filled in from this host: what ``kvstore config show`` prints and the daemons run with."""
+"""Fill in settings that are not configured from facts of this host. Daemons run with the result; ``config show`` prints it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def settle(config: Config, provenance: Provenance) -> tuple[Config, Provenance]:
 
     Args:
         config: as configured.
-        provenance: where its values came from.
+        provenance: the source of each value.
 
     Returns:
-        The configuration in force, and where its values came from: those filled in are ``derived``, with the reason.
+        The configuration in force, and the source of each value. Filled-in values are ``derived``, with the reason.
     """
     node_id = config.node.node_id or socket.gethostname()
     defaults = node_defaults(config.node)
@@ -50,7 +50,7 @@ def settle(config: Config, provenance: Provenance) -> tuple[Config, Provenance]:
 
 
 def node_defaults(section: NodeSection) -> NodeDefaults:
-    """What this host makes of the settings of a node that are unset."""
+    """Defaults of this host for the settings of a node."""
     link = compute_link(section)
     return derive(
         HostFacts(
@@ -65,12 +65,12 @@ def node_defaults(section: NodeSection) -> NodeDefaults:
 
 
 def compute_link(section: NodeSection) -> LinkSpeed | None:
-    """The link of a node's data plane, as far as the kernel tells."""
+    """The link of a node's data plane; None if the kernel does not report it."""
     return link_speed(section.data_listen.rpartition(":")[0], section.advertise_host)
 
 
 def storage_link(section: NodeSection) -> LinkSpeed | None:
-    """The link that a node reads storage over, as far as the kernel tells; None: it reads volumes of its own."""
+    """The link that a node reads storage over; None if it reads local volumes or the kernel does not report the link."""
     if section.storage_listen is not None:
         return link_speed(section.storage_listen.rpartition(":")[0], section.storage_advertise_host)
     return None if section.nvme else compute_link(section)

@@ -1,7 +1,7 @@
-"""Defaults of a node that follow from its host: a laptop and a host with 1 TB of DRAM and eight NVMe disks need different ones.
+"""Derive the defaults of a node from its host: a laptop and a host with 1 TB of DRAM and eight NVMe disks need different ones.
 
-Pure. A value that somebody configured always wins: only settings that are unset are derived. A host with two volumes at most,
-whose link speed is not known, has the values of a laptop.
+Pure. Configured values always win; only unset settings are derived. A host with two volumes at most and an unknown link speed
+gets the values of a laptop.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ MOST_MOVE_WINDOW: Final = 256 * _MIB
 MOVE_WINDOWS_PER_S: Final = 32
 LEAST_GRACE_MS: Final = 10_000
 MOST_GRACE_MS: Final = 600_000
-"""Supervisors wait longer than that before they kill a node (``TimeoutStopSec`` of the unit)."""
+"""The stop timeout of a supervisor must be longer (``TimeoutStopSec`` of the unit)."""
 VOLUME_WRITE_BYTES_PER_S: Final = 1_000_000_000
-"""What one NVMe disk writes for minutes on end, as is assumed of those that nobody measured."""
+"""Assumed sustained write rate of one NVMe disk."""
 HUGE_PAGES_FROM: Final = 32 * _GIB
-"""Below that, pages of 4 KiB are good enough; above, page tables and TLB misses show."""
+"""Above this arena size, page tables and TLB misses of 4 KiB pages matter."""
 USUAL_CHECK_BYTES_PER_S: Final = 200_000_000
 CHECK_SHARE: Final = 10
-"""A check of a volume reads with this fraction (1/n) of what the volume reads at most."""
+"""A volume check reads at this fraction (1/n) of the measured rate of the volume."""
 
 _T = TypeVar("_T", int, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What the defaults depend on.
+    """Facts of a host that the defaults depend on.
 
     Attributes:
-        cores: that this process may use.
+        cores: number of cores available to this process.
         arena_bytes: ``node.dram``.
-        volumes: how many NVMe volumes are configured.
-        writes_elsewhere: blocks are written to a storage node (``node.write_behind_to``).
-        huge_pages_free_bytes: reserved huge pages of 2 MiB that nobody uses.
-        link_bytes_per_s: rate of the link that other nodes reach this one by; None: not known.
+        volumes: number of configured NVMe volumes.
+        writes_elsewhere: write-behind goes to a storage node (``node.write_behind_to``).
+        huge_pages_free_bytes: reserved huge pages that are free.
+        link_bytes_per_s: rate of the compute link; None: unknown.
     """
 
     cores: int
@@ -64,7 +64,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Derived(Generic[_T]):
-    """A value, and why it is this one."""
+    """A derived value with its reason."""
 
     value: _T
     why: str
@@ -72,7 +72,7 @@ class Derived(Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class NodeDefaults:
-    """Values for settings of a node that are unset, by the names of the settings."""
+    """Values for unset settings of a node. Fields have the names of the settings."""
 
     load_threads: Derived[int]
     load_window: Derived[int]
@@ -84,7 +84,7 @@ class NodeDefaults:
 
 
 def derive(facts: HostFacts) -> NodeDefaults:
-    """The defaults of a host.
+    """Derive the defaults of a host.
 
     Example:
         >>> derive(HostFacts(cores=2, arena_bytes=1 << 30)).load_threads.value
@@ -118,14 +118,14 @@ def _load_window(facts: HostFacts) -> Derived[int]:
 
 def _move_bandwidth(facts: HostFacts) -> Derived[int]:
     if facts.link_bytes_per_s is None:
-        return Derived(USUAL_MOVE_BYTES_PER_S, "the speed of the link is not known")
+        return Derived(USUAL_MOVE_BYTES_PER_S, "the speed of the link is unknown")
     share = int(facts.link_bytes_per_s) // MOVE_SHARE
     return Derived(max(LEAST_MOVE_BYTES_PER_S, share), f"a quarter of the link of {facts.link_bytes_per_s / 125e6:g} Gbit/s")
 
 
 def _stop_grace(facts: HostFacts) -> Derived[int]:
     if not facts.volumes and not facts.writes_elsewhere:
-        return Derived(LEAST_GRACE_MS, "nothing is written when the node ends")
+        return Derived(LEAST_GRACE_MS, "no volume to write to")
     waiting = facts.arena_bytes * 3 // 4
     rate = VOLUME_WRITE_BYTES_PER_S * max(1, facts.volumes)
     seconds = -(-waiting // rate)
@@ -143,10 +143,10 @@ def _huge_pages(facts: HostFacts) -> Derived[bool]:
 
 
 def check_bandwidth(measured_bytes_per_s: float | None) -> int:
-    """Bytes a second that a check of a volume reads where nobody says.
+    """Bytes per second of a volume check if the caller does not choose a rate.
 
     Args:
-        measured_bytes_per_s: what the volume reads at most; None: not measured.
+        measured_bytes_per_s: measured read rate of the volume; None: not measured.
     """
     if measured_bytes_per_s is None:
         return USUAL_CHECK_BYTES_PER_S

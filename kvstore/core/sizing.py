@@ -1,21 +1,21 @@
-"""Memory that a store takes beside the blocks themselves: the measured constants, and the sums made of them. Pure."""
+"""Memory of a store in addition to its blocks: measured constants, and the sums made of them. Pure."""
 
 from __future__ import annotations
 
 from typing import Final
 
 NODE_BYTES_PER_BLOCK: Final = 1_200
-"""Resident memory of a node for each block that it holds, in DRAM or on a volume: entry, key, order of eviction, replica log."""
+"""Resident memory of a node per block, in DRAM or on a volume: table entry, key, eviction order, replica log."""
 NODE_BASE_BYTES: Final = 1 << 30
-"""A node that holds no block: Python and its libraries, connections, staging of reads and writes."""
+"""Resident memory of an empty node: Python and its libraries, connections, staging of reads and writes."""
 METADATA_BYTES_PER_BLOCK: Final = 83
-"""Room in the metadata server's index (LMDB, on disk and in the page cache) for each block."""
+"""Size of the metadata server's index per block (LMDB, on disk and in the page cache)."""
 USUAL_BLOCK_BYTES: Final = 1 << 20
-"""The block size that is reckoned with where nobody says: small, so that the memory suffices for larger ones."""
+"""Block size to assume. It is small, so that the memory suffices for larger blocks."""
 
 
 def most_blocks(dram_bytes: int, nvme_bytes: int, block_bytes: int = USUAL_BLOCK_BYTES) -> int:
-    """Blocks that a node holds when it is full.
+    """Number of blocks of a full node.
 
     Args:
         dram_bytes: its arena.
@@ -26,5 +26,5 @@ def most_blocks(dram_bytes: int, nvme_bytes: int, block_bytes: int = USUAL_BLOCK
 
 
 def index_memory(dram_bytes: int, nvme_bytes: int, block_bytes: int = USUAL_BLOCK_BYTES) -> int:
-    """Bytes of memory that a full node needs beside its arena. Arguments as of ``most_blocks``."""
+    """Bytes of memory of a full node in addition to its arena. Arguments as of ``most_blocks``."""
     return NODE_BASE_BYTES + NODE_BYTES_PER_BLOCK * most_blocks(dram_bytes, nvme_bytes, block_bytes)

@@ -1,4 +1,4 @@
-"""Findings on what fits: volumes that share a disk, memory of the index, huge pages and NUMA of large arenas. Pure."""
+"""Findings on capacity: volumes that share a disk, memory of the index, NUMA of large arenas. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
 from kvstore.doctor.levels import Finding, Level, show_size, whole
 
 LARGE_ARENA = 32 << 30
-"""From here on, pages of 4 KiB and one NUMA node show."""
+"""Above this size, huge pages and NUMA placement matter."""
 SMALL_SHARE = 20
-"""An arena below this fraction (1/n) of the memory of a large host is worth a line."""
+"""An arena below this fraction (1/n) of the memory of a large host is reported."""
 
 
 def capacity_findings(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
-    """What of the configuration fits on the host together, though each part may fit by itself."""
+    """Report combinations that do not fit on the host, even if each part does."""
     yield from _shared_disks(facts, wanted)
     yield from _disks(facts, wanted)
     yield from _index(facts["memory"], wanted)
@@ -50,18 +50,18 @@ def _shared_disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             )
     for disk, paths in by_disk.items():
         if len(paths) > 1:
-            what = f"{len(paths)} volumes share one disk ({disk}): {', '.join(paths)}: together they are as fast as one"
+            what = f"{len(paths)} volumes share one disk ({disk}) and its bandwidth: {', '.join(paths)}"
             yield Finding("storage", Level.WARNING, what)
 
 
 def _disks(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
-    """NVMe disks that no volume is on: only where none is configured."""
+    """List the NVMe disks of the host if no volume is configured."""
     if wanted.volumes or facts["disks"].error:
         return
     for disk in facts["disks"].sections("nvme"):
         mounts = disk.texts("mounts")
         where = f"mounted at {', '.join(mounts)}" if mounts else "not mounted"
-        what = f"NVMe disk {disk.text('name')}, {show_size(disk.number('bytes') or 0)}, {where}: no volume is configured on it"
+        what = f"NVMe disk {disk.text('name')}, {show_size(disk.number('bytes') or 0)}, {where}: not used by this configuration"
         yield Finding("storage", Level.INFO, what)
 
 
@@ -76,7 +76,7 @@ def _index(memory: Section, wanted: Wanted) -> Iterator[Finding]:
     if wanted.dram_bytes <= total < wanted.dram_bytes + index:
         what = (
             f"arena and index of a full node take {show_size(wanted.dram_bytes + index)} of {show_size(total)}: the kernel may"
-            f" kill it (index: {show_size(index)}, {reckoned})"
+            f" kill the node (index: {show_size(index)}, {reckoned})"
         )
         most = total - index
         mend = f"--set node.dram={whole(most)}" if most > 1 << 20 else None
@@ -91,7 +91,7 @@ def _arena(memory: Section, wanted: Wanted) -> Iterator[Finding]:
         return
     if total >= LARGE_ARENA and wanted.dram_bytes < total // SMALL_SHARE:
         what = f"the arena takes {100 * wanted.dram_bytes / total:.1f} % of {show_size(total)}"
-        yield Finding("memory", Level.INFO, what, "--set node.dram=80%   # where nothing else on the host needs it")
+        yield Finding("memory", Level.INFO, what, "--set node.dram=80%   # if nothing else on the host needs the memory")
     if nodes is not None and nodes > 1 and wanted.dram_bytes >= LARGE_ARENA:
-        what = f"{nodes} NUMA nodes: pages of the arena lie where they are first touched, perhaps all on one"
+        what = f"{nodes} NUMA nodes: the pages of the arena may all come from one of them"
         yield Finding("memory", Level.INFO, what, "numactl --interleave=all kvstore node")

@@ -1,4 +1,4 @@
-"""Nodes of this host by their unix sockets: found, and told apart from what a killed node left, with no metadata server."""
+"""Find the nodes of this host by their unix sockets, without a metadata server. A killed node leaves a socket that refuses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LocalSocket:
     """A socket of a node.
 
     Attributes:
-        path: where it lies.
-        process: who listens; None: nobody, or it cannot be asked.
-        open_files: how many files that process may open; None: not known, or without limit.
-        error: why nobody answers.
+        path: path of the socket.
+        process: id of the listening process; None: there is none, or the kernel does not say.
+        open_files: limit of open files of that process; None: unknown or unlimited.
+        error: why the connection failed; None: it was accepted.
     """
 
     path: Path
@@ -34,10 +34,10 @@ class LocalSocket:
 
 
 def sockets_in(folders: Iterable[Path]) -> tuple[list[LocalSocket], list[Path]]:
-    """Nodes' sockets in some folders, each asked who listens.
+    """Find the sockets of nodes in some folders, and connect to each.
 
     Returns:
-        The sockets, ``MOST_SOCKETS`` at most; and the folders that this user may not read.
+        The sockets, ``MOST_SOCKETS`` at most; and the folders that this user cannot read.
     """
     found: dict[Path, None] = {}
     closed = []

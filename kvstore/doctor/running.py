@@ -1,4 +1,4 @@
-"""Findings on servers that run: who answers, who is to and does not, and what is really in use, by their own words. Pure."""
+"""Findings on running servers: required servers that do not answer, and the I/O engines in use. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LOOK_AT_NIXL = (
 
 
 class Answer(StrEnum):
-    """How a server answered."""
+    """The result of a call to a server."""
 
     GIVEN = "given"
     REFUSED = "refused"
-    """It runs, and wants another token."""
+    """The server runs and rejects the token."""
     NONE = "none"
 
 
@@ -33,9 +33,9 @@ class RunningMetadata:
 
     address: str
     setting: str
-    """Which setting names it, e.g. ``client.metadata``."""
+    """The setting with its address, e.g. ``client.metadata``."""
     required: bool
-    """It was configured, not assumed."""
+    """The address is configured; it is not the default."""
     answer: Answer = Answer.GIVEN
     error: str | None = None
     nodes: int = 0
@@ -53,26 +53,26 @@ class RunningNode:
     error: str | None = None
     answer: Answer = Answer.GIVEN
     required: bool = False
-    """It was configured: that it does not answer is an error."""
+    """The node is configured; no answer is an error."""
     volumes: Sequence[str] = ()
     """NVMe volumes."""
     open_files: int | None = None
-    """How many files its process may open; None: not known, or without limit."""
+    """Limit of open files of its process; None: unknown or unlimited."""
 
 
 def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
-    """Whether the metadata servers answer that the configuration names."""
+    """Report each configured metadata server: reached, rejecting the token, or silent."""
     for server in servers:
         named = f"{server.address} ({server.setting})"
         if server.answer is Answer.GIVEN:
             what = f"{named} answers: {server.nodes_alive} of {server.nodes} nodes alive"
             yield Finding("metadata server", Level.OK, what)
         elif server.answer is Answer.REFUSED:
-            what = f"{named} answers, and refuses this configuration: {server.error}"
+            what = f"{named} answers, but rejects the call: {server.error}"
             yield Finding("metadata server", Level.WARNING, what, _token_of(server.setting))
         elif server.required:
             what = f"{named} does not answer: {server.error}"
-            yield Finding("metadata server", Level.MISSING, what, "kvstore health metadata   # on its host: whether it serves")
+            yield Finding("metadata server", Level.MISSING, what, "kvstore health metadata   # on its host")
         else:
             what = f"none answers at {server.address}, the default of {server.setting}"
             yield Finding(
@@ -83,27 +83,27 @@ def metadata_findings(servers: Sequence[RunningMetadata]) -> Iterator[Finding]:
 def _token_of(setting: str) -> str:
     section = setting.partition(".")[0]
     role = "node" if section == "node" else "operator or read"
-    return f"--set {section}.token_file=/etc/kvstore/token   # a token that it knows, of the role {role}"
+    return f"--set {section}.token_file=/etc/kvstore/token   # a token of the role {role}"
 
 
 def nodes_findings(
     nodes: Sequence[RunningNode], folders: Sequence[str], closed: Sequence[str], *, gds_required: bool = False
 ) -> Iterator[Finding]:
-    """What runs on this host.
+    """Report the nodes of this host.
 
     Args:
-        nodes: those that were found or named.
-        folders: where sockets were looked for.
-        closed: those of them that this user may not read.
+        nodes: nodes found by socket, or named by the configuration.
+        folders: searched for sockets.
+        closed: folders that this user cannot read.
         gds_required: the configuration asks for GPUDirect Storage.
     """
     for folder in closed:
-        what = f"{folder} is not open to this user: a node whose socket lies there is not seen"
+        what = f"this user cannot read {folder}: nodes with a socket there are not found"
         yield Finding("node", Level.WARNING, what, "sudo kvstore doctor")
     for node in nodes:
         yield from node_findings(node, gds_required=gds_required)
     if not nodes and not closed:
-        what = f"none runs on this host: no socket of one in {', '.join(folders)}"
+        what = f"no node runs on this host: no socket in {', '.join(folders)}"
         yield Finding("node", Level.INFO, what, "kvstore node   # starts one; others are looked at with --node HOST:PORT")
 
 
@@ -116,20 +116,18 @@ def node_findings(node: RunningNode, *, gds_required: bool = False) -> Iterator[
     """
     area = f"node {node.node_id}" if node.node_id else "node"
     if node.answer is Answer.REFUSED:
-        yield Finding(
-            area, Level.WARNING, f"{node.address}: it runs; what it uses is not told: {node.error}", _token_of("client")
-        )
+        yield Finding(area, Level.WARNING, f"{node.address}: it runs, but rejects the call: {node.error}", _token_of("client"))
         return
     if node.error is not None:
         level = Level.MISSING if node.required else Level.WARNING
-        mend = "kvstore health node   # on its host: whether it serves; its log says at which address"
+        mend = "kvstore health node   # on its host; its log names its address"
         yield Finding(area, level, f"{node.address}: no answer ({node.error})", mend)
         return
     for line in node.io_engines:
         yield _judge(area, line, gds_required)
     if node.open_files is not None and node.open_files < NOFILE_LEAST:
-        what = f"it may open {node.open_files} files: a quarter of that bounds each address's connections"
-        yield Finding(area, Level.WARNING, what, "ulimit -H -n   # for those who start it: systemd: LimitNOFILE=1048576")
+        what = f"limit of open files: {node.open_files}; a quarter of it bounds the connections of each address"
+        yield Finding(area, Level.WARNING, what, "ulimit -H -n   # systemd: LimitNOFILE=1048576")
     trouble = {
         name: count
         for name, count in sorted(node.counters.items())

@@ -1,4 +1,4 @@
-"""Bandwidths that the planner starts from: configured, else measured, else the link's speed by the kernel, else assumed. Pure."""
+"""Choose the bandwidths that the planner starts from: configured, measured, link speed, or assumed, in this order. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvproto.v1.common_pb2 import (
 )
 
 ASSUMED_STORAGE_BYTES_PER_S: Final = 3_125_000_000.0
-"""25 Gbit/s: what a storage link is taken for of which nothing is known; loads soon replace it."""
+"""25 Gbit/s: assumed rate of a storage link. Loads soon replace it by an estimate."""
 ASSUMED_COMPUTE_SHARE: Final = 8.0
-"""A compute link of unknown bandwidth is taken for so many times the storage link, as in the paper's hosts."""
+"""A compute link is assumed to carry this multiple of the storage link, as on the hosts of the paper."""
 
 
 class LinkRates(NamedTuple):
-    """Bytes a second of a node's links, and where each figure comes from."""
+    """Bytes per second of a node's links, and the source of each figure."""
 
     storage: float
     storage_source: BandwidthSource
@@ -29,11 +29,11 @@ class LinkRates(NamedTuple):
 
 
 def link_rates(node: NodeInfo, read_bytes_per_s: int) -> LinkRates:
-    """What to plan with.
+    """Choose the rates of one node.
 
     Args:
-        node: as it registered.
-        read_bytes_per_s: what its volumes read, as its heartbeats say; 0: not measured.
+        node: its registration.
+        read_bytes_per_s: measured read rate of its volumes, from its heartbeats; 0: not measured.
     """
     storage, storage_source = ASSUMED_STORAGE_BYTES_PER_S, BANDWIDTH_SOURCE_ASSUMED
     if node.storage_bytes_per_s:

@@ -1,13 +1,13 @@
-"""What the volumes of a node read at most: measured once, on blocks that they hold, after the node serves.
+"""Measure the read rate of a node's volumes: once, on blocks that they hold, after the node serves.
 
 The planner and volume checks start from this figure instead of an assumed one. Theory of operation:
 
-1. A volume whose blocks were never written reads holes, at the speed of memory. So nothing is measured before every volume holds
-   ``LEAST_BYTES``. After a restart that is at once.
-2. All volumes are read at the same time. If they share a disk, the sum is what the disk reads.
-3. Each volume reads blocks picked at random, ``MOST_BYTES`` or ``MOST_S`` at most, pinned meanwhile. Checksums are not compared:
-   the bytes are thrown away.
-4. A volume without O_DIRECT would answer out of the page cache. Such a node measures nothing.
+1. Space that was never written is read at the speed of memory. So the node measures when every volume holds ``LEAST_BYTES``,
+   which after a restart is at once.
+2. All volumes are read at the same time. If they share a disk, the sum is the rate of the disk.
+3. Each volume reads random blocks, ``MOST_BYTES`` or ``MOST_S`` at most. The blocks are pinned during the read. Checksums are not
+   compared, as the bytes are dropped.
+4. A volume without O_DIRECT reads from the page cache. A node with such a volume does not measure.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from kvstore.observe.counters import Counters
 log = logging.getLogger(__name__)
 
 LEAST_BYTES: Final = 64 << 20
-"""A volume that holds less is not read."""
+"""A volume with fewer bytes of blocks is not read."""
 MOST_BYTES: Final = 64 << 20
 MOST_S: Final = 0.25
 GIVE_UP_S: Final = 5.0
-"""A disk that has not answered by then is left alone."""
+"""Bound of the whole measurement: a disk may hang."""
 _PICKS: Final = 100_000
 """Blocks looked at to find some of each volume."""
 
 
 @dataclass(slots=True)
 class _Sample:
-    """What one volume read."""
+    """Bytes and time of one volume."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
 
 class ReadRate:
-    """The figures of one node. Measured by one thread; read by any.
+    """The read rates of one node. One thread measures; any thread reads.
 
     Args:
-        table: whose blocks are read.
-        direct: whether all volumes are read with O_DIRECT.
-        counters: where measurements are counted.
+        table: the blocks of the node.
+        direct: all volumes use O_DIRECT.
+        counters: count failed measurements.
         clock: time.
     """
 
@@ -66,15 +66,15 @@ class ReadRate:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """All volumes together; None: not measured."""
+        """Read rate of all volumes together; None: not measured."""
         return sum(self._rates.values()) or None
 
     def of(self, home: Home) -> float | None:
-        """One volume, while the others read too; None: not measured."""
+        """Read rate of one volume while the others are read too; None: not measured."""
         return self._rates.get(home.volume.volume_id)
 
     def measure_if_due(self) -> bool:
-        """Measures once, as soon as every volume holds enough. Returns whether it did now."""
+        """Measure once, when every volume holds enough blocks. Returns whether this call measured."""
         if not self._due or any(home.volume.usage().used_bytes < LEAST_BYTES for home in self._table.homes):
             return False
         self._due = False
@@ -95,7 +95,7 @@ class ReadRate:
         for thread in threads:
             thread.join(max(0.0, until_s - self._clock.now_s()))
         if any(thread.is_alive() for thread in threads):
-            samples = {name: _Sample() for name in samples}  # a disk that hangs: what the others read alone says nothing
+            samples = {name: _Sample() for name in samples}  # a disk hangs: the sum of the others says nothing
         rates = {name: one.nbytes / one.seconds for name, one in samples.items() if one.nbytes and one.seconds > 0}
         if len(rates) < len(samples):
             self._counters.add("node_read_rate_failed_total")
@@ -110,7 +110,7 @@ class ReadRate:
         return True
 
     def _pick(self) -> dict[VolumeId, list[Block]]:
-        """Some blocks of each volume, at random."""
+        """Pick random blocks of each volume."""
         picked: dict[VolumeId, list[Block]] = {home.volume.volume_id: [] for home in self._table.homes}
         missing = dict.fromkeys(picked, MOST_BYTES)
         known = self._table.snapshot()
@@ -132,7 +132,7 @@ class ReadRate:
                 if self._clock.now_s() >= until_s:
                     return
                 self._read_batch(home, batch, memory, sample)
-        except Exception:  # the thread's edge: a figure less, and nothing else
+        except Exception:  # edge of the thread: the figure is missing, nothing else
             self._counters.add("node_read_rate_bugs_total")
             log.exception("measuring volume %s failed", home.volume.volume_id)
 

@@ -1,4 +1,4 @@
-"""How fast the link is that carries an address, as the kernel says: the prior of everything that is planned over it."""
+"""The speed of the link that carries an address, as the kernel reports it. The planner starts from this figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESOLVE_S = 1.0
 """How long the lookup of this host's own name may take."""
 _NET = Path("/sys/class/net")
 _STACKED = ("bond", "vlan")
-"""Devices without hardware of their own, whose speed is that of what lies below."""
+"""Stacked devices: they report the speed of the NICs below them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class LinkSpeed:
 
 
 def link_speed(host: str, advertised: str | None = None) -> LinkSpeed | None:
-    """The link by which others reach an address of this host.
+    """Find the link by which other hosts reach an address of this host.
 
     Args:
-        host: the address listened on; one that means all of them is not asked.
-        advertised: what others are told instead: an address, or a name that is looked up within a second.
+        host: the address listened on; a wildcard address is skipped.
+        advertised: the advertised address, or a name. A name is resolved within one second.
 
     Returns:
-        Interface and rate; None: the kernel does not say, or the interface is no hardware (loopback, veth).
+        Interface and rate; None if the kernel does not report a speed, or the interface is virtual (loopback, veth).
     """
     for name in (host, advertised):
         address = None if name is None else _address_of(name)
@@ -51,7 +51,7 @@ def link_speed(host: str, advertised: str | None = None) -> LinkSpeed | None:
 
 
 def is_hardware(interface: str, net: Path = _NET) -> bool:
-    """Whether an interface is a NIC, or lies on one: others report a speed that means nothing (a veth says 10 Gbit/s)."""
+    """Whether an interface is a NIC or is stacked on one. Virtual interfaces report a meaningless speed (a veth: 10 Gbit/s)."""
     folder = net / interface
     if (folder / "device").exists():
         return True
@@ -63,7 +63,7 @@ def is_hardware(interface: str, net: Path = _NET) -> bool:
 
 
 def _address_of(name: str) -> str | None:
-    """An address as it is; the first one of a name; None for one that means all addresses."""
+    """Resolve a host to one address; None for a wildcard address or an unknown name."""
     try:
         address = ipaddress.ip_address(name.strip("[]"))
     except ValueError:
@@ -81,7 +81,7 @@ def _resolved(name: str) -> str | None:
         except (OSError, UnicodeError):
             return
 
-    # getaddrinfo takes no deadline: a resolver that does not answer keeps this thread, and nobody else
+    # getaddrinfo has no deadline: a resolver that does not answer blocks this thread only
     thread = threading.Thread(target=look, name="kvstore-resolve", daemon=True)
     thread.start()
     thread.join(RESOLVE_S)

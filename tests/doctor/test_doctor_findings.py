@@ -441,7 +441,7 @@ def test_defaults_are_told_with_their_reason() -> None:
         (RunningMetadata(address="m:1", setting="client.metadata", required=False, answer=Answer.NONE, error="x"),
          Level.INFO, "none answers at m:1, the default"),
         (RunningMetadata(address="m:1", setting="client.metadata", required=True, answer=Answer.REFUSED, error="a token"),
-         Level.WARNING, "answers, and refuses this configuration: a token"),
+         Level.WARNING, "answers, but rejects the call: a token"),
     ],
 )  # fmt: skip
 def test_metadata_server_that_is_required_and_silent_is_missing(server: RunningMetadata, level: Level, words: str) -> None:
@@ -475,7 +475,7 @@ def test_no_node_and_closed_folders_are_told() -> None:
 
 def test_node_with_few_open_files_is_warned_of() -> None:
     found = list(node_findings(RunningNode("x", "a", open_files=1024)))
-    assert of(found, "node a", "it may open 1024 files").level is Level.WARNING
+    assert of(found, "node a", "limit of open files: 1024").level is Level.WARNING
     assert_mends_can_be_pasted(found)
 
 
