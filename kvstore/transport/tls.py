@@ -1,7 +1,7 @@
 """TLS of data-plane sockets, from the same configuration that gRPC's credentials are made of. TLS 1.3 only.
 
-``TcpServer`` receives a plain ``ssl`` context. ``TcpPeer`` receives a ``PeerTls``, which holds the context and the name expected in
-the server's certificate, so that no connection can be made with one and without the other. Hosts are dialled by address, and
+``TcpServer`` receives a plain ``ssl`` context. ``TcpPeer`` receives a ``PeerTls``, which holds the context and the name expected
+in the server's certificate, so that no connection can be made with one and without the other. Hosts are dialled by address, and
 their certificates carry a common name.
 """
 
