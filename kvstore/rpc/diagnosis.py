@@ -17,6 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -233,9 +234,10 @@ class _Probe:
     # ---- TLS ----
     def _over_tls(self, tls: TlsConfig) -> str | None:
         expected = tls.server_name or _host_of(self._address)
-        sock = self._dial()
+        sock, greeted = self._dial(), False
         try:
             with sock, _context(tls).wrap_socket(sock, server_hostname=expected) as secured:
+                greeted = True
                 if secured.recv(1):
                     return None
         except ssl.SSLCertVerificationError as error:
@@ -251,9 +253,13 @@ class _Probe:
             return f"the TLS handshake failed: {reason.replace('_', ' ').lower() or error}"
         except ConnectionError:
             pass
-        # closed without an alert: before the handshake by what speaks no TLS, after it for the lack of a certificate
+        # closed without an alert: by a server that ends, before the handshake by one without TLS, after it for a certificate
+        with suppress(ConnectionResetError):
+            self._dial().close()  # a server that has ended refuses
         if self._speaks_plain_text():
             return f"it does not speak TLS and {self._settings} is set"
+        if not greeted:
+            return "it closed the connection during the TLS handshake"
         if tls.cert is None:
             return self._certificate_required()
         return self._certificate_refused(tls)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,6 +116,32 @@ def test_diagnose_missing_unix_socket_names_it(tmp_path: Path) -> None:
 
 def test_diagnose_unknown_host_names_it() -> None:
     assert why("no-such-host.invalid:1", None) == "the host name no-such-host.invalid is not known"
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_diagnose_server_that_ends_blames_no_certificate(ours: CertificateFiles, stays: bool) -> None:
+    """A server that is killed in a handshake resets the connection, and refuses the next one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reset() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                if not stays:
+                    listener.close()
+                connection.recv(1)  # the handshake has begun
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()
+
+        thread = threading.Thread(target=reset)
+        thread.start()
+        found = why(f"127.0.0.1:{listener.getsockname()[1]}", ours.client())
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+    thread.join(WAIT_S)
+    assert found == ("it closed the connection during the TLS handshake" if stays else "connection refused")
 
 
 def test_diagnose_silent_server_ends_in_time(ours: CertificateFiles) -> None:
