@@ -144,7 +144,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
         try:
             await upstream.server()  # else a node that does not answer could not be told from a server that does not
         except (Unavailable, DeadlineExceeded) as error:
-            raise click.ClickException(f"{clean(str(error))}\n{_advice(config, error)}") from error
+            raise click.ClickException(f"{clean(str(error))}. {_advice(config, error)}") from error
         return await question(Store(upstream, Questions(upstream), Operations(upstream), Checks(upstream)))
     finally:
         await upstream.close()

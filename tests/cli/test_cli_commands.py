@@ -156,7 +156,7 @@ def test_naming_commands_imports_none_of_them() -> None:
         (["up", "--data-dir", "a,b"], 1, "no comma"),
         (["bench", "no-such-benchmark"], 2, "no benchmark"),
         (["status", "--metadata", "no address"], 1, "an address is"),
-        (["status", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"], 1, "kvstore up"),
+        (["status", "--metadata", "127.0.0.1:1", "--set", "client.deadline=300ms"], 1, "connection refused"),
     ],
 )
 def test_errors_take_one_line_and_tell_use_from_failure(arguments: list[str], code: int, words: str) -> None:
@@ -290,7 +290,7 @@ def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
         while "/v1/openapi.json" not in shown:
             shown = process.stdout.readline()
             assert shown, "the banner names the admin server"
-        url = shown.split("curl ", 1)[1].strip()
+        url = shown.split("REST:", 1)[1].split()[0]
         with urllib.request.urlopen(url, timeout=60) as answer:
             assert json.loads(answer.read())["nodes_alive"] == 1
         with urllib.request.urlopen(url.removesuffix("v1/openapi.json"), timeout=60) as answer:

@@ -123,7 +123,7 @@ function showHealth() {
 }
 
 /** Of the bucket in which a time lies, the other end: the time was not measured any closer. */
-const over = (bound) => (bound ? `and over ${seconds(bound)}` : null);
+const over = (bound) => (bound ? `> ${seconds(bound)}` : null);
 
 function nodesTile(cluster) {
   if (failed.cluster) return ["?", `${many(cluster.nodes_alive, "was", "were")} alive`];
