@@ -155,6 +155,14 @@ class VolumeGuard:
         """
         return self._run(work, late, until_s, self.stall_s, change=False)
 
+    def look_up(self, work: Callable[[], T]) -> T:
+        """Do something that the kernel may answer from its caches, such as ``stat``. Its end does not count as an answer.
+
+        Raises:
+            VolumeStalled: it did not end in time, or was refused.
+        """
+        return self._run(work, ignore, math.inf, self.stall_s, change=False, answered=False)
+
     def begin(self, work: Callable[[], object], late: Late) -> None:
         """Do something that changes nothing on the volume, in the background. ``late`` is called once it has ended."""
         future = None if self.stalled else self._submit(work, self.stall_s)
@@ -186,8 +194,10 @@ class VolumeGuard:
             wait(under_way, POLL_S)
 
     # ---- inside
-    def _run(self, work: Callable[[], T], late: Late, until_s: float, patience_s: float, *, change: bool) -> T:
-        future = None if self.stalled else self._submit(work, patience_s)
+    def _run(
+        self, work: Callable[[], T], late: Late, until_s: float, patience_s: float, *, change: bool, answered: bool = True
+    ) -> T:
+        future = None if self.stalled else self._submit(work, patience_s, answered=answered)
         while future is not None and not self._ended(future, until_s):
             if self.stalled or self._clock.now_s() >= until_s:
                 future.cancel()  # no effect once it has begun
@@ -198,9 +208,9 @@ class VolumeGuard:
             raise error
         return future.result()
 
-    def _submit(self, work: Callable[[], T], patience_s: float) -> Future[T] | None:
+    def _submit(self, work: Callable[[], T], patience_s: float, *, answered: bool = True) -> Future[T] | None:
         try:
-            return self._others.submit(self._timed, work, patience_s)
+            return self._others.submit(self._timed, work, patience_s, answered=answered)
         except RuntimeError:  # closed
             return None
 
@@ -222,14 +232,14 @@ class VolumeGuard:
             pass
         return True
 
-    def _timed(self, work: Callable[[], T], patience_s: float) -> T:
+    def _timed(self, work: Callable[[], T], patience_s: float, *, answered: bool = True) -> T:
         with self._lock:
             number = self._detector.begin(self._clock.now_s(), patience_s)
         try:
             return work()
         finally:
             with self._lock:
-                self._detector.end(number, self._clock.now_s())
+                self._detector.end(number, self._clock.now_s(), answered=answered)
             if self._detector.state is VolumeState.STALLED:
                 self._look()
 

@@ -53,10 +53,11 @@ class StallDetector:
         self._outstanding[self._begun] = now_s, patience_s
         return self._begun
 
-    def end(self, number: int, now_s: float) -> None:
-        """Note that an I/O has ended, well or badly: either way the volume answered."""
+    def end(self, number: int, now_s: float, *, answered: bool = True) -> None:
+        """Note that an I/O has ended, with success or an error. ``answered``: the volume answered it, and not a cache."""
         del self._outstanding[number]
-        self.answer(now_s)
+        if answered:
+            self.answer(now_s)
 
     def answer(self, at_s: float) -> None:
         """Note that the device answered a part of an outstanding I/O. A time before the last answer changes nothing."""

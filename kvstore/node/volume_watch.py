@@ -65,7 +65,7 @@ class VolumeWatch:
     def _keep_open(self, home: Home) -> None:
         volume = home.volume
         with suppress(VolumeStalled):
-            if volume.read_only is not None or not home.guard.read(volume.in_place, ignore):
+            if volume.read_only is not None or not home.look_in_place():
                 home.guard.change(volume.resume, ignore)
 
     def _write_back(self, number: int, home: Home) -> None:
