@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
 from kvstore.node.domain import Domain
 from kvstore.node.leaving import Leaving
-from kvstore.node.volume_guard import READERS, STALL_S, VolumeGuard, VolumeStalled, ignore
+from kvstore.node.volume_guard import READERS, STALL_S, VolumeGuard, VolumeStalled
 from kvstore.observe.counters import Counters
 from kvstore.observe.failing import Failing
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
@@ -165,10 +164,12 @@ class Home:
         """Whether blocks can be written to it, and leave it."""
         return self.volume.read_only is None and self.resting_until_s <= now_s and self.guard.takes_changes
 
-    def look_in_place(self) -> None:
-        """Have the volume look whether its files are where they were, unless it does not answer."""
-        with suppress(VolumeStalled):
-            self.guard.read(self.volume.in_place, ignore)
+    def look_in_place(self) -> bool:
+        """Have the volume look whether its files are where they were opened. A stalled volume is not asked."""
+        try:
+            return self.guard.look_up(self.volume.in_place)
+        except VolumeStalled:
+            return True
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from kvstore.core.types import BlockKey
 from kvstore.node.block import Block, Home
 from kvstore.node.domain import Domain
 from kvstore.node.table import BlockTable
-from kvstore.node.volume_guard import COMMIT_PATIENCE, VolumeStalled, ignore
+from kvstore.node.volume_guard import VolumeStalled, ignore
 from kvstore.node.wanted import over
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
@@ -139,7 +139,7 @@ def leave_nvme(table: BlockTable, home: Home, victims: Sequence[Block]) -> None:
 
     keys = [block.key for block in victims]
     try:
-        home.guard.change(lambda: home.volume.commit([], keys), settle, patience=COMMIT_PATIENCE)
+        home.guard.change(lambda: home.volume.commit([], keys), settle)
     except VolumeStalled:
         raise  # settled once the commit has ended; until then the victims are on their way out
     except (OSError, KVStoreError) as error:
@@ -160,7 +160,7 @@ def quarantine(table: BlockTable, home: Home, block: Block, slot: Slot, counters
         block.leave()
     counters.add("quarantined_blocks_total")
     try:
-        home.guard.change(lambda: home.volume.commit([], [block.key]), ignore, patience=COMMIT_PATIENCE)
+        home.guard.change(lambda: home.volume.commit([], [block.key]), ignore)
     except (OSError, KVStoreError) as error:
         log.warning("the catalog of %s still names the bad block %s: %s", home.volume.volume_id, block.key.hex(), error)
     finally:

@@ -38,10 +38,12 @@ READERS: Final = 8
 """Windows of loads that one volume reads at once, unless its owner says otherwise."""
 CHANGERS: Final = 4
 """Changes of one volume at once: the batches of write-behind and one eviction."""
-COMMIT_PATIENCE: Final = 2.5
-"""A commit may be outstanding for this many times ``volume_stall``: a slow disk that syncs is not a hung one."""
-POLLS: Final = 4
-"""A caller looks at the state this many times within the patience of a read."""
+CHANGE_PATIENCE: Final = 2.5
+"""A change may be outstanding for this many times ``volume_stall``: a disk that syncs slowly is not hung."""
+POLL_S: Final = 0.25
+"""A caller that waits looks at the state so often."""
+GAP_S: Final = 0.5
+"""Of a longer time between two looks, only so much counts as silence of the volume: the process stood still."""
 
 T = TypeVar("T")
 Late = Callable[[BaseException | None], None]
@@ -84,7 +86,7 @@ class VolumeGuard:
         self._device_answered_s = answered_s
         self.stall_s = stall_s
         self._lock = threading.Lock()
-        self._detector = StallDetector()
+        self._detector = StallDetector(gap_s=GAP_S)
         self._since_s = 0.0
         self.stalls = 0
         """Number of stalls since the start."""
@@ -153,6 +155,14 @@ class VolumeGuard:
         """
         return self._run(work, late, until_s, self.stall_s, change=False)
 
+    def look_up(self, work: Callable[[], T]) -> T:
+        """Do something that the kernel may answer from its caches, such as ``stat``. Its end does not count as an answer.
+
+        Raises:
+            VolumeStalled: it did not end in time, or was refused.
+        """
+        return self._run(work, ignore, math.inf, self.stall_s, change=False, answered=False)
+
     def begin(self, work: Callable[[], object], late: Late) -> None:
         """Do something that changes nothing on the volume, in the background. ``late`` is called once it has ended."""
         future = None if self.stalled else self._submit(work, self.stall_s)
@@ -161,13 +171,12 @@ class VolumeGuard:
         else:
             self._leave(future, late, change=False)
 
-    def change(self, work: Callable[[], T], late: Late, *, patience: float = 1.0) -> T:
+    def change(self, work: Callable[[], T], late: Late) -> T:
         """Do something that changes the volume, and wait for it.
 
         Args:
             work: the I/O.
             late: settles the change, if this raises ``VolumeStalled``.
-            patience: how much longer than a read it may be outstanding while the volume answers nothing.
 
         Raises:
             VolumeStalled: it did not end in time, or was refused.
@@ -175,18 +184,20 @@ class VolumeGuard:
         if self._left_changes:
             late(error := self._refusal())
             raise error
-        return self._run(work, late, math.inf, patience * self.stall_s, change=True)
+        return self._run(work, late, math.inf, CHANGE_PATIENCE * self.stall_s, change=True)
 
     def close(self) -> None:
         """Refuse all I/O from now on, and wait for windows under way, unless the volume is stalled."""
         for pool in (self._readers, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
         while (under_way := self._submitted.copy()) and not self.stalled:
-            wait(under_way, self.stall_s / POLLS)
+            wait(under_way, POLL_S)
 
     # ---- inside
-    def _run(self, work: Callable[[], T], late: Late, until_s: float, patience_s: float, *, change: bool) -> T:
-        future = None if self.stalled else self._submit(work, patience_s)
+    def _run(
+        self, work: Callable[[], T], late: Late, until_s: float, patience_s: float, *, change: bool, answered: bool = True
+    ) -> T:
+        future = None if self.stalled else self._submit(work, patience_s, answered=answered)
         while future is not None and not self._ended(future, until_s):
             if self.stalled or self._clock.now_s() >= until_s:
                 future.cancel()  # no effect once it has begun
@@ -197,9 +208,9 @@ class VolumeGuard:
             raise error
         return future.result()
 
-    def _submit(self, work: Callable[[], T], patience_s: float) -> Future[T] | None:
+    def _submit(self, work: Callable[[], T], patience_s: float, *, answered: bool = True) -> Future[T] | None:
         try:
-            return self._others.submit(self._timed, work, patience_s)
+            return self._others.submit(self._timed, work, patience_s, answered=answered)
         except RuntimeError:  # closed
             return None
 
@@ -214,21 +225,21 @@ class VolumeGuard:
         with self._lock:
             due_s = self._detector.due_s()
         try:
-            future.exception(max(0.0, min(self.stall_s / POLLS, due_s - now_s, until_s - now_s)))
+            future.exception(max(0.0, min(POLL_S, due_s - now_s, until_s - now_s)))
         except TimeoutError:
             return future.done()
         except CancelledError:
             pass
         return True
 
-    def _timed(self, work: Callable[[], T], patience_s: float) -> T:
+    def _timed(self, work: Callable[[], T], patience_s: float, *, answered: bool = True) -> T:
         with self._lock:
             number = self._detector.begin(self._clock.now_s(), patience_s)
         try:
             return work()
         finally:
             with self._lock:
-                self._detector.end(number, self._clock.now_s())
+                self._detector.end(number, self._clock.now_s(), answered=answered)
             if self._detector.state is VolumeState.STALLED:
                 self._look()
 

@@ -5,6 +5,9 @@
 3. An outstanding I/O is *overdue* once its patience has passed both since it began and since the volume answered last.
 4. The volume is STALLED while an outstanding I/O is overdue, and ANSWERING otherwise.
 
+5. Time counts only while somebody looks: of a longer gap between two looks at an ANSWERING volume, ``gap_s`` counts. The process
+   may have stood still, and answers may wait for it to notice them.
+
 So a slow disk under load is not stalled while it answers some I/O, and any answer ends a stall.
 """
 
@@ -22,9 +25,15 @@ class VolumeState(StrEnum):
 
 
 class StallDetector:
-    """The outstanding I/Os of one volume. Not thread-safe. Times are of one monotonic clock."""
+    """The outstanding I/Os of one volume. Not thread-safe. Times are of one monotonic clock.
 
-    def __init__(self) -> None:
+    Args:
+        gap_s: how much of the time between two looks counts at most.
+    """
+
+    def __init__(self, gap_s: float) -> None:
+        self._gap_s = gap_s
+        self._looked_s = -math.inf
         self.state = VolumeState.ANSWERING
         """As of the last ``look``."""
         self._outstanding: dict[int, tuple[float, float]] = {}  # number -> (when it began, its patience)
@@ -38,14 +47,17 @@ class StallDetector:
 
     def begin(self, now_s: float, patience_s: float) -> int:
         """Note that an I/O begins. Returns its number, for ``end``."""
+        if not self._outstanding:
+            self._looked_s = now_s
         self._begun += 1
         self._outstanding[self._begun] = now_s, patience_s
         return self._begun
 
-    def end(self, number: int, now_s: float) -> None:
-        """Note that an I/O has ended, well or badly: either way the volume answered."""
+    def end(self, number: int, now_s: float, *, answered: bool = True) -> None:
+        """Note that an I/O has ended, with success or an error. ``answered``: the volume answered it, and not a cache."""
         del self._outstanding[number]
-        self.answer(now_s)
+        if answered:
+            self.answer(now_s)
 
     def answer(self, at_s: float) -> None:
         """Note that the device answered a part of an outstanding I/O. A time before the last answer changes nothing."""
@@ -63,6 +75,12 @@ class StallDetector:
 
     def look(self, now_s: float) -> bool:
         """Set the state as of now. Returns whether it changed."""
+        if self.state is VolumeState.ANSWERING and (missed_s := now_s - self._looked_s - self._gap_s) > 0:
+            self._outstanding = {
+                number: (began_s + missed_s, patience_s) for number, (began_s, patience_s) in self._outstanding.items()
+            }
+            self._answered_s = min(now_s, self._answered_s + missed_s)
+        self._looked_s = now_s
         state = VolumeState.STALLED if now_s >= self.due_s() else VolumeState.ANSWERING
         changed, self.state = state is not self.state, state
         return changed

@@ -15,7 +15,7 @@ from typing import Final
 from kvstore.node.block import Home
 from kvstore.node.last_chance import write_back
 from kvstore.node.table import BlockTable
-from kvstore.node.volume_guard import COMMIT_PATIENCE, VolumeStalled, ignore
+from kvstore.node.volume_guard import VolumeStalled, ignore
 from kvstore.observe.counters import Counters
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ class VolumeWatch:
     def _keep_open(self, home: Home) -> None:
         volume = home.volume
         with suppress(VolumeStalled):
-            if volume.read_only is not None or not home.guard.read(volume.in_place, ignore):
-                home.guard.change(volume.resume, ignore, patience=COMMIT_PATIENCE)
+            if volume.read_only is not None or not home.look_in_place():
+                home.guard.change(volume.resume, ignore)
 
     def _write_back(self, number: int, home: Home) -> None:
         """Send blocks again that write-behind gave up during a stall, a part at each look."""

@@ -34,7 +34,7 @@ from kvstore.node.peers import PeerAddress, Peers
 from kvstore.node.replicas import runs_of
 from kvstore.node.table import BlockTable
 from kvstore.node.tenants import Leave, claim_durable, unclaim_durable
-from kvstore.node.volume_guard import COMMIT_PATIENCE, VolumeStalled
+from kvstore.node.volume_guard import VolumeStalled
 from kvstore.observe.counters import Counters
 from kvstore.observe.failing import Failing
 from kvstore.observe.limited_log import LimitedLog
@@ -160,7 +160,7 @@ class LocalTarget:
         entries = [(slot, block.record()) for block, slot in written]
         removed = [key for key in outdated if key not in stored]
         try:
-            home.guard.change(lambda: home.volume.commit(entries, removed), late, patience=COMMIT_PATIENCE)
+            home.guard.change(lambda: home.volume.commit(entries, removed), late)
         except VolumeStalled as error:
             self._stalled(home, error)
             home.volume.free([slot for _, slot, _ in failed])
@@ -226,7 +226,7 @@ class LocalTarget:
                 _put_back(home, outdated)
 
         try:
-            home.guard.change(lambda: home.volume.commit([], list(outdated)), settle, patience=COMMIT_PATIENCE)
+            home.guard.change(lambda: home.volume.commit([], list(outdated)), settle)
         except VolumeStalled as error:
             self._stalled(home, error)
             return False

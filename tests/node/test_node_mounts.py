@@ -123,6 +123,7 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
 ) -> None:
     put(owner, [1], SHAPE)
     monkeypatch.setattr("kvstore.node.mounts.THREADS", 1)
+    monkeypatch.setattr("kvstore.node.volume_guard.CHANGERS", 0)
     mount = Mount(MountConfig(NAME, tmp_path / "v"), io_threads=2, counters=Counters(), clock=MonotonicClock())
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
     begun, go_on = threading.Event(), threading.Event()
@@ -138,7 +139,7 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
         first = readers.submit(read, mount, domain, 1, LONG_S, backs[0])
         assert begun.wait(LONG_S)
         second = readers.submit(read, mount, domain, 1, LONG_S, backs[1])
-        while not mount._guard._readers._work_queue.qsize():
+        while not mount._guard._others._work_queue.qsize():
             assert not second.done()
             time.sleep(0.001)
         mount.close()

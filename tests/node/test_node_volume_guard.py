@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -172,3 +173,20 @@ def test_guard_window_hung_does_not_hold_up_close(disk: Disk) -> None:
     assert not window.done()
     disk.release.set()
     assert window.result(LONG_S) == "came"
+
+
+def test_guard_cached_answers_do_not_hide_a_stall(disk: Disk) -> None:
+    """A look at the volume's files is answered by the kernel's caches, however long the disk hangs."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            with suppress(VolumeStalled):
+                disk.guard.look_up(lambda: True)
+
+    with ThreadPoolExecutor(1) as lookers:
+        lookers.submit(look)
+        with pytest.raises(VolumeStalled):
+            disk.guard.read(disk.hang, disk.note, MonotonicClock().now_s() + LONG_S)
+        assert disk.guard.stalled
+        over.set()
