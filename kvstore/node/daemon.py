@@ -182,7 +182,7 @@ class NodeDaemon:
             clock,
             writes_behind=self._writes_behind,
             keep_loaded=config.keep_loaded,
-            durable_policy=make_policy(config.policy),
+            make_durable_policy=partial(make_policy, config.policy),
             accounts=self._accounts,
         )
         rules_file = config.nvme[0].path / RULES_FILE if config.nvme and config.metadata is not None else None

@@ -377,12 +377,12 @@ class Loader:
                 assert block.nvme is not None  # pinned: it cannot leave
                 items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
             with tracing.span("volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None):
-                outcomes = home.volume.read(items)
-            for index, outcome, (slot, _, _) in zip(indices, outcomes, items, strict=True):
+                answers = home.volume.read_with_checksums(items)
+            for index, (outcome, checksums), (slot, _, _) in zip(indices, answers, items, strict=True):
                 position, block = todo[index]
                 part.outcomes[position] = outcome
                 if outcome is Outcome.HIT:
-                    table.promoted(block, slots[index])
+                    table.promoted(block, slots[index], checksums)
                     part.blocks[position] = block
                     continue
                 self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")

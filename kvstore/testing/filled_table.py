@@ -6,6 +6,7 @@ All parts are the real ones but the durable volume, which gives out slots and ke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
 
 import xxhash
@@ -62,8 +63,11 @@ class BytelessVolume(DurableVolume):
     def write(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[Exception | None]:
         return [None] * len(items)
 
-    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
+    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:  # noqa: ARG002
         return [Outcome.UNAVAILABLE] * len(items)
+
+    def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
+        return [(Outcome.UNAVAILABLE, b"")] * len(items)
 
     def commit(self, stored: Sequence[tuple[Slot, BlockRecord]], removed: Sequence[BlockKey]) -> None:
         """Nothing outlives the process."""
@@ -104,7 +108,7 @@ class FilledTable:
             self.counters,
             self.clock,
             writes_behind=True,
-            durable_policy=make_policy(policy),
+            make_durable_policy=partial(make_policy, policy),
         )
         self.domain = Domains().of_shape(NamespaceId(bytes(16)), self.shape)
         self._chain_blocks = chain_blocks

@@ -20,20 +20,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.contract import EvictionPolicy
+from kvstore.tiers.contract import EvictionPolicy, Rows
 from kvstore.tiers.eviction_queue import EvictionQueue
 from kvstore.tiers.ghost_list import GhostList
 
 _NONE = 0
 """Row of no block."""
 _SPARE_ENTRIES = 1024
-
-Rows = MutableMapping[BlockKey, int]
-"""Row of each block, and of each absent parent, by key."""
 
 
 class _TreePolicy(ABC):
@@ -170,7 +167,7 @@ class _TreePolicy(ABC):
         seen: set[int] = set()
         for key in keys:
             below: list[BlockKey] = []  # each after its parent
-            waiting = [self._row_of[key]]
+            waiting = [self._row_of.get(key, _NONE)]
             while waiting:
                 row = waiting.pop()
                 if row in seen:
