@@ -163,9 +163,8 @@ def break_down(blocks: int) -> None:
         total += line.size_diff
     for line in after.compare_to(before, "lineno")[:SHOWN_LINES]:
         frame = line.traceback[0]
-        print(
-            f"{line.size_diff / blocks:8.1f} bytes per block  {line.count_diff / blocks:5.2f} objects  {frame.filename}:{frame.lineno}"
-        )
+        size, objects = line.size_diff / blocks, line.count_diff / blocks
+        print(f"{size:8.1f} bytes per block  {objects:5.2f} objects  {frame.filename}:{frame.lineno}")
     print(f"{total / blocks:8.1f} bytes per block in all")
 
 

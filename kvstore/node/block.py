@@ -68,6 +68,13 @@ class Block:
     passing = _Flag(_PASSING)
     """Only staged here for somebody: leaves DRAM as soon as nobody has it pinned."""
 
+    leaves = _Flag(_LEAVING_MASK << _LEAVING_AT)
+    """Whether it is ``leaving``."""
+    moves = _Flag(_PENDING | _LEAVING_MASK << _LEAVING_AT)
+    """It is on its way to a volume, or out of it."""
+    transient = _Flag(_ARRIVING | _PASSING)
+    """It lives by its pins."""
+
     def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.domain = domain
         self.key = key

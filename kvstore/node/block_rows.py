@@ -28,8 +28,12 @@ class BlockRows:
     def get(self, key: BlockKey, default: int, /) -> int:
         """The row of a key, or ``default``."""
         block = self._blocks.get(key)
-        row = 0 if block is None else block.row
-        return row or self._of_absent.get(key, default)
+        if block is None:
+            return self._of_absent.get(key, default)
+        row = block.row
+        if not row and key in self._of_absent:  # it came after its children
+            row = block.row = self._of_absent.pop(key)
+        return row or default
 
     def __setitem__(self, key: BlockKey, row: int, /) -> None:
         block = self._blocks.get(key)

@@ -268,11 +268,12 @@ class NodeDaemon:
         )
 
     def _recover(self, homes: list[Home]) -> None:
+        known: dict[BlockKey, BlockKey] = {}
         for home in homes:
             found = 0
             for slot, record in home.volume.recover():
                 domain = self._domains.of_shape(record.namespace, record.shape)
-                if self.table.restore(home, domain, record, slot):
+                if self.table.restore(home, domain, record, slot, known):
                     found += 1
                 else:
                     self._drop_second(home.volume, record.key, slot)

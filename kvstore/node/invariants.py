@@ -40,7 +40,7 @@ def check_invariants(table: BlockTable) -> None:
     _check_places(table._arena.room.by_place, resident_blocks)
     for home in table.homes:
         mine = (block for block in table._blocks.values() if block.nvme_home is home)
-        durable = {slot: block for block in mine if (slot := block.nvme) is not None}
+        durable = {place: block for block in mine if (place := block.nvme) is not None}
         _check_places(table._durable.by_place(home), durable)
         assert durable.keys().isdisjoint(home.outdated.slots()), "a slot that the catalog names twice"
         assert all(block.nvme_home is home for block in home.aside.values()), "aside, and not there"

@@ -94,17 +94,22 @@ class BlockTable:
         self._closed = False
 
     # ---------------------------------------------------------------- recovery
-    def restore(self, home: Home, domain: Domain, record: BlockRecord, slot: Slot) -> bool:
-        """Takes over a durable block found at start. False where the table knows the key already (the slot is not taken)."""
+    def restore(
+        self, home: Home, domain: Domain, record: BlockRecord, slot: Slot, known: dict[BlockKey, BlockKey] | None = None
+    ) -> bool:
+        """Takes over a durable block found at start. False where the table knows the key already (the slot is not taken).
+
+        ``known``: all keys met so far, so that a block and its children share one object for each.
+        """
         with self._lock:
             block = self._blocks.get(record.key)
             if block is not None and (block.nvme_home is not None or block.domain is not domain):
                 return False
             if block is None:
-                above = self._blocks.get(record.parent) if record.parent is not None else None
-                parent = record.parent if above is None else above.key  # one object a key
-                block = Block(domain, record.key, parent, record.depth, record.checksums)
-                self._blocks[record.key] = block
+                share = {}.setdefault if known is None else known.setdefault
+                key = share(record.key, record.key)
+                parent = None if record.parent is None else share(record.parent, record.parent)
+                block = self._blocks[key] = Block(domain, key, parent, record.depth, record.checksums)
             self._set_nvme(block, home, slot)
             return True
 
@@ -269,7 +274,7 @@ class BlockTable:
         with self._lock:
             for block in blocks:
                 block.pins -= 1
-                if block.pins == 0 and (block.arriving or block.passing):
+                if block.pins == 0 and block.transient:
                     self._let_go(block)
             self._changed.notify_all()
 
@@ -292,7 +297,7 @@ class BlockTable:
                     claim.resident[position] = block
                 elif key in self._loading or key in self._preparing:
                     claim.busy.append(position)
-                elif block is not None and block.leaving:
+                elif block is not None and block.leaves:
                     claim.absent.append(position)
                 elif block is not None:
                     block.pins += 1  # its NVMe slot must stay while it is read
@@ -626,7 +631,7 @@ class BlockTable:
 
     @staticmethod
     def _idle(block: Block) -> bool:
-        return block.pins == 0 and not block.pending and not block.leaving
+        return block.pins == 0 and not block.moves
 
     def _dispensable(self, block: Block) -> bool:
         """Whether a block may leave its durable volume for the sake of others."""

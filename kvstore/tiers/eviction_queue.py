@@ -30,7 +30,7 @@ _LEAST_CUT = 4096
 class EvictionQueue:
     """Entries (place, number, row) in order. Not thread-safe."""
 
-    __slots__ = ("_at", "_from_heap", "_heap", "_numbers", "_places", "_rows")
+    __slots__ = ("_at", "_first", "_from_heap", "_heap", "_numbers", "_places", "_rows")
 
     def __init__(self) -> None:
         self._places = array("q")
@@ -38,7 +38,8 @@ class EvictionQueue:
         self._rows = array("I")
         self._at = 0  # entries of the run before it are gone
         self._heap: list[int] = []
-        self._from_heap = False  # where ``first`` found its answer
+        self._first: Entry | None = None  # what ``first`` found, while it holds
+        self._from_heap = False  # where
 
     def __len__(self) -> int:
         return len(self._rows) - self._at + len(self._heap)
@@ -46,6 +47,8 @@ class EvictionQueue:
     def push(self, place: int, number: int, row: int) -> None:
         """Adds an entry. ``number`` is larger than that of every entry before it."""
         places = self._places
+        if self._first is not None and place < self._first[0]:
+            self._first = None
         if not places or place >= places[-1]:
             places.append(place)
             self._numbers.append(number)
@@ -60,6 +63,11 @@ class EvictionQueue:
 
     def first(self) -> Entry | None:
         """The entry that leaves next, left in its place. None: there is none."""
+        if self._first is None:
+            self._first = self._find_first()
+        return self._first
+
+    def _find_first(self) -> Entry | None:
         at, heap = self._at, self._heap
         if at == len(self._rows):
             self._from_heap = True
@@ -78,6 +86,7 @@ class EvictionQueue:
 
     def drop_first(self) -> None:
         """Removes the entry that ``first`` answered last. No ``push`` may come between the two."""
+        self._first = None
         if self._from_heap:
             heapq.heappop(self._heap)
             return
@@ -110,3 +119,4 @@ class EvictionQueue:
         self._rows.frombytes(rows.tobytes())
         self._at = 0
         self._heap = []
+        self._first = None

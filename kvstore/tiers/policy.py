@@ -31,6 +31,8 @@ from kvstore.tiers.ghost_list import GhostList
 _NONE = 0
 """Row of no block."""
 _SPARE_ENTRIES = 1024
+_TRIM_EVERY = 256
+"""Entries after which a queue is looked at for those that do not count any more."""
 
 
 class _TreePolicy(ABC):
@@ -225,7 +227,8 @@ class _TreePolicy(ABC):
         self._entries += 1
         self._entry_numbers[row] = self._entries
         queue.push(place, self._entries, row)
-        self._trim(queue)
+        if not self._entries % _TRIM_EVERY:
+            self._trim(queue)
 
     def _trim(self, queue: EvictionQueue) -> None:
         if queue.crowded or len(queue) > 2 * self._count + _SPARE_ENTRIES:  # entries of blocks that left from the warm end
@@ -469,7 +472,8 @@ class GapPolicy(_TreePolicy):
     def _queue(self, row: int) -> None:
         self._push(self._by_age, self._positions[row], row)
         self._by_gap.push(-self._gaps[row], self._entry_numbers[row], row)
-        self._trim(self._by_gap)
+        if not self._entries % _TRIM_EVERY:
+            self._trim(self._by_gap)
 
     def _pop(self, waiting: dict[int, int]) -> int:
         self._top(self._by_age, self._positions, 1, waiting)  # puts right what moved, in both, before they are compared
