@@ -141,6 +141,8 @@ class Block:
         seal = seal_of(self.checksums)
         place = offset // ALIGNMENT << _PAGE_AT | generation << _GENERATION_AT | seal << _SEAL_AT
         self._bits = self._bits & _PLACE_MASK | place
+        if self.dram is None:
+            self.forget_checksums()
 
     def unsettle(self) -> None:
         """It no longer does."""
@@ -167,7 +169,7 @@ class Block:
         return why
 
     def forget_checksums(self) -> None:
-        """It has left DRAM: where it lies on NVMe, its slot's header holds its checksums."""
+        """It is not in DRAM: where it lies on NVMe, its slot's header holds its checksums."""
         if self.nvme_home is not None:
             self.checksums = b""
 

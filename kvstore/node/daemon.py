@@ -67,7 +67,7 @@ from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
 from kvstore.rpc.tokens import Shown, tokens_file
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.contract import DurableVolume, Slot
+from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
 from kvstore.tiers.io_engines.probe import choose_gds
 from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
@@ -273,7 +273,7 @@ class NodeDaemon:
             found = 0
             for slot, record in home.volume.recover():
                 domain = self._domains.of_shape(record.namespace, record.shape)
-                if self.table.restore(home, domain, record, slot, known):
+                if self.table.restore(home, domain, _with_known_keys(record, known), slot):
                     found += 1
                 else:
                     self._drop_second(home.volume, record.key, slot)
@@ -632,3 +632,9 @@ def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
         with contextlib.suppress(OSError):  # a name that nobody knows: listening there fails, and says so
             uncapped = {str(found[4][0]) for found in socket.getaddrinfo(parse_address(config.storage_listen)[0], None)}
     return KvTraffic(traffic, counters, uncapped)
+
+
+def _with_known_keys(record: BlockRecord, known: dict[BlockKey, BlockKey]) -> BlockRecord:
+    """A record whose keys are the objects met before: a block and its children share one for each key."""
+    parent = None if record.parent is None else known.setdefault(record.parent, record.parent)
+    return replace(record, key=known.setdefault(record.key, record.key), parent=parent)

@@ -20,7 +20,7 @@ def check_invariants(table: BlockTable) -> None:
         assert block.key == key
         assert block.dram is not None or block.nvme is not None, "a block without a replica"
         assert block.pins >= 0, "negative pins"
-        assert block.checksums or block.dram is None, "a block in DRAM without its checksums"
+        assert block.checksums or None in (block.dram, block.nvme), "a block in both tiers that has lost its checksums"
         assert key not in table._preparing, "held and being written"
         if block.dram is not None:
             assert block.dram.offset not in slots, "one slot, two blocks"

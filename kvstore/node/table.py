@@ -94,22 +94,14 @@ class BlockTable:
         self._closed = False
 
     # ---------------------------------------------------------------- recovery
-    def restore(
-        self, home: Home, domain: Domain, record: BlockRecord, slot: Slot, known: dict[BlockKey, BlockKey] | None = None
-    ) -> bool:
-        """Takes over a durable block found at start. False where the table knows the key already (the slot is not taken).
-
-        ``known``: all keys met so far, so that a block and its children share one object for each.
-        """
+    def restore(self, home: Home, domain: Domain, record: BlockRecord, slot: Slot) -> bool:
+        """Takes over a durable block found at start. False where the table knows the key already (the slot is not taken)."""
         with self._lock:
             block = self._blocks.get(record.key)
             if block is not None and (block.nvme_home is not None or block.domain is not domain):
                 return False
             if block is None:
-                share = {}.setdefault if known is None else known.setdefault
-                key = share(record.key, record.key)
-                parent = None if record.parent is None else share(record.parent, record.parent)
-                block = self._blocks[key] = Block(domain, key, parent, record.depth, record.checksums)
+                block = self._blocks[record.key] = Block(domain, record.key, record.parent, record.depth, record.checksums)
             self._set_nvme(block, home, slot)
             return True
 
@@ -379,8 +371,7 @@ class BlockTable:
     def promoted(self, block: Block, slot: Slot, checksums: bytes) -> None:
         """A claimed durable block now lies in DRAM too; the claim's pin becomes the caller's."""
         with self._lock:
-            block.checksums = checksums
-            block.passing = not self.keep_loaded
+            block.checksums, block.passing = checksums, not self.keep_loaded
             self._set_dram(block, slot)
             self._loading.discard(block.key)
             self._changed.notify_all()
@@ -664,8 +655,6 @@ class BlockTable:
     def _set_nvme(self, block: Block, home: Home, slot: Slot) -> None:
         block.settle(home, slot)
         block.expendable = True
-        if block.dram is None:
-            block.forget_checksums()
         self._durable.insert(block)
         self._log.stored(home.volume.volume_id, block)
 

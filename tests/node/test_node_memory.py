@@ -61,6 +61,7 @@ def test_block_keeps_every_field_apart() -> None:
     domain = Domains().of_shape(NamespaceId(bytes(16)), SHAPE)
     checksums = bytes(range(256))
     block = Block(domain, BlockKey(b"k" * 16), None, (1 << 24) - 1, checksums)
+    block.dram = Slot(0, 4096, 1)
     home = Home(BytelessVolume(VolumeId("n/nvme0"), 1 << 30))
     slot = Slot((1 << 46) - 4096, slot_bytes(SHAPE), (1 << 64) - 1)
 
@@ -95,6 +96,7 @@ def test_block_keeps_every_field_apart() -> None:
     assert block.stay() is Leaving.STAYS
     assert domain.parting == 0
     assert block.record().seal is None
+    block.dram = None
     block.forget_checksums()
     assert (block.record().checksums, block.record().seal) == (b"", seal_of(checksums))
     block.row = 0
