@@ -117,15 +117,15 @@ def measure_filled(options: Options, folder: Path, sizes: list[int]) -> None:
             for before, size in zip([0, *sizes], sizes, strict=False):
                 bed.fill(client, chains, size - before)
                 bed.read(steps)
+        keep(options, "node_memory", "Node: memory per block", "filled", steps.slope(steps.node), sizes[-1], WANTED_BYTES)
+        keep(options, "metadata_memory", "Metadata server: memory per block", "filled", steps.slope(steps.metadata), sizes[-1])
+        keep(options, "metadata_index", "Metadata server: index file per block", "filled", steps.slope(steps.index), sizes[-1])
+        print(f"  node of no blocks {empty / 1e6:.0f} MB; at {steps.blocks} blocks: node {steps.node}, metadata {steps.metadata}")
         store.stop("bench")
         store.start_node("bench")
         time.sleep(3 * SETTLE_S)  # its inventory is sent
         recovered = (rss_anon(store.node("bench")) - empty) / bed.durable_blocks()
-    keep(options, "node_memory", "Node: memory per block", "filled", steps.slope(steps.node), sizes[-1], WANTED_BYTES)
     keep(options, "node_memory", "Node: memory per block", "recovered", recovered, sizes[-1], WANTED_BYTES)
-    keep(options, "metadata_memory", "Metadata server: memory per block", "filled", steps.slope(steps.metadata), sizes[-1])
-    keep(options, "metadata_index", "Metadata server: index file per block", "filled", steps.slope(steps.index), sizes[-1])
-    print(f"  node of no blocks {empty / 1e6:.0f} MB; at {steps.blocks} blocks: node {steps.node}, metadata {steps.metadata}")
 
 
 def measure_churned(options: Options, folder: Path, blocks: int) -> None:
@@ -180,9 +180,9 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
     try:
-        sizes = options.pick(full=[100_000, 200_000, 400_000], quick=[50_000, 100_000], smoke=[4_096, 8_192])
+        sizes = options.pick(full=[50_000, 100_000, 200_000], quick=[30_000, 60_000], smoke=[4_096, 8_192])
         measure_filled(options, folder, sizes)
-        measure_churned(options, folder, options.pick(full=60_000, quick=30_000, smoke=2_048))
+        measure_churned(options, folder, options.pick(full=40_000, quick=20_000, smoke=2_048))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
