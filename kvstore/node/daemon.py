@@ -637,4 +637,7 @@ def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
 def _with_known_keys(record: BlockRecord, known: dict[BlockKey, BlockKey]) -> BlockRecord:
     """A record whose keys are the objects met before: a block and its children share one for each key."""
     parent = None if record.parent is None else known.setdefault(record.parent, record.parent)
-    return replace(record, key=known.setdefault(record.key, record.key), parent=parent)
+    key = known.setdefault(record.key, record.key)
+    return BlockRecord(
+        record.namespace, key, parent, record.depth, record.shape, record.checksums
+    )  # replace() takes twice as long

@@ -31,6 +31,7 @@ from kvstore.tiers.ghost_list import GhostList
 _NONE = 0
 """Row of no block."""
 _SPARE_ENTRIES = 1024
+_ROWS_AT_ONCE = 64
 _TRIM_EVERY = 256
 """Entries after which a queue is looked at for those that do not count any more."""
 
@@ -56,6 +57,7 @@ class _TreePolicy(ABC):
         self._afters = array("I", (_NONE,))
         self._positions = array("q", (0,))
         self._entry_numbers = array("q", (0,))  # number of its one entry in a queue that counts; 0: none
+        self._used = 0  # the last row that was ever given out
         self._free = _NONE  # the first free row; the next is in its ``afters``
         self._count = 0
         self._ticks = 0
@@ -72,22 +74,21 @@ class _TreePolicy(ABC):
             self._afters[row] = _NONE
             self._keys[row] = key
         else:
-            row = len(self._keys)
-            self._keys.append(key)
-            self._grow()
+            row = self._used = self._used + 1
+            if row == len(self._keys):
+                self._grow(_ROWS_AT_ONCE)
+            self._keys[row] = key
         self._row_of[key] = row
         return row
 
-    def _grow(self) -> None:
-        """Adds one row to every column."""
-        self._present.append(0)
-        self._parents.append(_NONE)
-        self._children.append(0)
-        self._firsts.append(_NONE)
-        self._befores.append(_NONE)
-        self._afters.append(_NONE)
-        self._positions.append(0)
-        self._entry_numbers.append(0)
+    def _grow(self, rows: int) -> None:
+        """Adds rows to every column."""
+        self._keys += [None] * rows
+        self._present += bytes(rows)
+        for column in (self._parents, self._children, self._firsts, self._befores, self._afters):
+            column.frombytes(bytes(4 * rows))
+        for wide in (self._positions, self._entry_numbers):
+            wide.frombytes(bytes(8 * rows))
 
     def _free_row(self, row: int) -> None:
         """Frees the row of a block that is neither present nor a parent."""
@@ -343,10 +344,10 @@ class S3FifoPolicy(_TreePolicy):
         self._popped_small = 0
         self._ghosts = GhostList()
 
-    def _grow(self) -> None:
-        super()._grow()
-        self._uses.append(0)
-        self._in_main.append(0)
+    def _grow(self, rows: int) -> None:
+        super()._grow(rows)
+        self._uses += bytes(rows)
+        self._in_main += bytes(rows)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         find, uses = self._row_of.get, self._uses
@@ -434,9 +435,9 @@ class GapPolicy(_TreePolicy):
         self._by_age = EvictionQueue()
         self._by_gap = EvictionQueue()
 
-    def _grow(self) -> None:
-        super()._grow()
-        self._gaps.append(0)
+    def _grow(self, rows: int) -> None:
+        super()._grow(rows)
+        self._gaps.frombytes(bytes(8 * rows))
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         self._ticks += len(keys)
