@@ -14,45 +14,78 @@ from kvstore.node.leaving import Leaving
 from kvstore.node.volume_guard import READERS, STALL_S, VolumeGuard, VolumeStalled
 from kvstore.observe.counters import Counters
 from kvstore.observe.failing import Failing
+from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
+from kvstore.tiers.header import seal_of
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Block:
-    """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0."""
+_PENDING, _EXPENDABLE, _ELSEWHERE, _OURS, _ARRIVING, _PASSING = (1 << bit for bit in range(6))
+_LEAVING_AT, _LEAVING_MASK = 6, 3
+_DISPUTED_AT, _DISPUTED_MASK = 8, (1 << 8) - 1
+_DEPTH_AT, _DEPTH_MASK = 16, (1 << 32) - 1
+_ROW_AT, _ROW_MASK = 48, (1 << 32) - 1
+_PAGE_AT, _PAGE_MASK = 80, (1 << 48) - 1
+_GENERATION_AT, _SEAL_AT, _WORD_MASK = 128, 192, (1 << 64) - 1
+_PLACE_MASK = (1 << _PAGE_AT) - 1
+"""What is below the fields of the NVMe slot."""
 
-    __slots__ = (
-        *("arriving", "checksums", "depth", "disputed", "domain", "dram", "elsewhere", "expendable", "key"),
-        *("leaving", "nvme", "nvme_home", "ours", "parent", "passing", "pending", "pins"),
-    )
+
+class _Flag:
+    """One bit of a block's state."""
+
+    __slots__ = ("_mask",)
+
+    def __init__(self, mask: int) -> None:
+        self._mask = mask
+
+    def __get__(self, block: Block, kind: type[Block]) -> bool:
+        return block._bits & self._mask != 0
+
+    def __set__(self, block: Block, value: bool) -> None:
+        block._bits = block._bits | self._mask if value else block._bits & ~self._mask
+
+
+class Block:
+    """One block and where it lies. Mutable, guarded by the table's lock; ``dram`` stays put while ``pins`` > 0.
+
+    A large node holds millions of blocks, nearly all of them on NVMe alone: such a block is this object of eight fields, its key
+    and one integer (``_bits``) that holds all small fields and the NVMe slot. Its checksums are not kept: they are in the slot's
+    header, and ``seal`` proves them. They are here as long as it lies in DRAM.
+    """
+
+    __slots__ = ("_bits", "checksums", "domain", "dram", "key", "nvme_home", "parent", "pins")
+
+    expendable = _Flag(_EXPENDABLE)
+    """May leave DRAM as it is: it lies elsewhere, could not be written, or is only a copy of a peer's block."""
+    elsewhere = _Flag(_ELSEWHERE)
+    """Durable on the storage node."""
+    ours = _Flag(_OURS)
+    """Stored here by an engine or a peer; False: only a copy of a peer's block, whose durability is the peer's affair."""
+    pending = _Flag(_PENDING)
+    """Waits for write-behind, or is being written."""
+    arriving = _Flag(_ARRIVING)
+    """Its first layers are in its DRAM slot and the others on their way: not in the table yet, its slot lives by its pins."""
+    passing = _Flag(_PASSING)
+    """Only staged here for somebody: leaves DRAM as soon as nobody has it pinned."""
+
+    leaves = _Flag(_LEAVING_MASK << _LEAVING_AT)
+    """Whether it is ``leaving``."""
+    moves = _Flag(_PENDING | _LEAVING_MASK << _LEAVING_AT)
+    """It is on its way to a volume, or out of it."""
+    transient = _Flag(_ARRIVING | _PASSING)
+    """It lives by its pins."""
 
     def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.domain = domain
         self.key = key
         self.parent = parent
-        self.depth = depth
         self.checksums = checksums
         self.dram: Slot | None = None
-        self.nvme: Slot | None = None
         self.nvme_home: Home | None = None
         self.pins = 0
-        self.disputed = 0
-        """Stores that claimed another place for its key and were refused."""
-        self.expendable = False
-        """May leave DRAM as it is: it lies elsewhere, could not be written, or is only a copy of a peer's block."""
-        self.elsewhere = False
-        """Durable on the storage node."""
-        self.ours = True
-        """Stored here by an engine or a peer; False: only a copy of a peer's block, whose durability is the peer's affair."""
-        self.pending = False
-        """Waits for write-behind, or is being written."""
-        self.leaving = Leaving.STAYS
-        """Whether its NVMe replica is about to leave: nobody may begin to read it then. Changed by ``leave`` and ``stay``."""
-        self.arriving = False
-        """Its first layers are in its DRAM slot and the others on their way: not in the table yet, its slot lives by its pins."""
-        self.passing = False
-        """Only staged here for somebody: leaves DRAM as soon as nobody has it pinned."""
+        self._bits = depth << _DEPTH_AT | _OURS
 
     @property
     def namespace(self) -> NamespaceId:
@@ -69,22 +102,87 @@ class Block:
         """Outlives this process."""
         return self.elsewhere or (self.nvme_home is not None and self.nvme_home.volume.lasting)
 
+    @property
+    def depth(self) -> int:
+        """Position in its chain."""
+        return self._bits >> _DEPTH_AT & _DEPTH_MASK
+
+    @property
+    def disputed(self) -> int:
+        """Stores that claimed another place for its key and were refused."""
+        return self._bits >> _DISPUTED_AT & _DISPUTED_MASK
+
+    def dispute(self) -> None:
+        """One more; 255 at most are counted."""
+        if self.disputed < _DISPUTED_MASK:
+            self._bits += 1 << _DISPUTED_AT
+
+    @property
+    def row(self) -> int:
+        """Its row in the eviction policy of the volumes; 0: none."""
+        return self._bits >> _ROW_AT & _ROW_MASK
+
+    @row.setter
+    def row(self, row: int) -> None:
+        self._bits = self._bits & ~(_ROW_MASK << _ROW_AT) | row << _ROW_AT
+
+    # ---- its NVMe replica
+    @property
+    def nvme(self) -> Slot | None:
+        """Its slot on ``nvme_home``."""
+        if self.nvme_home is None:
+            return None
+        bits = self._bits
+        page, generation = bits >> _PAGE_AT & _PAGE_MASK, bits >> _GENERATION_AT & _WORD_MASK
+        return Slot(page * ALIGNMENT, self.domain.slot_bytes, generation)
+
+    def settle(self, home: Home, slot: Slot) -> None:
+        """It lies in a slot of a volume from now on."""
+        offset, _, generation = slot
+        self.nvme_home = home
+        seal = seal_of(self.checksums)
+        place = offset // ALIGNMENT << _PAGE_AT | generation << _GENERATION_AT | seal << _SEAL_AT
+        self._bits = self._bits & _PLACE_MASK | place
+        if self.dram is None:
+            self.forget_checksums()
+
+    def unsettle(self) -> None:
+        """It no longer does."""
+        self.nvme_home = None
+        self._bits &= _PLACE_MASK
+
+    @property
+    def leaving(self) -> Leaving:
+        """Whether its NVMe replica is about to leave: nobody may begin to read it then. Changed by ``leave`` and ``stay``."""
+        return _LEAVING[self._bits >> _LEAVING_AT & _LEAVING_MASK]
+
     def leave(self, why: Leaving = Leaving.FOR_ROOM) -> None:
         """Its NVMe replica is on its way out from now on."""
         if not self.leaving:
             self.domain.parting += 1
-        self.leaving = why
+        self._bits = self._bits & ~(_LEAVING_MASK << _LEAVING_AT) | why << _LEAVING_AT
 
     def stay(self) -> Leaving:
         """It is not: it left, or could not. Returns why it was."""
-        why, self.leaving = self.leaving, Leaving.STAYS
+        why = self.leaving
         if why:
+            self._bits &= ~(_LEAVING_MASK << _LEAVING_AT)
             self.domain.parting -= 1
         return why
 
+    def forget_checksums(self) -> None:
+        """It is not in DRAM: where it lies on NVMe, its slot's header holds its checksums."""
+        if self.nvme_home is not None:
+            self.checksums = b""
+
     def record(self) -> BlockRecord:
         """What a slot header says of it."""
-        return BlockRecord(self.domain.namespace, self.key, self.parent, self.depth, self.domain.shape, self.checksums)
+        checksums, domain = self.checksums, self.domain
+        seal = None if checksums else self._bits >> _SEAL_AT
+        return BlockRecord(domain.namespace, self.key, self.parent, self.depth, domain.shape, checksums, seal)
+
+
+_LEAVING = tuple(Leaving)
 
 
 class Recent(Generic[Key]):

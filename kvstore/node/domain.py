@@ -11,6 +11,7 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape, NamespaceId, Tier
 from kvstore.node.tenants import Account, Accounts, SideOrder
 from kvstore.node.unused import UseOrder
+from kvstore.tiers.header import slot_bytes
 
 
 class Domain:
@@ -18,12 +19,14 @@ class Domain:
 
     __slots__ = (
         *("account", "counted", "dram_orders", "granted", "in_account", "namespace", "nvme_orders", "parting", "pin_orders"),
-        *("pinned", "shape", "spec", "uses"),
+        *("pinned", "shape", "slot_bytes", "spec", "uses"),
     )
 
     def __init__(self, namespace: NamespaceId, shape: BlockShape, spec: CacheSpec | None) -> None:
         self.namespace = namespace
         self.shape = shape
+        self.slot_bytes = slot_bytes(shape)
+        """Size of a slot of a durable volume for one of its blocks."""
         self.spec = spec
         self.account: Account | None = None
         """Its tenant's; None: nobody has shown the spec yet."""

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.block import Block, Home
+from kvstore.node.block_rows import BlockRows
 from kvstore.node.domain import Domain
+from kvstore.node.place_map import PlaceMap
 from kvstore.node.room import PLAN_LIMIT, Room
-from kvstore.tiers.contract import EvictionPolicy, Slot
+from kvstore.tiers.contract import EvictionPolicy, Rows, Slot
 
 
 class DurableRoom:
@@ -26,14 +28,21 @@ class DurableRoom:
 
     Args:
         blocks: the table's, by key.
-        policy: the order.
+        make_policy: makes the order, which keeps its rows where it is told.
         homes: the volumes.
         clock: time.
     """
 
-    def __init__(self, blocks: Mapping[BlockKey, Block], policy: EvictionPolicy, homes: Sequence[Home], clock: Clock) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[BlockKey, Block],
+        make_policy: Callable[[Rows], EvictionPolicy],
+        homes: Sequence[Home],
+        clock: Clock,
+    ) -> None:
         self._blocks = blocks
-        self._policy = policy
+        self._rows = BlockRows(blocks)
+        policy = self._policy = make_policy(self._rows)
         self._homes = homes
         self._clock = clock
         self._rooms = {id(home): Room(home.volume, blocks, policy) for home in homes}
@@ -54,9 +63,13 @@ class DurableRoom:
         if block.nvme is not None:
             self._rooms[id(home)].remove(block, block.nvme)
         if home.aside.pop(block.key, None) is None:
-            self._policy.remove(block.key)
+            self._leave_order(block)
         for order in block.domain.nvme_orders:
             order.remove(block)
+
+    def _leave_order(self, block: Block) -> None:
+        self._policy.remove(block.key)
+        self._rows.keep(block)
 
     def touch(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace were used on their volumes."""
@@ -78,9 +91,9 @@ class DurableRoom:
         """Blocks of each namespace on one."""
         return self._rooms[id(home)].held
 
-    def by_offset(self, home: Home) -> dict[int, Block]:
+    def by_place(self, home: Home) -> PlaceMap:
         """The blocks of a volume by where they lie on it."""
-        return self._rooms[id(home)].by_offset
+        return self._rooms[id(home)].by_place
 
     def coldest(self, home: Home, may_leave: Callable[[Block], bool]) -> Iterator[tuple[BlockKey, Slot]]:
         """What may leave one volume, with its slots, coldest first; children before their parents where both lie there."""
@@ -127,7 +140,7 @@ class DurableRoom:
             unfit += (block for block in found if id(block.nvme_home) not in fit)
             for block in unfit:
                 if block.nvme_home is not None:
-                    self._policy.remove(block.key)
+                    self._leave_order(block)
                     block.nvme_home.aside[block.key] = block
             victims = [block for block in found if id(block.nvme_home) in fit]
             if victims:

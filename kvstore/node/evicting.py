@@ -169,7 +169,7 @@ def quarantine(table: BlockTable, home: Home, block: Block, slot: Slot, counters
             home.quarantined += 1
             table._durable.remove(block, home)
             table._log.removed(home.volume.volume_id, block.key)
-            block.nvme = block.nvme_home = None
+            block.unsettle()
             table._drop_if_nowhere(block)
             table._changed.notify_all()
 

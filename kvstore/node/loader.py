@@ -459,23 +459,23 @@ class Loader:
                 assert block.nvme is not None  # pinned: it cannot leave
                 items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
             held = [slots[index] for index in indices]
-            read = partial(home.volume.read, items)
+            read = partial(home.volume.read_with_checksums, items)
             try:
                 with tracing.span(
                     "volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None
                 ):
                     if home is own:
-                        outcomes = home.guard.timed(read)
+                        answers = home.guard.timed(read)
                     else:
-                        outcomes = home.guard.read(read, partial(self._read_late, held), chain.deadline_s)
+                        answers = home.guard.read(read, partial(self._read_late, held), chain.deadline_s)
             except VolumeStalled:
                 self._not_read(part, [todo[index][0] for index in indices])
                 continue
-            for index, outcome, (slot, _, _) in zip(indices, outcomes, items, strict=True):
+            for index, (outcome, checksums), (slot, _, _) in zip(indices, answers, items, strict=True):
                 position, block = todo[index]
                 part.outcomes[position] = outcome
                 if outcome is Outcome.HIT:
-                    table.promoted(block, slots[index])
+                    table.promoted(block, slots[index], checksums)
                     part.blocks[position] = block
                     continue
                 self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")

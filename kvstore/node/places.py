@@ -83,7 +83,7 @@ def _first_conflict(table: BlockTable, domain: Domain, run: BlockRun, *, heads: 
             if (block.depth != depth or block.parent != parent) and key not in run.keys[:position]:
                 linked = (position > 0 and not heads) or _stands(table, domain, parent, depth - 1)
                 if not linked and _stands(table, domain, block.parent, block.depth - 1) and block.disputed < PATIENCE:
-                    block.disputed += 1
+                    block.dispute()
                     return PlaceConflict(position, key, depth, f"is held behind its parent, as block {block.depth} of a chain")
                 if not table._idle(block) or key in table._loading:
                     reason = f"is held as block {block.depth} of a chain and in use"
@@ -121,7 +121,7 @@ def _displace(table: BlockTable, block: Block, depth: int) -> None:
         table._durable.remove(block, home)
         table._log.removed(home.volume.volume_id, block.key)
         home.outdated.add(block.key, slot)
-        block.nvme = block.nvme_home = None
+        block.unsettle()
     block.elsewhere = False  # the storage node, too, has it at another place
     if block.dram is not None:
         table._evict_dram(block)

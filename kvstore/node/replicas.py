@@ -36,7 +36,10 @@ class Described(Protocol):
 
     key: BlockKey
     parent: BlockKey | None
-    depth: int
+
+    @property
+    def depth(self) -> int:
+        """Position in its chain."""
 
     @property
     def namespace(self) -> NamespaceId:

@@ -17,6 +17,7 @@ from math import inf
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.block import Block
 from kvstore.node.domain import Domain
+from kvstore.node.place_map import PlaceMap
 from kvstore.tiers.contract import EvictionPolicy, Slot, Vacancy, Volume
 
 PLAN_LIMIT = 65_536
@@ -44,19 +45,19 @@ class Room:
         self._volume = volume
         self._blocks = blocks
         self._policy = policy
-        self.by_offset: dict[int, Block] = {}
+        self.by_place = PlaceMap()
         self.held: dict[Domain, int] = {}
         """Blocks of each namespace here."""
 
     def insert(self, block: Block, slot: Slot) -> None:
         """A block lies in a slot of the volume from now on."""
-        self.by_offset[slot.offset] = block
+        self.by_place.put(slot, block)
         held, domain = self.held, block.domain
         held[domain] = held.get(domain, 0) + 1
 
     def remove(self, block: Block, slot: Slot) -> None:
         """It no longer does."""
-        del self.by_offset[slot.offset]
+        self.by_place.take(slot)
         self.held[block.domain] -= 1
 
     def victims(
@@ -166,7 +167,7 @@ class Room:
         """All that leaves with the blocks of a place, those included. None: something of it may not."""
         keys: list[BlockKey] = []
         for slot in self._volume.held_in(place):
-            block = self.by_offset.get(slot.offset)
+            block = self.by_place.get(slot)
             if block is None:
                 return None  # the slot of somebody who reads or writes
             keys.append(block.key)

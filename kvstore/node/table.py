@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
@@ -36,7 +36,7 @@ from kvstore.node.replicas import ReplicaLog
 from kvstore.node.tenants import Accounts, first_victims, give_first, holds_nothing, is_full, make_own_room, may_come
 from kvstore.node.wanted import wait
 from kvstore.observe.counters import Counters
-from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Slot
+from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.policy import LruPolicy
 
 PIECE_BLOCKS = 64
@@ -60,7 +60,7 @@ class BlockTable:
         writes_behind: bool,
         keep_loaded: bool = True,
         cascades_chains: bool = False,
-        durable_policy: EvictionPolicy | None = None,
+        make_durable_policy: Callable[[Rows], EvictionPolicy] = LruPolicy,
         accounts: Accounts | None = None,
     ) -> None:
         self.dram = dram
@@ -78,8 +78,7 @@ class BlockTable:
         self._changed = threading.Condition(self._lock)  # room or residency may have changed
         self._has_pending = threading.Condition(self._lock)
         self._blocks: dict[BlockKey, Block] = {}
-        order = LruPolicy() if durable_policy is None else durable_policy  # an empty one is false
-        self._durable = DurableRoom(self._blocks, order, self.homes, clock)
+        self._durable = DurableRoom(self._blocks, make_durable_policy, self.homes, clock)
         self._arena = ArenaRoom(dram, self._blocks, dram_policy, self._idle)
         self._preparing: dict[BlockKey, Prepared] = {}
         self._loading: set[BlockKey] = set()
@@ -99,11 +98,10 @@ class BlockTable:
         """Takes over a durable block found at start. False where the table knows the key already (the slot is not taken)."""
         with self._lock:
             block = self._blocks.get(record.key)
-            if block is not None and (block.nvme is not None or block.domain is not domain):
+            if block is not None and (block.nvme_home is not None or block.domain is not domain):
                 return False
             if block is None:
-                block = Block(domain, record.key, record.parent, record.depth, record.checksums)
-                self._blocks[record.key] = block
+                block = self._blocks[record.key] = Block(domain, record.key, record.parent, record.depth, record.checksums)
             self._set_nvme(block, home, slot)
             return True
 
@@ -268,7 +266,7 @@ class BlockTable:
         with self._lock:
             for block in blocks:
                 block.pins -= 1
-                if block.pins == 0 and (block.arriving or block.passing):
+                if block.pins == 0 and block.transient:
                     self._let_go(block)
             self._changed.notify_all()
 
@@ -291,7 +289,7 @@ class BlockTable:
                     claim.resident[position] = block
                 elif key in self._loading or key in self._preparing:
                     claim.busy.append(position)
-                elif block is not None and block.leaving:
+                elif block is not None and block.leaves:
                     claim.absent.append(position)
                 elif block is not None:
                     block.pins += 1  # its NVMe slot must stay while it is read
@@ -370,10 +368,10 @@ class BlockTable:
             self.dram.free(slots)
             self._changed.notify_all()
 
-    def promoted(self, block: Block, slot: Slot) -> None:
+    def promoted(self, block: Block, slot: Slot, checksums: bytes) -> None:
         """A claimed durable block now lies in DRAM too; the claim's pin becomes the caller's."""
         with self._lock:
-            block.passing = not self.keep_loaded
+            block.checksums, block.passing = checksums, not self.keep_loaded
             self._set_dram(block, slot)
             self._loading.discard(block.key)
             self._changed.notify_all()
@@ -488,7 +486,7 @@ class BlockTable:
                 home.volume.free((block.nvme,))
                 self._durable.remove(block, home)
                 self._log.removed(home.volume.volume_id, block.key)
-                block.nvme = block.nvme_home = None
+                block.unsettle()
                 block.expendable = False  # should it leave DRAM too, it is written again first (cascade)
                 block.ours = block.ours and not for_quota
                 self._drop_if_nowhere(block)
@@ -624,7 +622,7 @@ class BlockTable:
 
     @staticmethod
     def _idle(block: Block) -> bool:
-        return block.pins == 0 and not block.pending and not block.leaving
+        return block.pins == 0 and not block.moves
 
     def _dispensable(self, block: Block) -> bool:
         """Whether a block may leave its durable volume for the sake of others."""
@@ -655,7 +653,8 @@ class BlockTable:
             self._vigils[block.key] = others
 
     def _set_nvme(self, block: Block, home: Home, slot: Slot) -> None:
-        block.nvme, block.nvme_home, block.expendable = slot, home, True
+        block.settle(home, slot)
+        block.expendable = True
         self._durable.insert(block)
         self._log.stored(home.volume.volume_id, block)
 
@@ -674,10 +673,11 @@ class BlockTable:
         self._arena.remove(block, block.dram)
         self.dram.free((block.dram,))
         block.dram = None
+        block.forget_checksums()
         self._drop_if_nowhere(block)
 
     def _drop_if_nowhere(self, block: Block) -> None:
-        if block.dram is None and block.nvme is None and self._blocks.get(block.key) is block:
+        if block.dram is None and block.nvme_home is None and self._blocks.get(block.key) is block:
             del self._blocks[block.key]
             if block.elsewhere:
                 self._gone.add(block.key)

@@ -218,17 +218,21 @@ class _Faulty(Volume):
     def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
         faults = [self.plan.draw(Operation.READ, record.key) for _, record, _ in items]
         outcomes = self._inner.read(items, verify=verify)
-        for place, fault in enumerate(faults):
-            payload = items[place][2]
-            if fault is Fault.BIT_FLIP:
-                payload[self.plan.position(payload.nbytes)] ^= 1
-                if verify and outcomes[place] is Outcome.HIT:
-                    outcomes[place] = Outcome.CORRUPT
-            elif fault in (Fault.IO_ERROR, Fault.SHORT_READ):
-                kept = payload.nbytes // 2 if fault is Fault.SHORT_READ else 0
-                payload[kept:] = bytes(payload.nbytes - kept)
-                outcomes[place] = Outcome.UNAVAILABLE
-        return outcomes
+        return [
+            self._spoiled(outcome, payload, fault, verify)
+            for outcome, (_, _, payload), fault in zip(outcomes, items, faults, strict=True)
+        ]
+
+    def _spoiled(self, outcome: Outcome, payload: memoryview, fault: Fault | None, verify: bool) -> Outcome:
+        """What a fault makes of a block that was read."""
+        if fault is Fault.BIT_FLIP:
+            payload[self.plan.position(payload.nbytes)] ^= 1
+            return Outcome.CORRUPT if verify and outcome is Outcome.HIT else outcome
+        if fault in (Fault.IO_ERROR, Fault.SHORT_READ):
+            kept = payload.nbytes // 2 if fault is Fault.SHORT_READ else 0
+            payload[kept:] = bytes(payload.nbytes - kept)
+            return Outcome.UNAVAILABLE
+        return outcome
 
 
 class FaultyVolume(_Faulty, DurableVolume):
@@ -239,6 +243,14 @@ class FaultyVolume(_Faulty, DurableVolume):
         self.plan = plan
         self.volume_id = inner.volume_id
         self.tier = inner.tier
+
+    def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
+        faults = [self.plan.draw(Operation.READ, record.key) for _, record, _ in items]
+        answers = self._inner.read_with_checksums(items)
+        return [
+            (self._spoiled(outcome, payload, fault, verify=True), checksums)
+            for (outcome, checksums), (_, _, payload), fault in zip(answers, items, faults, strict=True)
+        ]
 
     def fits(self, shape: BlockShape) -> bool:
         return self._inner.fits(shape)

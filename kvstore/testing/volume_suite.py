@@ -16,6 +16,7 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from kvstore.core import checksum
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome
 from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Volume
+from kvstore.tiers.header import seal_of
 
 NAMESPACE = NamespaceId(b"volume-suite-ns.")
 SHAPES = (BlockShape(1, 4096), BlockShape(4, 1000), BlockShape(2, 65536), BlockShape(3, 40_961))
@@ -47,6 +49,11 @@ def block_record(number: int, shape: BlockShape, parent: int | None = None) -> B
     return BlockRecord(
         NAMESPACE, block_key(number), None if parent is None else block_key(parent), number % 100, shape, checksums
     )
+
+
+def sealed(record: BlockRecord) -> BlockRecord:
+    """The same block, of whose checksums only the seal is known."""
+    return replace(record, checksums=b"", seal=seal_of(record.checksums))
 
 
 def empty_memory(count: int, shape: BlockShape, *, aligned: bool) -> list[memoryview]:
@@ -314,6 +321,34 @@ class DurableVolumeSuite(VolumeSuite):
         for _ in volume.recover():
             pass
         return volume
+
+    def test_sealed_block_reads_back_with_checksums(self, volume: DurableVolume) -> None:
+        shape = SHAPES[2]
+        items = items_for(volume.allocate(shape, 3) or [], [1, 2, 3], shape)
+        assert volume.write(items) == [None] * 3
+        again = emptied([(slot, sealed(record), view) for slot, record, view in items])
+        assert volume.read_with_checksums(again) == [(Outcome.HIT, record.checksums) for _, record, _ in items]
+        assert [bytes(view) for _, _, view in again] == [bytes(view) for _, _, view in items]
+        assert volume.read_with_checksums(emptied(items)) == [(Outcome.HIT, record.checksums) for _, record, _ in items]
+        assert volume.read(again) == [Outcome.HIT] * 3
+
+    def test_sealed_block_of_another_record_is_corrupt(self, volume: DurableVolume) -> None:
+        shape = SHAPES[2]
+        [(slot, record, view)] = items_for(volume.allocate(shape, 1) or [], [1], shape)
+        assert volume.write([(slot, record, view)]) == [None]
+        known = sealed(record)
+        assert known.seal is not None
+        for other in (
+            replace(known, seal=known.seal ^ 1),
+            replace(known, key=block_key(2)),
+            replace(known, namespace=NamespaceId(bytes(16))),
+            replace(known, parent=block_key(2)),
+            replace(known, depth=known.depth + 1),
+        ):
+            for verify in (True, False):
+                assert volume.read(emptied([(slot, other, view)]), verify=verify) == [Outcome.CORRUPT], other
+        assert isinstance(volume.write([(slot, known, view)])[0], Internal)
+        assert volume.read(emptied([(slot, known, view)])) == [Outcome.HIT]
 
     def test_it_says_which_shapes_it_can_hold(self, volume: DurableVolume) -> None:
         assert all(volume.fits(shape) for shape in SHAPES)

@@ -36,7 +36,9 @@ class BlockRecord:
     depth: int
     shape: BlockShape
     checksums: bytes
-    """Little-endian uint64 a layer: xxh3-64 of each Layer Block."""
+    """Little-endian uint64 a layer: xxh3-64 of each Layer Block. Empty: not at hand, and ``seal`` stands for them."""
+    seal: int | None = None
+    """Xxh3-64 of the checksums that are not at hand. A durable volume finds those in the slot's header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,10 @@ class DurableVolume(Volume):
         """
 
     @abstractmethod
+    def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
+        """As ``read``, verified. One entry an item: the outcome and, of a HIT, the checksums by which it was verified."""
+
+    @abstractmethod
     def recover(self) -> Iterator[tuple[Slot, BlockRecord]]:
         """All blocks the catalog holds, their slots taken. Called once and used up, right after opening, before ``allocate``.
 
@@ -181,6 +187,17 @@ class DurableVolume(Volume):
     def resume(self) -> bool:
         """Tries to leave the read-only state; whether the volume can be written to. Blocks for I/O."""
         return self.read_only is None
+
+
+class Rows(Protocol):
+    """Where an eviction policy keeps the row of each key that it knows; rows are 1 or more. A dict is one."""
+
+    def get(self, key: BlockKey, default: int, /) -> int:
+        """The row of a key, or ``default``."""
+
+    def __setitem__(self, key: BlockKey, row: int, /) -> None: ...
+
+    def __delitem__(self, key: BlockKey, /) -> None: ...
 
 
 class EvictionPolicy(Protocol):

@@ -66,6 +66,11 @@ def header_bytes(layers: int) -> int:
     return round_up(FIXED_BYTES + 8 * layers)
 
 
+def seal_of(checksums: bytes) -> int:
+    """What stands for a block's checksums where they are not at hand."""
+    return xxhash.xxh3_64_intdigest(checksums)
+
+
 def slot_bytes(shape: BlockShape) -> int:
     """Size of a slot for blocks of a shape: header pages and the padded payload."""
     return header_bytes(shape.layers) + round_up(shape.block_bytes)

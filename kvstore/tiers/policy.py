@@ -1,9 +1,9 @@
 """Eviction policies: which blocks are cold. Pure: no locks, no clock, no I/O; a replay can run them by themselves.
 
 What all share (``_TreePolicy``): blocks form trees by their parents, and only a *leaf* (a block without children in the volume)
-can leave. So only leaves are queued: a heap holds them by their position in the policy's order, and an inner block enters it when
-its last child has left, at the position it has earned by then. Nothing is ever scanned for what cannot leave, and a touch
-is one store: heap entries whose block has moved since are put right when they come up.
+can leave. So only leaves are queued, by their position in the policy's order, and an inner block enters the queue when its last
+child has left, at the position it has earned by then. Nothing is ever scanned for what cannot leave, and a touch is one store:
+entries whose block has moved since are put right when they come up.
 
 * ``LruPolicy``: by last use. A chain is used as a whole, so among equally old blocks the deeper leave first.
 * ``S3FifoPolicy``: two queues in order of arrival, a small one (a tenth) for newcomers, a main one for what was used again,
@@ -18,196 +18,244 @@ is one store: heap entries whose block has moved since are put right when they c
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.contract import EvictionPolicy
+from kvstore.tiers.contract import EvictionPolicy, Rows
+from kvstore.tiers.eviction_queue import EvictionQueue
+from kvstore.tiers.ghost_list import GhostList
 
-
-class _Node:
-    """One block, or the place of an absent parent whose children are here (``present`` is False)."""
-
-    __slots__ = ("after", "before", "children", "entry", "first", "key", "main", "parent", "position", "present", "uses")
-
-    def __init__(self, key: BlockKey) -> None:
-        self.key = key
-        self.parent: _Node | None = None
-        self.present = False
-        self.children = 0  # in the volume: ``first``, the one ``after`` it, and so on
-        self.first: _Node | None = None
-        self.before: _Node | None = None
-        self.after: _Node | None = None
-        self.position = 0
-        self.entry = 0  # number of its one entry in a heap that counts; 0: none
-        self.main = False
-        self.uses = 0
-
-
-_Entry = tuple[int, int, _Node]  # position, number of the entry, block
+_NONE = 0
+"""Row of no block."""
 _SPARE_ENTRIES = 1024
+_ROWS_AT_ONCE = 64
+_TRIM_EVERY = 256
+"""Entries after which a queue is looked at for those that do not count any more."""
 
 
 class _TreePolicy(ABC):
-    """The tree, and the iteration over leaves. Subclasses say where a block stands, and take it from their heaps."""
+    """The tree, and the iteration over leaves. Subclasses say where a block stands, and take it from their queues.
 
-    def __init__(self) -> None:
-        self._nodes: dict[BlockKey, _Node] = {}
+    A block is a *row* of columns, about 50 bytes, and no object. A row is also the place of an absent parent whose children are
+    here (it is not present). Freed rows are used again.
+
+    Args:
+        rows: where the row of each key is kept; None: in a dict of its own.
+    """
+
+    def __init__(self, rows: Rows | None = None) -> None:
+        self._row_of: Rows = {} if rows is None else rows
+        self._keys: list[BlockKey | None] = [None]
+        self._present = bytearray(1)
+        self._parents = array("I", (_NONE,))
+        self._children = array("I", (_NONE,))  # in the volume: ``firsts``, the one in its ``afters``, and so on
+        self._firsts = array("I", (_NONE,))
+        self._befores = array("I", (_NONE,))
+        self._afters = array("I", (_NONE,))
+        self._positions = array("q", (0,))
+        self._entry_numbers = array("q", (0,))  # number of its one entry in a queue that counts; 0: none
+        self._used = 0  # the last row that was ever given out
+        self._free = _NONE  # the first free row; the next is in its ``afters``
         self._count = 0
         self._ticks = 0
         self._entries = 0
-        self._taken: list[_Node] = []  # taken from the heaps by the last iteration, not yet put back
+        self._taken: dict[int, None] = {}  # taken from the queues by the last iteration, not yet put back
 
     def __len__(self) -> int:
         return self._count
 
+    def _new_row(self, key: BlockKey) -> int:
+        row = self._free
+        if row:
+            self._free = self._afters[row]
+            self._afters[row] = _NONE
+            self._keys[row] = key
+        else:
+            row = self._used = self._used + 1
+            if row == len(self._keys):
+                self._grow(_ROWS_AT_ONCE)
+            self._keys[row] = key
+        self._row_of[key] = row
+        return row
+
+    def _grow(self, rows: int) -> None:
+        """Adds rows to every column."""
+        self._keys += [None] * rows
+        self._present += bytes(rows)
+        for column in (self._parents, self._children, self._firsts, self._befores, self._afters):
+            column.frombytes(bytes(4 * rows))
+        for wide in (self._positions, self._entry_numbers):
+            wide.frombytes(bytes(8 * rows))
+
+    def _free_row(self, row: int) -> None:
+        """Frees the row of a block that is neither present nor a parent."""
+        key = self._keys[row]
+        assert key is not None
+        del self._row_of[key]
+        self._keys[row] = None
+        self._taken.pop(row, None)
+        self._entry_numbers[row] = 0
+        self._positions[row] = 0
+        self._afters[row] = self._free
+        self._free = row
+
     def insert(self, key: BlockKey, parent: BlockKey | None) -> None:
-        node = self._nodes.get(key)
-        if node is None:
-            node = self._nodes[key] = _Node(key)
-        elif node.present:
+        row = self._row_of.get(key, _NONE)
+        if not row:
+            row = self._new_row(key)
+        elif self._present[row]:
             raise Internal("a block came in twice", key=key.hex())
-        if parent is not None and not (parent == key or (node.children and self._is_above(node, parent))):
-            above = self._nodes.get(parent)
-            if above is None:
-                above = self._nodes[parent] = _Node(parent)
-            above.children += 1
-            node.parent = above
-            node.after, above.first = above.first, node
-            if node.after is not None:
-                node.after.before = node
-        node.present = True
-        node.uses = 0
+        if parent is not None and not (parent == key or (self._children[row] and self._is_above(row, parent))):
+            above = self._row_of.get(parent, _NONE) or self._new_row(parent)
+            firsts = self._firsts
+            self._children[above] += 1
+            self._parents[row] = above
+            first, firsts[above] = firsts[above], row
+            self._afters[row] = first
+            if first:
+                self._befores[first] = row
+        self._present[row] = 1
         self._count += 1
         self._ticks += 1
-        self._arrived(node)
-        if not node.children and not node.entry:
-            self._queue(node)
+        self._arrived(row)
+        if not self._children[row] and not self._entry_numbers[row]:
+            self._queue(row)
 
-    def _is_above(self, node: _Node, key: BlockKey) -> bool:
+    def _is_above(self, row: int, key: BlockKey) -> bool:
         """Whether a block stands above its parent to be. Keys are their makers'; and in a ring nothing could leave."""
-        above = self._nodes.get(key)
-        while above is not None and above is not node:
-            above = above.parent
-        return above is node
+        above = self._row_of.get(key, _NONE)
+        while above and above != row:
+            above = self._parents[above]
+        return above == row
 
     def remove(self, key: BlockKey) -> None:
-        node = self._nodes.get(key)
-        if node is None or not node.present:
+        row = self._row_of.get(key, _NONE)
+        if not row or not self._present[row]:
             return
-        node.present = False
-        node.entry = 0
+        self._present[row] = 0
+        self._entry_numbers[row] = 0
         self._count -= 1
-        self._left(node)
-        above, node.parent = node.parent, None
-        if not node.children:
-            del self._nodes[key]
-        if above is not None:
-            above.children -= 1
-            before, after, node.before, node.after = node.before, node.after, None, None
-            if after is not None:
-                after.before = before
-            if before is not None:
-                before.after = after
+        self._left(row)
+        above, self._parents[row] = self._parents[row], _NONE
+        before, after, self._befores[row], self._afters[row] = self._befores[row], self._afters[row], _NONE, _NONE
+        if not self._children[row]:
+            self._free_row(row)
+        if above:
+            self._children[above] -= 1
+            if after:
+                self._befores[after] = before
+            if before:
+                self._afters[before] = after
             else:
-                above.first = after
-            if not above.children:
-                if not above.present:
-                    del self._nodes[above.key]
-                elif not above.entry:
+                self._firsts[above] = after
+            if not self._children[above]:
+                if not self._present[above]:
+                    self._free_row(above)
+                elif not self._entry_numbers[above]:
                     self._queue(above)
 
     def is_parent(self, key: BlockKey) -> bool:
-        node = self._nodes.get(key)
-        return node is not None and node.children > 0
+        return self._children[self._row_of.get(key, _NONE)] > 0
 
     def warmth(self, keys: Sequence[BlockKey]) -> list[int]:
-        find, of = self._nodes.get, self._warmth
-        return [0 if (node := find(key)) is None or not node.present else of(node) for key in keys]
+        find, present, of = self._row_of.get, self._present, self._warmth
+        rows = (find(key, _NONE) for key in keys)
+        return [of(row) if present[row] else 0 for row in rows]
 
     def with_descendants(self, keys: Iterable[BlockKey], evictable: Callable[[BlockKey], bool]) -> list[BlockKey] | None:
         found: list[BlockKey] = []
-        seen: set[BlockKey] = set()
+        seen: set[int] = set()
         for key in keys:
             below: list[BlockKey] = []  # each after its parent
-            waiting = [self._nodes[key]]
+            waiting = [self._row_of.get(key, _NONE)]
             while waiting:
-                node = waiting.pop()
-                if node.key in seen:
+                row = waiting.pop()
+                if row in seen:
                     continue  # and so is all below it
-                seen.add(node.key)
-                if not evictable(node.key):
+                seen.add(row)
+                each = self._key_of(row)
+                if not evictable(each):
                     return None
-                below.append(node.key)
-                child = node.first
-                while child is not None:
+                below.append(each)
+                child = self._firsts[row]
+                while child:
                     waiting.append(child)
-                    child = child.after
+                    child = self._afters[child]
             found += reversed(below)
         return found
 
+    def _key_of(self, row: int) -> BlockKey:
+        key = self._keys[row]
+        assert key is not None
+        return key
+
     def restore(self, keys: Iterable[BlockKey]) -> None:
         for key in keys:
-            node = self._nodes.get(key)
-            if node is not None and node.present and not node.children and not node.entry:
-                self._queue(node)
+            row = self._row_of.get(key, _NONE)
+            if self._present[row] and not self._children[row] and not self._entry_numbers[row]:
+                self._queue(row)
 
     def coldest(self, evictable: Callable[[BlockKey], bool | None]) -> Iterator[BlockKey]:
-        for node in self._taken:
-            node.entry = 0
-            if node.present and not node.children:
-                self._queue(node)
-        taken = self._taken = []
+        numbers, children = self._entry_numbers, self._children
+        for row in self._taken:
+            numbers[row] = 0
+            if self._present[row] and not children[row]:
+                self._queue(row)
+        taken = self._taken = {}
         self._begin()
-        waiting: dict[_Node, int] = {}  # parents met in this iteration -> children not yet yielded
-        while (coldest := self._pop(waiting)) is not None:
-            may_leave = evictable(coldest.key)
+        waiting: dict[int, int] = {}  # parents met in this iteration -> children not yet yielded
+        while (coldest := self._pop(waiting)) != _NONE:
+            key = self._key_of(coldest)
+            may_leave = evictable(key)
             if may_leave is None:
-                coldest.entry = 0  # in no heap before it is restored, or has children again and they leave
+                numbers[coldest] = 0  # in no queue before it is restored, or has children again and they leave
                 continue
-            taken.append(coldest)
+            taken[coldest] = None
             if not may_leave:
                 continue
-            yield coldest.key
-            above = coldest.parent
-            if above is not None and above.present:
-                left = waiting.get(above, above.children) - 1
+            yield key
+            above = self._parents[coldest]
+            if above and self._present[above]:
+                left = waiting.get(above, children[above]) - 1
                 waiting[above] = left
-                if not left and not above.entry:
+                if not left and not numbers[above]:
                     self._queue(above)
 
-    def _push(self, heap: list[_Entry], node: _Node) -> None:
+    def _push(self, queue: EvictionQueue, place: int, row: int) -> None:
         self._entries += 1
-        node.entry = self._entries
-        heapq.heappush(heap, (node.position, self._entries, node))
-        self._trim(heap)
+        self._entry_numbers[row] = self._entries
+        queue.push(place, self._entries, row)
+        if not self._entries % _TRIM_EVERY:
+            self._trim(queue)
 
-    def _trim(self, heap: list[_Entry]) -> None:
-        if len(heap) > 2 * self._count + _SPARE_ENTRIES:  # entries of blocks that left from the warm end
-            heap[:] = [entry for entry in heap if entry[2].present and entry[2].entry == entry[1]]
-            heapq.heapify(heap)
+    def _trim(self, queue: EvictionQueue) -> None:
+        if queue.crowded or len(queue) > 2 * self._count + _SPARE_ENTRIES:  # entries of blocks that left from the warm end
+            queue.keep(self._entry_numbers)
 
-    def _take(self, heap: list[_Entry], waiting: dict[_Node, int]) -> _Node | None:
-        """The first block of a heap that may leave now, by its true position, left in its place.
+    def _take(self, queue: EvictionQueue, waiting: dict[int, int]) -> int:
+        """The first block of a queue that may leave now, by its true position, left in its place.
 
         Entries that do not hold any more are dropped or moved on the way.
         """
-        while heap:
-            position, number, node = heap[0]
-            if number != node.entry or not node.present or waiting.get(node, node.children):
-                heapq.heappop(heap)
-                if number == node.entry:
-                    node.entry = 0
-            elif node.position != position:
+        numbers, positions, children = self._entry_numbers, self._positions, self._children
+        while (first := queue.first()) is not None:
+            position, number, row = first
+            if number != numbers[row]:
+                queue.drop_first()
+            elif waiting.get(row, children[row]):
+                queue.drop_first()
+                numbers[row] = 0
+            elif positions[row] != position:
+                queue.drop_first()
                 self._entries += 1
-                node.entry = self._entries
-                heapq.heapreplace(heap, (node.position, self._entries, node))
+                numbers[row] = self._entries
+                queue.push(positions[row], self._entries, row)
             else:
-                return node
-        return None
+                return row
+        return _NONE
 
     @abstractmethod
     def _begin(self) -> None:
@@ -217,65 +265,64 @@ class _TreePolicy(ABC):
     def touch(self, keys: Sequence[BlockKey]) -> None: ...
 
     @abstractmethod
-    def _arrived(self, node: _Node) -> None:
+    def _arrived(self, row: int) -> None:
         """Gives a newcomer its place."""
 
     @abstractmethod
-    def _left(self, node: _Node) -> None:
+    def _left(self, row: int) -> None:
         """A block left."""
 
-    def _warmth(self, node: _Node) -> int:
+    def _warmth(self, row: int) -> int:
         """As ``warmth``."""
-        return node.position
+        return self._positions[row]
 
     @abstractmethod
-    def _queue(self, node: _Node) -> None:
-        """Enters a block that is (or is about to be) a leaf into its heap."""
+    def _queue(self, row: int) -> None:
+        """Enters a block that is (or is about to be) a leaf into its queue."""
 
     @abstractmethod
-    def _pop(self, waiting: dict[_Node, int]) -> _Node | None:
-        """Takes the coldest leaf out. Its ``entry`` stays set until it is put back."""
+    def _pop(self, waiting: dict[int, int]) -> int:
+        """Takes the coldest leaf out, or answers ``_NONE``. The number of its entry stays set until it is put back."""
 
 
 class LruPolicy(_TreePolicy):
     """Least recently used leaf first."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._heap: list[_Entry] = []
+    def __init__(self, rows: Rows | None = None) -> None:
+        super().__init__(rows)
+        self._leaves = EvictionQueue()
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         self._ticks += 1
         tick = self._ticks
-        find = self._nodes.get
+        find, positions = self._row_of.get, self._positions
         for key in keys:
-            node = find(key)
-            if node is not None:
-                node.position = tick
+            positions[find(key, _NONE)] = tick  # of no block, too: nobody reads that
 
-    def _arrived(self, node: _Node) -> None:
-        node.position = self._ticks
+    def _arrived(self, row: int) -> None:
+        self._positions[row] = self._ticks
 
-    def _left(self, node: _Node) -> None:
+    def _left(self, row: int) -> None:
         pass
 
     def _begin(self) -> None:
         pass
 
-    def _queue(self, node: _Node) -> None:
-        self._push(self._heap, node)
+    def _queue(self, row: int) -> None:
+        self._push(self._leaves, self._positions[row], row)
 
-    def _pop(self, waiting: dict[_Node, int]) -> _Node | None:
-        node = self._take(self._heap, waiting)
-        if node is not None:
-            heapq.heappop(self._heap)
-        return node
+    def _pop(self, waiting: dict[int, int]) -> int:
+        row = self._take(self._leaves, waiting)
+        if row:
+            self._leaves.drop_first()
+        return row
 
 
 class S3FifoPolicy(_TreePolicy):
     """Small queue, main queue, ghosts.
 
     Args:
+        rows: as of all policies.
         small_share: of all blocks, how many the small queue may hold before it gives way first.
     """
 
@@ -283,171 +330,192 @@ class S3FifoPolicy(_TreePolicy):
     """Uses counted: turns that a block of the main queue is spared."""
     _USES_BIT, _MAIN_BIT = 59, 61
 
-    def __init__(self, small_share: float = 0.1) -> None:
-        super().__init__()
+    def __init__(self, rows: Rows | None = None, small_share: float = 0.1) -> None:
+        super().__init__(rows)
         if not 0 < small_share < 1:
             raise InvalidArgument("a share lies between 0 and 1", small_share=small_share)
         self._small_share = small_share
-        self._small: list[_Entry] = []
-        self._main: list[_Entry] = []
+        self._uses = bytearray(1)
+        self._in_main = bytearray(1)
+        self._small = EvictionQueue()
+        self._main = EvictionQueue()
         self._small_count = 0
         self._popped = 0
         self._popped_small = 0
-        self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
+        self._ghosts = GhostList()
+
+    def _grow(self, rows: int) -> None:
+        super()._grow(rows)
+        self._uses += bytes(rows)
+        self._in_main += bytes(rows)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        find = self._nodes.get
+        find, uses = self._row_of.get, self._uses
         most = self.MOST_USES
         for key in keys:
-            node = find(key)
-            if node is None or not node.present:
+            row = find(key, _NONE)
+            if not self._present[row]:
                 continue
-            if node.uses < most:
-                node.uses += 1
-            if not node.main and node.uses >= 2:
-                node.main = True
-                node.uses = 0
+            if uses[row] < most:
+                uses[row] += 1
+            if not self._in_main[row] and uses[row] >= 2:
+                self._in_main[row] = 1
+                uses[row] = 0
                 self._small_count -= 1
                 self._ticks += 1
-                node.position = self._ticks
-                if node.entry:  # its entry is in the other heap
-                    node.entry = 0
-                    if not node.children:
-                        self._push(self._main, node)
+                self._positions[row] = self._ticks
+                if self._entry_numbers[row]:  # its entry is in the other queue
+                    self._entry_numbers[row] = 0
+                    if not self._children[row]:
+                        self._push(self._main, self._ticks, row)
 
-    def _arrived(self, node: _Node) -> None:
-        node.position = self._ticks
-        node.main = node.key in self._ghosts
-        if node.main:
-            del self._ghosts[node.key]
-        else:
+    def _arrived(self, row: int) -> None:
+        self._uses[row] = 0
+        self._positions[row] = self._ticks
+        self._in_main[row] = self._ghosts.pop(self._key_of(row)) is not None
+        if not self._in_main[row]:
             self._small_count += 1
 
-    def _left(self, node: _Node) -> None:
-        if node.main:
+    def _left(self, row: int) -> None:
+        if self._in_main[row]:
             return
         self._small_count -= 1
-        self._ghosts[node.key] = None
+        self._ghosts.add(self._key_of(row), 0)
         if len(self._ghosts) > max(self._count, 1):
-            self._ghosts.popitem(last=False)
+            self._ghosts.drop_oldest()
 
-    def _warmth(self, node: _Node) -> int:
-        return node.position | node.uses << self._USES_BIT | node.main << self._MAIN_BIT
+    def _warmth(self, row: int) -> int:
+        return self._positions[row] | self._uses[row] << self._USES_BIT | self._in_main[row] << self._MAIN_BIT
 
-    def _queue(self, node: _Node) -> None:
-        self._push(self._main if node.main else self._small, node)
+    def _queue(self, row: int) -> None:
+        self._push(self._main if self._in_main[row] else self._small, self._positions[row], row)
 
     def _begin(self) -> None:
         self._popped = self._popped_small = 0
 
-    def _pop(self, waiting: dict[_Node, int]) -> _Node | None:
+    def _pop(self, waiting: dict[int, int]) -> int:
         # what this iteration has yielded counts as gone, for its owner is about to remove it
         small = self._take(self._small, waiting)
         crowded = self._small_count - self._popped_small > self._small_share * (self._count - self._popped)
-        node = None if small is not None and crowded else self._pop_main(waiting)
+        row = _NONE if small and crowded else self._pop_main(waiting)
         self._popped += 1
-        if node is None and small is not None:
+        if not row and small:
             self._popped_small += 1
-            heapq.heappop(self._small)
+            self._small.drop_first()
             return small
-        return node
+        return row
 
-    def _pop_main(self, waiting: dict[_Node, int]) -> _Node | None:
-        while (node := self._take(self._main, waiting)) is not None:
-            heapq.heappop(self._main)
-            if not node.uses:
-                return node
-            node.uses -= 1
+    def _pop_main(self, waiting: dict[int, int]) -> int:
+        while row := self._take(self._main, waiting):
+            self._main.drop_first()
+            if not self._uses[row]:
+                return row
+            self._uses[row] -= 1
             self._ticks += 1
-            node.position = self._ticks
-            self._push(self._main, node)
-        return None
+            self._positions[row] = self._ticks
+            self._push(self._main, self._ticks, row)
+        return _NONE
 
 
 class GapPolicy(_TreePolicy):
-    """Longest expected gap first. Time is counted in blocks used; ``uses`` of a node is the gap before its last use.
+    """Longest expected gap first. Time is counted in blocks used; the gap of a block is the one before its last use.
 
     Args:
-        ghosts: keys remembered after their block left, for each block that is here (about 150 bytes a key).
+        rows: as of all policies.
+        ghosts: keys remembered after their block left, for each block that is here (about 26 bytes a key).
     """
 
-    def __init__(self, ghosts: float = 4.0) -> None:
-        super().__init__()
+    def __init__(self, rows: Rows | None = None, ghosts: float = 4.0) -> None:
+        super().__init__(rows)
         if ghosts < 0:
             raise InvalidArgument("ghosts are 0 or more", ghosts=ghosts)
         self._ghosts_a_block = ghosts
-        self._ghosts: OrderedDict[BlockKey, int] = OrderedDict()  # key -> last use
-        self._by_age: list[_Entry] = []
-        self._by_gap: list[_Entry] = []
+        self._ghosts = GhostList()  # with their last use
+        self._gaps = array("q", (0,))
+        self._by_age = EvictionQueue()
+        self._by_gap = EvictionQueue()
+
+    def _grow(self, rows: int) -> None:
+        super()._grow(rows)
+        self._gaps.frombytes(bytes(8 * rows))
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         self._ticks += len(keys)
         now = self._ticks
-        find = self._nodes.get
+        find, gaps, positions = self._row_of.get, self._gaps, self._positions
         for key in keys:
-            node = find(key)
-            if node is not None:
-                node.uses = now - node.position
-                node.position = now
+            row = find(key, _NONE)
+            gaps[row] = now - positions[row]  # of no block, too: nobody reads that
+            positions[row] = now
 
-    def _arrived(self, node: _Node) -> None:
-        node.position = self._ticks
-        last = self._ghosts.pop(node.key, None)
+    def _arrived(self, row: int) -> None:
+        self._positions[row] = self._ticks
+        last = self._ghosts.pop(self._key_of(row))
+        above = self._parents[row]
         if last is not None:
-            node.uses = self._ticks - last
-        elif node.parent is not None and node.parent.present:
-            node.uses = node.parent.uses
+            self._gaps[row] = self._ticks - last
+        elif above and self._present[above]:
+            self._gaps[row] = self._gaps[above]
+        else:
+            self._gaps[row] = 0
 
-    def _left(self, node: _Node) -> None:
-        self._ghosts[node.key] = node.position
+    def _left(self, row: int) -> None:
+        self._ghosts.add(self._key_of(row), self._positions[row])
         if len(self._ghosts) > self._ghosts_a_block * max(self._count, 1):
-            self._ghosts.popitem(last=False)
+            self._ghosts.drop_oldest()
 
     def _begin(self) -> None:
         pass
 
-    def _warmth(self, node: _Node) -> int:
-        return min(node.position, self._ticks - node.uses)  # the gap expected, counted back from now
+    def _warmth(self, row: int) -> int:
+        return min(self._positions[row], self._ticks - self._gaps[row])  # the gap expected, counted back from now
 
-    def _queue(self, node: _Node) -> None:
-        self._push(self._by_age, node)
-        heapq.heappush(self._by_gap, (-node.uses, node.entry, node))
-        self._trim(self._by_gap)
+    def _queue(self, row: int) -> None:
+        self._push(self._by_age, self._positions[row], row)
+        self._by_gap.push(-self._gaps[row], self._entry_numbers[row], row)
+        if not self._entries % _TRIM_EVERY:
+            self._trim(self._by_gap)
 
-    def _pop(self, waiting: dict[_Node, int]) -> _Node | None:
-        self._top(self._by_age, waiting)  # puts right what moved, in both heaps, before they are compared
-        widest = self._top(self._by_gap, waiting)
-        oldest = self._top(self._by_age, waiting)
-        if widest is None or oldest is None:
-            return None
-        node = oldest if self._ticks - oldest.position >= widest.uses else widest
+    def _pop(self, waiting: dict[int, int]) -> int:
+        self._top(self._by_age, self._positions, 1, waiting)  # puts right what moved, in both, before they are compared
+        widest = self._top(self._by_gap, self._gaps, -1, waiting)
+        oldest = self._top(self._by_age, self._positions, 1, waiting)
+        if not widest or not oldest:
+            return _NONE
+        row = oldest if self._ticks - self._positions[oldest] >= self._gaps[widest] else widest
         self._entries += 1
-        node.entry = self._entries  # neither heap's entry counts any more
-        return node
+        self._entry_numbers[row] = self._entries  # neither queue's entry counts any more
+        return row
 
-    def _top(self, heap: list[_Entry], waiting: dict[_Node, int]) -> _Node | None:
-        """As ``_take``, for a block that stands in both heaps with one number."""
-        while heap:
-            place, number, node = heap[0]
-            if number != node.entry or not node.present or waiting.get(node, node.children):
-                heapq.heappop(heap)
-                if number == node.entry:
-                    node.entry = 0
-            elif place != (node.position if heap is self._by_age else -node.uses):
-                heapq.heappop(heap)
-                self._queue(node)
+    def _top(self, queue: EvictionQueue, places: array[int], sign: int, waiting: dict[int, int]) -> int:
+        """As ``_take``, for a block that stands in both queues with one number."""
+        numbers, children = self._entry_numbers, self._children
+        while (first := queue.first()) is not None:
+            place, number, row = first
+            if number != numbers[row]:
+                queue.drop_first()
+            elif waiting.get(row, children[row]):
+                queue.drop_first()
+                numbers[row] = 0
+            elif place != sign * places[row]:
+                queue.drop_first()
+                self._queue(row)
             else:
-                return node
-        return None
+                return row
+        return _NONE
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "s3-fifo": S3FifoPolicy, "gap": GapPolicy}
+_POLICIES: dict[str, Callable[[Rows | None], EvictionPolicy]] = {"lru": LruPolicy, "s3-fifo": S3FifoPolicy, "gap": GapPolicy}
 
 POLICY_NAMES = tuple(_POLICIES)
 
 
-def make_policy(name: str) -> EvictionPolicy:
+def make_policy(name: str, rows: Rows | None = None) -> EvictionPolicy:
     """A new policy by name (``POLICY_NAMES``).
+
+    Args:
+        name: of the policy.
+        rows: where the row of each key is kept; None: in a dict of its own.
 
     Raises:
         InvalidArgument: there is none of this name.
@@ -455,4 +523,4 @@ def make_policy(name: str) -> EvictionPolicy:
     maker = _POLICIES.get(name)
     if maker is None:
         raise InvalidArgument("no such eviction policy", name=name, known=", ".join(POLICY_NAMES))
-    return maker()
+    return maker(rows)

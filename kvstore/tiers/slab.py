@@ -42,6 +42,7 @@ from kvstore.tiers.header import check_shape, header_bytes, pack_header, parse_h
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.roster import RosterWriter
+from kvstore.tiers.sealed_slot import SealedSlotIO
 from kvstore.tiers.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.slab_open import (
     SLAB_FILE,
@@ -241,6 +242,7 @@ class NvmeSlab(DurableVolume):
         places: list[int] = []
         for place, (slot, record, payload) in enumerate(items):
             try:
+                self._check_checksums(record)
                 slots.append(self._slot_io(slot, record, payload))
                 places.append(place)
             except (InvalidArgument, Internal) as error:
@@ -251,7 +253,13 @@ class NvmeSlab(DurableVolume):
         return results
 
     def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
-        outcomes = [Outcome.CORRUPT] * len(items)
+        return [outcome for outcome, _ in self._read(items, verify)]
+
+    def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
+        return self._read(items, verify=True)
+
+    def _read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], verify: bool) -> list[tuple[Outcome, bytes]]:
+        answers = [(Outcome.CORRUPT, b"")] * len(items)
         slots: list[SlotIO] = []
         places: list[int] = []
         for place, (slot, record, payload) in enumerate(items):
@@ -261,8 +269,8 @@ class NvmeSlab(DurableVolume):
             places.append(place)
         self._file.read(slots, verify=verify)
         for place, io in zip(places, slots, strict=True):
-            outcomes[place] = io.outcome
-        return outcomes
+            answers[place] = (io.outcome, io.record.checksums)
+        return answers
 
     def read_device(self, items: Sequence[tuple[Slot, BlockRecord, DeviceMemory]], *, verify: bool = True) -> list[Outcome]:
         """As ``read``, into device memory: straight from the disk where the I/O engine can, else through host memory.
@@ -285,13 +293,17 @@ class NvmeSlab(DurableVolume):
                 raise InvalidArgument("device memory is one Full Block and fits its slot", bytes=memory.nbytes)
             if not self._allocator.holds(slot):
                 continue  # as for read
-            room = header_bytes(shape.layers)
-            pairs.append((SlotIO(slot.offset, slot.size, self._header(slot, record), room, record, NOTHING), memory))
+            pairs.append((self._place_io(slot, record, NOTHING), memory))
             places.append(place)
         self._file.read_device(pairs, verify=verify)
         for place, (io, _) in zip(places, pairs, strict=True):
             outcomes[place] = io.outcome
         return outcomes
+
+    @staticmethod
+    def _check_checksums(record: BlockRecord) -> None:
+        if record.seal is not None:
+            raise Internal("a block is written without its checksums", key=record.key.hex())
 
     def _slot_io(self, slot: Slot, record: BlockRecord, payload: memoryview) -> SlotIO:
         shape = record.shape
@@ -303,7 +315,13 @@ class NvmeSlab(DurableVolume):
             raise Internal("a slot is used that is not held", slot=slot)
         if payload.format != "B" or payload.ndim != 1:
             payload = payload.cast("B")
-        return SlotIO(slot.offset, slot.size, self._header(slot, record), header_bytes(shape.layers), record, payload)
+        return self._place_io(slot, record, payload)
+
+    def _place_io(self, slot: Slot, record: BlockRecord, payload: memoryview) -> SlotIO:
+        room = header_bytes(record.shape.layers)
+        if record.seal is not None:
+            return SealedSlotIO(self._uid, slot, self._allocator.span_at(slot.offset), room, record, payload)
+        return SlotIO(slot.offset, slot.size, self._header(slot, record), room, record, payload)
 
     def _header(self, slot: Slot, record: BlockRecord) -> bytes:
         first_chunk, chunks = self._allocator.span_at(slot.offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ class Node:
             counters,
             self.clock,
             writes_behind=True,
-            durable_policy=make_policy(policy),
+            make_durable_policy=partial(make_policy, policy),
         )
         self.target = LocalTarget(self.table, counters, self.clock)
         self.domain = Domains().of_shape(NamespaceId(b"n" * 16), shape)

@@ -42,10 +42,10 @@ class Slow(NvmeSlab):
     slow: frozenset[BlockKey] = frozenset()
     gate: threading.Event
 
-    def read(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]], *, verify: bool = True) -> list[Outcome]:
+    def read_with_checksums(self, items: Sequence[tuple[Slot, BlockRecord, memoryview]]) -> list[tuple[Outcome, bytes]]:
         if any(record.key in self.slow for _, record, _ in items):
             self.gate.wait(WAIT_S)
-        return super().read(items, verify=verify)
+        return super().read_with_checksums(items)
 
 
 class Node:

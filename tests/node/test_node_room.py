@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,8 @@ def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
                 break
             block = Block(domain, key_of(len(blocks)), above.key if above else None, 0, b"")
             block.dram, block.pins = slots[0], int(draw.random() < pinned)
-            blocks[block.key] = room.by_offset[slots[0].offset] = block
+            blocks[block.key] = block
+            room.insert(block, slots[0])
             policy.insert(block.key, block.parent)
             chains[chain] = block if draw.random() < 0.9 else None
 
@@ -74,7 +76,7 @@ def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
             return  # it was full for another size only
         order = [blocks[key] for key in policy.coldest(may_leave)]
         by_place = {
-            frozenset(closure(blocks, (room.by_offset[slot.offset].key for slot in arena.held_in(place))))
+            frozenset(closure(blocks, (held.key for slot in arena.held_in(place) if (held := room.by_place.get(slot)))))
             for place in arena.vacancies(shape, [])
         }
         leaving = room.victims(shape, (4, 1), iter(order), lambda block: block.dram, (may_leave,))
@@ -107,7 +109,7 @@ class Full:
         homes = [Home(slab) for slab in self.slabs]
         self.table = BlockTable(
             *(self.arena, make_policy("gap"), homes, log, self.counters, self.clock),
-            writes_behind=True, durable_policy=make_policy("gap"),
+            writes_behind=True, make_durable_policy=partial(make_policy, "gap"),
         )  # fmt: skip
         self.target = LocalTarget(self.table, self.counters, self.clock)
         domains = Domains()

@@ -10,6 +10,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,14 @@ def make_harness(path: Path, policy: str = "lru", slab_bytes: int = SLAB_BYTES) 
     slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=slab_bytes, io_threads=1)
     assert list(slab.recover()) == []
     table = BlockTable(
-        arena, make_policy(policy), [Home(slab)], log, counters, clock, writes_behind=True, durable_policy=make_policy(policy)
+        arena,
+        make_policy(policy),
+        [Home(slab)],
+        log,
+        counters,
+        clock,
+        writes_behind=True,
+        make_durable_policy=partial(make_policy, policy),
     )
     domains = Domains()
     known = [domains.of_shape(NamespaceId(bytes([number]) * 16), shape) for number, shape in enumerate(SHAPES)]
@@ -320,9 +328,10 @@ class TableMachine(RuleBasedStateMachine):
         done = list(claim.resident.values())
         for slot, block in zip(slots or (), claim.durable.values(), strict=False):
             assert block.nvme is not None
-            outcome = node.slab.read([(block.nvme, block.record(), node.arena.view(slot, shape.block_bytes))])
-            assert outcome[0].name == "HIT"
-            node.table.promoted(block, slot)
+            view = node.arena.view(slot, shape.block_bytes)
+            [(outcome, checksums)] = node.slab.read_with_checksums([(block.nvme, block.record(), view)])
+            assert outcome.name == "HIT"
+            node.table.promoted(block, slot, checksums)
             done.append(block)
         if slots is None:
             node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())

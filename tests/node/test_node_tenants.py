@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ class Node(Harness):
         self.known = Domains(Accounts(lambda: make_policy(policy)))
         table = BlockTable(
             arena, make_policy(policy), [Home(slab)], log, counters, clock, writes_behind=True,
-            durable_policy=make_policy(policy), accounts=self.known.accounts,
+            make_durable_policy=partial(make_policy, policy), accounts=self.known.accounts,
         )  # fmt: skip
         for slot, record in slab.recover():  # whose these are nobody has said
             assert table.restore(table.homes[0], self.known.of_shape(record.namespace, record.shape), record, slot)
@@ -177,7 +178,7 @@ def test_loads_are_never_refused_and_what_is_beyond_leaves_soon(node: Node) -> N
     slots = node.table.reserve(node.domains[0].shape, len(claim.durable), node.clock.now_s(), node.domains[0])
     assert slots is not None
     for block, slot in zip(claim.durable.values(), slots, strict=True):
-        node.table.promoted(block, slot)
+        node.table.promoted(block, slot, bytes(8 * block.domain.shape.layers))
     assert node.held(0, Tier.DRAM) == 12
     node.retainer.round()
     assert node.held(0, Tier.DRAM) == 12, "in use"

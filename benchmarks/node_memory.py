@@ -1,0 +1,191 @@
+"""Memory per block: anonymous memory of a node, and of the metadata server with its index file, by how many blocks they hold.
+
+A node process with a small arena and an NVMe volume of tiny slots is filled in steps through the client. After each step, once
+all blocks are durable and published, the anonymous memory (``RssAnon``) of both processes is read. The figure is the slope of a
+linear fit, so that what an empty process takes does not count. Then the node is started again over its full volume
+("recovered"). In a second store, whose volume holds a fraction of the blocks, eviction runs until the eviction policy remembers
+as many evicted keys as it ever does ("churned"): there the figure is what the process takes beyond an empty one, per block held.
+
+``--breakdown`` fills a block table in this process, without a node, and says by ``tracemalloc`` which source lines hold how much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+import tempfile
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import harness
+from harness import Figure, Options, Target
+from kvclient import KVClient
+from kvproto.v1 import metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvstore.rpc.client import call, connect
+from kvstore.testing.cluster import Daemon, LocalCluster, NodeSpec
+from kvstore.testing.filled_table import FilledTable
+from kvstore.tiers.header import slot_bytes
+from rig import CALL_S, OPTIONS, Chains, cluster, found, spec, stored
+
+LAYERS = 32
+BLOCK_BYTES = 4096
+CHAIN_BLOCKS = 32
+BATCH_BLOCKS = 4096
+DRAM_BYTES = 64 << 20
+CHURN_FACTOR = 6
+"""Blocks stored per block that the churned volume holds: the volume itself, four evicted keys per block, and some more."""
+WANTED_BYTES = 400.0
+SETTLE_S = 1.0
+SHOWN_LINES = 25
+
+
+def rss_anon(daemon: Daemon) -> int:
+    """Bytes of anonymous memory of a process: its heap, without files that are mapped and without the shared arena."""
+    lines = Path(f"/proc/{daemon.process.pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+@dataclass(slots=True)
+class Steps:
+    """What was read at each number of blocks."""
+
+    blocks: list[int] = field(default_factory=list)
+    node: list[int] = field(default_factory=list)
+    metadata: list[int] = field(default_factory=list)
+    index: list[int] = field(default_factory=list)
+
+    def slope(self, values: list[int]) -> float:
+        """Bytes per block."""
+        return float(np.polyfit(self.blocks, values, 1)[0])
+
+
+class Bed:
+    """One store being filled, and the doors at which it is watched."""
+
+    def __init__(self, store: LocalCluster) -> None:
+        self._store = store
+        self._metadata = metadata_pb2_grpc.MetadataStub(connect(store.metadata_address))
+
+    def durable_blocks(self) -> int:
+        """Blocks on the volume."""
+        stub = node_pb2_grpc.NodeStub(connect(self._store.node("bench").address))
+        tiers = call(stub.GetNodeStats, node_pb2.GetNodeStatsRequest(), CALL_S).tiers
+        return next(int(tier.blocks) for tier in tiers if "nvme" in tier.volume_id)
+
+    def fill(self, client: KVClient, chains: Chains, blocks: int) -> None:
+        """Stores so many blocks, makes them durable, and waits until the index shows them."""
+        last = None
+        for _ in range(-(-blocks // BATCH_BLOCKS)):
+            last = chains.next()
+            for at in range(0, len(last.keys), CHAIN_BLOCKS):
+                stored(client.store(last.keys[at : at + CHAIN_BLOCKS], last.payload[at : at + CHAIN_BLOCKS]))
+        assert last is not None
+        result = client.store(last.keys[-CHAIN_BLOCKS:], last.payload[-CHAIN_BLOCKS:], durable=True)
+        if not result.durable:
+            raise SystemExit(f"the blocks did not become durable: {result.error}")
+        found(client, last.keys[-CHAIN_BLOCKS:])
+        time.sleep(SETTLE_S)
+
+    def read(self, steps: Steps) -> None:
+        """One more point of the fit."""
+        stats = call(self._metadata.GetStats, metadata_pb2.GetStatsRequest(), CALL_S)
+        steps.blocks.append(self.durable_blocks())
+        steps.node.append(rss_anon(self._store.node("bench")))
+        steps.metadata.append(rss_anon(self._store.node("metadata")))
+        steps.index.append(int(stats.index_bytes))
+
+
+def _node(blocks: int) -> NodeSpec:
+    room = blocks * slot_bytes(spec(BLOCK_BYTES, LAYERS).shape) * 21 // 20 + (64 << 20)
+    return NodeSpec("bench", dram_bytes=DRAM_BYTES, nvme_bytes=room)
+
+
+def measure_filled(options: Options, folder: Path, sizes: list[int]) -> None:
+    """A volume that has room for everything."""
+    cache = spec(BLOCK_BYTES, LAYERS)
+    chains = Chains(cache, BATCH_BLOCKS, options.seed, CHAIN_BLOCKS)
+    steps = Steps()
+    with cluster(_node(sizes[-1] + 2 * BATCH_BLOCKS), folder) as store:
+        empty = rss_anon(store.node("bench"))
+        bed = Bed(store)
+        with KVClient.connect(store.metadata_address, cache, node=store.node("bench").local_socket, options=OPTIONS) as client:
+            for before, size in zip([0, *sizes], sizes, strict=False):
+                bed.fill(client, chains, size - before)
+                bed.read(steps)
+        keep(options, "node_memory", "Node: memory per block", "filled", steps.slope(steps.node), sizes[-1], WANTED_BYTES)
+        keep(options, "metadata_memory", "Metadata server: memory per block", "filled", steps.slope(steps.metadata), sizes[-1])
+        keep(options, "metadata_index", "Metadata server: index file per block", "filled", steps.slope(steps.index), sizes[-1])
+        print(f"  node of no blocks {empty / 1e6:.0f} MB; at {steps.blocks} blocks: node {steps.node}, metadata {steps.metadata}")
+        store.stop("bench")
+        store.start_node("bench")
+        time.sleep(3 * SETTLE_S)  # its inventory is sent
+        recovered = (rss_anon(store.node("bench")) - empty) / bed.durable_blocks()
+    keep(options, "node_memory", "Node: memory per block", "recovered", recovered, sizes[-1], WANTED_BYTES)
+
+
+def measure_churned(options: Options, folder: Path, blocks: int) -> None:
+    """A volume that evicts."""
+    cache = spec(BLOCK_BYTES, LAYERS)
+    chains = Chains(cache, BATCH_BLOCKS, options.seed, CHAIN_BLOCKS)
+    with cluster(_node(blocks), folder) as store:
+        empty = rss_anon(store.node("bench"))
+        bed = Bed(store)
+        with KVClient.connect(store.metadata_address, cache, node=store.node("bench").local_socket, options=OPTIONS) as client:
+            bed.fill(client, chains, CHURN_FACTOR * blocks)
+            held = bed.durable_blocks()
+            beyond = (rss_anon(store.node("bench")) - empty) / held
+    keep(options, "node_memory", "Node: memory per block", "churned", beyond, held)
+
+
+def keep(options: Options, name: str, title: str, state: str, value: float, blocks: int, bound: float | None = None) -> None:
+    """The record of one figure."""
+    parameters = {"state": state, "blocks": blocks, "layers": LAYERS, "chain_blocks": CHAIN_BLOCKS}
+    target = None if bound is None else Target("value", bound)
+    options.keep(Figure(name, title, parameters, "bytes", lower_is_better=True), [value], target=target)
+
+
+def break_down(blocks: int) -> None:
+    """Where the bytes of a table are."""
+    gc.collect()
+    tracemalloc.start(1)
+    before = tracemalloc.take_snapshot()
+    table = FilledTable(layers=LAYERS, chain_blocks=CHAIN_BLOCKS)
+    table.fill(blocks)
+    gc.collect()
+    after = tracemalloc.take_snapshot()
+    total = 0
+    for line in after.compare_to(before, "lineno"):
+        total += line.size_diff
+    for line in after.compare_to(before, "lineno")[:SHOWN_LINES]:
+        frame = line.traceback[0]
+        size, objects = line.size_diff / blocks, line.count_diff / blocks
+        print(f"{size:8.1f} bytes per block  {objects:5.2f} objects  {frame.filename}:{frame.lineno}")
+    print(f"{total / blocks:8.1f} bytes per block in all")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--breakdown", action="store_true", help="say which source lines hold how much, and measure no process")
+
+
+def main() -> None:
+    """Command line."""
+    options = harness.options("node_memory", __doc__, arguments=_arguments)
+    if options.extra.breakdown:
+        break_down(100_000)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.scratch))
+    try:
+        sizes = options.pick(full=[50_000, 100_000, 200_000], quick=[30_000, 60_000], smoke=[4_096, 8_192])
+        measure_filled(options, folder, sizes)
+        measure_churned(options, folder, options.pick(full=40_000, quick=20_000, smoke=2_048))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
