@@ -292,8 +292,11 @@ def test_up_serves_shows_its_status_and_stops_on_ctrl_c(tmp_path: Path) -> None:
             assert shown, "the banner names the admin server"
         url = shown.split("REST:", 1)[1].split()[0]
         with urllib.request.urlopen(url, timeout=60) as answer:
+            assert "/v1/cluster" in json.loads(answer.read())["paths"]
+        page = url.removesuffix("v1/openapi.json")
+        with urllib.request.urlopen(f"{page}v1/cluster", timeout=60) as answer:
             assert json.loads(answer.read())["nodes_alive"] == 1
-        with urllib.request.urlopen(url.removesuffix("v1/openapi.json"), timeout=60) as answer:
+        with urllib.request.urlopen(page, timeout=60) as answer:
             assert answer.read().startswith(b"<!doctype html>"), "and the page"
         status = run("status", "--metadata", address, "--json")
         assert status.returncode == 0, status.stderr
