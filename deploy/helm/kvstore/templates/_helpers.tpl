@@ -115,7 +115,7 @@ priorityClassName: {{ . | quote }}
 {{- end }}
 
 {{/*
-MiB of memory that a node takes beside its arena: memoryOverhead, or what it is reckoned to take when it is full. 1024 MiB, and 1200 bytes
+MiB of memory that a node takes beside its arena: memoryOverhead, or what it is reckoned to take when it is full. 1024 MiB, and 1000 bytes
 for each block that arena and volumes have room for (kvstore/core/sizing.py; a test holds both together).
 */}}
 {{- define "kvstore.besideArena" -}}
@@ -123,6 +123,6 @@ for each block that arena and volumes have room for (kvstore/core/sizing.py; a t
 {{- $held := include "kvstore.mebibytes" .dram | int64 }}
 {{- range .nvme }}{{ $held = add $held (include "kvstore.mebibytes" .size | int64) }}{{ end }}
 {{- $blocks := div $held (include "kvstore.mebibytes" .blockSize | int64) }}
-{{- add 1024 (div (add (mul $blocks 1200) 1048575) 1048576) }}
+{{- add 1024 (div (add (mul $blocks 1000) 1048575) 1048576) }}
 {{- end }}
 {{- end }}
