@@ -42,6 +42,8 @@ CHANGE_PATIENCE: Final = 2.5
 """A change may be outstanding for this many times ``volume_stall``: a disk that syncs slowly is not hung."""
 POLL_S: Final = 0.25
 """A caller that waits looks at the state so often."""
+LOOK_S: Final = 0.05
+"""A state this old is good enough: most I/Os end before anybody looks, and loads with many windows ask often."""
 GAP_S: Final = 0.5
 """Of a longer time between two looks, only so much counts as silence of the volume: the process stood still."""
 
@@ -100,9 +102,12 @@ class VolumeGuard:
     @property
     def stalled(self) -> bool:
         """Whether the volume has stopped answering. Memory only."""
-        if self._detector.outstanding or self._detector.state is VolumeState.STALLED:
-            self._look()
-        return self._detector.state is VolumeState.STALLED
+        detector = self._detector
+        fresh = not detector.outstanding or self._clock.now_s() - detector.looked_s < LOOK_S
+        if fresh and detector.state is VolumeState.ANSWERING:
+            return False
+        self._look()
+        return detector.state is VolumeState.STALLED
 
     @property
     def takes_changes(self) -> bool:

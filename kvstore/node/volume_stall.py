@@ -33,7 +33,8 @@ class StallDetector:
 
     def __init__(self, gap_s: float) -> None:
         self._gap_s = gap_s
-        self._looked_s = -math.inf
+        self.looked_s = -math.inf
+        """When somebody looked last, or the first outstanding I/O began."""
         self.state = VolumeState.ANSWERING
         """As of the last ``look``."""
         self._outstanding: dict[int, tuple[float, float]] = {}  # number -> (when it began, its patience)
@@ -48,7 +49,7 @@ class StallDetector:
     def begin(self, now_s: float, patience_s: float) -> int:
         """Note that an I/O begins. Returns its number, for ``end``."""
         if not self._outstanding:
-            self._looked_s = now_s
+            self.looked_s = now_s
         self._begun += 1
         self._outstanding[self._begun] = now_s, patience_s
         return self._begun
@@ -75,12 +76,12 @@ class StallDetector:
 
     def look(self, now_s: float) -> bool:
         """Set the state as of now. Returns whether it changed."""
-        if self.state is VolumeState.ANSWERING and (missed_s := now_s - self._looked_s - self._gap_s) > 0:
+        if self.state is VolumeState.ANSWERING and (missed_s := now_s - self.looked_s - self._gap_s) > 0:
             self._outstanding = {
                 number: (began_s + missed_s, patience_s) for number, (began_s, patience_s) in self._outstanding.items()
             }
             self._answered_s = min(now_s, self._answered_s + missed_s)
-        self._looked_s = now_s
+        self.looked_s = now_s
         state = VolumeState.STALLED if now_s >= self.due_s() else VolumeState.ANSWERING
         changed, self.state = state is not self.state, state
         return changed
