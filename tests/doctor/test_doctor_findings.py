@@ -384,13 +384,13 @@ def test_volumes_on_partitions_of_one_disk_share_it() -> None:
 
 
 def test_index_memory_beyond_the_host_is_a_warning() -> None:
-    """2 volumes of 3 TiB and blocks of 1 MiB: 6.3 million blocks, about 8 GiB of index beside the arena."""
+    """2 volumes of 3 TiB and blocks of 1 MiB: 6.3 million blocks, about 7 GiB of index beside the arena."""
     wanted = Wanted(dram_bytes=60 * GIB, volumes=[WantedVolume(Path("/mnt/a"), 6 << 40)], gds="off")
     host = facts(SERVER, memory={"total_bytes": 64 * GIB, "available_bytes": 64 * GIB})
     finding = of(findings(host, wanted), "memory", "arena and index of a full node")
     assert finding.level is Level.WARNING
     assert "6,352,896 blocks of 1 MiB, 1,000 bytes each" in finding.what
-    assert finding.mend == "--set node.dram=55GiB"
+    assert finding.mend == "--set node.dram=56GiB"
     large_blocks = Wanted(dram_bytes=60 * GIB, volumes=wanted.volumes, gds="off", block_bytes=16 << 20)
     assert of(findings(host, large_blocks), "memory", "a full node takes").level is Level.OK
 
