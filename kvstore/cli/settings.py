@@ -209,7 +209,7 @@ def _nixl(section: NodeSection) -> NixlOptions:
 
 
 def router_config(config: Config) -> RouterConfig:
-    """Settings of the router. Its channel to the metadata server is a client's."""
+    """Build the router's configuration. Its channel to the metadata server uses the client's TLS and token."""
     section = config.router
     given = ((section.engines, Role.PLAIN), (section.prefill, Role.PREFILL), (section.decode, Role.DECODE))
     return RouterConfig(
@@ -232,10 +232,10 @@ def router_config(config: Config) -> RouterConfig:
         expected_output_tokens=section.expected_output_tokens,
         stop_grace_s=section.stop_grace / 1000,
         health=HealthLimits(
-            interval_s=section.check_interval / 1000,
-            timeout_s=section.check_timeout / 1000,
-            eject_s=section.eject / 1000,
-            eject_most_s=section.eject_most / 1000,
+            check_interval_s=section.check_interval / 1000,
+            check_timeout_s=section.check_timeout / 1000,
+            ejection_time_s=section.ejection_time / 1000,
+            max_ejection_time_s=section.max_ejection_time / 1000,
         ),
         engine_tls_ca=section.engine_ca,
         tls=tls(config.client.tls),

@@ -284,47 +284,51 @@ _Engines = Annotated[tuple[str, ...], BeforeValidator(parse_list)]
 
 
 class RouterSection(Section):
-    """The router: one OpenAI-compatible address before several engines."""
+    """The router: one OpenAI-compatible address in front of several engines."""
 
-    listen: str = Field(default="127.0.0.1:8000", description="address of its HTTP service; port 0: any free one")
+    listen: str = Field(default="127.0.0.1:8000", description="address of the HTTP service; port 0: any free port")
     engines: _Engines = Field(default=(), description="engines that serve whole requests: [NAME=]URL[@NODE], …")
-    prefill: _Engines = Field(default=(), description="engines that compute prompts: [NAME=]URL[@NODE], …; together with decode")
-    decode: _Engines = Field(default=(), description="engines that generate: [NAME=]URL[@NODE], …; together with prefill")
+    prefill: _Engines = Field(default=(), description="engines that compute prompts: [NAME=]URL[@NODE], …; requires decode")
+    decode: _Engines = Field(default=(), description="engines that generate output: [NAME=]URL[@NODE], …; requires prefill")
     policy: Literal["scheduler", "least_loaded", "round_robin"] = Field(
         default="scheduler",
-        description="who serves a request: as the metadata server's scheduler decides, the engine with least to do, or in turn",
+        description="choice of the engine: by the metadata server's scheduler, the least loaded engine, or in turn",
     )
     metadata: str = Field(
         default=DEFAULT_METADATA_ADDRESS, description="address of the metadata server; none: no scheduler and no lookups"
     )
-    name: str = Field(default="router", description="of this pool of engines at the scheduler")
-    report: bool = Field(default=True, description="report for the engines; where several routers share a pool, one does")
-    lookup: bool = Field(default=True, description="ask the store which prefixes lie near which engine")
+    name: str = Field(default="router", description="name of this pool of engines at the scheduler")
+    report: bool = Field(default=True, description="report engine load; if several routers share a pool, exactly one reports")
+    lookup: bool = Field(default=True, description="look prompts up in the store to find nodes that hold their prefix")
     flow: Literal["concurrent", "sequential"] = Field(
-        default="concurrent", description="prefill and decode engine are called at once, or one after the other"
+        default="concurrent", description="call prefill and decode engine at once, or the decode engine after the prefill engine"
     )
-    max_body: Size = Field(default=16 << 20, description="of a request")
-    max_inflight: int = Field(default=1_024, ge=1, le=1_000_000, description="requests at once; one more is refused")
-    assign_timeout: DurationMs = Field(default=60_000, gt=0, description="how long a request waits for an engine with room")
-    connect_timeout: DurationMs = Field(default=2_000, gt=0, description="to an engine")
-    first_byte_timeout: DurationMs = Field(default=600_000, gt=0, description="from a request to its answer's first byte")
-    idle_timeout: DurationMs = Field(default=120_000, gt=0, description="between pieces of an answer")
+    max_body: Size = Field(default=16 << 20, description="largest request body")
+    max_inflight: int = Field(default=1_024, ge=1, le=1_000_000, description="concurrent requests; further ones are rejected")
+    assign_timeout: DurationMs = Field(default=60_000, gt=0, description="how long a request waits for an engine with capacity")
+    connect_timeout: DurationMs = Field(default=2_000, gt=0, description="timeout of a connection to an engine")
+    first_byte_timeout: DurationMs = Field(
+        default=600_000, gt=0, description="time from a request to the first byte of the response"
+    )
+    idle_timeout: DurationMs = Field(default=120_000, gt=0, description="longest pause within a response")
     client_timeout: DurationMs = Field(
-        default=120_000, gt=0, description="how long a client may take nothing of what waits for it; then its request is given up"
+        default=120_000, gt=0, description="how long a client may stop reading its response before it is disconnected"
     )
-    retries: int = Field(default=2, ge=0, le=8, description="attempts on other engines before the first byte")
+    retries: int = Field(default=2, ge=0, le=8, description="further attempts before the first byte of the response")
     expected_output_tokens: int = Field(
-        default=512, ge=1, le=1 << 20, description="room kept for an answer that does not say its length, and the most kept"
+        default=512, ge=1, le=1 << 20, description="assumed output length if a request sets none, and the most that is reserved"
     )
-    stop_grace: DurationMs = Field(default=10_000, description="how long requests may take when it ends")
-    check_interval: DurationMs = Field(default=1_000, gt=0, description="how often each engine is checked")
-    check_timeout: DurationMs = Field(default=2_000, gt=0, description="of a check")
-    eject: DurationMs = Field(default=1_000, gt=0, description="how long a failed engine is left out at first; doubles")
-    eject_most: DurationMs = Field(default=30_000, gt=0, description="the longest that it is left out")
-    engine_ca: Path | None = Field(default=None, description="PEM file that certificates of https engines must descend from")
+    stop_grace: DurationMs = Field(default=10_000, description="time for requests in flight to finish when the router stops")
+    check_interval: DurationMs = Field(default=1_000, gt=0, description="time between health checks of one engine")
+    check_timeout: DurationMs = Field(default=2_000, gt=0, description="timeout of a health check")
+    ejection_time: DurationMs = Field(
+        default=1_000, gt=0, description="duration of an engine's first ejection; the n-th lasts n times as long"
+    )
+    max_ejection_time: DurationMs = Field(default=30_000, gt=0, description="longest ejection of an engine")
+    engine_ca: Path | None = Field(default=None, description="PEM file with the CA of https engines")
     tls: TlsSection = TlsSection()
-    allow_insecure_remote: bool = Field(default=False, description="listen beyond this host without TLS")
-    ready_file: Path | None = Field(default=None, description="written as JSON once it answers")
+    allow_insecure_remote: bool = Field(default=False, description="allow plain HTTP on an address that other hosts can reach")
+    ready_file: Path | None = Field(default=None, description="file written as JSON once the router serves")
 
 
 class AdminSection(Section):

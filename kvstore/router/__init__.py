@@ -1,1 +1,1 @@
-"""The router: an OpenAI-compatible front before several engines, which sends each request where its prefix lies and room is."""
+"""The router: one OpenAI-compatible address in front of several engines; it prefers engines that hold a request's prefix."""

@@ -1,4 +1,4 @@
-"""What a router is told."""
+"""Configuration of the router."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Flow = Literal["concurrent", "sequential"]
 
 
 class Role(StrEnum):
-    """What an engine does for this router."""
+    """Role of an engine for this router."""
 
     PLAIN = "plain"
-    """Whole requests."""
+    """Serves whole requests: prompt and output."""
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -37,10 +37,10 @@ class EngineConfig:
     """One engine.
 
     Attributes:
-        name: as logs, statistics and the scheduler call it; unique.
-        url: ``http://host:port`` of its OpenAI-compatible server, without a path.
-        role: what it does.
-        node: id of the store's node on its host; empty: not known, and its host's DRAM does not count as near.
+        name: unique name for logs, metrics and the scheduler.
+        url: ``http://host:port`` of the OpenAI-compatible server, without a path.
+        role: role of the engine.
+        node: id of the store's node on the same host; empty if unknown: blocks in that host's DRAM then do not count as close.
     """
 
     name: str
@@ -51,12 +51,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for kind, text in (("name", self.name), ("node", self.node or "-")):
             if not _NAME.fullmatch(text) or len(text) > limits.MAX_NAME_BYTES:
-                raise InvalidArgument(f"an engine's {kind} takes letters, digits and _ . : -", got=text)
+                raise InvalidArgument(f"an engine's {kind} may contain only letters, digits and _ . : -", got=text)
         try:
             parts = urlsplit(self.url)
             wrong = parts.port == 0  # also whether it is a number
         except ValueError:
-            raise InvalidArgument("an engine's address is http://host:port", got=self.url) from None
+            raise InvalidArgument("an engine's address must be http://host:port", got=self.url) from None
         if (
             wrong
             or parts.scheme not in {"http", "https"}
@@ -65,87 +65,97 @@ class EngineConfig:
             or parts.query
             or parts.fragment
         ):
-            raise InvalidArgument("an engine's address is http://host:port", got=self.url)
+            raise InvalidArgument("an engine's address must be http://host:port", got=self.url)
         if parts.path not in {"", "/"}:
-            raise InvalidArgument("an engine's address has no path: /v1 is added by the router", got=self.url)
+            raise InvalidArgument("an engine's address must not contain a path; the router adds /v1", got=self.url)
 
 
 def parse_engine(text: str, role: Role) -> EngineConfig:
-    """``[NAME=]URL[@NODE]``; without a name it is called after host and port.
+    """Parse ``[NAME=]URL[@NODE]``. The default name is ``host:port``.
 
     Raises:
-        InvalidArgument: it is no such thing.
+        InvalidArgument: the text has another form.
     """
     name, equals, rest = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
     url, _, node = rest.partition("@")
     url = url.rstrip("/").removesuffix("/v1")
     if equals and not name:
-        raise InvalidArgument("an engine is given as [NAME=]URL[@NODE]", got=text)
+        raise InvalidArgument("an engine must be given as [NAME=]URL[@NODE]", got=text)
     called = url.partition("://")[2].translate(_NO_BRACKETS)
     return EngineConfig(name or called or url, url, role, node)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """When an engine counts as gone, and for how long.
+    """Limits of active checks and outlier detection.
 
     Attributes:
-        interval_s: from one active check to the next.
-        timeout_s: of a check.
-        failed_checks: so many in a row and it is out.
-        failed_requests: so many lost or timed-out requests in a row and it is out; a refused connection is enough by itself.
-        eject_s: how long it stays out at first; doubled each time, up to ``eject_most_s``.
-        eject_most_s: the longest.
+        check_interval_s: time between active checks of one engine.
+        check_timeout_s: timeout of one check.
+        failed_checks: consecutive failed checks that eject an engine.
+        gateway_failures: consecutive gateway failures that eject an engine.
+        server_errors: consecutive 5xx responses that eject an engine.
+        ejection_time_s: duration of the first ejection; the n-th lasts n times as long.
+        max_ejection_time_s: longest ejection.
+        max_ejected_share: largest share of a role's engines that outlier detection ejects; one engine may always be ejected.
     """
 
-    interval_s: float = 1.0
-    timeout_s: float = 2.0
+    check_interval_s: float = 1.0
+    check_timeout_s: float = 2.0
     failed_checks: int = 2
-    failed_requests: int = 3
-    eject_s: float = 1.0
-    eject_most_s: float = 30.0
+    gateway_failures: int = 3
+    server_errors: int = 5
+    ejection_time_s: float = 1.0
+    max_ejection_time_s: float = 30.0
+    max_ejected_share: float = 0.5
 
     def __post_init__(self) -> None:
-        if min(self.interval_s, self.timeout_s, self.eject_s) <= 0 or self.eject_most_s < self.eject_s:
-            raise InvalidArgument("health checks take times above 0, and eject_most no shorter than eject")
-        if min(self.failed_checks, self.failed_requests) < 1:
-            raise InvalidArgument("an engine is out after at least one failure")
+        if min(self.check_interval_s, self.check_timeout_s, self.ejection_time_s) <= 0:
+            raise InvalidArgument("check interval, check timeout and ejection time must be above 0")
+        if self.max_ejection_time_s < self.ejection_time_s:
+            raise InvalidArgument(
+                "max_ejection_time must not be below ejection_time; raise it",
+                max_ejection_time_s=self.max_ejection_time_s,
+                ejection_time_s=self.ejection_time_s,
+            )
+        if min(self.failed_checks, self.gateway_failures, self.server_errors) < 1 or not 0 <= self.max_ejected_share <= 1:
+            raise InvalidArgument("limits of failures must be at least 1, and max_ejected_share between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """One router.
+    """Configuration of one router.
 
     Args:
-        engines: all of them plain, or some that prefill and some that decode.
-        listen: ``"host:port"`` (port 0: any).
-        policy: ``scheduler``: the metadata server's scheduler decides, and ``least_loaded`` while it is away; ``least_loaded``:
-            the engine that has the least to load and compute, the prefix it holds deducted; ``round_robin``: in turn.
-        metadata: the metadata server; None: no scheduler and no lookups.
-        name: of this pool of engines at the scheduler.
-        report: whether this router reports for the engines; where several share a pool, one does.
-        lookup: whether the store is asked which prefixes lie near which engine.
-        flow: with pairs: whether prefill and decode engine are called at once, or one after the other.
-        max_body_bytes: of a request.
-        max_inflight: requests at once; one more is refused.
-        assign_timeout_s: how long a request waits for engines.
-        connect_timeout_s: to an engine.
-        first_byte_timeout_s: from the request to the first byte of its answer.
-        idle_timeout_s: between pieces of an answer.
-        client_timeout_s: how long a client may take nothing of what waits for it.
-        retries: further attempts on other engines, before the first byte.
-        expected_output_tokens: where a request does not say, for room on the decode engine; also the most that is reckoned with.
-        stop_grace_s: how long requests under way may take when the router ends.
-        health: of engines.
-        engine_tls_ca: PEM file for ``https`` engines; None: the system's.
-        tls: of the metadata server's channel.
-        token_file: a file with the token that it is shown; None: none.
-        serve_tls: this server's own certificate; None: plain HTTP.
-        allow_insecure_remote: listen without TLS where other hosts can reach it.
-        ready_file: written as JSON ``{"address", "pid"}`` once it answers.
+        engines: all plain, or some prefill and some decode engines.
+        listen: ``"host:port"``; port 0 means any free port.
+        policy: ``scheduler``: the metadata server's scheduler assigns engines, and ``least_loaded`` applies while it is down;
+            ``least_loaded``: the engine with the least uncached work; ``round_robin``: in turn.
+        metadata: address of the metadata server; None: no scheduler and no lookups.
+        name: name of this pool of engines at the scheduler.
+        report: report engine load to the scheduler; if several routers share a pool, exactly one reports.
+        lookup: look prompts up in the store to find nodes that hold their prefix.
+        flow: for prefill and decode engines: call both at once, or the decode engine after the prefill engine.
+        max_body_bytes: largest request body.
+        max_inflight: concurrent requests; further ones are rejected.
+        assign_timeout_s: how long a request waits for an engine with capacity.
+        connect_timeout_s: timeout of a connection to an engine.
+        first_byte_timeout_s: time from a request to the first byte of the response.
+        idle_timeout_s: longest pause within a response.
+        client_timeout_s: how long a client may stop reading its response before it is disconnected.
+        retries: further attempts before the first byte of the response.
+        expected_output_tokens: assumed output length of a request that sets none, and the most that is reserved for any request.
+        stop_grace_s: time for requests in flight to finish when the router stops.
+        health: limits of health checks and outlier detection.
+        engine_tls_ca: PEM file for ``https`` engines; None: the system's certificates.
+        tls: TLS of the channel to the metadata server.
+        token_file: file with the token for the metadata server; None: no token.
+        serve_tls: certificate of the router's own HTTP server; None: plain HTTP.
+        allow_insecure_remote: allow plain HTTP on an address that other hosts can reach.
+        ready_file: file that is written as JSON ``{"address", "pid"}`` once the router serves.
 
     Raises:
-        InvalidArgument: a value that cannot work, or an open door that nobody asked for.
+        InvalidArgument: an invalid value, or a remote address without TLS.
     """
 
     engines: Sequence[EngineConfig]
@@ -178,17 +188,19 @@ class RouterConfig:
         check_address(self.listen)
         self._check_engines()
         if not _NAME.fullmatch(self.name) or len(self.name) > limits.MAX_NAME_BYTES // 2:
-            raise InvalidArgument("a router's name takes letters, digits and _ . : -", got=self.name)
+            raise InvalidArgument("a router's name may contain only letters, digits and _ . : -", got=self.name)
         if self.metadata is not None:
             check_address(self.metadata)
         elif self.policy == "scheduler":
-            raise InvalidArgument("the policy scheduler takes a metadata server; least_loaded and round_robin do without")
+            raise InvalidArgument(
+                "policy scheduler requires a metadata server; set router.metadata, or use least_loaded or round_robin"
+            )
         engine_times = (self.connect_timeout_s, self.first_byte_timeout_s, self.idle_timeout_s)
         if min(self.assign_timeout_s, self.client_timeout_s, *engine_times) <= 0 or self.stop_grace_s < 0:
-            raise InvalidArgument("timeouts are above 0")
+            raise InvalidArgument("timeouts must be above 0")
         if self.max_body_bytes < 1_024 or self.max_inflight < 1 or self.expected_output_tokens < 1 or not 0 <= self.retries <= 8:
             raise InvalidArgument(
-                "bounds out of range",
+                "a limit is out of range",
                 max_body_bytes=self.max_body_bytes,
                 max_inflight=self.max_inflight,
                 expected_output_tokens=self.expected_output_tokens,
@@ -196,13 +208,13 @@ class RouterConfig:
             )
         if self.serve_tls is None and not self.allow_insecure_remote and not stays_on_host(self.listen):
             raise InvalidArgument(
-                "refusing to listen beyond this host without TLS; give certificates, or set allow_insecure_remote",
+                "listening on a remote address requires TLS; set router.tls, or allow_insecure_remote",
                 listen=self.listen,
             )
 
     def _check_engines(self) -> None:
         if not 1 <= len(self.engines) <= MAX_ENGINES:
-            raise InvalidArgument("a router takes engines: --engine URL …, or --prefill URL … and --decode URL …")
+            raise InvalidArgument("a router requires engines: --engine URL …, or --prefill URL … and --decode URL …")
         for kind, names in (
             ("name", [engine.name for engine in self.engines]),
             ("address", [engine.url for engine in self.engines]),
@@ -212,15 +224,14 @@ class RouterConfig:
                 raise InvalidArgument(f"two engines have the same {kind}", got=sorted(twice)[0])
         roles = {engine.role for engine in self.engines}
         if roles not in ({Role.PLAIN}, {Role.PREFILL, Role.DECODE}):
-            raise InvalidArgument("engines are all plain, or some prefill and some decode", roles=", ".join(sorted(roles)))
-
+            raise InvalidArgument("engines must be all plain, or some prefill and some decode", roles=", ".join(sorted(roles)))
         nameless = [engine.name for engine in self.engines if engine.role is Role.DECODE and not engine.node]
         if self.flow == "concurrent" and nameless:
             raise InvalidArgument(
-                "a prompt is handed over to the store's node beside the decode engine: name it, URL@NODE", engine=nameless[0]
+                "the concurrent flow requires the store's node of each decode engine; write URL@NODE", engine=nameless[0]
             )
 
     @property
     def pairs(self) -> bool:
-        """Whether a request takes a prefill engine and a decode engine."""
+        """Whether a request uses a prefill engine and a decode engine."""
         return any(engine.role is not Role.PLAIN for engine in self.engines)

@@ -14,44 +14,45 @@ from fastapi import FastAPI
 from kvclient import AsyncSchedulerClient, ClientOptions
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe.counters import Counters
+from kvstore.router.app.routes import make_app, malformed
 from kvstore.router.config import RouterConfig
-from kvstore.router.health import HealthChecks
-from kvstore.router.ledger import Ledger
-from kvstore.router.local_placement import LocalPlacement
-from kvstore.router.parts import Parts, Placement
-from kvstore.router.pool import Pool
-from kvstore.router.prefix_memory import PrefixMemory
-from kvstore.router.prompts import PromptReader
-from kvstore.router.scheduled_placement import ScheduledPlacement
-from kvstore.router.service import make_app, malformed
-from kvstore.router.store_index import KVStoreIndex
-from kvstore.router.upstream import Upstream
+from kvstore.router.context import RouterContext
+from kvstore.router.health.engine_health import EngineHealthTable
+from kvstore.router.health.health_checks import HealthChecks
+from kvstore.router.placement.inflight import InflightTokens
+from kvstore.router.placement.local_placement import LocalPlacement
+from kvstore.router.placement.placement import Placement
+from kvstore.router.placement.scheduled_placement import ScheduledPlacement
+from kvstore.router.prompts.prefix_lookup import StorePrefixLookup
+from kvstore.router.prompts.prefix_memory import PrefixMemory
+from kvstore.router.prompts.prompt_facts import PromptReader
+from kvstore.router.proxy.upstream import Upstream
 from kvstore.rpc import http_server
 from kvstore.rpc.descriptors import raise_limit
 from kvstore.rpc.http_server import bind
 
 MEMORY_PIECES: Final = 65_536
-"""Pieces of text remembered of each engine: some 4 million tokens, about 10 MB."""
+"""Pieces of text remembered per engine: about 4 million tokens, 10 MB."""
 
 
 def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT; returns after requests under way have ended, or their grace has.
+    """Serve until SIGTERM or SIGINT. Returns after requests in flight have finished, or after ``stop_grace_s``.
 
     Raises:
         Unavailable: the address cannot be bound.
-        InvalidArgument: TLS files that cannot be read.
+        InvalidArgument: TLS files cannot be read.
     """
     raise_limit()
     asyncio.run(serve(config))
 
 
 async def serve(config: RouterConfig) -> None:
-    """As ``run``, in a running loop."""
-    door = bind(config.listen, "router.listen")
+    """Serve as ``run`` does, in a running event loop."""
+    listener = bind(config.listen, "router.listen")
     async with router(config) as app:
         await http_server.serve(
             app,
-            door,
+            listener,
             tls=config.serve_tls,
             stop_grace_s=config.stop_grace_s,
             ready_file=config.ready_file,
@@ -61,51 +62,51 @@ async def serve(config: RouterConfig) -> None:
 
 @asynccontextmanager
 async def router(config: RouterConfig) -> AsyncIterator[FastAPI]:
-    """A router's application, with all that runs behind it as long as the context lasts."""
-    parts = make_parts(config)
+    """Run a router's background tasks within the context, and provide its application."""
+    context = make_context(config)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_close, parts)
-        checks = HealthChecks(parts)
+        stack.push_async_callback(_close, context)
+        checks = HealthChecks(context)
         stack.push_async_callback(checks.stop)
         await checks.start()
-        placement: Placement = LocalPlacement(parts, round_robin=config.policy == "round_robin")
-        index: KVStoreIndex | None = None
+        placement: Placement = LocalPlacement(context, round_robin=config.policy == "round_robin")
+        lookup: StorePrefixLookup | None = None
         if config.metadata is not None and config.policy == "scheduler":
             client = await stack.enter_async_context(
                 AsyncSchedulerClient(config.metadata, tls=config.tls, options=ClientOptions(token_file=config.token_file))
             )
-            placement = scheduled = ScheduledPlacement(parts, client, LocalPlacement(parts, round_robin=False))
+            placement = scheduled = ScheduledPlacement(context, client, LocalPlacement(context, round_robin=False))
             scheduled.reporter.start()
             stack.push_async_callback(scheduled.reporter.stop)
         if config.metadata is not None and config.lookup and config.policy != "round_robin":
-            index = KVStoreIndex(parts, config.metadata, config.tls, config.token_file)
-            stack.push_async_callback(index.close)
-            index.start()
-        yield make_app(parts, placement, PromptReader(parts, index))
+            lookup = StorePrefixLookup(context, config.metadata, config.tls, config.token_file)
+            stack.push_async_callback(lookup.close)
+            lookup.start()
+        yield make_app(context, placement, PromptReader(context, lookup))
 
 
-async def _close(parts: Parts) -> None:
-    """Ends what requests have left running, then the connections."""
-    for work in list(parts.running):
-        work.cancel()
-    if parts.running:
-        await asyncio.wait(parts.running)
-    for upstream in parts.upstreams.values():
+async def _close(context: RouterContext) -> None:
+    """Cancel background tasks, then close all connections to engines."""
+    for task in list(context.background):
+        task.cancel()
+    if context.background:
+        await asyncio.wait(context.background)
+    for upstream in context.upstreams.values():
         await upstream.close()
 
 
-def make_parts(config: RouterConfig) -> Parts:
-    """The state of a router that begins.
+def make_context(config: RouterConfig) -> RouterContext:
+    """Return the initial state of a router.
 
     Raises:
         InvalidArgument: the engines' certificates cannot be read.
     """
     names = [engine.name for engine in config.engines]
     verify = _engine_tls(config.engine_tls_ca)
-    return Parts(
+    return RouterContext(
         config=config,
-        pool=Pool(config.engines, config.health),
-        ledger=Ledger(names),
+        health=EngineHealthTable(config.engines, config.health),
+        inflight=InflightTokens(names),
         memory=PrefixMemory(names, MEMORY_PIECES),
         upstreams={engine.name: Upstream(engine, config, verify) for engine in config.engines},
         counters=Counters(),
@@ -118,4 +119,4 @@ def _engine_tls(ca: Path | None) -> ssl.SSLContext | bool:
     try:
         return ssl.create_default_context(cafile=str(ca))
     except (OSError, ssl.SSLError) as error:
-        raise InvalidArgument("the engines' certificates cannot be read", file=ca, why=error) from error
+        raise InvalidArgument("cannot read the engines' certificates (router.engine_ca)", file=ca, why=error) from error

@@ -1,4 +1,4 @@
-"""The router before two served vLLM engines, asked by real clients: whole requests on either engine, and pairs over both."""
+"""The router in front of two served vLLM engines, with real clients: whole requests on either engine, and pairs over both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True, "
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[PdBed]:
-    """Engines that take adapters at run time."""
+    """Engines that load adapters at run time."""
     serve = {
         "arguments": ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)),
         "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
@@ -56,7 +56,7 @@ def plain(bed: PdBed) -> Iterator[RouterProcess]:
 
 @pytest.fixture(scope="module")
 def pairs(bed: PdBed) -> Iterator[RouterProcess]:
-    """One engine prefills, one decodes. Only one pool of engines is the scheduler's; this router decides by itself."""
+    """One engine prefills, one decodes. The scheduler manages only one pool of engines, so this router places requests alone."""
     prefill, decode = (f"{name}=http://{bed.engines.engine(name).address}@{name}" for name in (PREFILL, DECODE))
     arguments = ["--prefill", prefill, "--decode", decode, *common(bed, "pairs"), "--policy", "least_loaded"]
     with RouterProcess(arguments, bed.engines.folder, "pairs") as router:
@@ -76,7 +76,7 @@ _clients: list[openai.OpenAI] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def closed_clients() -> Iterator[None]:
-    """Sockets that nobody closed would be told of at the end of the run."""
+    """Close all clients; open sockets would cause warnings at the end of the run."""
     yield
     while _clients:
         _clients.pop().close()
@@ -106,7 +106,7 @@ def router(request: pytest.FixtureRequest) -> RouterProcess:
     return found
 
 
-def test_completions_are_the_models_own(router: RouterProcess, oracle: Oracle) -> None:
+def test_router_completions_match_the_model(router: RouterProcess, oracle: Oracle) -> None:
     for number, length in enumerate((5, 32, 333)):
         prompt = text(("router", router.address, number), length)
         answer = client(router).completions.create(model="tiny", prompt=prompt, max_tokens=12, **GREEDY)
@@ -115,7 +115,7 @@ def test_completions_are_the_models_own(router: RouterProcess, oracle: Oracle) -
         assert answer.usage.prompt_tokens == length
 
 
-def test_a_stream_is_the_same_answer_piece_by_piece(router: RouterProcess) -> None:
+def test_router_stream_equals_whole_response(router: RouterProcess) -> None:
     with client(router) as asked:
         messages: Any = [{"role": "user", "content": "Once upon a time " * 20}]
         whole = asked.chat.completions.create(model="tiny", messages=messages, max_tokens=24, **GREEDY)
@@ -125,7 +125,7 @@ def test_a_stream_is_the_same_answer_piece_by_piece(router: RouterProcess) -> No
     assert "".join(pieces) == whole.choices[0].message.content
 
 
-def test_engines_refusals_reach_the_client(router: RouterProcess) -> None:
+def test_router_engine_rejections_reach_client(router: RouterProcess) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client(router).completions.create(model="tiny", prompt=text("long", 5_000), max_tokens=8)
     assert "maximum" in str(refused.value)
@@ -134,7 +134,7 @@ def test_engines_refusals_reach_the_client(router: RouterProcess) -> None:
     assert [model.id for model in client(router).models.list()] == ["tiny"]
 
 
-def test_a_client_that_leaves_a_stream_frees_the_engine(bed: PdBed, router: RouterProcess) -> None:
+def test_router_client_leaving_stream_frees_engine(bed: PdBed, router: RouterProcess) -> None:
     stream = client(router).completions.create(model="tiny", prompt="a b c", max_tokens=3_000, stream=True, **GREEDY)
     next(iter(stream))
     stream.close()
@@ -143,32 +143,32 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(bed: PdBed, router: Rout
     assert sum(engine.metrics()["vllm:generation_tokens_total"] for engine in engines) < 100_000
 
 
-def test_the_pairs_hand_prompts_over(bed: PdBed, pairs: RouterProcess, oracle: Oracle) -> None:
+def test_router_pairs_hand_prompts_over(bed: PdBed, pairs: RouterProcess, oracle: Oracle) -> None:
     before = bed.counts(bed.decode).get("prompts", 0)
     prompts = [text(("hand", number), 100 + 40 * number) for number in range(8)]
 
     def ask(prompt: list[int]) -> list[int]:
         return token_ids_of(client(pairs).completions.create(model="tiny", prompt=prompt, max_tokens=8, **GREEDY).model_dump())
 
-    with ThreadPoolExecutor(2) as pool:  # more would wait in the prefill engine for longer than decode waits for them
+    with ThreadPoolExecutor(2) as pool:  # with more, the decode engine would time out before the prefill engine starts
         for prompt, answer in zip(prompts, pool.map(ask, prompts), strict=True):
             assert answer == oracle.says(prompt, 8)
     assert bed.counts(bed.decode)["prompts"] == before + 8
 
 
 def said(router: RouterProcess, model: str, prompt: list[int], **extra: Any) -> list[int]:
-    """The tokens of a greedy answer; ``extra``: further fields of the request."""
+    """Return the tokens of a greedy completion; ``extra`` are further fields of the request."""
     how = {"temperature": 0, "extra_body": {**GREEDY["extra_body"], **extra}}
     return token_ids_of(client(router).completions.create(model=model, prompt=prompt, max_tokens=8, **how).model_dump())
 
 
 def hit_blocks(bed: PdBed) -> int:
-    """Of all lookups of both engines."""
+    """Hit blocks of all lookups of both engines."""
     return sum(bed.counts(bed.engines.engine(name)).get("hit_blocks", 0) for name in (PREFILL, DECODE))
 
 
 def serve_adapter(bed: PdBed, router: RouterProcess, name: str, folder: Path) -> None:
-    """Adds an adapter to both engines; the router sees it with its next checks."""
+    """Load an adapter into both engines, and wait until the router lists it."""
     for engine in (bed.prefill, bed.decode):
         status, why = engine.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         assert status == 200, why
@@ -180,8 +180,8 @@ def serve_adapter(bed: PdBed, router: RouterProcess, name: str, folder: Path) ->
     until(known, "the router knows the adapter")
 
 
-def test_adapters_at_run_time(bed: PdBed, router: RouterProcess, oracle: Oracle, tmp_path: Path) -> None:
-    """Each says what the model with its weights says, finds its own KV in the store, and nobody else's."""
+def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, oracle: Oracle, tmp_path: Path) -> None:
+    """Each adapter gives its own output, and finds its own KV in the store but no other adapter's."""
     name = router.address.rpartition(":")[2]
     prompt = text(("adapted", name), 200)
     whole = (len(prompt) - 1) // BLOCK
@@ -195,25 +195,25 @@ def test_adapters_at_run_time(bed: PdBed, router: RouterProcess, oracle: Oracle,
         bed.only_in_storage()
         before = hit_blocks(bed)
         assert said(router, model, prompt) == tokens
-        assert hit_blocks(bed) == before, "nobody's KV is another's"
+        assert hit_blocks(bed) == before, "adapters do not share KV"
     for model, tokens in right.items():
         bed.only_in_storage()
         before = hit_blocks(bed)
         assert said(router, model, prompt) == tokens
         assert hit_blocks(bed) == before + whole
 
-    make_adapter(bed.model, tmp_path / adapter, 7)  # trained further, in the same folder
+    make_adapter(bed.model, tmp_path / adapter, 7)  # new weights in the same folder
     for engine in (bed.prefill, bed.decode):
         assert engine.call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter})[0] == 200
     serve_adapter(bed, router, adapter, tmp_path / adapter)
-    bed.only_in_storage()  # vLLM's own prefix cache knows an adapter by its name alone
+    bed.only_in_storage()  # vLLM's own prefix cache identifies an adapter by its name alone
     before = hit_blocks(bed)
     assert said(router, adapter, prompt) == Oracle(bed.model, tmp_path / adapter).says(prompt, 8) != right[adapter]
     assert hit_blocks(bed) == before
     assert sum(bed.counts(bed.engines.engine(one)).get("adapters_unknown", 0) for one in (PREFILL, DECODE)) > 0
 
 
-def test_who_gives_the_same_salt_shares(bed: PdBed, router: RouterProcess, oracle: Oracle) -> None:
+def test_router_equal_cache_salt_shares_blocks(bed: PdBed, router: RouterProcess, oracle: Oracle) -> None:
     prompt = text(("salted", router.address), 200)
     whole = (len(prompt) - 1) // BLOCK
     for salts, hit in ((["a"], 0), ([None], 0), (["b"], 0), (["a", "b"], whole)):
@@ -224,8 +224,8 @@ def test_who_gives_the_same_salt_shares(bed: PdBed, router: RouterProcess, oracl
             assert hit_blocks(bed) == before + hit
 
 
-def test_sessions_hit_and_the_scheduler_decides(bed: PdBed, plain: RouterProcess) -> None:
-    """Several turns of text: after the first, nearly all of each prompt was seen before."""
+def test_router_sessions_hit_and_are_scheduled(bed: PdBed, plain: RouterProcess) -> None:
+    """Sessions of several turns: after the first turn, most of each prompt was seen before."""
     scheduled, asked = counter(plain, "router_scheduled_total"), 0
     prompt_tokens = cached = 0
     histories: list[list[dict[str, str]]] = [
@@ -248,8 +248,8 @@ def test_sessions_hit_and_the_scheduler_decides(bed: PdBed, plain: RouterProcess
     assert counter(plain, "router_lookups_total") > 0
 
 
-def test_the_store_knows_what_a_router_has_not_seen(bed: PdBed) -> None:
-    """A prompt that an engine stored, and a router that has just begun: the index knows it, by tokens that the engine counts."""
+def test_router_new_finds_prompt_in_store(bed: PdBed) -> None:
+    """A new router finds a stored prompt in the index, by tokens that an engine counts."""
     prompt, salted = "a prompt that is stored " * 40, {"cache_salt": "mine"}
     bed.prefill.complete(prompt, 2, **salted)
     engines = ",".join(f"{name}=http://{bed.engines.engine(name).address}@{name}" for name in (PREFILL, DECODE))
@@ -265,12 +265,12 @@ def test_the_store_knows_what_a_router_has_not_seen(bed: PdBed) -> None:
 
 
 def looked_up(router: RouterProcess) -> bool:
-    """Asks something new; says whether anything has been looked up."""
+    """Send a new prompt; return whether any lookup has completed."""
     client(router).completions.create(model="tiny", prompt=f"something new {time.monotonic()} " * 20, max_tokens=1)
     return counter(router, "router_lookups_total") > 0
 
 
-def test_vllms_own_benchmark_runs_against_the_router(bed: PdBed, pairs: RouterProcess, tmp_path: Path) -> None:
+def test_router_vllm_benchmark_completes(bed: PdBed, pairs: RouterProcess, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
     command += ["--base-url", f"http://{pairs.address}", "--endpoint", "/v1/completions", "--model", "tiny"]
     command += ["--tokenizer", str(bed.model), "--dataset-name", "random", "--random-input-len", "200"]
@@ -283,8 +283,8 @@ def test_vllms_own_benchmark_runs_against_the_router(bed: PdBed, pairs: RouterPr
     assert result["total_output_tokens"] == 24 * 8
 
 
-def test_an_engine_that_is_killed_costs_no_request(bed: PdBed, plain: RouterProcess, oracle: Oracle) -> None:
-    """The last test: it takes one engine away in the middle of work."""
+def test_router_engine_killed_loses_no_request(bed: PdBed, plain: RouterProcess, oracle: Oracle) -> None:
+    """Must be the last test: it kills one engine under load."""
     prompts = [text(("killed", number), 600) for number in range(10)]
 
     def ask(prompt: list[int]) -> list[int]:

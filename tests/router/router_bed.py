@@ -1,4 +1,4 @@
-"""What router tests share: fake engines and a router, all real servers on real sockets, on the test's event loop."""
+"""Test bed of the router: fake engines and a router, all real servers on real sockets, on the test's event loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvstore.router.main import router
 from kvstore.rpc.http_server import Connection, bind
 from kvstore.testing.fake_engine import FakeEngine
 
-QUICK = HealthLimits(interval_s=0.05, timeout_s=2.0, failed_checks=2, failed_requests=3, eject_s=0.1, eject_most_s=0.4)
-NEVER = HealthLimits(interval_s=3600.0)
-"""Only the first check, so that a test decides what is noticed."""
+QUICK = HealthLimits(check_interval_s=0.05, check_timeout_s=2.0, ejection_time_s=0.1, max_ejection_time_s=0.4)
+FIRST_CHECK_ONLY = HealthLimits(check_interval_s=3600.0)
+"""Without further checks: an ejected engine stays ejected."""
 
 
 class Bed:
-    """A router before fake engines."""
+    """A router in front of fake engines."""
 
     def __init__(self, http: httpx.AsyncClient, engines: dict[str, FakeEngine], configs: list[EngineConfig]) -> None:
         self.http = http
@@ -41,12 +41,21 @@ class Bed:
         samples = [sample for family in families for sample in family.samples]
         return next((int(one.value) for one in samples if (one.name, one.labels) == (f"kvstore_{name}", labels)), 0)
 
-    async def up(self) -> set[str]:
-        return {name for name, engine in (await self.http.get("/router/engines")).json().items() if engine["up"]}
+    async def states(self) -> dict[str, dict[str, Any]]:
+        states: dict[str, dict[str, Any]] = (await self.http.get("/router/engines")).json()
+        return states
+
+    async def healthy(self) -> set[str]:
+        return {name for name, engine in (await self.states()).items() if engine["state"] == "healthy"}
+
+    @property
+    def attempts(self) -> int:
+        """Requests that reached any engine."""
+        return sum(len(engine.requests) for engine in self.engines.values())
 
 
 class Make:
-    """Starts fake engines and routers before them."""
+    """Starts fake engines and routers in front of them."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
@@ -66,50 +75,50 @@ class Make:
         return await self._router(configs, engines, config)
 
     async def beside(self, other: Bed, **config: Any) -> Bed:
-        """A second router before another's engines."""
+        """Start a second router in front of the same engines."""
         return await self._router(other.configs, other.engines, config)
 
     async def _router(self, configs: list[EngineConfig], engines: dict[str, FakeEngine], config: dict[str, Any]) -> Bed:
-        settings: dict[str, Any] = {"policy": "least_loaded", "health": NEVER, "connect_timeout_s": 5.0, **config}
+        settings: dict[str, Any] = {"policy": "least_loaded", "health": FIRST_CHECK_ONLY, "connect_timeout_s": 5.0, **config}
         http = await self._stack.enter_async_context(serving(RouterConfig(configs, listen="127.0.0.1:0", **settings)))
         return Bed(http, engines, configs)
 
 
 @pytest.fixture
 async def bed() -> AsyncIterator[Make]:
-    """Starts fake engines and routers; ends all with the test."""
+    """Starts fake engines and routers, and stops them after the test."""
     async with AsyncExitStack() as stack:
         yield Make(stack)
 
 
 @asynccontextmanager
 async def serving(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
-    """A router on a socket, and a client of it."""
-    door = bind(config.listen, "router")
+    """A router on a socket, and a client for it."""
+    listener = bind(config.listen, "router")
     async with router(config) as app:
         served = uvicorn.Config(
             app, http=Connection, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
         )
-        server = _Quiet(served)
-        task = asyncio.create_task(server.serve(sockets=[door]))
-        url = f"http://127.0.0.1:{door.getsockname()[1]}"
+        server = _ServerWithoutSignals(served)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
             yield http
         server.should_exit = True
         await task
 
 
-class _Quiet(uvicorn.Server):
+class _ServerWithoutSignals(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Polls until a condition holds; fails after a generous bound."""
+    """Poll until a condition holds; fail after 20 s."""
     try:
         async with asyncio.timeout(20):
-            while not await condition():  # noqa: ASYNC110  # what is waited for happens in a server that tells nobody
+            while not await condition():  # noqa: ASYNC110  # a server in this process offers no event to wait for
                 await asyncio.sleep(0.01)
     except TimeoutError:
-        pytest.fail(f"not in time: {what}")
+        pytest.fail(f"timeout: {what}")

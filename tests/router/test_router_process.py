@@ -1,4 +1,4 @@
-"""The router as people start it: its command line, its end, what it says where it cannot begin."""
+"""The router as a process: its command line, its shutdown, and its errors at start."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from kvstore.testing.fake_engine import FakeEngine
 from kvstore.testing.router_process import RouterProcess
 
 
-async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
+async def test_router_process_serves_and_stops(tmp_path: Path) -> None:
     async with FakeEngine("e0") as engine:
         arguments = ["--engine", f"{engine.url}/v1@node-a", "--policy", "least_loaded", "--metadata", "none"]
         router = await asyncio.to_thread(RouterProcess(arguments, tmp_path).__enter__)
-        body = json.dumps({"model": "m", "prompt": "a b"}).encode()
-        asked = urllib.request.Request(f"{router.url}/completions", body, {"content-type": "application/json"})
+        content = json.dumps({"model": "m", "prompt": "a b"}).encode()
+        request = urllib.request.Request(f"{router.url}/completions", content, {"content-type": "application/json"})
 
         def ask() -> bytes:
-            with urllib.request.urlopen(asked, timeout=20) as answer:
-                found: bytes = answer.read()
-                return found
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                answered: bytes = answer.read()
+                return answered
 
         assert b"e0 saw 2" in await asyncio.to_thread(ask)
 
-        def ask_nonsense() -> bytes:
+        def send_nonsense() -> bytes:
             host, _, port = router.address.rpartition(":")
             with socket.create_connection((host, int(port)), timeout=20) as connection:
                 connection.sendall(b"nonsense\r\n\r\n")
                 return b"".join(iter(lambda: connection.recv(4_096), b""))
 
-        head, _, said = (await asyncio.to_thread(ask_nonsense)).partition(b"\r\n\r\n")
+        head, _, body = (await asyncio.to_thread(send_nonsense)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(said)["error"]["code"] == "invalid_argument"
+        assert json.loads(body)["error"]["code"] == "invalid_argument"
         assert await asyncio.to_thread(router.stop) == 0
         log = router.log_path.read_text()
-        assert "is in: m" in log
+        assert "engine healthy: " in log
+        assert "(models=m)" in log
         assert "Traceback" not in log
-        assert "httpx" not in log  # which would tell of each check of each engine
+        assert "httpx" not in log  # httpx would log every health check
 
 
 async def test_router_panels_have_series_in_a_scrape(tmp_path: Path) -> None:
@@ -68,19 +69,19 @@ def kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, code, *said)
 
 
-def test_help_shows_how_to_begin() -> None:
+def test_router_help_shows_examples() -> None:
     shown = kvstore("--help").stdout
     assert "kvstore router --engine http://127.0.0.1:8001,http://127.0.0.1:8002" in shown
     assert "[NAME=]URL[@NODE]" in shown
 
 
-def test_what_cannot_work_is_said_in_one_line() -> None:
+def test_router_invalid_settings_fail_with_one_line() -> None:
     for arguments, said in (
-        ((), "a router takes engines"),
-        (("--engine", "http://h:1", "--metadata", "none"), "takes a metadata server"),
+        ((), "a router requires engines"),
+        (("--engine", "http://h:1", "--metadata", "none"), "requires a metadata server"),
         (("--engine", "nonsense"), "http://host:port"),
         (("--prefill", "http://p:1"), "all plain, or some prefill and some decode"),
-        (("--engine", "http://h:1", "--listen", "0.0.0.0:1"), "without TLS"),
+        (("--engine", "http://h:1", "--listen", "0.0.0.0:1"), "requires TLS"),
     ):
         done = kvstore(*arguments)
         assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""The router and the metadata server's scheduler, a real process: who decides, what is told, what happens while it is away."""
+"""The router and the scheduler in a real metadata server: assignments, reports, and an unreachable scheduler."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_bed import NEVER, QUICK, Bed, Make, until
+from router_bed import FIRST_CHECK_ONLY, QUICK, Bed, Make, until
 
 from kvclient import AsyncSchedulerClient, EngineRequest
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.router.config import EngineConfig, Role, RouterConfig
-from kvstore.router.main import make_parts
-from kvstore.router.reporter import Reporter
+from kvstore.router.main import make_context
+from kvstore.router.placement.scheduler_reporter import SchedulerReporter
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.testing.cluster import LocalCluster
 from kvstore.testing.fake_engine import Behaviour
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 class Scheduler:
-    """What the metadata server counts."""
+    """Counters of the metadata server."""
 
     def __init__(self, address: str) -> None:
         self._channel = connect_aio(address)
@@ -68,9 +68,9 @@ async def idle(scheduler: Scheduler) -> None:
     await until(nothing, "the scheduler has no request left")
 
 
-async def test_plain_engines_are_assigned_by_the_scheduler(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_scheduler_assigns_plain_engines(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", "e1", **scheduled(store))
-    await known(router, scheduler, 3)  # and the one that stands for them where requests decode
+    await known(router, scheduler, 3)  # and the virtual decode engine
     answers = await asyncio.gather(*(router.complete(f"p{number}", stream=number % 2 == 0) for number in range(40)))
     assert {answer.status_code for answer in answers} == {200}
     assert min(len(engine.requests) for engine in router.engines.values()) >= 10
@@ -80,7 +80,7 @@ async def test_plain_engines_are_assigned_by_the_scheduler(bed: Make, store: Loc
     assert await scheduler.counter("metadata_scheduler_void_reports_total") == 0
 
 
-async def test_pairs_are_assigned_by_the_scheduler(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_scheduler_assigns_pairs(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed(prefill=("p0", "p1"), decode=("d0", "d1"), **scheduled(store))
     await known(router, scheduler, 4)
     answers = await asyncio.gather(*(router.complete(f"p{number} " * 50) for number in range(20)))
@@ -90,30 +90,28 @@ async def test_pairs_are_assigned_by_the_scheduler(bed: Make, store: LocalCluste
     await idle(scheduler)
 
 
-async def test_an_engine_that_is_asked_for_its_figures_keeps_what_it_has(
-    bed: Make, store: LocalCluster, scheduler: Scheduler
-) -> None:
+async def test_engine_metrics_hanging_keeps_its_requests(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed(prefill=("p0",), decode=("d0",), **scheduled(store))
     await known(router, scheduler, 2)
     engine, release = router["d0"], asyncio.Event()
     engine.default = Behaviour(hold=release)
-    asking = asyncio.create_task(router.complete())
+    pending = asyncio.create_task(router.complete())
     await engine.until_requests(1)
     engine.silence = asyncio.Event()
-    asked, reports = engine.calls["metrics"], await router.counter("router_reports_total")
+    calls, reports = engine.calls["metrics"], await router.counter("router_reports_total")
 
-    async def reported_meanwhile() -> bool:
-        return engine.calls["metrics"] > asked and await router.counter("router_reports_total") > reports + 5
+    async def reported() -> bool:
+        return engine.calls["metrics"] > calls and await router.counter("router_reports_total") > reports + 5
 
-    await until(reported_meanwhile, "the engine is asked, and reported of")
+    await until(reported, "metrics were requested and reports sent")
     engine.silence.set()
     release.set()
-    assert (await asking).status_code == 200
+    assert (await pending).status_code == 200
     await idle(scheduler)
     assert await scheduler.counter("metadata_engines_lost_total") == 0
 
 
-async def test_the_prefix_is_preferred_and_the_load_still_shared(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_scheduler_prefers_prefix_and_shares_load(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", "e1", **scheduled(store))
     await known(router, scheduler, 3)
     sessions = {number: f"session {number} " + "word " * 1_500 for number in range(6)}
@@ -128,25 +126,23 @@ async def test_the_prefix_is_preferred_and_the_load_still_shared(bed: Make, stor
     assert set(homes.values()) == {"e0", "e1"}
 
 
-async def test_an_overloaded_engine_is_passed_over_whatever_it_holds(
-    bed: Make, store: LocalCluster, scheduler: Scheduler
-) -> None:
+async def test_scheduler_skips_overloaded_engine(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", "e1", **scheduled(store))
     await known(router, scheduler, 3)
-    shared = "word " * 4_000  # some 5,000 tokens by the router's first guess, above beta: one at a time a engine
+    shared = "word " * 4_000  # about 5,000 tokens by the first estimate, above beta: one at a time per engine
     release = asyncio.Event()
     for engine in router.engines.values():
         engine.default = Behaviour(hold=release)
-    asking = [asyncio.create_task(router.complete(f"{number} {shared}")) for number in range(3)]
+    pending = [asyncio.create_task(router.complete(f"{number} {shared}")) for number in range(3)]
     await router["e0"].until_requests(1)
     await router["e1"].until_requests(1)
     assert sum(len(engine.requests) for engine in router.engines.values()) == 2  # the third waits at the scheduler
     release.set()
-    assert {(await one).status_code for one in asking} == {200}
+    assert {(await one).status_code for one in pending} == {200}
     await idle(scheduler)
 
 
-async def test_who_leaves_while_waiting_is_called_off(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_client_leaving_while_waiting_is_cancelled(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", **scheduled(store))
     await known(router, scheduler, 2)
     release = asyncio.Event()
@@ -166,7 +162,7 @@ async def test_who_leaves_while_waiting_is_called_off(bed: Make, store: LocalClu
     assert len(router["e0"].requests) == 1
 
 
-async def test_no_room_in_time_is_said_so(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_assign_timeout_answers_429(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", **scheduled(store, assign_timeout_s=0.5))
     await known(router, scheduler, 2)
     release = asyncio.Event()
@@ -179,116 +175,111 @@ async def test_no_room_in_time_is_said_so(bed: Make, store: LocalCluster, schedu
     assert (await first).status_code == 200
 
 
-async def test_an_engine_that_dies_leaves_the_scheduler_and_its_request_goes_elsewhere(
-    bed: Make, store: LocalCluster, scheduler: Scheduler
-) -> None:
+async def test_engine_dying_is_removed_and_request_retried(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", "e1", **scheduled(store))
     await known(router, scheduler, 3)
     for engine in router.engines.values():
         engine.default = Behaviour(hold=asyncio.Event())
-    asking = asyncio.create_task(router.complete())
-    served = await until_one_has_it(router)
+    pending = asyncio.create_task(router.complete())
+    served = await engine_with_request(router)
     other = next(name for name in router.engines if name != served)
     router[other].default = Behaviour()
     await router[served].stop()
-    assert (await asking).headers["x-kvstore-engine"] == other
+    assert (await pending).headers["x-kvstore-engine"] == other
     await known(router, scheduler, 2)
     await idle(scheduler)
 
 
-async def test_who_waits_for_prefill_engines_waits_no_longer_than_these_live(
-    bed: Make, store: LocalCluster, scheduler: Scheduler
-) -> None:
+async def test_wait_for_prefill_ends_with_last_prefill_engine(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed(prefill=("p0",), decode=("d0",), **scheduled(store))
     await known(router, scheduler, 2)
     router["p0"].default = Behaviour(hold=asyncio.Event())
-    router["d0"].script.append(Behaviour(hold=asyncio.Event()))  # as one that waits for a prompt
-    asking = [asyncio.create_task(router.complete("word " * 4_000))]
+    router["d0"].script.append(Behaviour(hold=asyncio.Event()))  # like an engine that waits for a prompt
+    pending = [asyncio.create_task(router.complete("word " * 4_000))]
     await router["p0"].until_requests(1)
-    asking += [asyncio.create_task(router.complete(f"{number} " + "other " * 4_000)) for number in range(3)]
+    pending += [asyncio.create_task(router.complete(f"{number} " + "other " * 4_000)) for number in range(3)]
 
     async def wait() -> bool:
         return await scheduler.counter("metadata_scheduler_waiting_prefill") == 3
 
     await until(wait, "the others wait")
-    await router["p0"].stop()
-    assert {(await one).status_code for one in asking} == {200}
+    router["p0"].well = False
+    assert {(await one).status_code for one in pending[1:]} == {200}
     assert all("kv_transfer_params" not in body for body in router["d0"].requests[1:])
-    assert await router.counter("router_waits_in_vain_total") >= 3
+    assert await router.counter("router_waits_abandoned_total") == 3
+    pending[0].cancel()
+    await router["p0"].until_gone(1)
     await idle(scheduler)
 
 
-async def test_a_request_that_ends_as_its_engines_are_lost_is_not_kept(store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_request_ending_as_engine_is_lost_is_released(store: LocalCluster, scheduler: Scheduler) -> None:
     engines = [EngineConfig("p0", "http://p0", Role.PREFILL, "host-1"), EngineConfig("d0", "http://d0", Role.DECODE, "host-2")]
-    parts = make_parts(RouterConfig(engines, policy="scheduler", metadata=store.metadata_address))
+    context = make_context(RouterConfig(engines, policy="scheduler", metadata=store.metadata_address))
     for engine in engines:
-        parts.pool.check_succeeded(engine.name, parts.now_s(), [])
+        context.health.check_succeeded(engine.name, context.now_s(), [])
     async with AsyncSchedulerClient(store.metadata_address) as client:
-        reporter = Reporter(parts, client, "mine")
-        leaders = (client.leader("router:prefill", "prefill"), client.leader("router:decode", "decode"))
-        reporter._leaders = leaders
+        reporter = SchedulerReporter(context, client, "mine")
+        reporter.lead()
         request = EngineRequest("mine-1", 100)
-        reporter.begins(request.request_id)
+        reporter.request_waiting(request.request_id)
         assign = asyncio.create_task(client.assign(request, 30.0))
         while not assign.done():
-            await reporter._report(leaders)
-        reporter.placed(request.request_id, (await assign).generation, "p0")
-        reporter.prefilled(request.request_id)
-        await reporter._report(leaders)
+            await reporter.report()
+        reporter.request_placed(request.request_id, (await assign).generation, "p0")
+        reporter.request_prefilled(request.request_id)
+        await reporter.report()
         for _ in range(10):
-            parts.pool.check_failed("p0", parts.now_s(), "gone")
-        health = parts.pool.engines["d0"]
-        health.config = replace(health.config, node="host-3")  # as another engine of this name
-        report = asyncio.create_task(reporter._report(leaders))
+            context.health.check_failed("p0", context.now_s(), "gone")
+        health = context.health.engines["d0"]
+        health.config = replace(health.config, node="host-3")  # like another engine of the same name
+        report = asyncio.create_task(reporter.report())
         await asyncio.sleep(0)  # it is sent
-        reporter.ended(request)
+        reporter.request_finished(request)
         await report
-        await reporter._report(leaders)
+        await reporter.report()
         assert await scheduler.counter("metadata_requests_given_back_total") == 1
         assert await scheduler.counter("metadata_scheduler_requests") == 0
 
 
-async def test_who_waits_as_the_last_engine_goes_is_told_at_once(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_wait_ends_when_last_engine_dies(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", **scheduled(store))
     await known(router, scheduler, 2)
     router["e0"].default = Behaviour(hold=asyncio.Event())
-    asking = [asyncio.create_task(router.complete("word " * 4_000))]
+    pending = [asyncio.create_task(router.complete("word " * 4_000))]
     await router["e0"].until_requests(1)
-    asking.append(asyncio.create_task(router.complete("other " * 4_000)))
+    pending.append(asyncio.create_task(router.complete("other " * 4_000)))
 
     async def waits() -> bool:
         return await scheduler.counter("metadata_scheduler_waiting_prefill") == 1
 
     await until(waits, "the second waits")
     await router["e0"].stop()
-    assert {(await one).status_code for one in asking} == {503}
+    assert {(await one).status_code for one in pending} == {503}
 
 
-async def test_an_assignment_to_an_engine_that_is_out_is_given_back(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
-    reports = await bed("e0", "e1", **scheduled(store, health=NEVER))
+async def test_assignment_to_ejected_engine_is_returned(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+    reports = await bed("e0", "e1", **scheduled(store, health=FIRST_CHECK_ONLY))
     await known(reports, scheduler, 3)
-    router = await bed.beside(reports, **scheduled(store, health=NEVER, report=False, retries=1))
-    await router["e0"].stop()  # which the router that reports does not notice: the scheduler goes on to assign it
-    for number in range(4):
+    router = await bed.beside(reports, **scheduled(store, health=FIRST_CHECK_ONLY, report=False, retries=1))
+    await router["e0"].stop()  # the reporting router does not notice it, so the scheduler continues to assign e0
+    for number in range(16):
         assert (await router.complete(f"p{number}")).headers["x-kvstore-engine"] == "e1"
-    assert await router.counter("router_assigned_dead_total") >= 1
+    assert await router.counter("router_assignments_ejected_total") >= 1
     await idle(scheduler)
 
 
-async def until_one_has_it(router: Bed) -> str:
+async def engine_with_request(router: Bed) -> str:
     found: list[str] = []
 
     async def has() -> bool:
         found[:] = [name for name, engine in router.engines.items() if engine.requests]
         return bool(found)
 
-    await until(has, "an engine has the request")
+    await until(has, "an engine received the request")
     return found[0]
 
 
-async def test_while_the_scheduler_is_away_the_router_decides_and_then_asks_again(
-    bed: Make, store: LocalCluster, scheduler: Scheduler
-) -> None:
+async def test_scheduler_down_router_places_until_it_is_back(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", "e1", **scheduled(store))
     await known(router, scheduler, 3)
     assert (await router.complete()).status_code == 200
@@ -306,13 +297,13 @@ async def test_while_the_scheduler_is_away_the_router_decides_and_then_asks_agai
     await until(scheduled_again, "the scheduler decides again")
 
 
-async def test_a_router_whose_scheduler_never_came_serves(bed: Make, tmp_path: Path) -> None:
+async def test_scheduler_never_started_router_serves(bed: Make, tmp_path: Path) -> None:
     router = await bed("e0", policy="scheduler", metadata="127.0.0.1:1", health=QUICK)
     assert (await router.complete()).status_code == 200
     assert await router.counter("router_unscheduled_total") == 1
 
 
-async def test_two_routers_share_a_pool(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_two_routers_share_one_pool(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     first = await bed("e0", "e1", **scheduled(store))
     await known(first, scheduler, 3)
     second = await bed.beside(first, **scheduled(store, report=False))
@@ -322,15 +313,13 @@ async def test_two_routers_share_a_pool(bed: Make, store: LocalCluster, schedule
     await idle(scheduler)
 
     async def even() -> bool:
-        engines = (await first.http.get("/router/engines")).json()
+        engines = await first.states()
         return all(engine["sequences"] == 0 for engine in engines.values())
 
-    await until(even, "the first router's books are even again")
+    await until(even, "the first router counts no request in flight")
 
 
-async def test_where_no_router_reports_the_others_decide_by_themselves(
-    bed: Make, store: LocalCluster, scheduler: Scheduler
-) -> None:
+async def test_no_reporting_router_others_place_alone(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     router = await bed("e0", "e1", **scheduled(store, report=False))
     answers = await asyncio.gather(*(router.complete(f"p{number}") for number in range(6)))
     assert {answer.status_code for answer in answers} == {200}
@@ -344,15 +333,15 @@ async def test_where_no_router_reports_the_others_decide_by_themselves(
     await until(scheduled_now, "the scheduler decides")
 
 
-async def test_a_second_reporter_makes_the_first_stop_reporting(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
+async def test_second_reporter_takes_over(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
     first = await bed("e0", "e1", **scheduled(store))
     await known(first, scheduler, 3)
     second = await bed.beside(first, **scheduled(store))
 
-    async def yielded() -> bool:
+    async def taken_over() -> bool:
         return await first.counter("router_reports_taken_over_total") == 1
 
-    await until(yielded, "the first has yielded")
+    await until(taken_over, "the first router stopped reporting")
     for router in (first, second):
         assert (await router.complete()).status_code == 200
         assert await router.counter("router_scheduled_total") == 1

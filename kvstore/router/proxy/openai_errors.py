@@ -1,4 +1,4 @@
-"""Our errors as clients of the OpenAI API expect them."""
+"""Errors in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TYPES = {
 
 
 def http_status(error: KVStoreError) -> int:
-    """The HTTP status of an error."""
+    """HTTP status of an error."""
     return STATUS[error.kind].http
 
 
 def error_fields(error: KVStoreError) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code"}}``."""
+    """Error as ``{"error": {"message", "type", "param", "code"}}``."""
     return {
         "error": {
             "message": str(error),
@@ -36,10 +36,10 @@ def error_fields(error: KVStoreError) -> dict[str, Any]:
 
 
 def error_body(error: KVStoreError) -> bytes:
-    """As the body of an answer."""
+    """Error as the body of a response."""
     return json.dumps(error_fields(error)).encode()
 
 
 def error_event(error: KVStoreError) -> bytes:
-    """As an event within a stream that began well: clients raise it, where a stream that merely ended would look complete."""
+    """Error as a server-sent event. Clients raise it; a stream that only ended would look complete."""
     return b"data: " + error_body(error) + b"\n\n"

@@ -1,7 +1,7 @@
-"""What the store has of a prompt, and near which engines: by token ids, as the engines' connector makes its keys.
+"""Lookup of prompts in the store: how much of a prompt it holds, and in the DRAM of which nodes.
 
-An engine counts the tokens (``/tokenize``: templates and special tokens are its own business), the namespaces that engines have
-registered say how keys are made of them. All of it within a short time: a hint that is late is no hint.
+An engine counts the tokens (``/tokenize``), because only the engine knows its chat template and special tokens. The namespaces
+that engines registered determine the keys. The whole lookup has a short timeout: a late hint is useless.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.core.tls import TlsConfig
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.router.body import ParsedBody
-from kvstore.router.choice import Turn
 from kvstore.router.config import Role
-from kvstore.router.parts import Parts
-from kvstore.router.prompts import StoreHits
+from kvstore.router.context import RouterContext
+from kvstore.router.placement.balancer import RotationOrder
+from kvstore.router.prompts.prompt_facts import StoreHits
+from kvstore.router.prompts.request_body import RequestBody
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.rpc.codec import spec_from_proto
 
 _logger = logging.getLogger(__name__)
 _log = LimitedLog(_logger)
 
-BUDGET_S: Final = 0.5
-"""Of tokens and lookup together: what a request may wait for hints."""
-MAX_SPECS: Final = 4
-"""Namespaces of one model that are asked; the newest."""
+TIMEOUT_S: Final = 0.5
+"""Timeout of tokenization and lookup together."""
+MAX_NAMESPACES: Final = 4
+"""Most namespaces of one model that are looked up: the newest."""
 _LAYOUT: Final = "vllm="
-_REFRESH_S: Final = 5.0
-_LIST_S: Final = 2.0
-_TOKENIZED: Final = (
+_REFRESH_INTERVAL_S: Final = 5.0
+_LIST_TIMEOUT_S: Final = 2.0
+_TOKENIZED_FIELDS: Final = (
     "model",
     "prompt",
     "messages",
@@ -49,39 +49,39 @@ _TOKENIZED: Final = (
     "chat_template_kwargs",
     "tools",
 )
-"""Fields of a request that decide its tokens."""
+"""Fields of a request that determine its tokens."""
 
 
-class KVStoreIndex:
+class StorePrefixLookup:
     """Looks prompts up for one router.
 
     Args:
-        parts: of the router.
+        context: the router's state.
         metadata: address of the metadata server.
-        tls: of the channels to it.
-        token_file: what it is shown; None: nothing.
+        tls: TLS of the channels to the metadata server.
+        token_file: file with the token for the metadata server; None: no token.
     """
 
-    def __init__(self, parts: Parts, metadata: str, tls: TlsConfig | None, token_file: Path | None = None) -> None:
-        self._parts = parts
+    def __init__(self, context: RouterContext, metadata: str, tls: TlsConfig | None, token_file: Path | None = None) -> None:
+        self._context = context
         self._metadata = metadata
         self._tls = tls
         self._options = ClientOptions(
-            client_name="router", require_store=False, lookup_deadline_s=BUDGET_S, token_file=token_file
+            client_name="router", require_store=False, lookup_deadline_s=TIMEOUT_S, token_file=token_file
         )
         self._channel = connect_aio(metadata, tls=tls, token=self._options.shown_token())
         self._stub = metadata_pb2_grpc.MetadataStub(self._channel)
         self._specs: list[CacheSpec] = []
         self._clients: dict[bytes, AsyncKVClient] = {}
-        self._turn = Turn()
+        self._rotation = RotationOrder()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to follow which namespaces there are."""
-        self._task = asyncio.create_task(self._follow())
+        """Start to follow the list of namespaces."""
+        self._task = asyncio.create_task(self._follow_namespaces())
 
     async def close(self) -> None:
-        """Ends it."""
+        """Stop, and close all channels."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -89,15 +89,15 @@ class KVStoreIndex:
             await client.close()
         await self._channel.close(None)
 
-    async def look_up(self, body: ParsedBody, headers: Mapping[str, str]) -> tuple[int | None, StoreHits]:
-        """See ``StoreIndex``."""
+    async def look_up(self, body: RequestBody, headers: Mapping[str, str]) -> tuple[int | None, StoreHits]:
+        """Implement ``PrefixLookup``."""
         clients = self._clients_of(body.model) if body.plain else []
         if not clients:
             return None, StoreHits()
-        counters = self._parts.counters
+        counters = self._context.counters
         tokens: list[int] | None = None
         try:
-            async with asyncio.timeout(BUDGET_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 tokens = body.token_prompt or await self._tokenize(body, headers)
                 hits = await asyncio.gather(*(self._hits(client, tokens, body) for client in clients))
         except TimeoutError:
@@ -105,7 +105,7 @@ class KVStoreIndex:
             return (len(tokens) if tokens else None), StoreHits()
         except (KVStoreError, ValueError, RecursionError) as error:
             counters.add("router_lookups_failed_total")
-            _log.warning("a prompt is not looked up: %s", error)
+            _log.warning("lookup failed: %s", error)
             return (len(tokens) if tokens else None), StoreHits()
         counters.add("router_lookups_total")
         best = max(hits, key=lambda found: found.hit_tokens)
@@ -113,54 +113,54 @@ class KVStoreIndex:
         counters.add("router_lookup_tokens_total", len(tokens))
         return len(tokens), best
 
-    async def _tokenize(self, body: ParsedBody, headers: Mapping[str, str]) -> list[int]:
-        """The prompt's tokens, counted by an engine.
+    async def _tokenize(self, body: RequestBody, headers: Mapping[str, str]) -> list[int]:
+        """Ask an engine for the prompt's tokens.
 
         Raises:
-            Unavailable: no engine counts.
-            InvalidArgument: what an engine answered are no tokens.
+            Unavailable: the engine failed.
+            InvalidArgument: no engine is healthy, or its response contains no tokens.
         """
-        role = Role.PREFILL if self._parts.config.pairs else Role.PLAIN
-        candidates = self._parts.pool.candidates(role, self._parts.now_s(), body.model or None)
-        if not candidates:
-            raise InvalidArgument("no engine is there to count tokens")
-        upstream = self._parts.upstreams[self._turn.next(candidates)]
-        fields = {name: body.fields[name] for name in _TOKENIZED if name in body.fields}
-        answer = json.loads(await upstream.ask("/tokenize", json.dumps(fields).encode(), BUDGET_S, headers))
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        role = Role.PREFILL if self._context.config.pairs else Role.PLAIN
+        engines = self._context.health.healthy(role, body.model or None)
+        if not engines:
+            raise InvalidArgument("no healthy engine can tokenize the prompt")
+        upstream = self._context.upstreams[self._rotation.next(engines)]
+        fields = {name: body.fields[name] for name in _TOKENIZED_FIELDS if name in body.fields}
+        response = json.loads(await upstream.post_json("/tokenize", json.dumps(fields).encode(), TIMEOUT_S, headers))
+        tokens = response.get("tokens") if isinstance(response, dict) else None
         if not isinstance(tokens, list) or not tokens:
-            raise InvalidArgument("the engine answered no tokens", engine=upstream.engine.name)
+            raise InvalidArgument("the engine's response contains no tokens", engine=upstream.engine.name)
         return tokens
 
-    async def _hits(self, client: AsyncKVClient, tokens: Sequence[int], body: ParsedBody) -> StoreHits:
+    async def _hits(self, client: AsyncKVClient, tokens: Sequence[int], body: RequestBody) -> StoreHits:
         salt = body.fields.get("cache_salt")
         extras = {0: encode_extra([("salt", salt.encode())])} if isinstance(salt, str) and salt else None
         keys = client.keys(tokens[: MAX_KEYS_PER_CALL * client.blocking.spec.block_tokens], extras)
         if not keys:
             return StoreHits()
-        lookup = await client.lookup(keys, deadline_s=BUDGET_S)
+        lookup = await client.lookup(keys, deadline_s=TIMEOUT_S)
         return hits_of(lookup, client.blocking.spec.block_tokens)
 
     # ---- namespaces
     def _clients_of(self, model: str) -> list[AsyncKVClient]:
-        """Clients of the newest namespaces of a model."""
-        newest = [spec for spec in reversed(self._specs) if not model or spec.model == model][:MAX_SPECS]
+        """Return clients of the newest namespaces of a model."""
+        newest = [spec for spec in reversed(self._specs) if not model or spec.model == model][:MAX_NAMESPACES]
         return [self._clients[spec.namespace] for spec in newest if spec.namespace in self._clients]
 
-    async def _follow(self) -> None:
+    async def _follow_namespaces(self) -> None:
         while True:
             try:
                 await self._refresh()
             except KVStoreError as error:
-                self._parts.counters.add("router_namespaces_unknown_total")
-                _log.warning("the store does not say which namespaces there are: %s", error)
-            await asyncio.sleep(_REFRESH_S)
+                self._context.counters.add("router_namespaces_unknown_total")
+                _log.warning("namespaces not refreshed: %s", error)
+            await asyncio.sleep(_REFRESH_INTERVAL_S)
 
     async def _refresh(self) -> None:
-        answer: pb.ListNamespacesResponse = await call_aio(self._stub.ListNamespaces, pb.ListNamespacesRequest(), _LIST_S)
+        answer: pb.ListNamespacesResponse = await call_aio(self._stub.ListNamespaces, pb.ListNamespacesRequest(), _LIST_TIMEOUT_S)
         specs = [spec_from_proto(info.spec) for info in answer.namespaces]
-        served = set(self._parts.pool.models())
-        # the first part stands for all parts of a model: its chain makes the keys of all of them
+        served = set(self._context.health.models())
+        # look up the first shard of a model only: all shards have the same keys
         self._specs = [
             spec for spec in specs if spec.model in served and spec.layout.startswith(_LAYOUT) and spec.shard_rank == 0
         ]
@@ -172,17 +172,17 @@ class KVStoreIndex:
                 self._clients[namespace] = await AsyncKVClient.connect(
                     self._metadata, spec, node=None, tls=self._tls, options=self._options
                 )
-                _logger.info("prompts of %s are looked up in a namespace of %d tokens a block", spec.model, spec.block_tokens)
+                _logger.info("namespace added to lookups: %s (block_tokens=%d)", spec.model, spec.block_tokens)
 
     def _newest(self, model: str) -> list[CacheSpec]:
-        return [spec for spec in reversed(self._specs) if spec.model == model][:MAX_SPECS]
+        return [spec for spec in reversed(self._specs) if spec.model == model][:MAX_NAMESPACES]
 
 
 def hits_of(lookup: Lookup, block_tokens: int) -> StoreHits:
-    """How much of a prompt is in the store, and how much of its beginning in the DRAM of each node."""
-    near: dict[str, int] = {}
+    """Convert a lookup's runs of blocks into tokens: those on any node, and the leading ones in each node's DRAM."""
+    in_dram: dict[str, int] = {}
     for run in sorted(lookup.runs, key=lambda run: run.start):
-        if run.tier is Tier.DRAM and run.start <= near.get(run.node_id, 0):
-            near[run.node_id] = max(near.get(run.node_id, 0), run.end)
+        if run.tier is Tier.DRAM and run.start <= in_dram.get(run.node_id, 0):
+            in_dram[run.node_id] = max(in_dram.get(run.node_id, 0), run.end)
     hit = lookup.hit_blocks
-    return StoreHits(hit * block_tokens, {node: min(blocks, hit) * block_tokens for node, blocks in near.items()})
+    return StoreHits(hit * block_tokens, {node: min(blocks, hit) * block_tokens for node, blocks in in_dram.items()})

@@ -1,4 +1,4 @@
-"""What an engine says of itself in its Prometheus text: pure. By vLLM's names; of other engines nothing is known."""
+"""Parse the Prometheus metrics that an engine exports: pure. Only vLLM's metric names are known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.core.limits import MAX_DEPTH
-from kvstore.router.ledger import DECODING_SHARE, EngineLoad
+from kvstore.router.placement.inflight import DECODING_SHARE, EngineWork
 
 _LINE: Final = re.compile(
     rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|vllm:cache_config_info"
@@ -19,14 +19,14 @@ _LABEL: Final = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,12})"')
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """An engine's own figures.
+    """Metrics of one engine.
 
     Attributes:
-        running: requests in its batch.
-        waiting: requests that wait within it.
-        capacity_tokens: of KV that fit into its HBM; 0: not known.
-        used_tokens: of KV that are in use by requests.
-        started_s: when its process started; 0: not known.
+        running: requests in the batch.
+        waiting: requests in the engine's queue.
+        capacity_tokens: tokens of KV that fit into HBM; 0 if unknown.
+        used_tokens: tokens of KV that requests use.
+        started_s: start time of the process; 0 if unknown.
     """
 
     running: int = 0
@@ -35,18 +35,25 @@ class EngineMetrics:
     used_tokens: int = 0
     started_s: float = 0.0
 
-    def beyond(self, known: EngineLoad) -> EngineLoad | None:
-        """What the engine does beyond what is known of; None: nothing. A guess: its mean request stands for each."""
-        more = self.running + self.waiting - known.sequences
-        if more <= 0:
+    def foreign_work(self, known: EngineWork) -> EngineWork | None:
+        """Estimate the work that neither this router nor the scheduler sent: each unknown request counts as a mean one.
+
+        Args:
+            known: work that the router knows.
+
+        Returns:
+            The estimate; None if the engine runs only known requests.
+        """
+        unknown = self.running + self.waiting - known.sequences
+        if unknown <= 0:
             return None
         mean = self.used_tokens // max(1, self.running)
-        computing = min(more, self.waiting)
-        return EngineLoad(more, mean * computing + mean * (more - computing) // DECODING_SHARE, mean * more)
+        computing = min(unknown, self.waiting)
+        return EngineWork(unknown, mean * computing + mean * (unknown - computing) // DECODING_SHARE, mean * unknown)
 
 
 def parse_metrics(text: bytes) -> EngineMetrics:
-    """Reads the figures; of several data-parallel ranks behind one address, their sum. What is missing or odd counts as 0."""
+    """Parse an engine's metrics. Data-parallel ranks at one address are summed; missing or invalid values count as 0."""
     sums: dict[bytes, float] = {}
     usages: list[float] = []
     capacity = 0
@@ -75,4 +82,4 @@ def _number(text: bytes) -> float:
         number = float(text)
     except ValueError:
         return 0.0
-    return number if 0 <= number < 1e15 else 0.0  # also not a number
+    return number if 0 <= number < 1e15 else 0.0  # excludes NaN as well

@@ -1,0 +1,1 @@
+"""Health of engines: active checks, outlier detection, and the metrics that engines export."""

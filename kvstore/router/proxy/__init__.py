@@ -1,0 +1,1 @@
+"""One request: attempts on engines, retries, and the response to the client."""

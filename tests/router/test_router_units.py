@@ -1,0 +1,251 @@
+"""The router's pure modules against simple models: work in flight, prefix memory, balancer, metrics, body, configuration."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.router.config import EngineConfig, HealthLimits, Role, RouterConfig, parse_engine
+from kvstore.router.health.engine_metrics import parse_metrics
+from kvstore.router.placement.balancer import RotationOrder, least_loaded
+from kvstore.router.placement.inflight import EngineWork, InflightEntry, InflightTokens
+from kvstore.router.prompts.prefix_memory import MAX_TEXT_BYTES, PIECE_BYTES, PrefixMemory, text_chain
+from kvstore.router.prompts.request_body import CHAT, COMPLETIONS, parse_body
+
+ENGINES = ("e0", "e1", "e2")
+
+
+entries = st.builds(
+    InflightEntry, st.sampled_from(ENGINES), st.integers(1, 10_000), st.integers(0, 12_000), st.integers(0, 9_000), st.booleans()
+)
+inflight_events = st.lists(st.tuples(st.sampled_from("bde"), st.integers(0, 5), entries), max_size=60)
+
+
+@settings(max_examples=300)
+@given(inflight_events)
+def test_inflight_tokens_are_the_sum_of_entries(events: list[tuple[str, int, InflightEntry]]) -> None:
+    inflight = InflightTokens(ENGINES)
+    model: dict[tuple[int, str], InflightEntry] = {}
+    for kind, attempt, entry in events:
+        key = (attempt, entry.engine)
+        if kind == "b":
+            fields = (entry.engine, entry.prompt_tokens, entry.cached_tokens, entry.room_tokens, entry.decoding)
+            inflight.begin(str(attempt), InflightEntry(*fields))
+            model[key] = InflightEntry(*fields)
+        elif kind == "d":
+            inflight.start_decoding(str(attempt), entry.engine)
+            if key in model:
+                model[key].decoding = True
+        else:
+            inflight.end(str(attempt), entry.engine)
+            model.pop(key, None)
+        for engine in ENGINES:
+            mine = [one for (_, where), one in model.items() if where == engine]
+            expected = EngineWork(len(mine), sum(one.cost for one in mine), sum(one.room_tokens for one in mine))
+            assert inflight.work(engine) == expected
+            assert all(one.cost >= 1 for one in mine)
+    for attempt, engine in model:
+        inflight.end(str(attempt), engine)
+    assert all(inflight.work(engine) == EngineWork() for engine in ENGINES)
+
+
+texts = st.lists(st.sampled_from(["a", "b", "c"]), max_size=6).map(
+    lambda parts: "".join(part * PIECE_BYTES for part in parts).encode()
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from(ENGINES), texts), max_size=12), texts, st.integers(1, 12))
+def test_prefix_memory_matches_leading_pieces(seen: list[tuple[str, bytes]], asked: bytes, bound: int) -> None:
+    memory = PrefixMemory(ENGINES, bound)
+    for engine, text in seen:
+        memory.insert(engine, text_chain(b"m", text))
+    chain = text_chain(b"m", asked)
+    for engine in ENGINES:
+        held = memory.match(engine, chain)
+        known = {piece for one, text in seen if one == engine for piece in text_chain(b"m", text)}
+        leading = next((place for place, piece in enumerate(chain) if piece not in known), len(chain))
+        assert held <= min(leading, bound)
+        if len(known) <= bound:
+            assert held == leading  # nothing was evicted
+        last = [text for one, text in seen if one == engine][-1:]
+        if last:  # the beginning of the last prompt is never evicted
+            assert memory.match(engine, text_chain(b"m", last[0])) == min(len(last[0]) // PIECE_BYTES, bound)
+        memory.forget(engine)
+        assert memory.match(engine, chain) == 0
+
+
+def test_text_chain_common_prefix_is_shared() -> None:
+    first = parse_body(CHAT, b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % (b"x" * 2_000))
+    body = b'{"model": "m", "messages": [{"content": "%s", "role": "user"}, {"role": "assistant", "content": "y"}]}'
+    second = parse_body(CHAT, body % (b"x" * 2_000))
+    chains = [text_chain(one.seed(), one.text()) for one in (first, second)]
+    assert chains[0] == chains[1][: len(chains[0])]
+    salted = parse_body(
+        CHAT, b'{"model": "m", "cache_salt": "s", "messages": [{"role": "user", "content": "%s"}]}' % (b"x" * 2_000)
+    )
+    assert text_chain(salted.seed(), salted.text())[0] != chains[0][0]
+
+
+_LONG = 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        (COMPLETIONS, "x" * _LONG),
+        (COMPLETIONS, "ü" * _LONG),
+        (COMPLETIONS, [123_456] * (_LONG // 6)),
+        (COMPLETIONS, [[1] * _LONG, [2]]),
+        (COMPLETIONS, ["x" * (_LONG // 2)] * 2),
+        (COMPLETIONS, [[1]] * (_LONG // 3)),
+        (CHAT, "x" * _LONG),
+        (CHAT, [{"type": "text", "text": "x" * 10}] * (_LONG // 30)),
+    ],
+    ids=["text", "letters", "tokens", "of tokens", "of text", "many", "chat", "parts"],
+)
+def test_text_chain_long_prompt_hashes_beginning(path: str, prompt: list[object] | str) -> None:
+    """Hashing a prompt delays all other requests."""
+    texts = []
+    for end in ("one", "another"):
+        fields = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}, {"role": end}]}
+        body = parse_body(path, json.dumps({"model": "m", **fields, "user": end}).encode())
+        assert body.token_prompt is body.token_prompt
+        assert body.length > _LONG
+        texts.append(body.text())
+    assert texts[0] == texts[1]
+    assert MAX_TEXT_BYTES // 4 <= len(texts[0]) <= MAX_TEXT_BYTES
+    assert text_chain(b"", texts[0]) == text_chain(b"", texts[1] + b"and more of it" * 1_000)[: len(texts[0]) // PIECE_BYTES]
+
+
+def test_rotation_is_fair_as_candidates_change() -> None:
+    rotation = RotationOrder()
+    assert [rotation.next(["a", "b", "c"]) for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
+    assert [rotation.next(["b", "c"]) for _ in range(3)] == ["b", "c", "b"]
+    assert rotation.next(["a", "b", "c"]) == "c"
+
+
+@given(
+    st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 50), min_size=1),
+    st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 50)),
+)
+def test_least_loaded_deducts_cached_tokens(tokens: dict[str, int], near: dict[str, int]) -> None:
+    loads = {name: EngineWork(1, count, 0) for name, count in tokens.items()}
+    chosen = least_loaded(list(tokens), loads.__getitem__, near, RotationOrder())
+    assert all(tokens[chosen] - near.get(chosen, 0) <= count - near.get(name, 0) for name, count in tokens.items())
+
+
+def test_least_loaded_idle_engines_rotate() -> None:
+    rotation, idle = RotationOrder(), EngineWork()
+    assert {least_loaded(ENGINES, lambda _: idle, {}, rotation) for _ in range(3)} == set(ENGINES)
+
+
+@given(st.binary(max_size=300))
+def test_metrics_any_bytes_are_parsed(text: bytes) -> None:
+    parse_metrics(text)
+    metrics = parse_metrics(b"vllm:num_requests_running{" + text.replace(b"\n", b" ") + b"} nan\nvllm:kv_cache_usage_perc -1\n")
+    assert metrics.running >= 0
+    assert metrics.used_tokens == 0
+
+
+def test_metrics_of_several_ranks_are_summed() -> None:
+    text = b"".join(
+        b'vllm:num_requests_running{engine="%d"} 2.0\nvllm:num_requests_waiting{engine="%d"} 1.0\n'
+        b'vllm:kv_cache_usage_perc{engine="%d"} 0.5\nvllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+        % (rank, rank, rank)
+        for rank in range(2)
+    )
+    metrics = parse_metrics(text + b"process_start_time_seconds 1.7e+09\n")
+    assert (metrics.running, metrics.waiting, metrics.capacity_tokens, metrics.used_tokens) == (4, 2, 3_200, 1_600)
+    assert metrics.started_s == 1.7e9
+    assert metrics.foreign_work(EngineWork(sequences=6)) is None
+    assert metrics.foreign_work(EngineWork(sequences=3)) == EngineWork(3, 2 * 400 + 400 // 8, 1_200)
+
+
+@given(
+    st.binary(max_size=200)
+    | st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists).map(lambda x: repr(x).encode())
+)
+def test_body_any_bytes_parsed_or_rejected(raw: bytes) -> None:
+    for path in (COMPLETIONS, CHAT):
+        try:
+            body = parse_body(path, raw)
+        except InvalidArgument:
+            continue
+        body.text()
+        body.seed()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://h:1", EngineConfig("h:1", "http://h:1")),
+        ("http://h:1/v1/", EngineConfig("h:1", "http://h:1")),
+        ("e=http://h:1@n", EngineConfig("e", "http://h:1", node="n")),
+        ("https://[::1]:8000@n-1", EngineConfig("::1:8000", "https://[::1]:8000", node="n-1")),
+        ("http://[::1", None),
+        ("=http://h:1", None),
+        ("h:1", None),
+        ("http://u:p@h:1", None),
+        ("http://h:1/path", None),
+        ("http://", None),
+        ("e e=http://h:1", None),
+    ],
+)
+def test_engine_argument_parsed_or_rejected(text: str, expected: EngineConfig | None) -> None:
+    if expected is None:
+        with pytest.raises(InvalidArgument):
+            parse_engine(text, Role.PLAIN)
+    else:
+        assert parse_engine(text, Role.PLAIN) == expected
+
+
+E0, P0, D0 = (
+    EngineConfig("e", "http://e:1"),
+    EngineConfig("p", "http://p:1", Role.PREFILL),
+    EngineConfig("d", "http://d:1", Role.DECODE, "n"),
+)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engines": []},
+        {"engines": [E0, E0]},
+        {"engines": [E0, EngineConfig("x", "http://e:1")]},
+        {"engines": [E0, P0, D0]},
+        {"engines": [P0]},
+        {"engines": [D0]},
+        {"engines": [P0, EngineConfig("d", "http://d:1", Role.DECODE)]},
+        {"policy": "scheduler"},
+        {"listen": "0.0.0.0:80"},
+        {"listen": "nowhere"},
+        {"retries": 99},
+        {"idle_timeout_s": 0},
+        {"client_timeout_s": 0},
+        {"name": "a b"},
+    ],
+)
+def test_router_config_invalid_value_rejected(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        RouterConfig(**{"engines": [E0], "policy": "least_loaded", **wrong})  # type: ignore[arg-type]
+    assert RouterConfig([P0, D0], policy="round_robin").pairs
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"check_interval_s": 0.0},
+        {"ejection_time_s": 2.0, "max_ejection_time_s": 1.0},
+        {"gateway_failures": 0},
+        {"server_errors": 0},
+        {"max_ejected_share": 1.5},
+    ],
+)
+def test_health_limits_invalid_value_rejected(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgument):
+        HealthLimits(**wrong)  # type: ignore[arg-type]
