@@ -35,7 +35,7 @@ class Request:
     wait_s: float
     moved_bytes: int
     held_blocks: int
-    """Of a load: hits; of a store: what the store holds of it."""
+    """Hits of a load, or stored blocks of a store."""
     wrong_blocks: int
 
 
@@ -111,11 +111,11 @@ class Load:
         return self._select(name, lambda begun_s, ended_s: begin_s <= ended_s < end_s)
 
     def begun(self, name: str, begin_s: float, end_s: float = math.inf) -> Phase:
-        """Requests that began within a span. One that still waits counts with its wait so far."""
+        """Requests that began within a span. A pending one counts with its wait until now."""
         return self._select(name, lambda begun_s, ended_s: begin_s <= begun_s < end_s)
 
     def under_way(self, name: str, begin_s: float, end_s: float) -> Phase:
-        """Requests that were under way at any time of a span. One that still waits counts with its wait so far."""
+        """Requests in flight at any time of a span. A pending one counts with its wait until now."""
         return self._select(name, lambda begun_s, ended_s: begun_s < end_s and ended_s >= begin_s)
 
     def _select(self, name: str, wanted: Callable[[float, float], bool]) -> Phase:
@@ -138,7 +138,7 @@ class Load:
 
     @property
     def wrong_blocks(self) -> int:
-        """Of all requests so far."""
+        """All requests until now."""
         with self._lock:
             return sum(one.wrong_blocks for one in self._done)
 

@@ -1,7 +1,7 @@
 """Three hosts as the documentation sets them up, two engines at work, and everything that an operator is paged for.
 
 One engine has a node on its host, the other has none. The fault is on the first one's host. Whatever happens, no block has wrong
-bytes, no exception reaches an engine, what is wrong is told by the command line, the admin server, a log and the metric of an
+bytes, no exception reaches an engine, the problem is named by the command line, the admin server, a log and the metric of an
 alert rule, and bytes move again once it is over.
 """
 
@@ -35,7 +35,7 @@ AFTER_S = 1.0
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """A file system of its own for the faulty host; None: this user may not mount one."""
+    """A separate file system for the faulty host; None if this user may not mount one."""
     place = tmp_path_factory.mktemp("disk")
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(place)], capture_output=True, check=False)
     yield place if done.returncode == 0 else None
@@ -66,7 +66,7 @@ def well(hosts: ThreeHosts) -> bool:
 
 @dataclass
 class Course:
-    """What happened in the course of one fault."""
+    """Observations during one fault."""
 
     load: Load
     before: Phase
@@ -80,7 +80,7 @@ class Course:
     served_s: float = 0.0
     """From then until loads of both engines hit."""
     last: str = ""
-    """What was wrong last, as the admin server said."""
+    """Last problems that the admin server named."""
 
     def __str__(self) -> str:
         told = ", ".join(f"{who} after {seconds:.1f} s" for who, seconds in self.told_s.items())
@@ -105,7 +105,7 @@ def run_through(
         hosts: the cluster.
         load: at work.
         inflict: begins the fault.
-        told: by whom it must be told; each is asked until it is true.
+        told: checks of each place that must name the fault; each is repeated until it holds.
         mend: ends the fault.
         least_s: how long the fault lasts at least.
     """
@@ -168,7 +168,7 @@ def run_through(
 
 
 def problem(hosts: ThreeHosts, words: str) -> dict[str, Callable[[], bool]]:
-    """The command line and the admin server say it in a problem, whatever it begins with."""
+    """The command line and the admin server name the problem; its first words do not matter."""
 
     def said(problems: Iterable[str]) -> bool:
         return any(words in problem.lower() for problem in problems)
@@ -186,7 +186,7 @@ def logged(hosts: ThreeHosts, daemon: str, words: str) -> dict[str, Callable[[],
 
 
 def not_reported(hosts: ThreeHosts) -> dict[str, Callable[[], bool]]:
-    """The node is said not to report, which is not the same as being refused."""
+    """The node counts as not reporting, which differs from being refused."""
     return {
         **problem(hosts, f"node {FAULTY} has not reported for"),
         **logged(hosts, "metadata", f"node {FAULTY} does not report"),
@@ -261,7 +261,7 @@ def test_cluster_token_wrong_is_told_and_recovers(hosts: ThreeHosts, load: Load)
 
 
 def test_cluster_certificate_foreign_is_told_and_recovers(hosts: ThreeHosts, load: Load, tmp_path: Path) -> None:
-    """The node comes back with a certificate of another authority."""
+    """The node restarts with a certificate of another authority."""
     theirs, folder = make_certificates(tmp_path), hosts.hosts[FAULTY_HOST].etc / "tls"
     kept = {path: path.read_bytes() for path in folder.iterdir()}
 
@@ -294,7 +294,7 @@ def test_cluster_certificate_foreign_is_told_and_recovers(hosts: ThreeHosts, loa
 
 def test_cluster_volume_full_is_told_and_recovers(hosts: ThreeHosts, load: Load, small_disk: Path | None) -> None:
     if small_disk is None:
-        pytest.skip("a file system of its own takes root and mounts: a full volume was NOT tested")
+        pytest.skip("a separate file system requires root and mounts: a full volume was NOT tested")
     filler = small_disk / "filler"
 
     def inflict() -> None:

@@ -2,7 +2,7 @@
 
 The page's own blocks make the tokens, the configuration and the environment files; the how-to's commands make the certificates;
 the units of deploy/systemd say how each daemon is started. Addresses, ports, folders and sizes alone are others. Each host has
-folders of its own, so that one can have a wrong token, a wrong certificate or a full disk.
+separate folders, so that one can have a wrong token, a wrong certificate or a full disk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Daemon:
 
 
 class Host:
-    """One host: its folders, and what of the page lies in them."""
+    """One host: its folders, with the files of the page in them."""
 
     def __init__(self, number: int, folder: Path, run: Path) -> None:
         self.number = number
@@ -84,7 +84,7 @@ class Host:
 
     @property
     def config(self) -> Path:
-        """What is ``/etc/kvstore/kvstore.toml`` there."""
+        """The host's ``/etc/kvstore/kvstore.toml``."""
         return self.etc / "kvstore.toml"
 
 
@@ -93,7 +93,7 @@ class ThreeHosts:
 
     Args:
         folder: for all files; its own.
-        disks: folders that lie elsewhere than in ``folder``, by host: ``/var/lib/kvstore`` there.
+        disks: folders outside ``folder``, by host: ``/var/lib/kvstore`` there.
     """
 
     def __init__(self, folder: Path, disks: Mapping[int, Path] | None = None) -> None:
@@ -210,11 +210,11 @@ class ThreeHosts:
     # ---------------------------------------------------------------- looking
     @property
     def metadata_address(self) -> str:
-        """As engines are told it."""
+        """The form that engines are configured with."""
         return f"127.0.0.{METADATA_HOST}:{self._ports['7400']}"
 
     def log_since(self, name: str, at: int = 0) -> str:
-        """What a daemon logged since its log had so many bytes."""
+        """Log lines of a daemon after an offset in bytes."""
         with self.daemons[name].log.open("rb") as log:
             log.seek(at)
             return log.read().decode(errors="replace")
@@ -232,7 +232,7 @@ class ThreeHosts:
         return CliRunner().invoke(root, [*arguments, "--config", str(self.hosts[METADATA_HOST].config)])
 
     def admin(self, path: str) -> tuple[int, Any]:
-        """What the admin server answers alice: status and JSON."""
+        """Answer of the admin server to alice: status and JSON."""
         token = (self._desk / "alice.token").read_text().strip()
         url = f"http://127.0.0.1:{self._ports['7470']}{path}"
         try:
