@@ -272,7 +272,8 @@ class NodeTable:
         addresses = (record.control_address, record.data_address, record.storage_address)
         if call.host not in {beat.host if beat is not None else "", *(one.rpartition(":")[0].strip("[]") for one in addresses)}:
             return
-        if node_id not in self._alive and not self._refused(node_id):
+        before = self._refusals.get(node_id)
+        if before is None or self._clock.now_s() - before.at_s > REFUSED_S:  # also while it counts as alive: it soon does not
             logger.warning("refused a node: %s (node=%s, host=%s)", call.why, node_id, call.host)
         self._refusals[node_id] = Refusal(self._clock.now_s(), call.why[:MAX_REASON])
         self._unshared_refusals.add(node_id)

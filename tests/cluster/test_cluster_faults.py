@@ -251,7 +251,7 @@ def test_cluster_token_wrong_is_told_and_recovers(hosts: ThreeHosts, load: Load)
         told={
             **problem(hosts, f"node {FAULTY} is refused"),
             **logged(hosts, FAULTY, f"{token} is not known to the metadata server"),
-            **logged(hosts, "metadata", "refused a call: the token is not known to this server"),
+            **logged(hosts, "metadata", "refused a node: the token is not known to this server"),
             "KVStoreCallersRefused": lambda: (
                 hosts.alert("KVStoreCallersRefused", "metadata", kind="unauthenticated") > max(0.0, refused)
             ),
