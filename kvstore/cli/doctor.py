@@ -172,15 +172,17 @@ def _ask_metadata(
         with connect(address, tls=tls(section.tls), token=token(section)) as channel:
             known = call(metadata_pb2_grpc.MetadataStub(channel).ListNodes, metadata_pb2.ListNodesRequest(), _ANSWER_S).nodes
     except (KVStoreError, OSError) as error:
-        answer, why = _answered(error, section)
+        answer, why = _answered(error, address, section)
         return RunningMetadata(address=address, setting=setting, required=required, answer=answer, error=why), {}
     alive = {status.node.node_id: status.node.control_address for status in known if status.alive}
     told = RunningMetadata(address=address, setting=setting, required=required, nodes=len(known), nodes_alive=len(alive))
     return told, alive
 
 
-def _answered(error: Exception, section: ClientSection | NodeSection) -> tuple[Answer, str]:
+def _answered(error: Exception, address: str, section: ClientSection | NodeSection) -> tuple[Answer, str]:
     """Tell a server that rejected a call from one that did not answer, with the reason."""
+    from kvstore.rpc.diagnosis import diagnose
+
     name = "node" if isinstance(section, NodeSection) else "client"
     if isinstance(error, Unauthenticated):
         file = section.token_file
@@ -188,7 +190,7 @@ def _answered(error: Exception, section: ClientSection | NodeSection) -> tuple[A
         return Answer.REFUSED, f"a token is required ({why})"
     if isinstance(error, PermissionDenied):
         return Answer.REFUSED, str(error)
-    return Answer.NONE, str(error)
+    return Answer.NONE, diagnose(address, tls(section.tls), f"[{name}.tls]") or str(error)
 
 
 def socket_folders(config: Config) -> list[Path]:
@@ -229,7 +231,7 @@ def _ask_node(config: Config, address: str) -> RunningNode:
         with connect(address, tls=tls(config.client.tls), token=token(config.client)) as channel:
             said = call(node_pb2_grpc.NodeStub(channel).GetNodeStats, node_pb2.GetNodeStatsRequest(), _ANSWER_S)
     except (KVStoreError, OSError) as error:
-        answer, why = _answered(error, config.client)
+        answer, why = _answered(error, address, config.client)
         return RunningNode(address, error=why, answer=answer)
     return RunningNode(
         address,
