@@ -13,6 +13,7 @@ import pytest
 from metadata_harness import TIMEOUT_S, Peer, Running, until
 
 from kvclient import ClientOptions, directory
+from kvclient.connecting import watch_servers
 from kvclient.directory import Directory
 from kvclient.incidents import Incidents
 from kvproto.v1 import metadata_pb2 as pb
@@ -103,13 +104,17 @@ async def test_a_client_hears_that_nobody_is_left_to_read(running: Running, monk
     monkeypatch.setattr(directory, "_PLAN_TIMEOUT_S", TIMEOUT_S)  # a busy machine is no reason
     await hosts(running)
     spec, clock = CacheSpec("m", 16, 1, 1 << 20), MonotonicClock()
-    client = Directory(running.address, spec, None, clock, ClientOptions(), Incidents(clock, 1.0))
+    incidents = Incidents(clock, 1.0)
+    liveness = watch_servers(None, incidents.counters)
+    server = liveness.server(running.address)
+    client = Directory(running.address, spec, None, clock, ClientOptions(), incidents, server)
     try:
         made = await asyncio.to_thread(client.plan_load, "p", None, None, 8, spec, TIMEOUT_S, relays=False)
         with pytest.raises(Unavailable, match="no node can read"):
             await asyncio.to_thread(client.replan_load, made, made.parts[0], (), "stalled", TIMEOUT_S)
     finally:
         client.close()
+        liveness.close()
 
 
 async def test_a_retry_gets_the_same_plan_and_charges_once(running: Running) -> None:

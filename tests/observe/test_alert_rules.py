@@ -56,6 +56,7 @@ MISSED = "kvstore_node_load_missed_blocks_total"
 HITS, KEYS = "kvstore_metadata_lookup_hit_blocks_total", "kvstore_metadata_lookup_keys_total"
 CASES: dict[str, list[Case]] = {
     "KVStoreVolumeFull": [gauge("kvstore_volume_read_only", 1, 0, f'{ON},volume="nvme0",tier="nvme"')],
+    "KVStoreVolumeStalled": [gauge("kvstore_node_volume_stalled", 1, 0, f'{ON},volume="nvme0"')],
     "KVStoreWriteBehindFailing": [counter("kvstore_write_behind_errors_total", 6)],
     "KVStoreWriteBehindBacklog": [
         Case(
@@ -70,6 +71,7 @@ CASES: dict[str, list[Case]] = {
         )
     ],
     "KVStoreStoresSkipped": [counter("kvstore_store_skipped_no_room_blocks_total", 6)],
+    "KVStoreNodeRefused": [gauge("kvstore_metadata_node_refused", 1, 0, f'{ON},node="host-1"')],
     "KVStoreNodeSilent": [gauge("kvstore_metadata_node_heartbeat_age_seconds", 60, 0.4, f'{ON},node="host-1"')],
     "KVStoreProcessDown": [
         gauge("up", 0, 1, f'{ON},job="kvstore-node"'),
