@@ -357,6 +357,7 @@ def test_anti_entropy_and_a_new_index_at_once(store: Store) -> None:
     until(anew, "the index has another epoch")
     store.http.post("/v1/index/rebuild", status=412, if_match=index.etag)
     until(lambda: store.engine.lookup(store.keys).hit_blocks == BLOCKS, "the nodes told it everything")
+    until(lambda: {one["node_id"] for one in store.http.get("/v1/nodes")["items"]} == {"a", "b"}, "both nodes have registered")
     assert len(store.http.get("/v1/namespaces")["items"]) >= 2, "specs are kept"
 
 
