@@ -152,7 +152,6 @@ class PeerPool:
             readers.shutdown(wait=True)
         if self._nixl is not None:
             self._nixl.close()
-        self._traffic.close()
 
 
 def _close(entry: tuple[BlockPeer, grpc.Channel]) -> None:

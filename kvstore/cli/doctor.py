@@ -86,11 +86,10 @@ def wanted_of(config: Config) -> Wanted:
 
 def _wanted_nixl(node: NodeSection) -> WantedNixl:
     listens = (node.data_listen, node.storage_listen or node.data_listen)
-    ruled_out = "tls" if tls(node.tls) is not None else "compute_cap" if node.compute_cap else None
     return WantedNixl(
         required=node.nixl == "required",
         trusted=node.nixl_trusted_network,
-        ruled_out=ruled_out or ("compute_yield" if node.compute_yield else None),
+        ruled_out="tls" if tls(node.tls) is not None else "compute_cap" if node.compute_cap else None,
         devices=node.nixl_devices or (LOOPBACK if all(map(stays_on_host, listens)) else ""),
         transports=node.nixl_transports,
     )

@@ -95,7 +95,7 @@ class NodeConfig:
     compute_bytes_per_s: int = 0
     """Bandwidth of the compute link; 0: not known."""
     traffic: TrafficClass = field(default_factory=TrafficClass)
-    """Mark of KV traffic; its cap and its yielding on the compute network. ``link_bytes_per_s`` of 0: ``compute_bytes_per_s``."""
+    """DSCP mark of KV traffic, and its bandwidth cap on the compute network."""
     prefill_buffer_bytes: int = 0
     """The most that loads in layer groups may hold together; 0: a quarter of the arena."""
     decode_buffer_bytes: int = 0

@@ -11,7 +11,6 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -589,7 +588,6 @@ class NodeDaemon:
         self._peers.close()
         self._liveness.close()
         self._nixl.close()
-        self._traffic.close()
         self._janitor.join(2.0)
         self._watcher.join(2.0)
         for volume in (self._arena, *self._slabs):
@@ -627,11 +625,8 @@ class NodeDaemon:
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
     """For all sockets but those that have the address listened on for the storage network: these are only marked."""
-    traffic = config.traffic
-    if not traffic.link_bytes_per_s:
-        traffic = replace(traffic, link_bytes_per_s=config.compute_bytes_per_s)
     uncapped: set[str] = set()
     if config.storage_listen is not None:
         with contextlib.suppress(OSError):  # a name that nobody knows: listening there fails, and says so
             uncapped = {str(found[4][0]) for found in socket.getaddrinfo(parse_address(config.storage_listen)[0], None)}
-    return KvTraffic(traffic, counters, uncapped)
+    return KvTraffic(config.traffic, counters, uncapped)

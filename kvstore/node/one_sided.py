@@ -43,8 +43,8 @@ class NixlPorts:
         problem: InvalidArgument | Unsupported | None = None
         if config.tls is not None:
             problem = InvalidArgument("bytes that NIXL moves go past TLS: node.nixl takes a node without tls")
-        elif config.traffic.cap_bytes_per_s or config.traffic.yields:
-            problem = InvalidArgument("bytes that NIXL moves go past compute_cap and compute_yield: node.nixl takes neither")
+        elif config.traffic.cap_bytes_per_s:
+            problem = InvalidArgument("bytes that NIXL moves go past compute_cap: node.nixl takes a node without a cap")
         else:
             names = [f"{config.node_id}-{name}" for name in ("serves", "reads")]
             made = [NixlPort(options, name=name, never=names, regions=[arena], counters=counters) for name in names]

@@ -396,7 +396,6 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     ),
     "transport_idle_connections_dropped_total": ("counter", "idle data connections closed to make room"),
     "transport_internal_errors_total": ("counter", "failures of a data connection that nobody meant"),
-    "transport_link_reads_failed_total": ("counter", "readings of the link's counters that failed"),
     "transport_nixl_agents_total": ("counter", "NIXL agents made"),
     "transport_nixl_attached_total": ("counter", "connections that agreed on one-sided transfers"),
     "transport_nixl_bad_agents_total": ("counter", "agents of other sides that were refused before NIXL saw them"),
@@ -439,8 +438,6 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "transport_unmarked_sockets_total": ("counter", "sockets that could not be marked as KV traffic"),
     "transport_writes_aborted_total": ("counter", "writes that ended before their bytes were there"),
     "transport_writes_total": ("counter", "writes served"),
-    "transport_yield_ticks_total": ("counter", "times that the share of other traffic on the link was measured"),
-    "transport_yield_unsupported_total": ("counter", "links on which KV cannot make way for other traffic"),
     # ---- metadata server
     "index_blocks": ("gauge", "blocks in the index"),
     "index_size_bytes": ("gauge", "bytes of the index in use"),

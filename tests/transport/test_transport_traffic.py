@@ -1,4 +1,4 @@
-"""The traffic class: marks on real sockets, the cap's time line and its wire, and the rule of yielding."""
+"""The traffic class: DSCP marks on real sockets, the bandwidth cap, and the interface of an address."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,18 +21,16 @@ from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider, block_key
 from kvstore.transport.contract import ReadRequest
-from kvstore.transport.link_counters import LinkCounters, interface_of
 from kvstore.transport.marking import CS1, mark
+from kvstore.transport.network_interface import interface_of
 from kvstore.transport.pacing import BURST_S, MAX_PIECE_BYTES, MIN_PIECE_BYTES, PIECE_S, PacedWire, Pacer, TimeLine
 from kvstore.transport.tcp_peer import TcpPeer
 from kvstore.transport.tcp_server import TcpServer
 from kvstore.transport.traffic import KvTraffic, TrafficClass
 from kvstore.transport.wire import PlainWire, Wire
-from kvstore.transport.yielding import WINDOW_SAMPLES, KvShare, LinkSample, YieldRule
 
 SHAPE = BlockShape(4, 64 << 10)
 NAMESPACE = NamespaceId(b"traffic-class-ns")
-LINK = 1e9
 
 
 # ---------------------------------------------------------------- marks
@@ -65,7 +64,7 @@ def test_a_refused_mark_is_counted() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"dscp": 64}, {"dscp": -1}, {"cap_bytes_per_s": -1}, {"link_bytes_per_s": -1}, {"dscp": 0, "yields": True}],
+    [{"dscp": 64}, {"dscp": -1}, {"cap_bytes_per_s": -1}],
 )
 def test_impossible_classes_of_traffic(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument):
@@ -101,8 +100,6 @@ def connected(serves: KvTraffic, reads: KvTraffic, blocks: int = 16) -> Iterator
     finally:
         peer.close()
         server.stop()
-        serves.close()
-        reads.close()
 
 
 def read(peer: TcpPeer, keys: list[BlockKey], deadline_s: float = 30.0) -> list[Outcome]:
@@ -236,133 +233,14 @@ def test_a_paced_wire_changes_no_byte(sizes: list[int], rate: float) -> None:
     assert pacer.moved_bytes == 2 * len(data)
 
 
-# ---------------------------------------------------------------- yielding
-def settle(share: KvShare, foreign: float, kv_wants: float, ticks: int, start: int = 0, others: float = 0.0) -> float:
-    """Runs the rule against flows of steady rates; the rate after the last tick. Totals go on from tick ``start``."""
-    rate = LINK
-    own, nic, kv = settle_totals.get(share, (0.0, 0.0, 0.0))
-    for tick in range(start, start + ticks):
-        own += min(rate, kv_wants) * 0.025
-        kv += (min(rate, kv_wants) + others) * 0.025
-        nic += (min(rate, kv_wants) + others + foreign) * 0.025
-        rate = share.observe(LinkSample(tick * 0.025, int(nic), int(kv), int(own)))
-    settle_totals[share] = (own, nic, kv)
-    return rate
-
-
-settle_totals: dict[KvShare, tuple[float, float, float]] = {}
-
-
-@given(st.floats(0, LINK), st.floats(0, 2 * LINK), st.floats(0.02, 0.5), st.floats(0.5, 1))
-def test_the_share_is_what_others_leave_and_never_below_the_floor(
-    foreign: float, wants: float, floor: float, target: float
-) -> None:
-    rule = YieldRule(LINK, target, floor)
-    rate = settle(KvShare(rule), foreign, wants, 60)
-    assert floor * LINK <= rate <= target * LINK * 1.001
-    expected = max(target * LINK - 2 * (foreign if foreign > 0.01 * LINK else 0), floor * LINK)
-    assert rate == pytest.approx(expected, rel=0.05, abs=0.03 * LINK)
-
-
-def test_it_falls_fast_and_rises_again_in_steps() -> None:
-    share = KvShare(YieldRule(LINK))
-    assert settle(share, 0, 2 * LINK, 10) == pytest.approx(0.9 * LINK, rel=0.02)
-    assert settle(share, 0.3 * LINK, 2 * LINK, WINDOW_SAMPLES, 10) == pytest.approx(0.3 * LINK, rel=0.1)
-    assert settle(share, 0, 2 * LINK, WINDOW_SAMPLES + 1, 10 + WINDOW_SAMPLES) < 0.8 * LINK
-    assert settle(share, 0, 2 * LINK, 20, 16 + WINDOW_SAMPLES) == pytest.approx(0.9 * LINK, rel=0.02)
-
-
-def test_a_greedy_flow_pushes_kv_to_its_floor() -> None:
-    share = KvShare(YieldRule(LINK))
-    rate, foreign = LINK, 0.05 * LINK
-    nic = kv = 0.0
-    for tick in range(400):
-        kv += min(rate, LINK - foreign) * 0.025
-        nic += (min(rate, LINK - foreign) + foreign) * 0.025
-        rate = share.observe(LinkSample(tick * 0.025, int(nic), int(kv), int(kv)))
-        foreign = max(foreign, LINK - rate)  # takes what is free
-    assert rate == pytest.approx(0.05 * LINK)
-
-
-@given(st.lists(st.floats(0.1, 2), min_size=2, max_size=8))
-def test_processes_of_one_host_divide_the_room_and_nobody_starves(starts: list[float]) -> None:
-    shares = [KvShare(YieldRule(LINK)) for _ in starts]
-    rates = [start * LINK for start in starts]
-    rates[0] = 0.0  # a newcomer
-    totals = [0.0] * len(starts)
-    for tick in range(1200):
-        fit = min(1.0, LINK / max(sum(rates), 1.0))
-        totals = [total + rate * fit * 0.025 for total, rate in zip(totals, rates, strict=True)]
-        sample = [LinkSample(tick * 0.025, int(sum(totals)), int(sum(totals)), int(total)) for total in totals]
-        rates = [share.observe(one) for share, one in zip(shares, sample, strict=True)]
-    assert sum(rates) <= LINK * 1.05
-    assert max(rates) <= 1.3 * min(rates)
-
-
-def test_counters_that_begin_anew_are_no_traffic() -> None:
-    share = KvShare(YieldRule(LINK))
-    settle(share, 0, 0.5 * LINK, 10)
-    assert share.observe(LinkSample(10.0, 5, 3, 1)) == pytest.approx(0.9 * LINK)
-    assert share.foreign == 0
-
-
-@pytest.mark.parametrize("wrong", [{"link_bytes_per_s": 0}, {"floor": 0}, {"floor": 0.95}, {"target": 1.1}])
-def test_impossible_rules(wrong: dict[str, float]) -> None:
-    with pytest.raises(InvalidArgument):
-        YieldRule(**({"link_bytes_per_s": LINK} | wrong))
-
-
-# ---------------------------------------------------------------- counters of the kernel
-def link_counters(dscp: int) -> LinkCounters:
-    try:
-        return LinkCounters("127.0.0.1", dscp)
-    except Unsupported as error:
-        pytest.skip(f"THE KERNEL DOES NOT TELL BYTES OF SOCKETS HERE: {error}")
-
-
-def test_marked_sockets_are_told_from_others() -> None:
+# ---------------------------------------------------------------- network interfaces
+def test_interface_of_local_address_is_named() -> None:
     assert interface_of("127.0.0.1") == "lo"
+    if socket.has_ipv6 and Path("/proc/self/net/if_inet6").exists():
+        assert interface_of("::1") == "lo"
+
+
+@pytest.mark.parametrize("address", ["198.51.100.7", "2001:db8::7"])
+def test_interface_of_foreign_address_is_refused(address: str) -> None:
     with pytest.raises(Unsupported):
-        interface_of("198.51.100.7")
-    dscp = 41  # nobody else's
-    counters = link_counters(dscp)
-    size = 1 << 20
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        for marked in (True, False):
-            with socket.create_connection(server.getsockname()) as dialled:
-                accepted, _ = server.accept()
-                with accepted:
-                    if marked:
-                        assert mark(dialled, dscp)
-                    nic_before, kv_before = counters.read()
-                    thread = threading.Thread(target=dialled.sendall, args=(bytes(size),))
-                    thread.start()
-                    left = size
-                    while left:
-                        left -= len(accepted.recv(min(left, 1 << 16)))
-                    thread.join()
-                    nic, kv = counters.read()
-            assert nic.sent - nic_before.sent >= size
-            sent = kv.sent - kv_before.sent
-            assert size <= sent < 1.1 * size if marked else sent == 0
-    counters.close()
-
-
-def test_a_link_of_unknown_rate_is_said_and_not_yielded_on() -> None:
-    traffic = Watched(TrafficClass(CS1, yields=True))
-    with connected(traffic, Watched(TrafficClass())) as (peer, keys):
-        assert read(peer, keys) == [Outcome.HIT] * len(keys)
-        assert traffic.counters.get("transport_yield_unsupported_total") == 1  # loopback has no rate
-        assert traffic.rates == (None, None)
-
-
-def test_a_process_that_yields_keeps_below_the_link() -> None:
-    link_counters(CS1).close()
-    traffic = Watched(TrafficClass(CS1, yields=True, link_bytes_per_s=100_000_000))
-    with connected(traffic, Watched(TrafficClass())) as (peer, keys):
-        until_s = time.monotonic() + 20
-        while traffic.rates[0] is None and time.monotonic() < until_s:
-            assert read(peer, keys) == [Outcome.HIT] * len(keys)
-        sends = traffic.rates[0]
-        assert sends is not None
-        assert 5e6 <= sends <= 91e6
+        interface_of(address)
