@@ -47,7 +47,7 @@ class NixlPorts:
             problem = InvalidArgument("bytes that NIXL moves go past compute_cap: node.nixl takes a node without a cap")
         else:
             names = [f"{config.node_id}-{name}" for name in ("serves", "reads")]
-            made = [NixlPort(options, name=name, never=names, regions=[arena], counters=counters) for name in names]
+            made = [NixlPort(options, name=name, regions=[arena], counters=counters) for name in names]
             try:
                 for port in made:
                     port.open()

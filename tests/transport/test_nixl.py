@@ -13,6 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core.errors import InvalidArgument
+from kvstore.node.config import NodeConfig
+from kvstore.node.one_sided import NixlPorts
+from kvstore.observe.counters import Counters
+from kvstore.transport.nixl.port import NixlOptions, Region
+
 HERE = Path(__file__).parent
 
 
@@ -35,3 +41,14 @@ def test_nixl(cases: str, which: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def test_node_nixl_without_trusted_network_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="may read and write its memory and end it"):
+        NodeConfig(node_id="n1", nixl=NixlOptions())
+
+
+def test_node_on_loopback_nixl_beyond_host_is_refused() -> None:
+    config = NodeConfig(node_id="n1", nixl=NixlOptions(devices="eth0"), nixl_trusted_network=True)
+    with pytest.raises(InvalidArgument, match="beyond this host"):
+        NixlPorts(config, Region(1 << 20, 1 << 20), Counters())

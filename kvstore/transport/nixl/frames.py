@@ -22,6 +22,8 @@ from kvstore.transport.frames import HEAD_BYTES, BadFrame, DataFrame, FrameKind,
 from kvstore.transport.nixl.landing import Addresses, Landing
 
 HOST_BYTES = 16
+MAX_ADDRESS = 1 << 57
+"""End of the largest user address space of x86-64 and AArch64: addresses below it cannot overflow when lengths are added."""
 _ATTACH = struct.Struct("<16sBBHI")  # host, wish, has RDMA, zero, bytes of the agent's metadata
 _ATTACHED = struct.Struct("<BBHI")  # way, zero, zero, bytes of the agent's metadata
 _FETCH = struct.Struct("<IQ")  # bytes of the READ header, layer stride; then the header, then addresses
@@ -143,6 +145,8 @@ def decode_fetch(header: bytes) -> FetchFrame:
         return FetchFrame(read, None)
     if len(addresses) != len(read.keys) or not read.shape.layer_block_bytes <= stride < 1 << 48:
         raise BadFrame("FETCH names another number of places than of keys", keys=len(read.keys), places=len(addresses))
+    if len(addresses) and int(addresses.max()) >= MAX_ADDRESS:
+        raise BadFrame("FETCH names an address outside user space", address=int(addresses.max()))
     return FetchFrame(read, Landing(addresses, stride, read.shape.layer_block_bytes))
 
 

@@ -19,7 +19,6 @@ import importlib
 import logging
 import mmap
 import os
-import re
 import threading
 import uuid
 import weakref
@@ -35,7 +34,6 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
 from kvstore.transport.nixl.frames import Wish
 from kvstore.transport.nixl.landing import Rows
-from kvstore.transport.nixl.metadata import AgentMetadata, BadMetadata, read_metadata
 
 log = logging.getLogger(__name__)
 
@@ -122,15 +120,6 @@ class Slab:
     memory: memoryview
 
 
-@dataclass(slots=True)
-class _Remote:
-    """Another agent. ``data``: what it said of itself; ``users``: connections that use it."""
-
-    known: AgentMetadata
-    data: bytes
-    users: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A transfer under way, and the agent that it belongs to."""
@@ -187,7 +176,6 @@ class NixlPort:
     Args:
         options: how NIXL is used.
         name: what the agent is called in logs; made unique.
-        never: names, as yet not unique, of agents that are not met: those of this process.
         regions: memory that blocks lie in for long: an arena. Everything else goes by way of bounce memory.
         counters: where events are counted.
     """
@@ -197,13 +185,11 @@ class NixlPort:
         options: NixlOptions,
         *,
         name: str = "kvstore",
-        never: Sequence[str] = (),
         regions: Sequence[Region] = (),
         counters: Counters | None = None,
     ) -> None:
         self.options = options
-        self._name = _plain(name)
-        self._never = frozenset(map(_plain, never))
+        self._name = name
         self._regions = list(regions)
         self._counters = counters if counters is not None else Counters()
         self._lock = threading.Lock()
@@ -211,8 +197,7 @@ class NixlPort:
         self._agent_metadata = b""
         self._epoch = 0
         self._closed = False
-        self._remotes: dict[str, _Remote] = {}  # by the agent's name
-        self._agent_name = ""
+        self._remote_users: dict[str, int] = {}  # agent name -> connections that use it
         self._transfers: dict[int, Any] = {}
         self._last = 0
         self._borrowed: dict[Region, int] = {}
@@ -286,14 +271,12 @@ class NixlPort:
         if options.transports and "," not in options.transports:
             told.append(f"TLS={options.transports}")
         try:
-            self._agent_name = f"{self._name}-{uuid.uuid4().hex}"
-            agent = api.nixl_agent(self._agent_name, config)
+            agent = api.nixl_agent(f"{self._name}-{uuid.uuid4().hex}", config)
             agent.create_backend("UCX", {"engine_config": ",".join(told)})
             slabs = self._bounce_region()
             for region in (*self._regions, slabs):
                 agent.register_memory([(region.address, region.size, 0, "")], "DRAM")
             self._agent_metadata = bytes(agent.get_agent_metadata())
-            read_metadata(self._agent_metadata)  # a NIXL whose format is another one
         except Exception as error:  # NIXL's errors share no base class
             raise Unsupported("NIXL cannot be set up here", error=repr(error)) from error
         return agent
@@ -319,7 +302,7 @@ class NixlPort:
         for handle in self._transfers.values():
             _release(handle)
         self._transfers.clear()
-        self._remotes.clear()
+        self._remote_users.clear()
         self._borrowed.clear()
         self._epoch += 1
         if self._agent is None:
@@ -395,52 +378,34 @@ class NixlPort:
         """Makes another agent known; answers its name. Each call is undone by one of ``leave``.
 
         Raises:
-            OneSidedFailed: it cannot be one of this store's, it has the name of another one that is known, NIXL refuses it, or
-                this is another epoch.
+            OneSidedFailed: NIXL refuses it, or this is another epoch.
         """
         with self._lock:
             self._same(epoch)
-            try:
-                known = read_metadata(metadata)
-            except BadMetadata as error:
-                self._counters.add("transport_nixl_bad_agents_total")
-                raise OneSidedFailed("what the other side says of its agent is not taken", error=error) from error
-            name, remote = known.name, self._remotes.get(known.name)
-            if name == self._agent_name or name[:-33] in self._never or (remote is not None and remote.data != metadata):
-                self._counters.add("transport_nixl_bad_agents_total")
-                raise OneSidedFailed("the other side's agent has the name of another one", name=name)
-            why = ""
+            name, why = "", ""
             try:
                 answered = self._agent.add_remote_agent(metadata)
-                if (answered.decode() if isinstance(answered, bytes) else str(answered)) != name:
-                    why = "NIXL reads another name"
+                name = answered.decode() if isinstance(answered, bytes) else str(answered)
             except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
                 why = repr(error)
             if why:
-                if remote is None:
-                    self._forget(name)
                 raise OneSidedFailed("NIXL cannot reach the other side's agent", error=why)
-            if remote is None:
-                remote = self._remotes[name] = _Remote(known, metadata)
-            remote.users += 1
+            self._remote_users[name] = self._remote_users.get(name, 0) + 1
             return name
 
     def leave(self, epoch: int, name: str) -> None:
         """Forgets another agent, if nobody else uses it. Never raises."""
         with self._lock:
-            if epoch != self._epoch or self._agent is None or name not in self._remotes:
+            if epoch != self._epoch or self._agent is None or name not in self._remote_users:
                 return
-            self._remotes[name].users -= 1
-            if self._remotes[name].users:
+            self._remote_users[name] -= 1
+            if self._remote_users[name]:
                 return
-            del self._remotes[name]
-            self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        try:
-            self._agent.remove_remote_agent(name)
-        except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; it has gone by itself
-            log.debug("NIXL would not forget an agent: %r", error)
+            del self._remote_users[name]
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; it has gone by itself
+                log.debug("NIXL would not forget an agent: %r", error)
 
     # ---------------------------------------------------------------- transfers
 
@@ -448,14 +413,10 @@ class NixlPort:
         """Begins a transfer between our registered memory and another agent's; None: it is done already.
 
         Raises:
-            OneSidedFailed: it cannot begin, or would go beyond what the other agent registered; nothing of it moves.
+            OneSidedFailed: it cannot begin: NIXL refuses memory that the other agent has not registered.
         """
         with self._lock:
             self._same(epoch)
-            known = self._remotes.get(name)
-            if known is None or not known.known.holds(theirs):
-                self._counters.add("transport_nixl_outside_total")
-                raise OneSidedFailed("a transfer outside the memory that the other side's agent registered", name=name)
             handle, state, why = None, "", ""
             try:
                 local, remote = self._agent.get_xfer_descs(ours, "DRAM"), self._agent.get_xfer_descs(theirs, "DRAM")
@@ -535,11 +496,6 @@ def load() -> Any:  # noqa: ANN401 - NIXL has no types
         except ImportError as error:
             problems.append(str(error))
     raise Unsupported("NIXL is not installed: pip install 'kvstore-dualpath[nixl-cu12]'", tried="; ".join(problems))
-
-
-def _plain(name: str) -> str:
-    """A name as agents have it: all others are refused."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:200] or "kvstore"
 
 
 def _release(handle: Any) -> None:  # noqa: ANN401 - NIXL has no types
