@@ -10,9 +10,9 @@ from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
 from kvstore.rpc.tokens import Shown
-from kvstore.transport.marking import CS1
-from kvstore.transport.nixl.port import NEEDS_TRUST, NixlOptions
-from kvstore.transport.traffic import TrafficClass
+from kvstore.transport.nixl.agent import NEEDS_TRUST, NixlOptions
+from kvstore.transport.shaping.socket_marking import CS1
+from kvstore.transport.shaping.traffic import TrafficClass
 
 Verify = Literal["auto", "always", "never"]
 """When the client itself checks checksums of what it loads.

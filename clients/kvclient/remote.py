@@ -24,11 +24,11 @@ from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.liveness import LivenessMonitor
+from kvstore.transport.nixl.agent import NixlAgent
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlPort
-from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.shaping.traffic import KvTraffic
+from kvstore.transport.tcp.peer import TcpPeer
 from kvstore.transport.tls import PeerTls
-from kvstore.transport.traffic import KvTraffic
 
 _Result = TypeVar("_Result")
 
@@ -55,7 +55,7 @@ class PeerPool:
         self._readers: ThreadPoolExecutor | None = None
         self._closed = False
         nixl = options.nixl if tls is None else None
-        self._nixl = None if nixl is None else NixlPort(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
+        self._nixl = None if nixl is None else NixlAgent(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
 
     def peer(self, node: NodeRef) -> BlockPeer:
         """The peer to move blocks with; connects when first used.

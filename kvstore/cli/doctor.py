@@ -20,7 +20,7 @@ from kvstore.doctor.facts import Wanted, WantedNixl, WantedVolume
 from kvstore.doctor.findings import Finding, Level, findings, healthy
 from kvstore.doctor.running import RunningNode, node_findings
 from kvstore.rpc.address import stays_on_host
-from kvstore.transport.nixl.port import LOOPBACK
+from kvstore.transport.nixl.agent import LOOPBACK
 
 _NODE_S = 2.0
 _MOST_NODES = 8

@@ -22,8 +22,8 @@ from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
 from kvstore.observe import tracing
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
 from kvstore.rpc.tokens import Shown
-from kvstore.transport.nixl.port import NixlOptions
-from kvstore.transport.traffic import TrafficClass
+from kvstore.transport.nixl.agent import NixlOptions
+from kvstore.transport.shaping.traffic import TrafficClass
 
 _MAX_FOLDER_NAME = 32
 _PASSWORD = re.compile(r"(://)[^/@\s]*@")
@@ -202,7 +202,7 @@ def set_up_process(config: Config, service: str) -> None:
 
 def _nixl(section: NodeSection) -> NixlOptions:
     return NixlOptions(
-        wish=section.nixl_way,
+        mode=section.nixl_way,
         service_level=section.nixl_service_level,
         devices=section.nixl_devices,
         transports=section.nixl_transports,

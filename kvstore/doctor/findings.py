@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
 from kvstore.tiers.io_engines.probe import SLAB_FILE
-from kvstore.transport.nixl.port import LOOPBACK
+from kvstore.transport.nixl.agent import LOOPBACK
 
 NOFILE_LEAST = 8192
 TCP_BUFFER_LEAST = 4 << 20

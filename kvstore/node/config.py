@@ -10,8 +10,8 @@ from kvstore.core.in_force import InForce
 from kvstore.core.node_id import check_node_id
 from kvstore.core.tls import TlsConfig
 from kvstore.tiers.io_engines.probe import GdsMode
-from kvstore.transport.nixl.port import NEEDS_TRUST, NixlOptions
-from kvstore.transport.traffic import TrafficClass
+from kvstore.transport.nixl.agent import NEEDS_TRUST, NixlOptions
+from kvstore.transport.shaping.traffic import TrafficClass
 
 LEAST_VOLUME_BYTES = 4096
 

@@ -74,14 +74,15 @@ from kvstore.tiers.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.liveness import LivenessMonitor
+from kvstore.transport.nixl.agent import NixlAgent, Region
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlPort, Region
-from kvstore.transport.shm import ArenaDoor
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.nixl.responder import NixlResponder
+from kvstore.transport.shaping.traffic import KvTraffic, TrafficClass
+from kvstore.transport.shm import ArenaServer
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import PeerTls, server_context
-from kvstore.transport.traffic import KvTraffic, TrafficClass
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +248,7 @@ class NodeDaemon:
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
-        self._door = ArenaDoor(self._arena_socket, self._hand_out_arena, self._engine_left)
+        self._door = ArenaServer(self._arena_socket, self._hand_out_arena, self._engine_left)
         sent_away = Failing()
         target = (
             LocalTarget(self.table, counters, clock)
@@ -258,7 +259,7 @@ class NodeDaemon:
         self._troubles = Troubles(self.table, self._log if config.metadata is not None else None, clock, sent_away)
         self._write_behind = WriteBehind(self.table, target, counters)
 
-    def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlPort | None = None) -> TcpServer:
+    def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlAgent | None = None) -> TcpServer:
         tls = self.config.tls
         return TcpServer(
             provider,
@@ -267,7 +268,7 @@ class NodeDaemon:
             tls=server_context(tls) if tls is not None else None,
             counters=self.counters,
             traffic=traffic,
-            nixl=nixl,
+            one_sided=None if nixl is None else partial(NixlResponder, nixl),
         )
 
     def _recover(self, homes: list[Home]) -> None:

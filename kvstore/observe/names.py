@@ -391,7 +391,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "transport_connections_refused_total": ("counter", "data connections refused"),
     "transport_corrupt_blocks_total": ("counter", "blocks that arrived with a wrong checksum in a write"),
     "transport_idle_connections_closed_total": ("counter", "data connections closed for silence"),
-    "transport_stranger_connections_dropped_total": (
+    "transport_unauthenticated_connections_dropped_total": (
         "counter", "data connections closed to make room that had not shown a ticket yet",
     ),
     "transport_idle_connections_dropped_total": ("counter", "idle data connections closed to make room"),

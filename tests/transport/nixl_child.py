@@ -11,27 +11,29 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider
 from kvstore.testing.transport_suite import NAMESPACE, ask, dense
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Transfer
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlOptions, NixlPort, Transfer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.nixl.responder import NixlResponder
+from kvstore.transport.tcp.server import TcpServer
 
 SHAPE = BlockShape(1, 16 << 10)
 COUNT = 4096
 
 
-class HarmedPort(NixlPort):
+class HarmedAgent(NixlAgent):
     """Comes to harm, once, while it looks after a transfer; what it does afterwards is told."""
 
     harm = 0
 
     def _suffer(self) -> None:
-        harm, HarmedPort.harm = HarmedPort.harm, 0
+        harm, HarmedAgent.harm = HarmedAgent.harm, 0
         if harm:
             os.kill(os.getpid(), harm)
 
@@ -40,9 +42,9 @@ class HarmedPort(NixlPort):
         self._suffer()  # within a host all bytes may be there by now, and nobody looks after them
         return transfer
 
-    def done(self, transfer: Transfer) -> bool:
+    def is_done(self, transfer: Transfer) -> bool:
         self._suffer()
-        return super().done(transfer)
+        return super().is_done(transfer)
 
     def progress(self, epoch: int) -> None:
         self._suffer()
@@ -53,11 +55,11 @@ def main() -> None:
     """See above."""
     role, *where, options, harm, when = sys.argv[1:] if sys.argv[-1] == "later" else [*sys.argv[1:], ""]
     counters = Counters()
-    port = HarmedPort(NixlOptions(**json.loads(options)), name="child", counters=counters)
+    port = HarmedAgent(NixlOptions(**json.loads(options)), name="child", counters=counters)
     port.open()
 
     def arm(*_: object) -> None:
-        HarmedPort.harm = int(harm)
+        HarmedAgent.harm = int(harm)
         print("armed", flush=True)
 
     if role == "read":
@@ -74,10 +76,10 @@ def main() -> None:
     provider = MemoryProvider()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(COUNT))
-    server = TcpServer(provider, nixl=port, counters=counters)
+    server = TcpServer(provider, one_sided=partial(NixlResponder, port), counters=counters)
     server.start()
     if not when:  # before anybody can ask
-        HarmedPort.harm = int(harm)
+        HarmedAgent.harm = int(harm)
     print(server.address, flush=True)
     sys.stdin.readline()
     provider.settle()  # whatever was under way has ended

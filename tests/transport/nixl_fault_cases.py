@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,23 @@ from kvstore.core.types import BlockShape, Outcome
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
 from kvstore.testing.transport_suite import NAMESPACE, SENTINEL, ask, content, dense
-from kvstore.transport import frames
 from kvstore.transport.addresses import parse_address
-from kvstore.transport.nixl import port as nixl_port
-from kvstore.transport.nixl.frames import AttachFrame, FetchFrame, Way, encode_attach, encode_fetch
-from kvstore.transport.nixl.landing import Landing
+from kvstore.transport.nixl import agent as nixl_agent
+from kvstore.transport.nixl.address_table import AddressTable
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Region, has_rdma, host_id
+from kvstore.transport.nixl.frames import AttachFrame, FetchFrame, TransferMode, encode_attach, encode_fetch
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlOptions, NixlPort, Region, has_rdma, host_id
-from kvstore.transport.nixl.serving import choose_way
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.nixl.responder import NixlResponder, choose_mode
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 
 SHAPE = BlockShape(1, 16 << 10)
 COUNT = 4096
 OVER = [
     pytest.param({"transports": "tcp"}, id="ucx-tcp-push"),
-    pytest.param({"wish": "pull"}, id="ucx-cma-pull"),
-    pytest.param({"wish": "push"}, id="ucx-cma-push"),
+    pytest.param({"mode": "pull"}, id="ucx-cma-pull"),
+    pytest.param({"mode": "push"}, id="ucx-cma-push"),
 ]
 
 
@@ -72,7 +73,7 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
 @contextmanager
 def reader(address: str, options: dict[str, str]) -> Iterator[tuple[NixlPeer, Counters]]:
     counters = Counters()
-    port = NixlPort(NixlOptions(**options), name="reader", counters=counters)  # type: ignore[arg-type]
+    port = NixlAgent(NixlOptions(**options), name="reader", counters=counters)  # type: ignore[arg-type]
     peer = NixlPeer(address, port, counters=counters)
     try:
         yield peer, counters
@@ -147,11 +148,11 @@ def test_a_fence_ends_the_agent_though_its_error_is_still_being_handled(where: s
     """An error keeps the frames that it came through, and these would keep the agent, whose connections go on taking bytes."""
     lives: list[bool] = []
     with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
-        port = peer._port
+        port = peer._agent
         assert peer.read(ask(range(64), 1, within_s=60), dense(64, SHAPE)).outcomes.count(Outcome.HIT) == 64
         owner = weakref.ref(port._agent.agent)
         port._agent = _Breaking(port._agent, where)
-        fence, again = port.fence, TcpPeer._ask
+        fence, again = port.fence, TcpPeer._send_request
 
         def fenced(epoch: int) -> None:
             fence(epoch)
@@ -162,7 +163,7 @@ def test_a_fence_ends_the_agent_though_its_error_is_still_being_handled(where: s
             return again(self, *more)
 
         monkeypatch.setattr(port, "fence", fenced)
-        monkeypatch.setattr(TcpPeer, "_ask", asked)
+        monkeypatch.setattr(TcpPeer, "_send_request", asked)
         buffer = dense(64, SHAPE)
         result = peer.read(ask(range(64), 1, within_s=60), buffer)
         assert result.outcomes.count(Outcome.HIT) == 64, "over the connection, then"
@@ -177,12 +178,12 @@ def test_what_cannot_be_pulled_is_pushed_once_the_peer_is_asked_again(monkeypatc
     """Containers of one host may be kept from each other's memory, which shows when the first read fails."""
     monkeypatch.setattr("kvstore.transport.nixl.peer.OFF_S", 0.0)
     with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
-        peer._port.open()
-        peer._port._agent = _Breaking(peer._port._agent, "check")
+        peer._agent.open()
+        peer._agent._agent = _Breaking(peer._agent._agent, "check")
         for _ in range(2):
             buffer = dense(64, SHAPE)
             assert peer.read(ask(range(64), 1, within_s=60), buffer).outcomes.count(Outcome.HIT) == 64
-        assert peer._way is Way.PUSH
+        assert peer._mode is TransferMode.PUSH
         assert counters.get("transport_nixl_fallbacks_total") >= 1
         assert counters.get("transport_nixl_bytes_received_total") > 0
 
@@ -190,7 +191,7 @@ def test_what_cannot_be_pulled_is_pushed_once_the_peer_is_asked_again(monkeypatc
 def test_a_setting_of_the_environment_does_not_win_over_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX itself proposes it to whoever lacks CMA, and the process that is read from pays for it with its life."""
     monkeypatch.setenv("UCX_PROTO_EMULATION_ENABLE", "y")
-    port = NixlPort(NixlOptions(), name="here")
+    port = NixlAgent(NixlOptions(), name="here")
     port.open()
     port.close()
     assert "UCX_PROTO_EMULATION_ENABLE" not in os.environ
@@ -205,8 +206,8 @@ def test_a_reader_killed_in_the_middle_holds_no_pin(options: dict[str, str]) -> 
     provider, counters = MemoryProvider(), Counters()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(COUNT))
-    port = NixlPort(NixlOptions(**options), name="server", counters=counters)  # type: ignore[arg-type]
-    server = TcpServer(provider, nixl=port, counters=counters)
+    port = NixlAgent(NixlOptions(**options), name="server", counters=counters)  # type: ignore[arg-type]
+    server = TcpServer(provider, one_sided=partial(NixlResponder, port), counters=counters)
     server.start()
     try:
         with child("read", server.address, json.dumps(options), str(int(signal.SIGKILL))) as victim:
@@ -227,7 +228,7 @@ def test_a_reader_that_dies_before_it_was_answered_ends_nobody() -> None:
     halt = str(int(signal.SIGSTOP))
     with (
         child("serve", json.dumps({"transports": "tcp"}), halt, "later") as server,
-        child("read", address := heard(server), json.dumps({"wish": "pull"}), halt, "later") as victim,
+        child("read", address := heard(server), json.dumps({"mode": "pull"}), halt, "later") as victim,
     ):
         assert heard(victim) == f"read {COUNT * SHAPE.block_bytes}", "they know each other, and all came by NIXL"
         os.kill(server.pid, signal.SIGUSR1)
@@ -248,21 +249,21 @@ def test_a_reader_that_dies_before_it_was_answered_ends_nobody() -> None:
 
 
 def test_who_wishes_to_pull_over_tcp_is_pushed_to() -> None:
-    with pytest.raises(InvalidArgument, match="nothing is pulled over UCX's TCP"):
-        NixlOptions(transports="tcp,cuda_copy", wish="pull")
+    with pytest.raises(InvalidArgument, match="pulling over UCX's TCP is not supported"):
+        NixlOptions(transports="tcp,cuda_copy", mode="pull")
     asked = AttachFrame(host_id(), "pull", rdma=True, agent=b"agent")
-    assert choose_way(asked, only_tcp=False) is Way.PULL
-    assert choose_way(asked, only_tcp=True) is Way.PUSH
+    assert choose_mode(asked, only_tcp=False) is TransferMode.PULL
+    assert choose_mode(asked, only_tcp=True) is TransferMode.PUSH
     for host in (b"another machine.", bytes(16)):
-        assert choose_way(AttachFrame(host, "pull", rdma=has_rdma(), agent=b"agent"), only_tcp=True) is Way.PUSH
-        assert choose_way(AttachFrame(host, "pull", rdma=False, agent=b"agent"), only_tcp=False) is Way.PUSH
+        assert choose_mode(AttachFrame(host, "pull", rdma=has_rdma(), agent=b"agent"), only_tcp=True) is TransferMode.PUSH
+        assert choose_mode(AttachFrame(host, "pull", rdma=False, agent=b"agent"), only_tcp=False) is TransferMode.PUSH
 
 
 def test_what_could_only_be_pulled_over_ucx_tcp_is_read_over_the_connection() -> None:
     """Both are on one host, but the kernel or their containers keep them from each other's memory: here the server lacks CMA."""
     with (
         child("serve", json.dumps({"transports": "tcp,self,sysv"}), "0") as server,
-        reader(heard(server), {"wish": "pull"}) as (peer, counters),
+        reader(heard(server), {"mode": "pull"}) as (peer, counters),
     ):
         buffer = dense(COUNT, SHAPE)
         assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
@@ -275,9 +276,9 @@ def test_a_fence_ends_the_agent_and_the_next_read_makes_another() -> None:
     provider, counters = MemoryProvider(), Counters()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(2))
-    serving = NixlPort(NixlOptions(), name="server")
-    reading = NixlPort(NixlOptions(wish="pull"), name="reader", counters=counters)
-    server = TcpServer(provider, nixl=serving)
+    serving = NixlAgent(NixlOptions(), name="server")
+    reading = NixlAgent(NixlOptions(mode="pull"), name="reader", counters=counters)
+    server = TcpServer(provider, one_sided=partial(NixlResponder, serving))
     server.start()
     peer = NixlPeer(server.address, reading, counters=counters)
     try:
@@ -299,14 +300,14 @@ def test_a_fence_ends_the_agent_and_the_next_read_makes_another() -> None:
 
 
 def test_without_nixl_reads_go_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_port, "_MODULES", ("no_such_nixl",))
-    port = NixlPort(NixlOptions())
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_nixl",))
+    port = NixlAgent(NixlOptions())
     with pytest.raises(Unsupported):
         port.open()
     provider, counters = MemoryProvider(), Counters()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, [1])
-    server = TcpServer(provider, nixl=port)
+    server = TcpServer(provider, one_sided=partial(NixlResponder, port))
     server.start()
     peer = NixlPeer(server.address, port, counters=counters)
     try:
@@ -319,8 +320,8 @@ def test_without_nixl_reads_go_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_service_level_and_devices_reach_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_port, "has_rdma", lambda: True)
-    found = nixl_port.environment(NixlOptions(service_level=3, devices="mlx5_0:1", transports="rc,cuda_copy"))
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda: True)
+    found = nixl_agent.environment(NixlOptions(service_level=3, devices="mlx5_0:1", transports="rc,cuda_copy"))
     assert found["UCX_IB_SL"] == "3"
     assert found["UCX_NET_DEVICES"] == "mlx5_0:1"
     assert found["UCX_TLS"] == "rc,cuda_copy"
@@ -337,12 +338,12 @@ def answered(wire: socket.socket, frame: bytes) -> tuple[frames.FrameKind, bytes
 
 def test_fetch_into_unregistered_memory_is_refused() -> None:
     """A reader names addresses outside its registered memory, over its edge, and at the end of the address space."""
-    options = {"transports": "tcp", "wish": "push"}
+    options = {"transports": "tcp", "mode": "push"}
     with child("serve", json.dumps(options), "0") as server:
         address = heard(server)
         room = np.zeros(2 * SHAPE.block_bytes, np.uint8)
         region = Region(room.ctypes.data, room.nbytes)
-        port = NixlPort(NixlOptions(transports="tcp"), name="intruder-reads", regions=[region])
+        port = NixlAgent(NixlOptions(transports="tcp"), name="intruder-reads", regions=[region])
         _, mine = port.metadata()
         read = frames.ReadFrame(NAMESPACE, [block_key(0)], SHAPE, 0, 1, 0, 20_000)
         size = SHAPE.layer_block_bytes
@@ -351,7 +352,7 @@ def test_fetch_into_unregistered_memory_is_refused() -> None:
                 assert answered(wire, frames.encode_hello(b""))[0] is frames.FrameKind.WELCOME
                 attach = encode_attach(1, AttachFrame(host_id(), "push", False, mine))
                 assert answered(wire, attach)[0] is frames.FrameKind.ATTACHED
-                landing = Landing(np.array([place], np.uint64), size, size)
+                landing = AddressTable(np.array([place], np.uint64), size, size)
                 kind, said = answered(wire, encode_fetch(2, FetchFrame(read, landing)))
                 assert kind is frames.FrameKind.ERROR, number
                 assert b"NIXL" in said or b"address" in said

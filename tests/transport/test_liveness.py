@@ -69,7 +69,7 @@ def test_liveness_hung_server_is_back_after_one_answer() -> None:
     tick_for(server, 0.0, 3.0, 0.0)
     assert server.state is ServerState.HUNG
     assert not server.tick(3.1, None).probe, "one is under way"
-    assert server.probe_ended(3.2, answered=True).back
+    assert server.probe_ended(3.2, answered=True).recovered
     assert server.state is ServerState.ALIVE
     assert not server.tick(3.25, 0.0).probe, "an answer is worth a grace, however old the wait is"
 

@@ -17,7 +17,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.node.config import NodeConfig
 from kvstore.node.one_sided import NixlPorts
 from kvstore.observe.counters import Counters
-from kvstore.transport.nixl.port import NixlOptions, Region
+from kvstore.transport.nixl.agent import NixlOptions, Region
 
 HERE = Path(__file__).parent
 

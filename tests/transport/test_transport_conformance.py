@@ -18,8 +18,8 @@ from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider
 from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, ask, dense, write_of
 from kvstore.transport.contract import BlockPeer, BlockProvider
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import PeerTls, server_context
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from kvstore.core import errors, limits
 from kvstore.core.errors import ErrorKind, KVStoreError
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
-from kvstore.transport import frames
-from kvstore.transport.frames import BadFrame, DataFrame, FrameKind, ReadFrame, WriteFrame
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.frames import BadFrame, DataFrame, FrameKind, ReadFrame, WriteFrame
 
 GOLDEN = Path(__file__).parent / "golden" / "frames.json"
 
@@ -92,7 +92,7 @@ def test_golden_frames_are_understood() -> None:
 def test_heads_that_are_not_ours_say_what_is_wrong() -> None:
     good = frames.encode_head(frames.FrameKind.PING, 1)
     assert frames.decode_head(good).kind is frames.FrameKind.PING
-    with pytest.raises(frames.BadFrame, match=r"another version .*version=9, ours="):
+    with pytest.raises(frames.BadFrame, match=r"unsupported version .*version=9, ours="):
         frames.decode_head(good[:5] + b"\x09" + good[6:])
     with pytest.raises(frames.BadFrame, match="reserved field"):
         frames.decode_head(good[:6] + b"\x07\x00" + good[8:])

@@ -25,11 +25,11 @@ from kvstore.observe.counters import Counters
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload, checksums_of
 from kvstore.testing.transport_suite import NAMESPACE, PATIENCE_S, ask, content, dense, filled, store
-from kvstore.transport import frames
 from kvstore.transport.addresses import parse_address
-from kvstore.transport.frames import FrameKind, ReadFrame, WriteFrame
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.frames import FrameKind, ReadFrame, WriteFrame
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 
 SHAPE = BlockShape(2, 30_000)
 COUNT = 24
@@ -209,7 +209,7 @@ def test_strangers_make_way_for_one_another_first(provider: MemoryProvider, coun
             sock.sendall(frames.encode_head(FrameKind.PING, request_id))
             assert answer(sock)[0].kind is FrameKind.PONG
     assert "transport_idle_connections_dropped_total" not in counters.snapshot()
-    assert counters.get("transport_stranger_connections_dropped_total") >= 36
+    assert counters.get("transport_unauthenticated_connections_dropped_total") >= 36
 
 
 def test_a_client_that_leaks_idle_connections_locks_nobody_out(server: TcpServer, counters: Counters) -> None:
@@ -301,7 +301,7 @@ def test_checksums_of_other_bytes_spoil_that_block(provider: MemoryProvider, ser
 
 WRITER = """
 import socket, sys
-from kvstore.transport import frames
+from kvstore.transport.tcp import frames
 sock = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 stdin = sys.stdin.buffer
 sock.sendall(stdin.read())

@@ -15,7 +15,7 @@ from kvstore.testing.transport_suite import BUFFERS, dense, layer_major, padded
 from kvstore.transport.addresses import format_address, parse_address
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.layout import Layout, positions
-from kvstore.transport.reading import MAX_UNIT_BYTES, UNIT_KEYS, budget_ms, cut
+from kvstore.transport.tcp.striped_read import MAX_UNIT_BYTES, UNIT_KEYS, budget_ms, split_read
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_breaker_opens_tries_once_and_closes() -> None:
 
 @given(st.integers(1, 70_000), st.integers(1, 64 << 20), st.integers(1, 8), st.integers(0, 2))
 def test_reads_are_cut_without_a_gap(count: int, bytes_a_block: int, streams: int, group: int) -> None:
-    units, used = cut(count, bytes_a_block, streams, group)
+    units, used = split_read(count, bytes_a_block, streams, group)
     assert 1 <= used <= streams
     at = 0
     for unit in units:

@@ -18,7 +18,7 @@ import pytest
 from kvstore.core.errors import Conflict, InvalidArgument, PermissionDenied, Unavailable
 from kvstore.core.types import SessionId
 from kvstore.observe.counters import Counters
-from kvstore.transport.shm import ArenaDoor, open_arena
+from kvstore.transport.shm import ArenaServer, open_arena
 
 SIZE = 1 << 20
 PATIENCE_S = 20.0
@@ -34,7 +34,7 @@ class Node:
         self.expected = {FIRST, SECOND}
         self.closed: queue.SimpleQueue[SessionId] = queue.SimpleQueue()
         self.counters = Counters()
-        self.door = ArenaDoor(
+        self.door = ArenaServer(
             folder / "run" / "arena.sock",
             lambda session: (self.fd, SIZE) if session in self.expected else None,
             self.closed.put,
@@ -172,7 +172,7 @@ def test_stopping_ends_every_session_once(tmp_path: Path) -> None:
 
 
 def test_paths_that_no_socket_can_have_are_told(tmp_path: Path) -> None:
-    door = ArenaDoor(tmp_path / ("x" * 120), lambda _: None, lambda _: None)
+    door = ArenaServer(tmp_path / ("x" * 120), lambda _: None, lambda _: None)
     with pytest.raises(InvalidArgument):
         door.start()
     door.stop()

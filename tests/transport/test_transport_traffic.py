@@ -20,13 +20,21 @@ from kvstore.core.errors import Conflict, DeadlineExceeded, InvalidArgument, Uns
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider, block_key
+from kvstore.transport.addresses import interface_of
 from kvstore.transport.contract import ReadRequest
-from kvstore.transport.marking import CS1, mark
-from kvstore.transport.network_interface import interface_of
-from kvstore.transport.pacing import BURST_S, MAX_PIECE_BYTES, MIN_PIECE_BYTES, PIECE_S, PacedWire, Pacer, TimeLine
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
-from kvstore.transport.traffic import KvTraffic, TrafficClass
+from kvstore.transport.shaping.rate_limit import (
+    BURST_S,
+    MAX_PIECE_BYTES,
+    MIN_PIECE_BYTES,
+    PIECE_S,
+    RateLimitedWire,
+    RateLimiter,
+    RateSchedule,
+)
+from kvstore.transport.shaping.socket_marking import CS1, mark
+from kvstore.transport.shaping.traffic import KvTraffic, TrafficClass
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.wire import PlainWire, Wire
 
 SHAPE = BlockShape(4, 64 << 10)
@@ -80,10 +88,10 @@ class Watched(KvTraffic):
         self.sockets: list[socket.socket] = []
         self.seen = threading.Semaphore(0)
 
-    def paced(self, wire: Wire, sock: socket.socket) -> Wire:
+    def limited(self, wire: Wire, sock: socket.socket) -> Wire:
         self.sockets.append(sock)
         self.seen.release()
-        return super().paced(wire, sock)
+        return super().limited(wire, sock)
 
 
 @contextmanager
@@ -159,9 +167,9 @@ def test_a_cap_is_changed_under_way_by_whoever_knows_the_one_there_is() -> None:
 def test_without_cap_a_wire_is_left_as_it_is_and_other_networks_are_not_capped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as dialled:
         plain = PlainWire(dialled)
-        assert KvTraffic(TrafficClass(), Counters()).paced(plain, dialled) is plain
-        assert KvTraffic(TrafficClass(8, 1000), Counters(), {"127.0.0.1"}).paced(plain, dialled) is plain
-        assert isinstance(KvTraffic(TrafficClass(8, 1000), Counters(), {"127.0.0.2"}).paced(plain, dialled), PacedWire)
+        assert KvTraffic(TrafficClass(), Counters()).limited(plain, dialled) is plain
+        assert KvTraffic(TrafficClass(8, 1000), Counters(), {"127.0.0.1"}).limited(plain, dialled) is plain
+        assert isinstance(KvTraffic(TrafficClass(8, 1000), Counters(), {"127.0.0.2"}).limited(plain, dialled), RateLimitedWire)
 
 
 # ---------------------------------------------------------------- the cap
@@ -170,7 +178,7 @@ BOOKINGS = st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 0.1)), min_s
 
 @given(BOOKINGS, st.floats(1e4, 1e9))
 def test_no_window_holds_more_than_the_rate_and_one_burst(bookings: list[tuple[int, float]], rate: float) -> None:
-    line = TimeLine(rate)
+    line = RateSchedule(rate)
     now_s, moved = 0.0, []
     for size, pause_s in bookings:
         now_s += pause_s
@@ -186,7 +194,7 @@ def test_no_window_holds_more_than_the_rate_and_one_burst(bookings: list[tuple[i
 
 @given(st.lists(st.tuples(st.floats(PIECE_S, 0.1), st.floats(0, 1)), min_size=1, max_size=50), st.floats(1e7, 1e9))
 def test_whoever_always_has_work_gets_the_whole_rate(bookings: list[tuple[float, float]], rate: float) -> None:
-    line = TimeLine(rate)
+    line = RateSchedule(rate)
     now_s, total = 0.0, 0
     for piece_s, late in bookings:
         size = math.ceil(piece_s * rate)
@@ -198,31 +206,31 @@ def test_whoever_always_has_work_gets_the_whole_rate(bookings: list[tuple[float,
 
 @given(st.floats(1, 1e12))
 def test_pieces_are_neither_tiny_nor_long(rate: float) -> None:
-    pacer = Pacer(rate, Counters())
-    assert MIN_PIECE_BYTES <= pacer.piece_bytes <= MAX_PIECE_BYTES
-    pacer.rate = None
-    assert pacer.piece_bytes > MAX_PIECE_BYTES
+    limiter = RateLimiter(rate, Counters())
+    assert MIN_PIECE_BYTES <= limiter.piece_bytes <= MAX_PIECE_BYTES
+    limiter.rate = None
+    assert limiter.piece_bytes > MAX_PIECE_BYTES
 
 
 def test_small_messages_pass_but_count() -> None:
-    pacer = Pacer(1_000.0, Counters())
+    limiter = RateLimiter(1_000.0, Counters())
     for _ in range(100):
-        pacer.take(100, time.monotonic() - 1)
-    assert pacer.moved_bytes == 10_000
+        limiter.acquire(100, time.monotonic() - 1)
+    assert limiter.booked_bytes == 10_000
     with pytest.raises(DeadlineExceeded):
-        pacer.take(10_000, time.monotonic() + 1)
-    assert pacer.moved_bytes == 10_000
+        limiter.acquire(10_000, time.monotonic() + 1)
+    assert limiter.booked_bytes == 10_000
 
 
 @given(st.lists(st.integers(0, 300_000), min_size=1, max_size=30), st.floats(1e9, 1e11))
 def test_a_paced_wire_changes_no_byte(sizes: list[int], rate: float) -> None:
     near, far = socket.socketpair()
-    pacer = Pacer(rate, Counters())
+    limiter = RateLimiter(rate, Counters())
     data = np.random.default_rng(1).integers(0, 256, sum(sizes), np.uint8)
     got = np.zeros_like(data)
     cuts = np.cumsum(sizes)[:-1]
     deadline_s = time.monotonic() + 30
-    sender, receiver = PacedWire(PlainWire(near), pacer, pacer), PacedWire(PlainWire(far), pacer, pacer)
+    sender, receiver = RateLimitedWire(PlainWire(near), limiter, limiter), RateLimitedWire(PlainWire(far), limiter, limiter)
     thread = threading.Thread(target=sender.send, args=([memoryview(part) for part in np.split(data, cuts)], deadline_s))
     thread.start()
     receiver.receive_into([memoryview(part) for part in np.split(got, cuts)], deadline_s)
@@ -230,7 +238,7 @@ def test_a_paced_wire_changes_no_byte(sizes: list[int], rate: float) -> None:
     sender.close()
     receiver.close()
     assert np.array_equal(data, got)
-    assert pacer.moved_bytes == 2 * len(data)
+    assert limiter.booked_bytes == 2 * len(data)
 
 
 # ---------------------------------------------------------------- network interfaces

@@ -11,9 +11,9 @@ from kvstore.core.buffers import DenseBlocks
 from kvstore.core.types import BlockShape, NamespaceId, Outcome
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
-from kvstore.transport.contract import ReadRequest, ReadWatch
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.contract import ReadControl, ReadRequest
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 
 SHAPE = BlockShape(4, 65536)
 NAMESPACE = NamespaceId(b"n" * 16)
@@ -33,22 +33,22 @@ def test_a_read_is_heard_ended_and_leaves_the_peer_usable() -> None:
     memory = np.zeros((COUNT, SHAPE.block_bytes), np.uint8)
     keys = [block_key(number) for number in range(COUNT)]
     for _ in range(3):
-        watch = ReadWatch()
+        control = ReadControl()
         outcomes: list[Outcome] = []
 
-        def read(watch: ReadWatch = watch, outcomes: list[Outcome] = outcomes) -> None:
+        def read(control: ReadControl = control, outcomes: list[Outcome] = outcomes) -> None:
             request = ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + 60.0)
             outcomes += peer.read(
-                request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), watch=watch
+                request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), control=control
             ).outcomes
 
         reading = threading.Thread(target=read)
         reading.start()
         end_s = time.monotonic() + WAIT_S
-        while watch.bytes_heard < 2 << 20:
+        while control.bytes_received < 2 << 20:
             assert time.monotonic() < end_s, "bytes come in and nobody hears of it"
             time.sleep(0.001)
-        watch.end()
+        control.cancel()
         reading.join(WAIT_S)
         assert not reading.is_alive()
         assert set(outcomes) <= {Outcome.HIT, Outcome.UNAVAILABLE, Outcome.TIMEOUT}
@@ -76,13 +76,15 @@ def test_a_read_that_was_ended_before_it_began_brings_nothing() -> None:
     server = TcpServer(provider)
     server.start()
     peer = TcpPeer(server.address)
-    watch = ReadWatch()
-    watch.end()
+    control = ReadControl()
+    control.cancel()
     memory = np.zeros((4, SHAPE.block_bytes), np.uint8)
     request = ReadRequest(NAMESPACE, [block_key(number) for number in range(4)], 0, 4, 0, time.monotonic() + WAIT_S)
     assert (
         Outcome.HIT
-        not in peer.read(request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), watch=watch).outcomes
+        not in peer.read(
+            request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), control=control
+        ).outcomes
     )
     assert not memory.any()
     peer.close()

@@ -1,15 +1,16 @@
-"""This process's door to NIXL: one agent, the memory registered with it, the transfers under way, and the fence.
+"""This process's use of NIXL: one agent, its registered memory, the transfers under way, and the fence.
 
-**The fence.** Once a transfer was given up, its bytes may still come: NIXL cannot take back what is on its way, and of a peer's
-write this side does not even know. What stops them for certain is the end of the agent: with it go the sockets and queue pairs
-through which bytes could land. So whoever gives up calls ``fence`` before the memory is used for anything else; the next transfer
-makes a new agent. Transfers of others through the same agent fail with it, and are read again over TCP.
+**The fence.** After a transfer was abandoned, its bytes may still arrive: NIXL cannot recall them, and this side does not even
+know of a write by a peer. Only the end of the agent stops them for certain, because it closes the sockets and queue pairs
+through which the bytes come. The caller that abandons a transfer therefore calls ``fence`` before the memory is used for
+anything else. The next transfer makes a new agent. Other transfers through the same agent fail with it, and their blocks are
+read again over TCP.
 
-**No threads, no idle work.** NIXL's own progress thread spins. Here an agent makes progress only within calls of those who wait
-for something, who sleep ``WAIT_S`` between two looks; with no transfer under way nothing runs.
+**No threads, no idle work.** NIXL's own progress thread spins. Here an agent makes progress only within the calls of waiting
+threads, which sleep ``WAIT_S`` between two polls. Without a transfer, nothing runs.
 
-NIXL is imported, and UCX loaded, at the first use. UCX is configured through the environment of the process
-(``environment``), where whoever runs it has the last word.
+NIXL is imported and UCX is loaded at the first use. UCX is configured through the environment of the process (see
+``environment``); variables that the operator has set take precedence.
 """
 
 from __future__ import annotations
@@ -32,39 +33,36 @@ import xxhash
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
-from kvstore.transport.nixl.frames import Wish
-from kvstore.transport.nixl.landing import Rows
+from kvstore.transport.nixl.address_table import Rows
+from kvstore.transport.nixl.frames import RequestedMode
+from kvstore.transport.tcp.one_sided import OneSidedFailed
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 50e-6
-"""Between two looks at a transfer: what arrives meanwhile fits the socket buffers."""
+"""Polling interval of a transfer. The bytes that arrive in between fit the socket buffers."""
 SLABS = 4
-"""The bounce memory is cut into so many pieces: one read uses one or two at a time."""
+"""Number of slabs in the bounce memory. One read uses one or two at a time."""
 NEEDS_TRUST = (
-    "NIXL opens ports that check nobody: whoever reaches this process's ports may read and write its memory and end it, past"
-    " tickets and tenants. Where all who reach them are trusted with that, say so"
+    "NIXL opens ports without authentication: any host that reaches them may read and write its memory and end it, past"
+    " tickets and tenants. Declare the network as trusted if that is acceptable"
 )
 NOT_EMULATED = "PROTO_EMULATION_ENABLE=n"
-"""UCX's setting that leaves only what needs no answer of the other side's: writes over TCP, and all over RDMA and CMA.
+"""UCX setting that disables emulated operations. Writes over TCP, and all operations over RDMA and CMA, need no emulation.
 
-Reads over TCP are emulated: the side that is read sends the bytes in a message, and where the reader has gone meanwhile, UCX ends
-the process that was read ("Fatal: unexpected error: Endpoint timeout"). With this the reader's transfer fails instead. Told to
-each agent by itself, as an engine may have UCX for other ends; UCX knows it since 1.21, which every ``nixl-cu12`` of 1.5 brings.
+Reads over TCP are emulated: the target sends the bytes in a message, and if the reader has died, UCX ends the target process
+("Fatal: unexpected error: Endpoint timeout"). With this setting the reader's transfer fails instead. It is set per agent, because
+an engine may use UCX for other purposes. UCX has it since 1.21, which every ``nixl-cu12`` of 1.5 contains.
 """
 _EMULATION = "UCX_PROTO_EMULATION_ENABLE"
 _TCP_ALONE = frozenset(("tcp", "self", "cuda", "cuda_copy"))
-"""UCX's transports none of which reads the memory of another process: with a GPU, TCP has to be named beside these."""
+"""UCX transports that cannot read the memory of another process. With a GPU, TCP must be configured together with these."""
 LOOPBACK = "lo"
-"""The network device of what stays on this host."""
+"""Network device of traffic that stays on this host."""
 INFINIBAND = Path("/sys/class/infiniband")
 _PROCESSES = Path("/proc/self/ns/pid")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
-
-
-class OneSidedFailed(Unsupported):
-    """A transfer by NIXL did not work; the same blocks can be had over TCP. Bytes may still come until the fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +70,18 @@ class NixlOptions:
     """How NIXL is used.
 
     Attributes:
-        wish: as a reader: ``pull`` reads the server's memory, ``push`` has it write, ``auto``: push where there is only TCP. The
-            server decides, and has nothing pulled over TCP.
-        service_level: of InfiniBand traffic (UCX_IB_SL), 0 to 15: the class that switches keep apart; None: UCX's own.
-        devices: network devices (UCX_NET_DEVICES), e.g. ``mlx5_0:1``; empty: as UCX finds.
-        transports: UCX's transports (UCX_TLS), e.g. ``rc`` or ``tcp``; empty: as UCX finds.
-        bounce_bytes: registered memory for readers and servers whose own is not registered.
+        mode: how this process reads: ``pull`` reads the server's memory, ``push`` lets the server write, ``auto`` pushes if only
+            TCP is available. The server decides, and always pushes over TCP.
+        service_level: service level of InfiniBand traffic (UCX_IB_SL), 0 to 15; None: UCX's default.
+        devices: network devices (UCX_NET_DEVICES), e.g. ``mlx5_0:1``; empty: chosen by UCX.
+        transports: UCX transports (UCX_TLS), e.g. ``rc`` or ``tcp``; empty: chosen by UCX.
+        bounce_bytes: registered memory through which unregistered memory is copied.
 
     Raises:
-        InvalidArgument: no such service level, no room for a bounce, or a wish to pull over TCP alone.
+        InvalidArgument: the service level or the bounce memory is out of bounds, or pulling is requested over TCP only.
     """
 
-    wish: Wish = "auto"
+    mode: RequestedMode = "auto"
     service_level: int | None = None
     devices: str = ""
     transports: str = ""
@@ -91,22 +89,22 @@ class NixlOptions:
 
     def __post_init__(self) -> None:
         if self.service_level is not None and not 0 <= self.service_level <= 15:
-            raise InvalidArgument("InfiniBand has service levels 0 to 15", service_level=self.service_level)
+            raise InvalidArgument("the InfiniBand service level must be 0 to 15", service_level=self.service_level)
         if self.bounce_bytes < SLABS * mmap.PAGESIZE:
-            raise InvalidArgument("too little bounce memory", bounce_bytes=self.bounce_bytes)
-        if self.wish == "pull" and self.only_tcp:
-            raise InvalidArgument("nothing is pulled over UCX's TCP: wish push or auto, or leave it other transports")
+            raise InvalidArgument("bounce memory too small", bounce_bytes=self.bounce_bytes)
+        if self.mode == "pull" and self.only_tcp:
+            raise InvalidArgument("pulling over UCX's TCP is not supported; use mode push or auto, or allow other transports")
 
     @property
     def only_tcp(self) -> bool:
-        """Whether it is confined to UCX's TCP, as far as memory of hosts goes; by its own options, or the environment's."""
+        """Whether these options, or the environment, leave UCX only TCP between the memory of two hosts."""
         transports = self.transports or os.environ.get("UCX_TLS", "")
         return bool(transports) and _TCP_ALONE.issuperset(transports.split(","))
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory to be registered; it stays mapped for as long as the port is open."""
+    """Memory to be registered. It must stay mapped while the agent is open."""
 
     address: int
     size: int
@@ -122,18 +120,18 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer under way, and the agent that it belongs to."""
+    """A transfer under way, and the epoch of its agent."""
 
     epoch: int
     number: int
 
 
 def environment(options: NixlOptions) -> dict[str, str]:
-    """What UCX is told, unless the process's environment says otherwise.
+    """Return the environment variables for UCX. Variables that are already set take precedence.
 
-    Without InfiniBand its modules are left out: where the host's libefa brings a second libnl into the process, the two
-    end it with a segmentation fault at exit. Standard output is the process's own. UCX's own handlers of fatal signals are
-    not ours to install, and what it says of requests that a fence cut short is no news.
+    Without an InfiniBand device, UCX's InfiniBand modules are not loaded: the host's libefa may bring a second libnl into the
+    process, and the two cause a segmentation fault at exit. UCX must not write to standard output, nor install handlers for fatal
+    signals. Its messages about requests that a fence cancelled are not useful.
     """
     found = {
         "UCX_LOG_FILE": "stderr",
@@ -148,20 +146,20 @@ def environment(options: NixlOptions) -> dict[str, str]:
         found["UCX_IB_SL"] = str(options.service_level)
     if options.devices:
         found["UCX_NET_DEVICES"] = options.devices
-    if "," in options.transports:  # a list cannot be told to one agent alone
+    if "," in options.transports:  # a list cannot be set per agent
         found["UCX_TLS"] = options.transports
     return found
 
 
 def has_rdma() -> bool:
-    """Whether this host has an RDMA device."""
+    """Return whether this host has an RDMA device."""
     return INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
 
 
 def host_id() -> bytes:
-    """16 bytes that are equal where one process may copy out of another's memory; zeros where the kernel does not say.
+    """Return 16 bytes that are equal for processes that can read each other's memory; zeros if they cannot be determined.
 
-    Of the kernel's boot id and this process's namespace of processes: containers of one host do not reach each other's memory.
+    Made from the kernel's boot id and the PID namespace, because containers of one host cannot read each other's memory.
     """
     try:
         boot = uuid.UUID(_BOOT_ID.read_text(encoding="ascii").strip()).bytes
@@ -170,14 +168,14 @@ def host_id() -> bytes:
         return bytes(16)
 
 
-class NixlPort:
-    """One agent at a time. Thread-safe; NIXL itself is called by one thread at once.
+class NixlAgent:
+    """This process's NIXL agent, which is replaced after each fence. Thread-safe; one thread at a time calls NIXL.
 
     Args:
         options: how NIXL is used.
-        name: what the agent is called in logs; made unique.
-        regions: memory that blocks lie in for long: an arena. Everything else goes by way of bounce memory.
-        counters: where events are counted.
+        name: name of the agent in logs; a unique suffix is added.
+        regions: memory that stays registered: an arena. Other memory is copied through the bounce memory.
+        counters: counts events.
     """
 
     def __init__(
@@ -200,85 +198,85 @@ class NixlPort:
         self._remote_users: dict[str, int] = {}  # agent name -> connections that use it
         self._transfers: dict[int, Any] = {}
         self._last = 0
-        self._borrowed: dict[Region, int] = {}
+        self._temporary: dict[Region, int] = {}
         self.slab_bytes = options.bounce_bytes // SLABS // mmap.PAGESIZE * mmap.PAGESIZE
         self._bounce: mmap.mmap | None = None
         self._slabs: list[Slab] = []
         self._slab_free = threading.Condition()
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- lifecycle
 
     def open(self) -> None:
-        """Makes the agent now rather than at the first use.
+        """Create the agent now instead of at the first use.
 
         Raises:
-            Unsupported: NIXL is not installed, or cannot be set up here.
+            Unsupported: NIXL is not installed, or cannot be set up on this host.
         """
         with self._lock:
-            self._opened()
+            self._open_agent()
 
     @property
     def epoch(self) -> int:
-        """Which agent it is: rises with each fence."""
+        """Number of the current agent; incremented by each fence."""
         return self._epoch
 
     def metadata(self) -> tuple[int, bytes]:
-        """This agent, as others must know it: epoch and metadata.
+        """Return the epoch, and the agent's metadata for other agents.
 
         Raises:
             Unsupported: as ``open``.
         """
         with self._lock:
-            self._opened()
+            self._open_agent()
             return self._epoch, self._agent_metadata
 
     def fence(self, epoch: int) -> None:
-        """Ends the agent of an epoch, if it still is: after this, none of its transfers moves a byte."""
+        """End the agent of an epoch, if it still exists. Afterwards its transfers move no more bytes."""
         with self._lock:
             if epoch != self._epoch:
                 return
             self._end_agent()
         self._counters.add("transport_nixl_fences_total")
-        log.info("ended the NIXL agent %s: bytes of a transfer that was given up could still have come", self._name)
+        log.info("NIXL agent fenced: %s (epoch=%d)", self._name, epoch)
 
     def close(self) -> None:
-        """Ends the agent for good. Idempotent."""
+        """End the agent permanently. Idempotent."""
         with self._lock:
             self._closed = True
             self._end_agent()
 
-    def _opened(self) -> Any:  # noqa: ANN401 - NIXL has no types
+    def _open_agent(self) -> Any:  # noqa: ANN401 - NIXL has no types
         if self._closed:
-            raise Unsupported("the NIXL port is closed")
+            raise Unsupported("the NIXL agent is closed")
         if self._agent is None:
-            self._agent = self._made()
+            self._agent = self._create_agent()
             self._counters.add("transport_nixl_agents_total")
         return self._agent
 
-    def _made(self) -> Any:  # noqa: ANN401 - NIXL has no types
+    def _create_agent(self) -> Any:  # noqa: ANN401 - NIXL has no types
         for key, value in environment(self.options).items():
             os.environ.setdefault(key, value)
-        # it would win over what an agent is told
+        # the environment variable would override the agent's setting
         if os.environ.get(_EMULATION, "n").lower() not in {"n", "no", "0", "off"}:
-            log.warning("%s is taken out of the environment: with it, who reads ends the process that it reads from", _EMULATION)
+            log.warning("environment variable removed: %s (a reader could end the process that it reads from)", _EMULATION)
             del os.environ[_EMULATION]
         api = load()
         options = self.options
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        told = [NOT_EMULATED]
+        settings = [NOT_EMULATED]
         if options.transports and "," not in options.transports:
-            told.append(f"TLS={options.transports}")
+            settings.append(f"TLS={options.transports}")
         try:
             agent = api.nixl_agent(f"{self._name}-{uuid.uuid4().hex}", config)
-            agent.create_backend("UCX", {"engine_config": ",".join(told)})
+            agent.create_backend("UCX", {"engine_config": ",".join(settings)})
             slabs = self._bounce_region()
             for region in (*self._regions, slabs):
                 agent.register_memory([(region.address, region.size, 0, "")], "DRAM")
             self._agent_metadata = bytes(agent.get_agent_metadata())
         except Exception as error:  # NIXL's errors share no base class
-            raise Unsupported("NIXL cannot be set up here", error=repr(error)) from error
+            raise Unsupported("NIXL cannot be set up on this host", error=repr(error)) from error
         return agent
 
     def _bounce_region(self) -> Region:
@@ -294,94 +292,95 @@ class NixlPort:
         )  # fmt: skip
 
     def _end_agent(self) -> None:
-        """Under the lock: nobody else is in the agent, and nobody else knows it, so with our name for it it ends.
+        """End the agent, by dropping the only reference to it. The caller holds the lock, so no other thread uses the agent.
 
-        An error keeps the frames that it came through, and what these hold, for as long as somebody has it: who calls for a fence
-        may be handling one. So nothing of NIXL's is raised on, and no frame that raises holds the agent or a transfer.
+        An exception keeps the frames that it passed through, and what these reference, while it is being handled, and the caller
+        of ``fence`` may be handling one. Therefore NIXL's exceptions are never raised on, and no frame that raises references the
+        agent or a transfer.
         """
         for handle in self._transfers.values():
             _release(handle)
         self._transfers.clear()
         self._remote_users.clear()
-        self._borrowed.clear()
+        self._temporary.clear()
         self._epoch += 1
         if self._agent is None:
             return
-        lives = weakref.ref(self._agent.agent)  # what owns the connections; the rest is Python around it
+        alive = weakref.ref(self._agent.agent)  # the C++ object that owns the connections
         self._agent = None
-        if lives() is not None:
+        if alive() is not None:
             gc.collect()
-        if lives() is not None:
+        if alive() is not None:
             self._counters.add("transport_nixl_fences_broken_total")
-            log.error("the NIXL agent %s does not end: bytes of transfers that were given up may still come", self._name)
+            log.error("NIXL agent not fenced: %s (late bytes may still arrive)", self._name)
 
     # ---------------------------------------------------------------- memory
 
     def covers(self, extent: tuple[int, int]) -> bool:
-        """Whether ``[begin, end)`` lies within a registered region."""
+        """Return whether ``[begin, end)`` lies within a permanently registered region."""
         begin, end = extent
         return any(region.address <= begin and end <= region.address + region.size for region in self._regions)
 
-    def borrow(self, epoch: int, region: Region) -> bool:
-        """Registers a caller's memory until ``give_back``; False: it overlaps other registered memory, or NIXL refuses it.
+    def register(self, epoch: int, region: Region) -> bool:
+        """Register a caller's memory until ``unregister``. False: it overlaps other registered memory, or NIXL refuses it.
 
-        Regions that are the same are registered once; of those that merely overlap NIXL would not know which one to use.
+        Equal regions are registered once. Regions that only overlap are refused, because NIXL could not tell which one to use.
         """
         with self._lock:
             if self._agent is None or epoch != self._epoch:
                 return False
-            if region not in self._borrowed:
+            if region not in self._temporary:
                 end = region.address + region.size
-                for other in (*self._regions, *self._borrowed):
+                for other in (*self._regions, *self._temporary):
                     if region.address < other.address + other.size and other.address < end:
                         return False
                 try:
                     self._agent.register_memory([(region.address, region.size, 0, "")], "DRAM")
                 except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
-                    log.debug("NIXL would not register a caller's memory: %r", error)
+                    log.debug("memory not registered: %r", error)
                     return False
-                self._borrowed[region] = 0
-            self._borrowed[region] += 1
+                self._temporary[region] = 0
+            self._temporary[region] += 1
             return True
 
-    def give_back(self, epoch: int, region: Region) -> None:
-        """Undoes one ``borrow``. Never raises."""
+    def unregister(self, epoch: int, region: Region) -> None:
+        """Undo one ``register``. Never raises."""
         with self._lock:
-            if self._agent is None or epoch != self._epoch or region not in self._borrowed:
+            if self._agent is None or epoch != self._epoch or region not in self._temporary:
                 return
-            self._borrowed[region] -= 1
-            if self._borrowed[region]:
+            self._temporary[region] -= 1
+            if self._temporary[region]:
                 return
-            del self._borrowed[region]
+            del self._temporary[region]
             try:
                 self._agent.deregister_memory(self._agent.get_reg_descs([(region.address, region.size, 0, "")], "DRAM"))
             except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
-                log.warning("NIXL would not let go of a caller's memory: %r", error)
+                log.warning("memory not unregistered: %r", error)
 
-    def take_slab(self, timeout_s: float) -> Slab | None:
-        """A piece of bounce memory; None: none came free in time. Only a port that was opened has any."""
+    def acquire_slab(self, timeout_s: float) -> Slab | None:
+        """Return a slab of bounce memory; None: no slab became free in time. The agent must be open."""
         with self._slab_free:
             if not self._slab_free.wait_for(lambda: bool(self._slabs), max(0.0, timeout_s)):
                 self._counters.add("transport_nixl_bounce_timeouts_total")
                 return None
             return self._slabs.pop()
 
-    def give_slab(self, slab: Slab) -> None:
-        """Gives it back; nothing may be on its way into it any more."""
+    def release_slab(self, slab: Slab) -> None:
+        """Return a slab. No transfer may still write into it."""
         with self._slab_free:
             self._slabs.append(slab)
             self._slab_free.notify()
 
-    # ---------------------------------------------------------------- others
+    # ---------------------------------------------------------------- remote agents
 
-    def meet(self, epoch: int, metadata: bytes) -> str:
-        """Makes another agent known; answers its name. Each call is undone by one of ``leave``.
+    def add_remote(self, epoch: int, metadata: bytes) -> str:
+        """Add another agent; return its name. Each call must be undone by one ``remove_remote``.
 
         Raises:
-            OneSidedFailed: NIXL refuses it, or this is another epoch.
+            OneSidedFailed: NIXL refuses the metadata, or the epoch is over.
         """
         with self._lock:
-            self._same(epoch)
+            self._check_epoch(epoch)
             name, why = "", ""
             try:
                 answered = self._agent.add_remote_agent(metadata)
@@ -389,12 +388,12 @@ class NixlPort:
             except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class
                 why = repr(error)
             if why:
-                raise OneSidedFailed("NIXL cannot reach the other side's agent", error=why)
+                raise OneSidedFailed("NIXL refused the agent of the peer", error=why)
             self._remote_users[name] = self._remote_users.get(name, 0) + 1
             return name
 
-    def leave(self, epoch: int, name: str) -> None:
-        """Forgets another agent, if nobody else uses it. Never raises."""
+    def remove_remote(self, epoch: int, name: str) -> None:
+        """Remove another agent, if no other connection uses it. Never raises."""
         with self._lock:
             if epoch != self._epoch or self._agent is None or name not in self._remote_users:
                 return
@@ -404,19 +403,19 @@ class NixlPort:
             del self._remote_users[name]
             try:
                 self._agent.remove_remote_agent(name)
-            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; it has gone by itself
-                log.debug("NIXL would not forget an agent: %r", error)
+            except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; the agent may be gone already
+                log.debug("remote agent not removed: %r", error)
 
     # ---------------------------------------------------------------- transfers
 
     def start(self, epoch: int, operation: Literal["READ", "WRITE"], ours: Rows, theirs: Rows, name: str) -> Transfer | None:
-        """Begins a transfer between our registered memory and another agent's; None: it is done already.
+        """Begin a transfer between this and another agent's registered memory. None: it is complete already.
 
         Raises:
-            OneSidedFailed: it cannot begin: NIXL refuses memory that the other agent has not registered.
+            OneSidedFailed: NIXL refuses the transfer, e.g. because the other agent has not registered the memory.
         """
         with self._lock:
-            self._same(epoch)
+            self._check_epoch(epoch)
             handle, state, why = None, "", ""
             try:
                 local, remote = self._agent.get_xfer_descs(ours, "DRAM"), self._agent.get_xfer_descs(theirs, "DRAM")
@@ -431,18 +430,18 @@ class NixlPort:
             if handle is not None:
                 _release(handle)
                 handle = None
-            if state != "DONE":  # raised here, and holding nothing: see ``_end_agent``
-                raise OneSidedFailed("a transfer by NIXL did not begin", error=why or state)
+            if state != "DONE":  # raised without a reference to the transfer, see ``_end_agent``
+                raise OneSidedFailed("the NIXL transfer did not begin", error=why or state)
             return None
 
-    def done(self, transfer: Transfer) -> bool:
-        """Whether a transfer has ended well; makes progress.
+    def is_done(self, transfer: Transfer) -> bool:
+        """Make progress; return whether a transfer is complete.
 
         Raises:
-            OneSidedFailed: it has ended badly.
+            OneSidedFailed: the transfer failed.
         """
         with self._lock:
-            self._same(transfer.epoch)
+            self._check_epoch(transfer.epoch)
             state, why = "", ""
             try:
                 state = self._agent.check_xfer_state(self._transfers[transfer.number])
@@ -452,24 +451,24 @@ class NixlPort:
                 return False
             _release(self._transfers.pop(transfer.number))
             if state != "DONE":
-                raise OneSidedFailed("a transfer by NIXL broke", error=why or state)
+                raise OneSidedFailed("the NIXL transfer failed", error=why or state)
             return True
 
-    def drop(self, transfer: Transfer) -> None:
-        """Gives a transfer up; its bytes may still move until the fence. Never raises."""
+    def abandon(self, transfer: Transfer) -> None:
+        """Abandon a transfer. Its bytes may still arrive until the fence. Never raises."""
         with self._lock:
             handle = self._transfers.pop(transfer.number, None) if transfer.epoch == self._epoch else None
             if handle is not None:
                 _release(handle)
 
     def progress(self, epoch: int) -> None:
-        """Lets the other side's transfers go on: over TCP they need this side's help.
+        """Make progress for the peer's transfers, which need it over TCP.
 
         Raises:
-            OneSidedFailed: this is another epoch.
+            OneSidedFailed: the epoch is over, or NIXL failed.
         """
         with self._lock:
-            self._same(epoch)
+            self._check_epoch(epoch)
             why = ""
             try:
                 self._agent.get_new_notifs()
@@ -478,16 +477,16 @@ class NixlPort:
             if why:
                 raise OneSidedFailed("NIXL made no progress", error=why)
 
-    def _same(self, epoch: int) -> None:
+    def _check_epoch(self, epoch: int) -> None:
         if self._agent is None or epoch != self._epoch:
-            raise OneSidedFailed("the NIXL agent was ended by a fence")
+            raise OneSidedFailed("a fence ended the NIXL agent")
 
 
 def load() -> Any:  # noqa: ANN401 - NIXL has no types
-    """NIXL's Python interface, for CUDA 12 or 13.
+    """Import NIXL's Python interface, for CUDA 12 or 13.
 
     Raises:
-        Unsupported: it is not installed, or not loadable here.
+        Unsupported: NIXL is not installed, or cannot be loaded.
     """
     problems = []
     for module in _MODULES:
@@ -501,5 +500,5 @@ def load() -> Any:  # noqa: ANN401 - NIXL has no types
 def _release(handle: Any) -> None:  # noqa: ANN401 - NIXL has no types
     try:
         handle.release()
-    except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; what it could not cancel ends with the agent
-        log.debug("NIXL would not release a transfer: %r", error)
+    except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; the end of the agent ends the transfer
+        log.debug("transfer not released: %r", error)

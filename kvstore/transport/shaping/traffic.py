@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from kvstore.core.errors import Conflict, InvalidArgument
 from kvstore.observe.counters import Counters
-from kvstore.transport.marking import CS1, MAX_DSCP, mark
-from kvstore.transport.pacing import PacedWire, Pacer
+from kvstore.transport.shaping.rate_limit import RateLimitedWire, RateLimiter
+from kvstore.transport.shaping.socket_marking import CS1, MAX_DSCP, mark
 from kvstore.transport.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class KvTraffic:
         self._uncapped = frozenset(uncapped)
         self._cap = settings.cap_bytes_per_s
         rate = float(self._cap) or None
-        self._sends, self._receives = Pacer(rate, counters), Pacer(rate, counters)
-        self._paces = rate is not None
+        self._sends, self._receives = RateLimiter(rate, counters), RateLimiter(rate, counters)
+        self._has_limit = rate is not None
         self._lock = threading.Lock()
 
     def mark(self, sock: socket.socket) -> None:
@@ -69,11 +69,11 @@ class KvTraffic:
             self._counters.add("transport_unmarked_sockets_total")
             log.debug("kernel refused the DSCP mark of a data connection")
 
-    def paced(self, wire: Wire, sock: socket.socket) -> Wire:
+    def limited(self, wire: Wire, sock: socket.socket) -> Wire:
         """Return the wire to use for a connected socket: capped if it lies on the capped network, else ``wire`` itself."""
-        if not self._paces or sock.getsockname()[0] in self._uncapped:
+        if not self._has_limit or sock.getsockname()[0] in self._uncapped:
             return wire
-        return PacedWire(wire, self._sends, self._receives)
+        return RateLimitedWire(wire, self._sends, self._receives)
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
@@ -83,7 +83,7 @@ class KvTraffic:
     @property
     def cap_bytes_per_s(self) -> int | None:
         """The cap in force; 0: none. None: this process was started without a cap, so none can be set."""
-        return self._cap if self._paces else None
+        return self._cap if self._has_limit else None
 
     def change_cap(self, bytes_per_s: int, expected: int | None = None) -> int:
         """Set another cap, also for connections that are already open; 0 removes it.
@@ -101,7 +101,7 @@ class KvTraffic:
         """
         if bytes_per_s < 0:
             raise InvalidArgument("the bandwidth cap must be 0 or more bytes per second", cap=bytes_per_s)
-        if not self._paces:
+        if not self._has_limit:
             raise Conflict(
                 "this process was started without a cap, so its open connections cannot be capped: set node.compute_cap"
             )
