@@ -118,7 +118,7 @@ class PeerPool:
             answer = call_cancellable(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, server.waiting, retry)
             return bytes(answer.ticket)
 
-        make = TcpPeer if self._nixl is None else partial(NixlPeer, port=self._nixl)
+        make = TcpPeer if self._nixl is None else partial(NixlPeer, agent=self._nixl)
         peer = make(
             node.data_address,
             ticket=ticket,

@@ -306,7 +306,7 @@ class NodeDaemon:
             return bytes(call_cancellable(stub.IssueTicket, request, RPC_TIMEOUT_S, server.waiting).ticket)
 
         reading = self._nixl.reading
-        make = TcpPeer if reading is None else partial(NixlPeer, port=reading)
+        make = TcpPeer if reading is None else partial(NixlPeer, agent=reading)
         return make(
             address.data_address,
             ticket=ticket,

@@ -71,7 +71,7 @@ def _ipv4_addresses() -> Iterator[tuple[str, bytes]]:
         answer = fcntl.ioctl(sock, _SIOCGIFCONF, _IFCONF.pack(len(buffer), address))
     size, _ = _IFCONF.unpack(answer)
     for label, _, packed in _IFREQ.iter_unpack(buffer.tobytes()[:size]):
-        # a second address of an interface may have a label of its own: "eth0:1"
+        # a second address of an interface may have its own label: "eth0:1"
         yield label.rstrip(b"\0").decode().partition(":")[0], packed
 
 

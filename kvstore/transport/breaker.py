@@ -15,7 +15,7 @@ class CircuitBreaker:
     closes. If it fails, the breaker opens again.
 
     Args:
-        clock: tells the time.
+        clock: source of time.
         failures: consecutive failures that open the breaker.
         open_s: seconds between a failure and the next trial.
     """

@@ -5,7 +5,7 @@ blocks passes a ``BlockBuffer``. Bytes go from the provider's views to the buffe
 
 Verification: a read names keys of one namespace, and the provider answers each key with bytes or with an outcome other than
 HIT. Checksums (xxh3-64 of each Layer Block, made by the producer) travel beside the bytes. The reading side verifies them on
-arrival unless it passed ``verify=False``, and reports CORRUPT if they differ. Corrupt bytes may lie in the caller's buffer but
+arrival unless it passed ``verify=False``, and reports CORRUPT if they differ. Corrupt bytes may remain in the caller's buffer but
 never count as a hit. On a write, the receiving side verifies before it commits.
 
 Every call has a deadline (monotonic seconds). All methods here block and may be called from any thread. A provider is called from
@@ -139,7 +139,7 @@ good have failed and will not be hits. A good block may still fail at a later la
 class ReadControl:
     """Watches one read from another thread, and cancels it. Thread-safe.
 
-    A read may take long because the wire is slow or because it is dead. The bytes received so far tell the two cases apart.
+    A read may take long because the wire is slow or because it is dead. The number of received bytes distinguishes the two cases.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class ReadControl:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes received so far, including heads of frames."""
+        """Number of bytes received, including heads of frames."""
         return self._bytes
 
     @property
@@ -194,7 +194,7 @@ class LayerWrite(ABC):
     """A write under way. Exactly one of ``commit`` and ``abort`` ends it. Thread-safe."""
 
     granted: npt.NDArray[np.intp]
-    """Ascending positions of the keys whose bytes are wanted. The node holds the others already, or has no space for them."""
+    """Ascending positions of the keys whose bytes are wanted. The node holds the others already, or lacks the space for them."""
 
     @property
     @abstractmethod

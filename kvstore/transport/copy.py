@@ -24,7 +24,7 @@ from kvstore.transport.layout import Layout, Positions, address_of, positions
 Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | Sequence[int]
 
 THREAD_BYTES = 4 << 20
-"""Minimum share of a thread: starting a thread takes about as long as copying half a megabyte."""
+"""Minimum share of a thread: starting a thread costs as much time as copying half a megabyte."""
 _GATHER_BELOW_BYTES = 8_192
 """Pieces shorter than this are gathered directly into consecutive rows ..."""
 _SCATTER_BELOW_BYTES = 2_048
@@ -107,7 +107,7 @@ class _Copy:
             raise InvalidArgument("one offset per block is required", offsets=starts.shape, blocks=len(self._blocks))
         if not into_buffer and arena.readonly:
             raise InvalidArgument("the arena is read-only")
-        # after this check, all addresses lie inside the arena
+        # after this check, all addresses are inside the arena
         if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= arena.nbytes - shape.block_bytes:
             raise InvalidArgument("block outside the arena", arena_bytes=arena.nbytes, block_bytes=shape.block_bytes)
         self._shape = shape

@@ -1,4 +1,4 @@
-"""Memory layout of a block buffer: where the bytes of some blocks lie, in as few contiguous pieces as possible.
+"""Memory layout of a block buffer: the bytes of some blocks, in as few contiguous pieces as possible.
 
 Transports ask for thousands of blocks per call, so the layout of dense buffers is computed with arrays instead of block by block.
 There are two views of the same memory: ``pieces`` are memoryviews, for sockets; ``addresses`` are numbers, for ``memmove``.
@@ -113,7 +113,7 @@ def address_of(piece: memoryview) -> int:
 
 
 def positions(blocks: Sequence[int] | Positions | None, count: int) -> Positions:
-    """Return block positions as an array; None stands for all blocks.
+    """Return block positions as an array; None means all blocks.
 
     Raises:
         InvalidArgument: a position is outside the buffer.

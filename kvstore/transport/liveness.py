@@ -1,7 +1,7 @@
 """Liveness of servers: detects within a second that a server hangs, and that it answers again.
 
 A stopped process, a hung kernel or a cut cable answers nothing and closes nothing, so that every call lasts until its own
-deadline, and so does the next call. How a hung server is found, and what follows:
+deadline, and so does the next call. The rules:
 
 1. A caller that waits for a server registers the wait with a callback that cancels it. This costs about a microsecond.
 2. If a wait is older than ``grace_s``, the server becomes *suspect*, and a probe is sent: the cheapest call that the server
@@ -122,7 +122,7 @@ class ServerLiveness:
         self._ticked_s = None
 
     def probe_ended(self, now_s: float, *, answered: bool) -> Decision:
-        """Record the end of a probe. Any answer counts, whatever its content."""
+        """Record the end of a probe. Any answer counts, even an error."""
         self._probing = False
         if not answered:
             return NOTHING

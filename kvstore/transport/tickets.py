@@ -27,14 +27,14 @@ MIN_SECRET_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TicketScope:
-    """What a verified ticket allows. ``namespace`` None: all namespaces."""
+    """Permissions of a verified ticket. ``namespace`` None: all namespaces."""
 
     namespace: NamespaceId | None
     expires_at_s: float
 
 
 class TicketAuthority:
-    """Issues and verifies the tickets of one boot of one node. Thread-safe, because it has no mutable state.
+    """Issues and verifies the tickets of one boot of one node. Thread-safe, because nothing in it changes.
 
     Args:
         secret: at least 16 random bytes, known only to this node.
@@ -61,7 +61,7 @@ class TicketAuthority:
         return body + self._sign(body)
 
     def verify(self, ticket: bytes) -> TicketScope:
-        """Return what a ticket allows.
+        """Verify a ticket; return its permissions.
 
         Raises:
             Unauthenticated: the ticket was not signed by this boot of this node, or has expired.

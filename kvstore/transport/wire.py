@@ -206,7 +206,7 @@ class TlsWire(Wire):
         super().__init__(sock, stall_s)
 
     def send(self, pieces: Sequence[Piece], deadline_s: float) -> None:
-        # short pieces are joined, because each call makes a TLS record of its own
+        # short pieces are joined, because each call makes a separate TLS record
         joined: list[Piece] = []
         small: list[Piece] = []
         for piece in pieces:
@@ -244,7 +244,7 @@ class TlsWire(Wire):
             return True
         except OSError:
             return False
-        return bool(more)  # the record layer may have sent a message of its own, e.g. a key update
+        return bool(more)  # the record layer may have sent a control message, e.g. a key update
 
     def _call(self, operation: Callable[[memoryview], int], view: memoryview, deadline_s: float) -> int:
         try:

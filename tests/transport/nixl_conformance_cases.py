@@ -1,6 +1,6 @@
-"""The transport suite with payload moved by NIXL: over UCX's TCP, where the server pushes, and over CMA, where the reader pulls.
+"""The transport suite over NIXL: with UCX's TCP the server pushes, with CMA the reader pulls.
 
-Run by ``test_nixl.py``, in a process of its own.
+``test_nixl.py`` runs this file in a separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Nixl(TransportSuite):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def ports(cls) -> Iterator[None]:
-        """One agent a side for all tests, as two processes that live for long have; to make one takes a moment."""
+        """Make one agent per side for all tests, because creating an agent is slow."""
         cls.counters = Counters()
         cls.serving = NixlAgent(cls.options, name="serving", counters=cls.counters)
         cls.reading = NixlAgent(cls.options, name="reading", counters=cls.counters)
@@ -40,10 +40,10 @@ class _Nixl(TransportSuite):
 
     @pytest.fixture(autouse=True)
     def nothing_over_tcp(self, ports: None) -> Iterator[None]:
-        """Every payload byte must have gone through the agents."""
+        """Check that NIXL moved every payload byte."""
         yield
         counted = self.counters.snapshot()
-        assert not counted.get("transport_nixl_fallbacks_total"), "NIXL failed, and TCP did the work"
+        assert not counted.get("transport_nixl_fallbacks_total"), "NIXL failed and TCP was used"
         received = counted.get("transport_nixl_bytes_received_total", 0)
         assert received == counted.get("transport_peer_bytes_received_total", 0)
 

@@ -1,6 +1,6 @@
-"""Death and silence in the middle of one-sided transfers: bounded time, misses, no late byte, nothing lent for ever, no crash.
+"""Faults during one-sided transfers: reads end in bounded time with misses, without late bytes, leaked pins or crashes.
 
-Run by ``test_nixl.py``, in a process of its own.
+``test_nixl.py`` runs this file in a separate process.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def assert_hits_are_right(outcomes: list[Outcome], buffer: object) -> None:
 
 
 @pytest.mark.parametrize("options", OVER)
-def test_a_server_killed_in_the_middle_of_a_transfer_is_a_miss(options: dict[str, str]) -> None:
+def test_read_server_killed_during_transfer_is_miss(options: dict[str, str]) -> None:
     with (
         child("serve", json.dumps(options), str(int(signal.SIGKILL))) as server,
         reader(heard(server), options) as (peer, counters),
@@ -97,14 +97,14 @@ def test_a_server_killed_in_the_middle_of_a_transfer_is_a_miss(options: dict[str
         buffer = dense(COUNT, SHAPE)
         began_s = time.monotonic()
         result = peer.read(ask(range(COUNT), 1, within_s=120), buffer)
-        assert time.monotonic() - began_s < 60, "a death is noticed before the deadline"
+        assert time.monotonic() - began_s < 60, "the death of the server is detected before the deadline"
         assert server.wait(10) == -signal.SIGKILL, counters.snapshot()
         assert Outcome.HIT not in result.outcomes[-4:]
         assert_hits_are_right(result.outcomes, buffer)
 
 
 @pytest.mark.parametrize("options", OVER)
-def test_no_byte_comes_after_a_read_was_given_up(options: dict[str, str]) -> None:
+def test_read_after_deadline_writes_no_late_bytes(options: dict[str, str]) -> None:
     with (
         child("serve", json.dumps(options), str(int(signal.SIGSTOP))) as server,
         reader(heard(server), options) as (peer, counters),
@@ -114,16 +114,16 @@ def test_no_byte_comes_after_a_read_was_given_up(options: dict[str, str]) -> Non
         assert set(result.outcomes) <= {Outcome.TIMEOUT, Outcome.UNAVAILABLE, Outcome.HIT}
         assert result.outcomes[-1] is not Outcome.HIT
         assert counters.get("transport_nixl_fences_total") == 1
-        buffer.array[:] = SENTINEL  # the memory is the caller's again
+        buffer.array[:] = SENTINEL  # the caller reuses the memory
         os.kill(server.pid, signal.SIGCONT)
         tell(server, "end")
-        assert heard(server).startswith("settled"), "nothing of the server's stays lent"
-        assert (buffer.array == SENTINEL).all(), "bytes came that nobody waited for"
+        assert heard(server).startswith("settled"), "the server has released all pins"
+        assert (buffer.array == SENTINEL).all(), "late bytes arrived"
         assert server.wait(20) == 0
 
 
 class _Breaking:
-    """An agent whose transfers are under way and then break, as over RDMA: those of CMA are done once they have begun."""
+    """An agent whose transfers start and then fail, as over RDMA. Without it, transfers over CMA are complete at once."""
 
     def __init__(self, agent: Any, where: str) -> None:
         self.agent = agent.agent
@@ -136,16 +136,16 @@ class _Breaking:
     def transfer(self, handle: Any) -> str:
         self._whole.transfer(handle)
         if self._where == "transfer":
-            raise RuntimeError("broken by the test, after it has begun")
+            raise RuntimeError("test error after the start")
         return "PROC"
 
     def check_xfer_state(self, handle: Any) -> str:
-        raise RuntimeError(f"broken by the test: {handle!r}")
+        raise RuntimeError(f"test error: {handle!r}")
 
 
 @pytest.mark.parametrize("where", ["transfer", "check"])
-def test_a_fence_ends_the_agent_though_its_error_is_still_being_handled(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error keeps the frames that it came through, and these would keep the agent, whose connections go on taking bytes."""
+def test_fence_while_error_is_handled_ends_agent(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception keeps its frames, which would keep the agent alive, and its connections could receive late bytes."""
     lives: list[bool] = []
     with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
         port = peer._agent
@@ -166,7 +166,7 @@ def test_a_fence_ends_the_agent_though_its_error_is_still_being_handled(where: s
         monkeypatch.setattr(TcpPeer, "_send_request", asked)
         buffer = dense(64, SHAPE)
         result = peer.read(ask(range(64), 1, within_s=60), buffer)
-        assert result.outcomes.count(Outcome.HIT) == 64, "over the connection, then"
+        assert result.outcomes.count(Outcome.HIT) == 64, "read over the connection"
         assert_hits_are_right(result.outcomes, buffer)
         assert lives
         assert not any(lives)
@@ -174,8 +174,8 @@ def test_a_fence_ends_the_agent_though_its_error_is_still_being_handled(where: s
         assert counters.get("transport_nixl_fences_broken_total") == 0
 
 
-def test_what_cannot_be_pulled_is_pushed_once_the_peer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of one host may be kept from each other's memory, which shows when the first read fails."""
+def test_read_failed_pull_next_read_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of one host may be unable to read each other's memory, which the first read detects."""
     monkeypatch.setattr("kvstore.transport.nixl.peer.OFF_S", 0.0)
     with child("serve", "{}", "0") as server, reader(heard(server), {}) as (peer, counters):
         peer._agent.open()
@@ -188,8 +188,8 @@ def test_what_cannot_be_pulled_is_pushed_once_the_peer_is_asked_again(monkeypatc
         assert counters.get("transport_nixl_bytes_received_total") > 0
 
 
-def test_a_setting_of_the_environment_does_not_win_over_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX itself proposes it to whoever lacks CMA, and the process that is read from pays for it with its life."""
+def test_agent_emulation_in_environment_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX suggests this variable if CMA is missing, but with it a dying reader ends the process that it reads from."""
     monkeypatch.setenv("UCX_PROTO_EMULATION_ENABLE", "y")
     port = NixlAgent(NixlOptions(), name="here")
     port.open()
@@ -202,7 +202,7 @@ def test_a_setting_of_the_environment_does_not_win_over_the_node(monkeypatch: py
 
 
 @pytest.mark.parametrize("options", OVER)
-def test_a_reader_killed_in_the_middle_holds_no_pin(options: dict[str, str]) -> None:
+def test_server_reader_killed_releases_pins(options: dict[str, str]) -> None:
     provider, counters = MemoryProvider(), Counters()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(COUNT))
@@ -223,18 +223,18 @@ def test_a_reader_killed_in_the_middle_holds_no_pin(options: dict[str, str]) -> 
         port.close()
 
 
-def test_a_reader_that_dies_before_it_was_answered_ends_nobody() -> None:
-    """It wishes to pull where there is only TCP: were it let, its requests would lie in the server's socket when it dies."""
+def test_server_reader_killed_before_answer_survives() -> None:
+    """The reader requests pull mode over TCP. If the server allowed it, unanswered requests of a dead reader would end it."""
     halt = str(int(signal.SIGSTOP))
     with (
         child("serve", json.dumps({"transports": "tcp"}), halt, "later") as server,
         child("read", address := heard(server), json.dumps({"mode": "pull"}), halt, "later") as victim,
     ):
-        assert heard(victim) == f"read {COUNT * SHAPE.block_bytes}", "they know each other, and all came by NIXL"
+        assert heard(victim) == f"read {COUNT * SHAPE.block_bytes}", "all bytes of the first read came by NIXL"
         os.kill(server.pid, signal.SIGUSR1)
         assert heard(server) == "armed"
         tell(victim, "again")
-        for process in (victim, server):  # each in the middle of it
+        for process in (victim, server):  # each stops itself during the transfer
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         victim.kill()
         assert victim.wait(10) == -signal.SIGKILL
@@ -244,11 +244,11 @@ def test_a_reader_that_dies_before_it_was_answered_ends_nobody() -> None:
             assert peer.read(ask(range(COUNT), 1), buffer).outcomes == [Outcome.HIT] * COUNT
             assert_hits_are_right([Outcome.HIT] * COUNT, buffer)
         tell(server, "end")
-        assert heard(server).startswith("settled"), "nothing of the server's stays lent"
+        assert heard(server).startswith("settled"), "the server has released all pins"
         assert server.wait(20) == 0
 
 
-def test_who_wishes_to_pull_over_tcp_is_pushed_to() -> None:
+def test_mode_pull_over_tcp_becomes_push() -> None:
     with pytest.raises(InvalidArgument, match="pulling over UCX's TCP is not supported"):
         NixlOptions(transports="tcp,cuda_copy", mode="pull")
     asked = AttachFrame(host_id(), "pull", rdma=True, agent=b"agent")
@@ -259,8 +259,8 @@ def test_who_wishes_to_pull_over_tcp_is_pushed_to() -> None:
         assert choose_mode(AttachFrame(host, "pull", rdma=False, agent=b"agent"), only_tcp=False) is TransferMode.PUSH
 
 
-def test_what_could_only_be_pulled_over_ucx_tcp_is_read_over_the_connection() -> None:
-    """Both are on one host, but the kernel or their containers keep them from each other's memory: here the server lacks CMA."""
+def test_read_pull_without_cma_uses_connection() -> None:
+    """Both processes are on one host, but cannot read each other's memory: here the server lacks CMA."""
     with (
         child("serve", json.dumps({"transports": "tcp,self,sysv"}), "0") as server,
         reader(heard(server), {"mode": "pull"}) as (peer, counters),
@@ -272,7 +272,7 @@ def test_what_could_only_be_pulled_over_ucx_tcp_is_read_over_the_connection() ->
         assert counters.get("transport_nixl_bytes_received_total") == 0
 
 
-def test_a_fence_ends_the_agent_and_the_next_read_makes_another() -> None:
+def test_fence_ends_agent_and_next_read_makes_new_one() -> None:
     provider, counters = MemoryProvider(), Counters()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(2))
@@ -286,7 +286,7 @@ def test_a_fence_ends_the_agent_and_the_next_read_makes_another() -> None:
         descriptors = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             reading.fence(reading.epoch)
-            assert len(os.listdir("/proc/self/fd")) < descriptors, "the agent's descriptors have gone with it"
+            assert len(os.listdir("/proc/self/fd")) < descriptors, "the end of the agent closes its descriptors"
             assert peer.read(ask(range(2), 1), dense(2, SHAPE)).outcomes == [Outcome.HIT] * 2
         assert len(os.listdir("/proc/self/fd")) <= descriptors
         assert counters.get("transport_nixl_agents_total") == 4
@@ -299,7 +299,7 @@ def test_a_fence_ends_the_agent_and_the_next_read_makes_another() -> None:
         provider.settle()
 
 
-def test_without_nixl_reads_go_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_nixl_not_installed_uses_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_nixl",))
     port = NixlAgent(NixlOptions())
     with pytest.raises(Unsupported):
@@ -319,7 +319,7 @@ def test_without_nixl_reads_go_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None
         server.stop()
 
 
-def test_service_level_and_devices_reach_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_service_level_and_devices_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "has_rdma", lambda: True)
     found = nixl_agent.environment(NixlOptions(service_level=3, devices="mlx5_0:1", transports="rc,cuda_copy"))
     assert found["UCX_IB_SL"] == "3"
@@ -329,7 +329,7 @@ def test_service_level_and_devices_reach_ucx(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def answered(wire: socket.socket, frame: bytes) -> tuple[frames.FrameKind, bytes]:
-    """A frame's answer, and what it says."""
+    """Send a frame; return kind and header of the answer."""
     wire.sendall(frame)
     with wire.makefile("rb") as said:
         head = frames.decode_head(said.read(frames.HEAD_BYTES))

@@ -38,8 +38,8 @@ class TestTcp(TransportSuite):
         return TcpPeer(served.address, ticket=ticket, streams=self.streams, cores=2 * self.streams, tls=self.client_tls)
 
 
-def test_writes_layer_by_layer_are_bounded_by_themselves() -> None:
-    """One more than there is room for waits for one that ends, no longer than its deadline."""
+def test_layer_writes_beyond_limit_wait_for_free_one() -> None:
+    """A layer-wise write above the limit waits until another one ends, but no longer than its deadline."""
     shape, provider = BlockShape(1, 100), MemoryProvider()
     provider.declare(NAMESPACE, shape)
     server = TcpServer(provider)
@@ -67,8 +67,8 @@ class TestTls(TestTcp):
         cls.client_tls = PeerTls.of(files.client())
 
 
-def test_strangers_do_not_get_past_tls(tmp_path: Path) -> None:
-    """Neither side talks to one that its own authority does not vouch for, nor to one that does not speak TLS."""
+def test_tls_untrusted_peers_are_refused(tmp_path: Path) -> None:
+    """Both sides refuse peers whose certificate their authority did not sign, and peers without TLS."""
     ours, theirs = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "theirs")
     shape = BlockShape(1, 100)
     provider, counters = MemoryProvider(), Counters()
@@ -76,15 +76,15 @@ def test_strangers_do_not_get_past_tls(tmp_path: Path) -> None:
     server = TcpServer(provider, tls=server_context(ours.server()), counters=counters)
     server.start()
     try:
-        strangers = {
+        untrusted = {
             "another authority": replace(ours.client(), ca=theirs.ca),
             "no certificate": TlsConfig(ca=ours.ca, server_name=SERVER_NAME),
             "a foreign certificate": replace(ours.client(), cert=theirs.cert, key=theirs.key),
             "another name": ours.client("elsewhere.example"),
-            "no name, dialled by address": ours.client(None),
+            "no name, connected by address": ours.client(None),
             "clear text": None,
         }
-        for config in strangers.values():
+        for config in untrusted.values():
             peer = TcpPeer(server.address, tls=PeerTls.of(config))
             with pytest.raises(Unavailable):
                 peer.read(ask([1], 1), dense(1, shape))
@@ -98,7 +98,7 @@ def test_strangers_do_not_get_past_tls(tmp_path: Path) -> None:
     assert counters.snapshot()["transport_tls_failures_total"] >= 3
 
 
-def test_unusable_tls_files_are_told(tmp_path: Path) -> None:
+def test_tls_unusable_files_are_refused(tmp_path: Path) -> None:
     files = make_certificates(tmp_path)
     with pytest.raises(InvalidArgument):
         server_context(TlsConfig())

@@ -51,7 +51,7 @@ def tos_of(sock: socket.socket) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_marks(family: socket.AddressFamily) -> None:
+def test_mark_sets_dscp_and_priority(family: socket.AddressFamily) -> None:
     with socket.socket(family) as sock:
         before = tos_of(sock)
         assert mark(sock, 0)
@@ -62,7 +62,7 @@ def test_marks(family: socket.AddressFamily) -> None:
         assert tos_of(sock) == (0xFC, 2)
 
 
-def test_a_refused_mark_is_counted() -> None:
+def test_mark_refused_is_counted() -> None:
     counters = Counters()
     sock = socket.socket()
     sock.close()
@@ -74,13 +74,13 @@ def test_a_refused_mark_is_counted() -> None:
     "wrong",
     [{"dscp": 64}, {"dscp": -1}, {"cap_bytes_per_s": -1}],
 )
-def test_impossible_classes_of_traffic(wrong: dict[str, int]) -> None:
+def test_traffic_class_out_of_bounds_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument):
         TrafficClass(**wrong)
 
 
-class Watched(KvTraffic):
-    """Remembers the sockets that went through."""
+class RecordingTraffic(KvTraffic):
+    """Records the sockets that passed through ``limited``."""
 
     def __init__(self, settings: TrafficClass) -> None:
         self.counters = Counters()
@@ -115,12 +115,12 @@ def read(peer: TcpPeer, keys: list[BlockKey], deadline_s: float = 30.0) -> list[
     return peer.read(ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + deadline_s), room).outcomes
 
 
-def test_both_ends_are_marked_and_the_cap_is_kept() -> None:
-    serves, reads = Watched(TrafficClass(CS1, cap_bytes_per_s=40_000_000)), Watched(TrafficClass(10))
+def test_cap_of_sender_limits_read_and_marks_sockets() -> None:
+    serves, reads = RecordingTraffic(TrafficClass(CS1, cap_bytes_per_s=40_000_000)), RecordingTraffic(TrafficClass(10))
     with connected(serves, reads) as (peer, keys):
         begin_s = time.monotonic()
         assert read(peer, keys) == [Outcome.HIT] * len(keys)
-        # the least that physics and the cap allow, less what may go at once: never more of a claim on time
+        # only a lower bound that the cap implies, minus the allowed bursts
         assert time.monotonic() - begin_s >= len(keys) * SHAPE.block_bytes / 40e6 - 10 * BURST_S
         assert serves.seen.acquire(timeout=5)
         assert [tos_of(sock) for sock in serves.sockets] == [(0x20, 2)]
@@ -130,23 +130,23 @@ def test_both_ends_are_marked_and_the_cap_is_kept() -> None:
         assert reads.rates == (None, None)
 
 
-def test_a_reader_caps_what_it_is_sent() -> None:
-    serves, reads = Watched(TrafficClass()), Watched(TrafficClass(CS1, cap_bytes_per_s=40_000_000))
+def test_cap_of_reader_limits_read() -> None:
+    serves, reads = RecordingTraffic(TrafficClass()), RecordingTraffic(TrafficClass(CS1, cap_bytes_per_s=40_000_000))
     with connected(serves, reads) as (peer, keys):
         begin_s = time.monotonic()
         assert read(peer, keys) == [Outcome.HIT] * len(keys)
         assert time.monotonic() - begin_s >= len(keys) * SHAPE.block_bytes / 40e6 - 10 * BURST_S
 
 
-def test_no_room_under_the_cap_before_the_deadline_is_a_late_block_and_no_error() -> None:
-    serves, reads = Watched(TrafficClass()), Watched(TrafficClass(CS1, cap_bytes_per_s=100_000))
+def test_cap_too_low_for_deadline_is_timeout_outcome() -> None:
+    serves, reads = RecordingTraffic(TrafficClass()), RecordingTraffic(TrafficClass(CS1, cap_bytes_per_s=100_000))
     with connected(serves, reads) as (peer, keys):
         outcomes = read(peer, keys, deadline_s=0.3)
         assert outcomes.count(Outcome.HIT) < len(keys)
         assert set(outcomes) <= {Outcome.HIT, Outcome.TIMEOUT, Outcome.UNAVAILABLE}
 
 
-def test_a_cap_is_changed_under_way_by_whoever_knows_the_one_there_is() -> None:
+def test_change_cap_requires_expected_cap() -> None:
     traffic = KvTraffic(TrafficClass(8, 1000), Counters())
     assert traffic.cap_bytes_per_s == 1000
     with pytest.raises(Conflict):
@@ -164,7 +164,7 @@ def test_a_cap_is_changed_under_way_by_whoever_knows_the_one_there_is() -> None:
         without.change_cap(1000)
 
 
-def test_without_cap_a_wire_is_left_as_it_is_and_other_networks_are_not_capped() -> None:
+def test_limited_wraps_only_capped_networks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as dialled:
         plain = PlainWire(dialled)
         assert KvTraffic(TrafficClass(), Counters()).limited(plain, dialled) is plain
@@ -177,7 +177,7 @@ BOOKINGS = st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0, 0.1)), min_s
 
 
 @given(BOOKINGS, st.floats(1e4, 1e9))
-def test_no_window_holds_more_than_the_rate_and_one_burst(bookings: list[tuple[int, float]], rate: float) -> None:
+def test_schedule_window_is_within_rate_and_burst(bookings: list[tuple[int, float]], rate: float) -> None:
     line = RateSchedule(rate)
     now_s, moved = 0.0, []
     for size, pause_s in bookings:
@@ -187,32 +187,32 @@ def test_no_window_holds_more_than_the_rate_and_one_burst(bookings: list[tuple[i
     for first in range(len(moved)):
         total = 0
         for at_s, size in moved[first:]:
-            # what was begun by now, without the piece that begins now
+            # bytes begun before now, without the piece that begins now
             assert total <= (at_s - moved[first][0] + BURST_S) * rate * (1 + 1e-9) + 1
             total += size
 
 
 @given(st.lists(st.tuples(st.floats(PIECE_S, 0.1), st.floats(0, 1)), min_size=1, max_size=50), st.floats(1e7, 1e9))
-def test_whoever_always_has_work_gets_the_whole_rate(bookings: list[tuple[float, float]], rate: float) -> None:
+def test_schedule_busy_caller_gets_whole_rate(bookings: list[tuple[float, float]], rate: float) -> None:
     line = RateSchedule(rate)
     now_s, total = 0.0, 0
     for piece_s, late in bookings:
         size = math.ceil(piece_s * rate)
         total += size
-        # a wake-up that is late by less than a piece takes loses nothing
+        # a wake-up that is late by less than one piece loses no bandwidth
         now_s = max(now_s, line.book(size, now_s)) + late * PIECE_S
     assert line.free_s <= total / rate + 1e-6
 
 
 @given(st.floats(1, 1e12))
-def test_pieces_are_neither_tiny_nor_long(rate: float) -> None:
+def test_limiter_piece_size_is_bounded(rate: float) -> None:
     limiter = RateLimiter(rate, Counters())
     assert MIN_PIECE_BYTES <= limiter.piece_bytes <= MAX_PIECE_BYTES
     limiter.rate = None
     assert limiter.piece_bytes > MAX_PIECE_BYTES
 
 
-def test_small_messages_pass_but_count() -> None:
+def test_limiter_small_messages_are_booked_without_wait() -> None:
     limiter = RateLimiter(1_000.0, Counters())
     for _ in range(100):
         limiter.acquire(100, time.monotonic() - 1)
@@ -223,7 +223,7 @@ def test_small_messages_pass_but_count() -> None:
 
 
 @given(st.lists(st.integers(0, 300_000), min_size=1, max_size=30), st.floats(1e9, 1e11))
-def test_a_paced_wire_changes_no_byte(sizes: list[int], rate: float) -> None:
+def test_limited_wire_moves_bytes_unchanged(sizes: list[int], rate: float) -> None:
     near, far = socket.socketpair()
     limiter = RateLimiter(rate, Counters())
     data = np.random.default_rng(1).integers(0, 256, sum(sizes), np.uint8)

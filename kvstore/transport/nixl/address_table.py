@@ -69,7 +69,7 @@ def paired_rows(ours: AddressTable, theirs: AddressTable, layers: int) -> tuple[
 def address_table_of(layout: Layout, count: int, first_layer: int, layer_count: int) -> AddressTable | None:
     """Return the table of layers ``[first_layer, first_layer + layer_count)`` of the first ``count`` blocks of a buffer.
 
-    None: the buffer has no constant layer stride.
+    None: the layer stride of the buffer is not constant.
     """
     size = layout.shape.layer_block_bytes
     addresses, lengths = layout.addresses(np.arange(count, dtype=np.int64), first_layer, layer_count)

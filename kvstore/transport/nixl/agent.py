@@ -191,7 +191,7 @@ class NixlAgent:
         self._regions = list(regions)
         self._counters = counters if counters is not None else Counters()
         self._lock = threading.Lock()
-        self._agent: Any = None  # NIXL has no types
+        self._agent: Any = None  # NIXL is untyped
         self._agent_metadata = b""
         self._epoch = 0
         self._closed = False
@@ -245,7 +245,7 @@ class NixlAgent:
             self._closed = True
             self._end_agent()
 
-    def _open_agent(self) -> Any:  # noqa: ANN401 - NIXL has no types
+    def _open_agent(self) -> Any:  # noqa: ANN401 - NIXL is untyped
         if self._closed:
             raise Unsupported("the NIXL agent is closed")
         if self._agent is None:
@@ -253,7 +253,7 @@ class NixlAgent:
             self._counters.add("transport_nixl_agents_total")
         return self._agent
 
-    def _create_agent(self) -> Any:  # noqa: ANN401 - NIXL has no types
+    def _create_agent(self) -> Any:  # noqa: ANN401 - NIXL is untyped
         for key, value in environment(self.options).items():
             os.environ.setdefault(key, value)
         # the environment variable would override the agent's setting
@@ -294,9 +294,9 @@ class NixlAgent:
     def _end_agent(self) -> None:
         """End the agent, by dropping the only reference to it. The caller holds the lock, so no other thread uses the agent.
 
-        An exception keeps the frames that it passed through, and what these reference, while it is being handled, and the caller
-        of ``fence`` may be handling one. Therefore NIXL's exceptions are never raised on, and no frame that raises references the
-        agent or a transfer.
+        An exception keeps the frames that it passed through, and all that these reference, while it is being handled, and the
+        caller of ``fence`` may be handling one. Therefore NIXL's exceptions are never raised on, and no frame that raises
+        references the agent or a transfer.
         """
         for handle in self._transfers.values():
             _release(handle)
@@ -317,7 +317,7 @@ class NixlAgent:
     # ---------------------------------------------------------------- memory
 
     def covers(self, extent: tuple[int, int]) -> bool:
-        """Return whether ``[begin, end)`` lies within a permanently registered region."""
+        """Return whether ``[begin, end)`` is inside a permanently registered region."""
         begin, end = extent
         return any(region.address <= begin and end <= region.address + region.size for region in self._regions)
 
@@ -482,7 +482,7 @@ class NixlAgent:
             raise OneSidedFailed("a fence ended the NIXL agent")
 
 
-def load() -> Any:  # noqa: ANN401 - NIXL has no types
+def load() -> Any:  # noqa: ANN401 - NIXL is untyped
     """Import NIXL's Python interface, for CUDA 12 or 13.
 
     Raises:
@@ -497,7 +497,7 @@ def load() -> Any:  # noqa: ANN401 - NIXL has no types
     raise Unsupported("NIXL is not installed: pip install 'kvstore-dualpath[nixl-cu12]'", tried="; ".join(problems))
 
 
-def _release(handle: Any) -> None:  # noqa: ANN401 - NIXL has no types
+def _release(handle: Any) -> None:  # noqa: ANN401 - NIXL is untyped
     try:
         handle.release()
     except Exception as error:  # noqa: BLE001 - NIXL's errors share no base class; the end of the agent ends the transfer

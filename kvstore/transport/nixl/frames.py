@@ -32,7 +32,7 @@ _PLACED = struct.Struct("<IQI")  # bytes of the DATA header, bytes moved, TAKEN 
 
 
 class TransferMode(IntEnum):
-    """Who moves the bytes of a read."""
+    """The side that moves the bytes of a read."""
 
     PULL = 1
     """The reader reads the server's memory; the server's CPU does nothing."""
@@ -56,7 +56,7 @@ class AttachFrame:
 
 @dataclass(frozen=True, slots=True)
 class FetchFrame:
-    """A FETCH. ``destination``: where its layers go, one address per key; None if the reader pulls."""
+    """A FETCH. ``destination``: address of the destination of each key; None if the reader pulls."""
 
     read: ReadFrame
     destination: AddressTable | None

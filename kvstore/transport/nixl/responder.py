@@ -47,7 +47,7 @@ limited = LimitedLog(log)
 CHUNK_BYTES = 8 << 20
 """Target size of a chunk. The reader verifies one chunk while the next is transferred."""
 AHEAD = 2
-"""Maximum chunks that are being written or lie in bounce memory."""
+"""Maximum chunks that are being written or are in bounce memory."""
 _PROGRESS_INTERVAL_S = 1e-3
 """Polling interval while a reader pulls. The reader needs progress on this side only to connect."""
 SERVING_AGENT = re.compile(r".*-serves-[0-9a-f]{32}")

@@ -4,8 +4,8 @@ Both directions are limited. A sender waits before it hands bytes to the kernel.
 fills its receive buffer, so that TCP slows the sender down. Only a receiver can limit what several senders send to it together.
 
 Bytes move in pieces of about a millisecond of the rate. Each piece is booked on one schedule for all connections, first come,
-first served, so that busy connections take turns. Whoever must wait sleeps once, until its piece is due. A late wake-up costs no
-bandwidth, because the schedule does not shift with it.
+first served, so that busy connections take turns. A thread that must wait sleeps once, until its piece is due. A late wake-up
+costs no bandwidth, because the schedule does not shift with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIECE_S = 0.001
 MIN_PIECE_BYTES = 16 << 10
 MAX_PIECE_BYTES = 1 << 20
 SMALL_BYTES = 4 << 10
-"""Messages below this size are booked but do not wait, so that the request for a read is not stuck behind a load."""
+"""Messages below this size are booked but do not wait, so that the request for a read does not wait for the bytes of a load."""
 BURST_S = 0.002
 """Seconds of rate that an idle schedule saves up. Covers late wake-ups, and bounds the burst after a pause."""
 
@@ -69,7 +69,7 @@ class RateLimiter:
 
     @property
     def booked_bytes(self) -> int:
-        """Bytes booked so far."""
+        """Total of booked bytes."""
         return self._booked
 
     @property

@@ -33,7 +33,7 @@ def mark(sock: socket.socket, dscp: int) -> bool:
     level, option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if six else (socket.IPPROTO_IP, socket.IP_TOS)
     try:
         sock.setsockopt(level, option, dscp << 2)
-        # after the TOS, from which the kernel would derive a priority of its own
+        # after the TOS, from which the kernel would derive another priority
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK_PRIORITY)
     except OSError:
         return False

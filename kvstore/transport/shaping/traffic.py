@@ -70,7 +70,7 @@ class KvTraffic:
             log.debug("kernel refused the DSCP mark of a data connection")
 
     def limited(self, wire: Wire, sock: socket.socket) -> Wire:
-        """Return the wire to use for a connected socket: capped if it lies on the capped network, else ``wire`` itself."""
+        """Return the wire to use for a connected socket: capped if the socket uses the capped network, else ``wire`` itself."""
         if not self._has_limit or sock.getsockname()[0] in self._uncapped:
             return wire
         return RateLimitedWire(wire, self._sends, self._receives)

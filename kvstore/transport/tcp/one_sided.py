@@ -1,4 +1,4 @@
-"""What a one-sided transport (NIXL) adds to a server connection: the server side of ATTACH and FETCH."""
+"""Interface between a server connection and a one-sided transport (NIXL): the server side of ATTACH and FETCH."""
 
 from __future__ import annotations
 

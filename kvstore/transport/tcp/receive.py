@@ -22,7 +22,7 @@ SEGMENT_BYTES = 192 << 10
 Measured: with 32 KiB the calls cost more than the cache saves; with 1 MiB hashing takes half as long again."""
 SENT_SEGMENT_BYTES = 1 << 20
 """Hashed and then sent at once: hashing leaves the segment in the second-level cache, from which the kernel copies it. Measured:
-with 128 KiB a write takes a tenth longer."""
+with 128 KiB a write is a tenth slower."""
 SEGMENTS_AHEAD = 3
 """Segments that a sender hashes while it waits for the grant: about as long as the grant takes on loopback."""
 UNVERIFIED_SEGMENT_BYTES = 4 << 20

@@ -1,6 +1,6 @@
 """The data-plane server: sends blocks directly from a provider's views, and receives blocks directly into granted slots.
 
-One thread accepts connections, and each connection has a thread of its own (at most ``max_connections``), which moves bytes in
+One thread accepts connections, and each connection has its own thread (at most ``max_connections``), which moves bytes in
 long system calls without the interpreter lock. A peer cannot hold pins or slots for longer than the deadline of its request (at
 most ``max_request_s``), or for longer than ``stall_timeout_s`` without progress. However a connection ends, parts are released
 and grants are committed or aborted exactly once.
@@ -49,7 +49,7 @@ class TcpServer:
 
     Args:
         provider: source and destination of blocks.
-        listen: ``host:port``; port 0 takes a free port (see ``address``).
+        listen: ``host:port``; port 0 selects a free port (see ``address``).
         authority: verifies tickets. None: every client may access every namespace.
         tls: server-side context. None: clear text.
         counters: counts events.
@@ -57,7 +57,7 @@ class TcpServer:
         handshake_timeout_s: timeout for TLS and HELLO of a new connection.
         idle_timeout_s: maximum time between requests.
         stall_timeout_s: maximum time without progress during a request.
-        max_request_s: maximum time of a request, whatever its deadline.
+        max_request_s: maximum time of a request, even if its deadline is later.
         socket_buffer_bytes: fixed size of socket buffers. None: chosen by the kernel.
         traffic: marks and caps the sockets. None: unmarked and uncapped.
         one_sided: makes the responder for readers that request one-sided transfers. None: payload goes over the connections.

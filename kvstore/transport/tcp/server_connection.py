@@ -58,7 +58,7 @@ class ServerTimeouts:
     stall_s: float
     """Maximum time without progress during a request."""
     request_s: float
-    """Maximum time of one request, whatever its deadline."""
+    """Maximum time of one request, even if its deadline is later."""
 
 
 class ServerConnection:

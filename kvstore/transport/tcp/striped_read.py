@@ -265,7 +265,7 @@ class StripedRead:
         )
 
     def _reported_hits(self, these: slice) -> npt.NDArray[np.bool_]:
-        """Return which blocks the peer has reported as hits so far."""
+        """Return which blocks the peer has already reported as hits."""
         codes = self._outcomes[these]
         found: npt.NDArray[np.bool_] = (codes == Outcome.HIT) | (codes == Outcome.CORRUPT)
         return found
