@@ -22,8 +22,8 @@ from kvstore.core.buffers import DenseBlocks
 from kvstore.core.checksum import block_checksums
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 from peers.sockets import Sockets
 
 NAMESPACE = NamespaceId(b"data-plane-bench")

@@ -24,10 +24,11 @@ from kvstore.core.errors import Unsupported
 from kvstore.core.types import BlockShape, Outcome
 from kvstore.observe.counters import Counters
 from kvstore.transport.contract import ReadRequest
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Region
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlOptions, NixlPort, Region
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.nixl.responder import NixlResponder
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 from peers.bare_nixl import BareNixl, Way, address_of
 
 
@@ -43,10 +44,10 @@ class NixlPlane:
         assert self._server.stdout is not None
         address = self._server.stdout.readline().strip()
         self.counters = Counters()
-        options = NixlOptions(transports=transports, wish=way)
+        options = NixlOptions(transports=transports, mode=way)
         self._ports = [
-            NixlPort(options, name="registered", regions=[Region(address_of(memory), memory.nbytes)]),
-            NixlPort(options, name="unregistered"),
+            NixlAgent(options, name="registered", regions=[Region(address_of(memory), memory.nbytes)]),
+            NixlAgent(options, name="unregistered"),
         ]
         self._registered, self._unregistered = (NixlPeer(address, port, counters=self.counters) for port in self._ports)
         self._tcp = TcpPeer(address)
@@ -81,8 +82,8 @@ class NixlPlane:
 def serve(count: int, shape: BlockShape, transports: str) -> None:
     """Server process: prints its address, serves until its stdin ends."""
     provider = ArrayProvider(count, shape)
-    port = NixlPort(NixlOptions(transports=transports), regions=[Region(address_of(provider.blocks), provider.blocks.nbytes)])
-    server = TcpServer(provider, nixl=port)
+    port = NixlAgent(NixlOptions(transports=transports), regions=[Region(address_of(provider.blocks), provider.blocks.nbytes)])
+    server = TcpServer(provider, one_sided=partial(NixlResponder, port))
     server.start()
     print(server.address, flush=True)
     sys.stdin.read()
@@ -130,7 +131,7 @@ def main() -> None:
         return
     options = harness.options("nixl_transport", __doc__)
     try:
-        NixlPort(NixlOptions()).open()
+        NixlAgent(NixlOptions()).open()
     except Unsupported as error:
         print(f"left out: {error}", file=sys.stderr)
         return

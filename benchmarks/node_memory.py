@@ -144,7 +144,12 @@ def measure_churned(options: Options, folder: Path, blocks: int) -> None:
 
 def keep(options: Options, name: str, title: str, state: str, value: float, blocks: int, bound: float | None = None) -> None:
     """The record of one figure."""
-    parameters = {"state": state, "blocks": blocks, "layers": LAYERS, "chain_blocks": CHAIN_BLOCKS}
+    parameters: dict[str, str | int | float | bool] = {
+        "state": state,
+        "blocks": blocks,
+        "layers": LAYERS,
+        "chain_blocks": CHAIN_BLOCKS,
+    }
     target = None if bound is None else Target("value", bound)
     options.keep(Figure(name, title, parameters, "bytes", lower_is_better=True), [value], target=target)
 

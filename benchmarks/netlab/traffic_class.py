@@ -3,7 +3,7 @@
 KV is the store's own: an engine on the prefill host loads, again and again, blocks that lie in the decode host's DRAM; its node
 fetches them over the compute network and keeps none. Beside it a flow goes to and fro between the same hosts, a message every
 millisecond, each answered, as small collectives are. The link is in turn left alone, given a class in the hosts' and the switch's
-queues for the mark that KV bears, or left alone while the nodes cap KV or yield. All daemons of all cases run at once, on the
+queues for the mark that KV bears, or left alone while the nodes cap KV. All daemons of all cases run at once, on the
 same hosts; those of one case work at a time.
 """
 
@@ -79,7 +79,6 @@ def cases(mbit: float) -> tuple[Case, ...]:
         Case("nothing", {"kv_dscp": "0"}),
         Case("class", {"kv_dscp": str(DSCP)}, classified=True),
         Case("cap", {"kv_dscp": str(DSCP), "compute_cap": str(int(link * CAP_SHARE))}),
-        Case("yield", {"kv_dscp": str(DSCP), "compute_yield": "true", "compute_bandwidth": str(link)}),
     )
 
 
@@ -298,7 +297,7 @@ def ping(ip: str, port: int, seconds: float) -> None:
 def measure(options: Options, mbit: float) -> None:
     """All cases in turn, as often as asked for."""
     seconds = options.pick(full=1.5, quick=1.0, smoke=0.5)
-    chosen = cases(mbit)[: options.pick(full=4, quick=4, smoke=2)]
+    chosen = cases(mbit)[: options.pick(full=3, quick=3, smoke=2)]
     seen: dict[str, list[Seen]] = {"alone": [], **{case.name: [] for case in chosen}}
     with TrafficBed(mbit, chosen) as bed:
         names = list(seen)

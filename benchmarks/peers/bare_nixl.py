@@ -17,9 +17,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from kvstore.transport.arrival import LayerHasher
-from kvstore.transport.nixl.landing import Rows, row_after_row
-from kvstore.transport.nixl.port import WAIT_S, NixlOptions, NixlPort, Region
+from kvstore.transport.layer_hasher import LayerHasher
+from kvstore.transport.nixl.address_table import Rows, consecutive_blocks
+from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, NixlOptions, Region
 
 BATCH_BYTES = 64 << 20
 """Descriptors handed to NIXL at once: larger batches are no faster."""
@@ -51,18 +51,18 @@ class BareNixl:
     def __init__(self, memory: np.ndarray, block_bytes: int, transports: str, way: Way) -> None:
         self._way = way
         self._memory = memory
-        self._port = NixlPort(
+        self._port = NixlAgent(
             NixlOptions(transports=transports), name="bare", regions=[Region(address_of(memory), memory.nbytes)]
         )
         self._epoch, metadata = self._port.metadata()
         command = [sys.executable, __file__, str(memory.nbytes), str(block_bytes), transports or "auto"]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         count = memory.nbytes // block_bytes
-        self._ours = row_after_row(address_of(memory), count, 1, block_bytes).rows(1, whole=True)
+        self._ours = consecutive_blocks(address_of(memory), count, 1, block_bytes).rows(1, contiguous=True)
         self._say({"agent": base64.b64encode(metadata).decode(), "address": address_of(memory)})
         told = self._hear()
-        self._theirs = row_after_row(told["address"], count, 1, block_bytes).rows(1, whole=True)
-        self._name = self._port.meet(self._epoch, base64.b64decode(told["agent"]))
+        self._theirs = consecutive_blocks(told["address"], count, 1, block_bytes).rows(1, contiguous=True)
+        self._name = self._port.add_remote(self._epoch, base64.b64decode(told["agent"]))
         self._batch = max(1, BATCH_BYTES // block_bytes)
 
     def load(self, layer_bytes: int = 0) -> None:
@@ -118,26 +118,26 @@ class BareNixl:
 
 
 def move(
-    port: NixlPort, epoch: int, operation: Literal["READ", "WRITE"], ours: Rows, theirs: Rows, name: str, batch: int
+    port: NixlAgent, epoch: int, operation: Literal["READ", "WRITE"], ours: Rows, theirs: Rows, name: str, batch: int
 ) -> None:
     """Batch after batch. Between two looks it sleeps as the store does: on two cores a loop that spins is half as fast."""
     for start in range(0, len(ours), batch):
         transfer = port.start(epoch, operation, ours[start : start + batch], theirs[start : start + batch], name)
-        while transfer is not None and not port.done(transfer):
+        while transfer is not None and not port.is_done(transfer):
             time.sleep(WAIT_S)
 
 
 def serve(total: int, block_bytes: int, transports: str) -> None:
     """The child: holds bytes, moves them or helps to, until its stdin ends."""
     memory = np.random.default_rng(1).integers(0, 256, total, np.uint8)
-    port = NixlPort(NixlOptions(transports=transports), name="bare-child", regions=[Region(address_of(memory), total)])
+    port = NixlAgent(NixlOptions(transports=transports), name="bare-child", regions=[Region(address_of(memory), total)])
     epoch, metadata = port.metadata()
     orders = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115 - a line in a buffer is not seen by select
     told = json.loads(orders.readline())
-    name = port.meet(epoch, base64.b64decode(told["agent"]))
+    name = port.add_remote(epoch, base64.b64decode(told["agent"]))
     count = total // block_bytes
-    ours = row_after_row(address_of(memory), count, 1, block_bytes).rows(1, whole=True)
-    theirs = row_after_row(told["address"], count, 1, block_bytes).rows(1, whole=True)
+    ours = consecutive_blocks(address_of(memory), count, 1, block_bytes).rows(1, contiguous=True)
+    theirs = consecutive_blocks(told["address"], count, 1, block_bytes).rows(1, contiguous=True)
     print(json.dumps({"agent": base64.b64encode(metadata).decode(), "address": address_of(memory)}), flush=True)
     for line in orders:
         do = json.loads(line)["do"]

@@ -33,7 +33,7 @@ from kvclient.tally import Tally
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, Outcome, Tier
-from kvstore.transport.contract import LayerProgress, ReadRequest, ReadWatch
+from kvstore.transport.contract import LayerProgress, ReadControl, ReadRequest
 
 Positions = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
@@ -225,7 +225,7 @@ class Load:
         """Reads some blocks from one node, in one go: between two reads the wire would run dry. A cancellation ends it."""
         tally, core = self._tally, self._core
         number = tally.node_number(node.node_id)
-        watch = ReadWatch()
+        control = ReadControl()
         try:
             request = ReadRequest(
                 core.namespace,
@@ -235,13 +235,13 @@ class Load:
                 core.options.layer_group if self._board is not None else 0,
                 deadline_s,
             )
-            with self._operation.on_cancel(watch.end):
+            with self._operation.on_cancel(control.cancel):
                 result = core.peers.peer(node).read(
                     request,
                     pick_blocks(self._buffer, positions),
                     verify=self._verify != "never",
                     on_layers=self._progress(positions, may_retry),
-                    watch=watch,
+                    control=control,
                 )
             outcomes = np.array(result.outcomes, np.uint8)
             outcomes[outcomes == Outcome.TIMEOUT] = Outcome.UNAVAILABLE  # TIMEOUT in the end, if nobody else brings it

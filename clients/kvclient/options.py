@@ -10,9 +10,9 @@ from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
 from kvstore.rpc.tokens import Shown
-from kvstore.transport.marking import CS1
-from kvstore.transport.nixl.port import NEEDS_TRUST, NixlOptions
-from kvstore.transport.traffic import TrafficClass
+from kvstore.transport.nixl.agent import NEEDS_TRUST, NixlOptions
+from kvstore.transport.shaping.socket_marking import CS1
+from kvstore.transport.shaping.traffic import TrafficClass
 
 Verify = Literal["auto", "always", "never"]
 """When the client itself checks checksums of what it loads.
@@ -56,8 +56,6 @@ class ClientOptions:
         tcp_streams: connections to each node.
         kv_dscp: mark of KV traffic (DSCP), 0 to 63; 8 is CS1, a low class; 0: unmarked.
         compute_cap: the most bytes a second that this process's client moves to and from other hosts, each direction; 0: no cap.
-        compute_yield: make way for other traffic on the link to other hosts, and never fill it; needs a mark.
-        compute_bandwidth: bytes a second of that link, for ``compute_yield``; 0: as the NIC's driver says.
         nixl: bytes from nodes that have it by one-sided transfers, where there is no TLS and no cap; None: over TCP.
         nixl_trusted_network: needed for ``nixl``: whoever reaches this process's ports may read and write its memory and end it.
         breaker_failures: unanswered calls in a row after which calls to the metadata server fail at once.
@@ -95,8 +93,6 @@ class ClientOptions:
     tcp_streams: int = 4
     kv_dscp: int = CS1
     compute_cap: int = 0
-    compute_yield: bool = False
-    compute_bandwidth: int = 0
     nixl: NixlOptions | None = None
     nixl_trusted_network: bool = False
     breaker_failures: int = 3
@@ -149,6 +145,6 @@ class ClientOptions:
         """The class of this client's KV traffic.
 
         Raises:
-            InvalidArgument: ``kv_dscp``, ``compute_cap`` or ``compute_bandwidth`` is impossible.
+            InvalidArgument: ``kv_dscp`` or ``compute_cap`` is out of bounds.
         """
-        return TrafficClass(self.kv_dscp, self.compute_cap, self.compute_yield, self.compute_bandwidth)
+        return TrafficClass(self.kv_dscp, self.compute_cap)

@@ -24,11 +24,11 @@ from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.liveness import LivenessMonitor
+from kvstore.transport.nixl.agent import NixlAgent
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlPort
-from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.shaping.traffic import KvTraffic
+from kvstore.transport.tcp.peer import TcpPeer
 from kvstore.transport.tls import PeerTls
-from kvstore.transport.traffic import KvTraffic
 
 _Result = TypeVar("_Result")
 
@@ -58,7 +58,7 @@ class PeerPool:
         if nixl is not None and tls is not None:
             nixl = None
             incidents.report("transport_nixl_unavailable_total", "blocks move over TCP: NIXL has no TLS, and TLS is set")
-        self._nixl = None if nixl is None else NixlPort(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
+        self._nixl = None if nixl is None else NixlAgent(nixl, name=f"{options.client_name}-reads", counters=incidents.counters)
 
     def peer(self, node: NodeRef) -> BlockPeer:
         """The peer to move blocks with; connects when first used.
@@ -121,7 +121,7 @@ class PeerPool:
             answer = call_cancellable(stub.IssueTicket, self._ticket_request, _TICKET_TIMEOUT_S, server.waiting, retry)
             return bytes(answer.ticket)
 
-        make = TcpPeer if self._nixl is None else partial(NixlPeer, port=self._nixl)
+        make = TcpPeer if self._nixl is None else partial(NixlPeer, agent=self._nixl)
         peer = make(
             node.data_address,
             ticket=ticket,
@@ -155,7 +155,6 @@ class PeerPool:
             readers.shutdown(wait=True)
         if self._nixl is not None:
             self._nixl.close()
-        self._traffic.close()
 
 
 def _close(entry: tuple[BlockPeer, grpc.Channel]) -> None:

@@ -34,7 +34,7 @@ from kvstore.core.types import KEY_BYTES, BlockKey, Outcome, Tier
 from kvstore.observe.context import outgoing
 from kvstore.rpc.codec import unpack_u64
 from kvstore.rpc.errors import FailedCall, from_rpc_error
-from kvstore.transport.contract import ReadRequest, ReadWatch
+from kvstore.transport.contract import ReadControl, ReadRequest
 from kvstore.transport.liveness import WatchedServer
 
 Positions = npt.NDArray[np.intp]
@@ -362,7 +362,7 @@ class RemotePart(StagedPart):
         super().__init__(wanted, positions, path, node.node_id, layer_group, stall_s)
         self._node = node
         self._opened: Stage | None = None
-        self._watch: ReadWatch | None = None
+        self._control: ReadControl | None = None
         self._heard = 0
 
     def run(self) -> None:
@@ -392,16 +392,16 @@ class RemotePart(StagedPart):
         self._end_read()
 
     def still_for(self, now_s: float) -> float:
-        watch = self._watch
-        if watch is not None and watch.bytes_heard != self._heard:  # a large read moves long before it is done
-            self._heard, self.moved_s = watch.bytes_heard, now_s
+        control = self._control
+        if control is not None and control.bytes_received != self._heard:  # a large read moves long before it is done
+            self._heard, self.moved_s = control.bytes_received, now_s
         return super().still_for(now_s)
 
     def _end_read(self) -> None:
         with self._lock:
-            watch = self._watch
-        if watch is not None:
-            watch.end()
+            control = self._control
+        if control is not None:
+            control.cancel()
 
     @property
     def _stage(self) -> Stage:
@@ -431,14 +431,14 @@ class RemotePart(StagedPart):
         deadline_s = min(wanted.operation.deadline_s, core.clock.now_s() + self._stall_s + size / SLOWEST_BYTES_PER_S)
         keys = [wanted.keys[position] for position in positions.tolist()]
         request = ReadRequest(core.namespace, keys, first_layer, layer_count, 0, deadline_s)
-        watch = ReadWatch()
+        control = ReadControl()
         with self._lock:
-            self._watch, self._heard = watch, 0
-        if self.over:  # a cancellation that came before the watch was there
-            watch.end()
-        with wanted.operation.on_cancel(watch.end):
+            self._control, self._heard = control, 0
+        if self.over:  # a cancellation that came before the control was there
+            control.cancel()
+        with wanted.operation.on_cancel(control.cancel):
             result = core.peers.peer(self._node).read(
-                request, pick_blocks(wanted.buffer, positions), verify=wanted.verify_wire, watch=watch
+                request, pick_blocks(wanted.buffer, positions), verify=wanted.verify_wire, control=control
             )
         outcomes = np.array(result.outcomes, np.uint8)
         good: npt.NDArray[np.bool_] = outcomes == Outcome.HIT

@@ -30,7 +30,7 @@ from kvstore.doctor.levels import Finding, Level
 from kvstore.doctor.local_nodes import sockets_in
 from kvstore.doctor.running import Answer, RunningMetadata, RunningNode, metadata_findings, nodes_findings
 from kvstore.rpc.address import stays_on_host
-from kvstore.transport.nixl.port import LOOPBACK
+from kvstore.transport.nixl.agent import LOOPBACK
 
 _ANSWER_S: Final = 2.0
 _MOST_NODES: Final = 8
@@ -133,11 +133,10 @@ def _certificates(config: Config) -> Iterator[WantedTls]:
 
 def _wanted_nixl(node: NodeSection) -> WantedNixl:
     listens = (node.data_listen, node.storage_listen or node.data_listen)
-    ruled_out = "tls" if tls(node.tls) is not None else "compute_cap" if node.compute_cap else None
     return WantedNixl(
         required=node.nixl == "required",
         trusted=node.nixl_trusted_network,
-        ruled_out=ruled_out or ("compute_yield" if node.compute_yield else None),
+        ruled_out="tls" if tls(node.tls) is not None else "compute_cap" if node.compute_cap else None,
         devices=node.nixl_devices or (LOOPBACK if all(map(stays_on_host, listens)) else ""),
         transports=node.nixl_transports,
     )

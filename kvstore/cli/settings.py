@@ -20,8 +20,8 @@ from kvstore.observe import tracing
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
 from kvstore.rpc.tokens import Shown
 from kvstore.transport.link_speed import LinkSpeed
-from kvstore.transport.nixl.port import NixlOptions
-from kvstore.transport.traffic import TrafficClass
+from kvstore.transport.nixl.agent import NixlOptions
+from kvstore.transport.shaping.traffic import TrafficClass
 
 _T = TypeVar("_T")
 _PASSWORD = re.compile(r"(://)[^/@\s]*@")
@@ -131,7 +131,7 @@ def node_config(config: Config, provenance: Provenance | None = None) -> NodeCon
         compute_bytes_per_s=section.compute_bandwidth,
         storage_link_bytes_per_s=_rate(storage_link(section)),
         compute_link_bytes_per_s=_rate(compute_link(section)),
-        traffic=TrafficClass(section.kv_dscp, section.compute_cap, section.compute_yield, section.compute_bandwidth),
+        traffic=TrafficClass(section.kv_dscp, section.compute_cap),
         prefill_buffer_bytes=section.prefill_buffer,
         decode_buffer_bytes=section.decode_buffer,
         keep_loaded=section.keep_loaded,
@@ -201,7 +201,7 @@ def set_up_process(config: Config, service: str) -> None:
 
 def _nixl(section: NodeSection) -> NixlOptions:
     return NixlOptions(
-        wish=section.nixl_way,
+        mode=section.nixl_way,
         service_level=section.nixl_service_level,
         devices=section.nixl_devices,
         transports=section.nixl_transports,

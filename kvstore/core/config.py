@@ -224,9 +224,6 @@ class NodeSection(Section):
         default=8, ge=0, le=63, description="mark of KV traffic (DSCP), for switches and NICs; 8 is CS1, a low class; 0: unmarked"
     )
     compute_cap: Size = Field(default=0, description="the most bytes a second of KV over the compute network; 0: no cap")
-    compute_yield: bool = Field(
-        default=False, description="KV makes way for other traffic on the compute link, and never fills it (compute_bandwidth)"
-    )
     prefill_buffer: Size = Field(default=0, description="the most that layer-wise loads may hold; 0: a quarter of the arena")
     decode_buffer: Size = Field(default=0, description="the most that awaited prompts may hold; 0: a quarter of the arena")
     keep_loaded: bool = Field(default=True, description="keep loaded and stored blocks in DRAM as a cache; no: only stage them")

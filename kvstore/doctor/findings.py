@@ -11,7 +11,7 @@ from kvstore.doctor.certificates import certificate_findings
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
 from kvstore.doctor.levels import Finding, Level, show_size, whole
 from kvstore.tiers.io_engines.probe import SLAB_FILE
-from kvstore.transport.nixl.port import LOOPBACK
+from kvstore.transport.nixl.agent import LOOPBACK
 
 NOFILE_LEAST = 8192
 TCP_BUFFER_LEAST = 4 << 20

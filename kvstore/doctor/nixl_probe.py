@@ -9,12 +9,12 @@ import json
 import sys
 
 from kvstore.core.errors import Unsupported
-from kvstore.transport.nixl.port import NixlOptions, NixlPort
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions
 
 
 def main(devices: str, transports: str) -> None:
     """Prints one JSON object. Opens an agent, with nothing of value in its memory, and ends it."""
-    port = NixlPort(NixlOptions(devices=devices, transports=transports, bounce_bytes=1 << 20), name="doctor")
+    port = NixlAgent(NixlOptions(devices=devices, transports=transports, bounce_bytes=1 << 20), name="doctor")
     why = ""
     try:
         port.open()

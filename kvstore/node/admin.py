@@ -33,7 +33,7 @@ from kvstore.observe.metrics import EVENTS, PREFIX
 from kvstore.observe.recent import SHOWN, RecentLoads
 from kvstore.rpc.codec import check_id, tier_to_proto
 from kvstore.tiers.contract import Volume
-from kvstore.transport.traffic import KvTraffic
+from kvstore.transport.shaping.traffic import KvTraffic
 
 Result = TypeVar("Result")
 Context = Any  # grpc.aio.ServicerContext, generic in request and response

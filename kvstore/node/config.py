@@ -10,8 +10,8 @@ from kvstore.core.in_force import InForce
 from kvstore.core.node_id import check_node_id
 from kvstore.core.tls import TlsConfig
 from kvstore.tiers.io_engines.probe import GdsMode
-from kvstore.transport.nixl.port import NEEDS_TRUST, NixlOptions
-from kvstore.transport.traffic import TrafficClass
+from kvstore.transport.nixl.agent import NEEDS_TRUST, NixlOptions
+from kvstore.transport.shaping.traffic import TrafficClass
 
 LEAST_VOLUME_BYTES = 4096
 
@@ -101,7 +101,7 @@ class NodeConfig:
     compute_link_bytes_per_s: int = 0
     """Likewise of the compute link."""
     traffic: TrafficClass = field(default_factory=TrafficClass)
-    """Mark of KV traffic; its cap and its yielding on the compute network. ``link_bytes_per_s`` of 0: ``compute_bytes_per_s``."""
+    """DSCP mark of KV traffic, and its bandwidth cap on the compute network."""
     prefill_buffer_bytes: int = 0
     """The most that loads in layer groups may hold together; 0: a quarter of the arena."""
     decode_buffer_bytes: int = 0

@@ -11,7 +11,6 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -77,14 +76,15 @@ from kvstore.tiers.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.liveness import LivenessMonitor
+from kvstore.transport.nixl.agent import NixlAgent, Region
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlPort, Region
-from kvstore.transport.shm import ArenaDoor
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.nixl.responder import NixlResponder
+from kvstore.transport.shaping.traffic import KvTraffic, TrafficClass
+from kvstore.transport.shm import ArenaServer
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import PeerTls, server_context
-from kvstore.transport.traffic import KvTraffic, TrafficClass
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class NodeDaemon:
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
-        self._door = ArenaDoor(self._arena_socket, self._hand_out_arena, self._engine_left)
+        self._door = ArenaServer(self._arena_socket, self._hand_out_arena, self._engine_left)
         sent_away = Failing()
         target = (
             LocalTarget(self.table, counters, clock)
@@ -264,7 +264,7 @@ class NodeDaemon:
         self._write_behind = WriteBehind(self.table, target, counters)
         self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
 
-    def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlPort | None = None) -> TcpServer:
+    def _data_server(self, provider: NodeProvider, listen: str, traffic: KvTraffic, nixl: NixlAgent | None = None) -> TcpServer:
         tls = self.config.tls
         return TcpServer(
             provider,
@@ -273,7 +273,7 @@ class NodeDaemon:
             tls=server_context(tls) if tls is not None else None,
             counters=self.counters,
             traffic=traffic,
-            nixl=nixl,
+            one_sided=None if nixl is None else partial(NixlResponder, nixl),
         )
 
     def _recover(self, homes: list[Home]) -> None:
@@ -312,7 +312,7 @@ class NodeDaemon:
             return bytes(call_cancellable(stub.IssueTicket, request, RPC_TIMEOUT_S, server.waiting).ticket)
 
         reading = self._nixl.reading
-        make = TcpPeer if reading is None else partial(NixlPeer, port=reading)
+        make = TcpPeer if reading is None else partial(NixlPeer, agent=reading)
         return make(
             address.data_address,
             ticket=ticket,
@@ -605,7 +605,6 @@ class NodeDaemon:
         self._peers.close()
         self._liveness.close()
         self._nixl.close()
-        self._traffic.close()
         self._janitor.join(2.0)
         self._watch.stop(2.0)
         for home in self._homes:
@@ -648,14 +647,11 @@ def _source(configured: int, link: int) -> common_pb2.BandwidthSource:
 
 def _compute_traffic(config: NodeConfig, counters: Counters) -> KvTraffic:
     """For all sockets but those that have the address listened on for the storage network: these are only marked."""
-    traffic = config.traffic
-    if not traffic.link_bytes_per_s:
-        traffic = replace(traffic, link_bytes_per_s=config.compute_bytes_per_s)
     uncapped: set[str] = set()
     if config.storage_listen is not None:
         with contextlib.suppress(OSError):  # a name that nobody knows: listening there fails, and says so
             uncapped = {str(found[4][0]) for found in socket.getaddrinfo(parse_address(config.storage_listen)[0], None)}
-    return KvTraffic(traffic, counters, uncapped)
+    return KvTraffic(config.traffic, counters, uncapped)
 
 
 def _with_known_keys(record: BlockRecord, known: dict[BlockKey, BlockKey]) -> BlockRecord:

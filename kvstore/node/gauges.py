@@ -17,7 +17,7 @@ from kvstore.node.sessions import Sessions
 from kvstore.node.table import BlockTable
 from kvstore.node.troubles import Troubles
 from kvstore.observe.exposition import Sample
-from kvstore.transport.link_counters import interface_of
+from kvstore.transport.addresses import interface_of
 
 _RECEIVED, _SENT = 0, 8
 """Columns of /proc/net/dev."""

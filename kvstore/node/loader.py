@@ -43,7 +43,7 @@ from kvstore.node.wanted import ending, over
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
-from kvstore.transport.contract import Checksums, ReadRequest, ReadWatch
+from kvstore.transport.contract import Checksums, ReadControl, ReadRequest
 
 log = logging.getLogger(__name__)
 
@@ -531,14 +531,14 @@ class Loader:
             destination = ScatteredBlocks([table.dram.view(slot, shape.block_bytes) for slot in slots], shape)
             keys = [chain.keys[start + position] for position in left]
             request = ReadRequest(chain.domain.namespace, keys, 0, shape.layers, 0, chain.deadline_s)
-            watch = ReadWatch()
+            control = ReadControl()
             try:
                 with (
                     tracing.span("peer.read", {"peer": source.peer.node_id, "blocks": len(keys)} if tracing.on() else None),
-                    ending(watch.end),
+                    ending(control.cancel),
                     asking(source.peer.node_id) as answered,
                 ):
-                    answer = self._peers.peer(source.peer, chain.domain).read(request, destination, watch=watch)
+                    answer = self._peers.peer(source.peer, chain.domain).read(request, destination, control=control)
                     answered(answer.outcomes)
             except KVStoreError as error:
                 self._counters.add("peer_fetch_failed_total")

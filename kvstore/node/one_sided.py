@@ -12,7 +12,7 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.node.config import NodeConfig
 from kvstore.observe.counters import Counters
 from kvstore.rpc.address import stays_on_host
-from kvstore.transport.nixl.port import LOOPBACK, NixlOptions, NixlPort, Region, has_rdma
+from kvstore.transport.nixl.agent import LOOPBACK, NixlAgent, NixlOptions, Region, has_rdma
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class NixlPorts:
     """
 
     def __init__(self, config: NodeConfig, arena: Region, counters: Counters) -> None:
-        self.serving: NixlPort | None = None
-        self.reading: NixlPort | None = None
+        self.serving: NixlAgent | None = None
+        self.reading: NixlAgent | None = None
         self.says = "off"
         if config.nixl is None:
             return
@@ -43,11 +43,11 @@ class NixlPorts:
         problem: InvalidArgument | Unsupported | None = None
         if config.tls is not None:
             problem = InvalidArgument("bytes that NIXL moves go past TLS: node.nixl takes a node without tls")
-        elif config.traffic.cap_bytes_per_s or config.traffic.yields:
-            problem = InvalidArgument("bytes that NIXL moves go past compute_cap and compute_yield: node.nixl takes neither")
+        elif config.traffic.cap_bytes_per_s:
+            problem = InvalidArgument("bytes that NIXL moves go past compute_cap: node.nixl takes a node without a cap")
         else:
             names = [f"{config.node_id}-{name}" for name in ("serves", "reads")]
-            made = [NixlPort(options, name=name, never=names, regions=[arena], counters=counters) for name in names]
+            made = [NixlAgent(options, name=name, regions=[arena], counters=counters) for name in names]
             try:
                 for port in made:
                     port.open()

@@ -41,7 +41,7 @@ from kvstore.node.wanted import ending, over, result
 from kvstore.observe.counters import Counters
 from kvstore.rpc.access import tenant
 from kvstore.tiers.contract import Slot
-from kvstore.transport.contract import Checksums, ReadRequest, ReadWatch
+from kvstore.transport.contract import Checksums, ReadControl, ReadRequest
 
 log = logging.getLogger(__name__)
 
@@ -383,11 +383,11 @@ class Stager:
             0,
             chain.deadline_s,
         )
-        watch = ReadWatch()
+        control = ReadControl()
         part = Part(0, [Outcome.UNAVAILABLE] * len(blocks), list(blocks), Tier.NVME, step.source.peer.node_id)
         try:
-            with ending(watch.end), asking(step.source.peer.node_id) as answered:
-                answer = self._peers.peer(step.source.peer, chain.domain).read(request, destination, watch=watch)
+            with ending(control.cancel), asking(step.source.peer.node_id) as answered:
+                answer = self._peers.peer(step.source.peer, chain.domain).read(request, destination, control=control)
                 answered(answer.outcomes)
         except KVStoreError as error:
             self._counters.add("staged_reads_failed_total")

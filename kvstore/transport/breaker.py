@@ -8,10 +8,16 @@ from kvstore.core.clock import Clock
 
 
 class CircuitBreaker:
-    """Counts failures in a row. Thread-safe.
+    """Counts consecutive failures. Thread-safe.
 
-    Closed: all calls pass. After ``failures`` in a row it opens: calls are refused for ``open_s``. Then one call passes as a
-    trial (others are still refused, again for ``open_s``); its success closes the breaker, its failure opens it again.
+    Closed: all calls pass. After ``failures`` consecutive failures the breaker opens and refuses calls for ``open_s`` seconds.
+    Then one call passes as a trial, and all others are refused for another ``open_s``. If the trial succeeds, the breaker
+    closes. If it fails, the breaker opens again.
+
+    Args:
+        clock: source of time.
+        failures: consecutive failures that open the breaker.
+        open_s: seconds between a failure and the next trial.
     """
 
     def __init__(self, clock: Clock, *, failures: int = 3, open_s: float = 1.0) -> None:
@@ -23,7 +29,7 @@ class CircuitBreaker:
         self._open_until_s: float | None = None
 
     def allow(self) -> bool:
-        """Whether a call may be tried now. A True from an open breaker is the trial."""
+        """Return whether a call may be tried now. True from an open breaker means: this call is the trial."""
         with self._lock:
             if self._open_until_s is None:
                 return True
@@ -34,13 +40,13 @@ class CircuitBreaker:
             return True
 
     def succeeded(self) -> None:
-        """A call went well."""
+        """Record a success and close the breaker."""
         with self._lock:
             self._failures = 0
             self._open_until_s = None
 
     def failed(self) -> bool:
-        """A call failed. True: this failure opened the breaker."""
+        """Record a failure. Return whether this failure opened the breaker."""
         with self._lock:
             self._failures += 1
             if self._failures < self._limit:

@@ -1,15 +1,15 @@
-"""What a transport is: moves Layer Blocks of named keys between a node's memory and a caller's, over one wire.
+"""The contract of a transport: it moves Layer Blocks of named keys between a node's memory and a caller's, over one wire.
 
-A transport never knows what a block means. The side that *has* blocks gives it a ``BlockProvider``; the side that wants
-them brings a ``BlockBuffer``. Bytes go from the provider's views to the buffer's segments with no copy in Python.
+A transport does not interpret blocks. The side that has blocks passes a ``BlockProvider`` to the transport. The side that wants
+blocks passes a ``BlockBuffer``. Bytes go from the provider's views to the buffer's segments without a copy in Python.
 
-Truth and checks: a read names keys in one namespace, and the provider answers for each with verified-in-place bytes or an
-outcome other than HIT. Checksums (xxh3-64 of each Layer Block, made by the producer) travel beside the bytes; the *reading*
-side verifies them on arrival unless it asked for ``verify=False``, and reports CORRUPT where they differ: such bytes may lie
-in the caller's buffer, but never count as a hit. On a write, the *receiving* side verifies before it commits.
+Verification: a read names keys of one namespace, and the provider answers each key with bytes or with an outcome other than
+HIT. Checksums (xxh3-64 of each Layer Block, made by the producer) travel beside the bytes. The reading side verifies them on
+arrival unless it passed ``verify=False``, and reports CORRUPT if they differ. Corrupt bytes may remain in the caller's buffer but
+never count as a hit. On a write, the receiving side verifies before it commits.
 
-Every call has a deadline (monotonic seconds). All methods here block and may be called from any thread; a provider is
-called from many threads at once.
+Every call has a deadline (monotonic seconds). All methods here block and may be called from any thread. A provider is called from
+many threads at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Checksums = npt.NDArray[np.uint64]
 class ReadRequest:
     """Layers ``[first_layer, first_layer + layer_count)`` of some blocks of one namespace.
 
-    ``layer_group`` 0 sends each block's layers together; n > 0 sends all blocks' first n layers, then the next n, and so
-    on, within each part that the provider yields: what layer-wise hand-over wants.
+    ``layer_group`` 0 sends all layers of each block together. For n > 0, each part that the provider yields is sent as the first
+    n layers of all its blocks, then the next n layers, and so on, as layer-wise loads need it.
     """
 
     namespace: NamespaceId
@@ -48,9 +48,9 @@ class ReadRequest:
 
 @dataclass(slots=True)
 class ReadPart:
-    """Consecutive blocks ``[first, first + len(outcomes))`` of a read, pinned until ``release`` is called (exactly once).
+    """Consecutive blocks ``[first, first + len(outcomes))`` of a read. They are pinned until ``release`` is called, exactly once.
 
-    ``views`` and ``checksums`` have one entry for each block whose outcome is HIT, in order; a view is the Full Block.
+    ``views`` and ``checksums`` have one entry per HIT, in order. A view is a Full Block.
     """
 
     first: int
@@ -63,63 +63,63 @@ class ReadPart:
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """A run of blocks to be stored. ``durable``: answer only once they are on NVMe."""
+    """A run of blocks to be stored. ``durable``: answer only after the blocks are on NVMe."""
 
     run: BlockRun
     shape: BlockShape
     durable: bool
     deadline_s: float
     tail: bool = False
-    """The last key is a partial block: it is for whoever waits for this prompt, and is not kept beyond that."""
+    """The last key is a partial block. It is kept only for the caller that waits for this prompt."""
 
 
 class WriteGrant(ABC):
-    """Slots granted for a write. Exactly one of ``commit`` and ``abort`` is called, once, also when the peer dies."""
+    """Slots granted for a write. Exactly one of ``commit`` and ``abort`` is called, once, also if the peer dies."""
 
     outcomes: Sequence[StoreOutcome]
-    """One a key of the run: STORED where a slot is granted, else why not."""
+    """One per key of the run: STORED if a slot is granted, else the reason."""
     views: Sequence[memoryview]
-    """One writable Full Block for each STORED, in order."""
+    """One writable Full Block per STORED, in order."""
 
     @abstractmethod
     def commit(self, checksums: Checksums, good: Sequence[bool]) -> Sequence[StoreOutcome]:
-        """Makes the granted blocks with ``good`` visible (False: bytes did not match; the slot is given back).
+        """Make the good granted blocks visible and free the slots of the others.
 
         Args:
             checksums: ``[granted, layers]``.
-            good: one a granted block.
+            good: one per granted block: whether its bytes match their checksums.
 
         Returns:
-            One outcome a granted block.
+            One outcome per granted block.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Gives all slots back; never raises."""
+        """Free all slots. Never raises."""
 
 
 class BlockProvider(ABC):
-    """What a node gives to its transport servers."""
+    """The blocks of a node, as its transport servers see them."""
 
     @abstractmethod
     def shape(self, namespace: NamespaceId) -> BlockShape | None:
-        """Block shape of a namespace, or None where this node has never heard of it."""
+        """Return the block shape of a namespace, or None if this node does not know the namespace."""
 
     @abstractmethod
     def read(self, request: ReadRequest) -> Iterator[ReadPart]:
-        """Yields parts until every key is answered, each exactly once, in any order of parts. Bounded by the deadline.
+        """Yield parts until every key is answered exactly once. Parts may come in any order. Bounded by the deadline.
 
-        The caller releases each part, and closes the iterator when it stops early.
+        The caller releases each part, and closes the iterator if it stops early.
         """
 
     @abstractmethod
     def write(self, request: WriteRequest) -> WriteGrant:
-        """Grants slots. Never raises for lack of room: that is an outcome."""
+        """Grant slots. A lack of space is an outcome, not an exception."""
 
 
 @dataclass(slots=True)
 class ReadResult:
-    """What a read brought. ``outcomes[i]`` and ``tiers[i]`` speak of ``keys[i]``; bytes are valid only where HIT."""
+    """Result of a read. ``outcomes[i]`` and ``tiers[i]`` belong to ``keys[i]``. Bytes are valid only for a HIT."""
 
     outcomes: list[Outcome]
     tiers: list[Tier]
@@ -129,99 +129,103 @@ class ReadResult:
 
 
 LayerProgress = Callable[[int, int, npt.NDArray[np.bool_]], None]
-"""``on_layers(first_layer, layer_count, good)``: of these layers nothing more will come.
+"""``on_layers(first_layer, layer_count, good)``: these layers are complete, and no more of their bytes will come.
 
-``good[i]``: the layers up to and with these have arrived of ``keys[i]`` (verified, where asked). The others have failed, and will
-be no hits. A good block may still fail at a later layer.
+``good[i]``: all layers of ``keys[i]`` up to and including these have arrived, verified if the read verifies. Blocks that are not
+good have failed and will not be hits. A good block may still fail at a later layer.
 """
 
 
-class ReadWatch:
-    """Follows one read from another thread, and ends it early. Thread-safe.
+class ReadControl:
+    """Watches one read from another thread, and cancels it. Thread-safe.
 
-    A read may take long because the wire is slow, or because it is dead; only bytes as they come in tell one from the other.
+    A read may take long because the wire is slow or because it is dead. The number of received bytes distinguishes the two cases.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes = 0
-        self._ended = False
-        self._end: Callable[[], None] | None = None
+        self._cancelled = False
+        self._callback: Callable[[], None] | None = None
 
     @property
-    def bytes_heard(self) -> int:
-        """Bytes that have come in so far, heads of frames included."""
+    def bytes_received(self) -> int:
+        """Number of bytes received, including heads of frames."""
         return self._bytes
 
     @property
-    def ended(self) -> bool:
-        """Whether ``end`` was called."""
-        return self._ended
+    def cancelled(self) -> bool:
+        """Whether ``cancel`` was called."""
+        return self._cancelled
 
-    def end(self) -> None:
-        """Nobody wants the read any more: it returns soon, with what has arrived whole."""
+    def cancel(self) -> None:
+        """Cancel the read. It returns soon, with the blocks that have arrived complete."""
         with self._lock:
-            self._ended = True
-            end = self._end
-        if end is not None:
-            end()
+            self._cancelled = True
+            callback = self._callback
+        if callback is not None:
+            callback()
 
-    def heard(self, size: int) -> None:
-        """For transports: bytes came in."""
+    def add_bytes(self, size: int) -> None:
+        """For transports: count received bytes."""
         with self._lock:
             self._bytes += size
 
     @contextmanager
-    def ends_by(self, end: Callable[[], None]) -> Iterator[None]:
-        """For transports: how to end the read that runs inside. Called at once where ``end`` came before; must not block."""
+    def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
+        """For transports: call ``callback`` if the read inside is cancelled, at once if it is cancelled already.
+
+        Args:
+            callback: ends the read from another thread; must not block.
+        """
         with self._lock:
-            self._end = end
-            ended = self._ended
+            self._callback = callback
+            cancelled = self._cancelled
         try:
-            if ended:
-                end()
+            if cancelled:
+                callback()
             yield
         finally:
             with self._lock:
-                self._end = None
+                self._callback = None
 
 
 class LayerWrite(ABC):
-    """A write under way. Exactly one of ``commit`` and ``abort`` ends it; thread-safe."""
+    """A write under way. Exactly one of ``commit`` and ``abort`` ends it. Thread-safe."""
 
     granted: npt.NDArray[np.intp]
-    """Positions of the keys whose bytes are wanted, rising; the others are held already, or there is no room."""
+    """Ascending positions of the keys whose bytes are wanted. The node holds the others already, or lacks the space for them."""
 
     @property
     @abstractmethod
     def outcomes(self) -> Sequence[StoreOutcome]:
-        """One a key of the run, as far as known."""
+        """One per key of the run, as far as known."""
 
     @abstractmethod
     def put(self, first_layer: int, source: BlockBuffer) -> None:
-        """Sends layers ``[first_layer, first_layer + source.shape.layers)``; only granted blocks of ``source`` are read.
+        """Send layers ``[first_layer, first_layer + source.shape.layers)``. Only granted blocks of ``source`` are read.
 
         Raises:
-            InvalidArgument: no such layers, or put before, or a buffer of another size.
+            InvalidArgument: the layers do not exist or were put before, or the buffer has another size.
             KVStoreError: the write broke; nothing becomes visible.
         """
 
     @abstractmethod
     def commit(self) -> Sequence[StoreOutcome]:
-        """Makes the blocks visible, once all layers were put; the outcomes.
+        """Make the blocks visible after all layers were put, and return the outcomes.
 
         Raises:
             InvalidArgument: layers are missing.
-            KVStoreError: it broke; it is not known whether they are visible.
+            KVStoreError: the connection broke; the blocks may or may not be visible.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Gives it up. No effect after ``commit``; never raises."""
+        """Abandon the write. No effect after ``commit``. Never raises."""
 
 
 class BlockPeer(ABC):
-    """A connection (or a few) to one node's transport server. Thread-safe; several reads may run at once."""
+    """One or a few connections to one node's transport server. Thread-safe. Several reads may run at once."""
 
     @abstractmethod
     def read(
@@ -231,27 +235,38 @@ class BlockPeer(ABC):
         *,
         verify: bool = True,
         on_layers: LayerProgress | None = None,
-        watch: ReadWatch | None = None,
+        control: ReadControl | None = None,
     ) -> ReadResult:
-        """Reads blocks into ``destination`` (block i of the request to block i of the buffer; layer l to layer l).
+        """Read blocks into ``destination``: block i of the request to block i of the buffer, layer l to layer l.
 
-        Never raises for a missing, corrupt or late block, nor for a peer that died in the middle: those are outcomes.
-        After it has returned, nothing writes to ``destination`` any more.
+        A missing, corrupt or late block is an outcome, not an exception. So is a peer that dies during the read. After the call
+        has returned, nothing writes to ``destination`` any more.
+
+        Args:
+            request: keys, layers and deadline.
+            destination: the caller's memory.
+            verify: compare checksums on arrival.
+            on_layers: called for layers that are complete.
+            control: watches and cancels the read from another thread.
 
         Raises:
-            InvalidArgument: request and buffer do not fit, or a limit is passed.
-            Unavailable: the peer cannot be reached at all.
+            InvalidArgument: request and buffer do not fit, or a limit is exceeded.
+            Unavailable: the peer cannot be reached.
             PermissionDenied, Unauthenticated: the peer refused the ticket or the namespace.
         """
 
     @abstractmethod
     def write(self, request: WriteRequest, source: BlockBuffer, checksums: Checksums | None = None) -> list[StoreOutcome]:
-        """Stores blocks from ``source``. One outcome a key: LOST for what a peer that died in the middle did not confirm.
+        """Store blocks from ``source``.
 
         Args:
-            request: what is stored.
+            request: the run, its shape and the deadline.
             source: the blocks, in the order of the request's keys.
-            checksums: ``[keys, layers]``, of the producer; None: the caller is the producer, and they are made as bytes are sent.
+            checksums: ``[keys, layers]``, made by the producer. None: the caller is the producer, and checksums are made as bytes
+                are sent.
+
+        Returns:
+            One outcome per key. LOST: the peer died before it confirmed the block.
 
         Raises:
             InvalidArgument, Unavailable, PermissionDenied, Unauthenticated: as ``read``.
@@ -259,7 +274,7 @@ class BlockPeer(ABC):
 
     @abstractmethod
     def begin_write(self, request: WriteRequest) -> LayerWrite:
-        """Begins a write that is sent layer by layer.
+        """Begin a write that is sent layer by layer.
 
         Raises:
             InvalidArgument, Unavailable, DeadlineExceeded, PermissionDenied, Unauthenticated: as ``read``.
@@ -267,4 +282,4 @@ class BlockPeer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes all connections; reads under way end with UNAVAILABLE."""
+        """Close all connections. Reads under way end with UNAVAILABLE."""

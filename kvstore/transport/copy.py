@@ -1,9 +1,9 @@
-"""Copies blocks between an arena and a caller's memory, fast: one pass, no interpreter lock, as few calls as memory allows.
+"""Copies blocks between an arena and a caller's memory in one pass, without the interpreter lock, in as few calls as possible.
 
 Measured (see ``benchmarks/dram_copy.py``): one thread that copies scattered 1 MiB blocks reaches a little over half of one large
 ``memcpy``, because the C library stores past the caches only in very long copies. Two threads make up for it. So neighbouring
-blocks are joined into one copy where they lie together on both sides, and large calls are shared by ``threads`` threads. Short
-pieces are gathered by numpy in one call, where a call each would cost more than the bytes.
+blocks are joined into one copy if they are adjacent on both sides, and large copies are shared by ``threads`` threads. Short
+pieces are gathered by numpy in one call, because one call per piece would cost more than the bytes.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy.typing as npt
 
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import InvalidArgument
-from kvstore.transport.arrival import LayerHasher
 from kvstore.transport.contract import Checksums
+from kvstore.transport.layer_hasher import LayerHasher
 from kvstore.transport.layout import Layout, Positions, address_of, positions
 
 Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | Sequence[int]
 
 THREAD_BYTES = 4 << 20
-"""A thread's share is not cut finer: starting one takes about as long as copying half a megabyte."""
+"""Minimum share of a thread: starting a thread costs as much time as copying half a megabyte."""
 _GATHER_BELOW_BYTES = 8_192
-"""Pieces shorter than this are gathered straight into rows that follow each other ..."""
+"""Pieces shorter than this are gathered directly into consecutive rows ..."""
 _SCATTER_BELOW_BYTES = 2_048
-"""... and, by way of a second copy, into rows that do not."""
+"""... and pieces shorter than this through a second copy into scattered rows."""
 _SHARED_FROM_BYTES = 32 << 10
-"""Shorter blocks are copied by one thread: two would spend their time passing the interpreter lock between calls."""
+"""Shorter blocks are copied by one thread: two threads would spend their time on passing the interpreter lock around."""
 _GATHER_FROM = 16
-_HASH_STRETCH_BYTES = 512 << 10
-"""Copied and then hashed at once, while it is in the cache."""
+_HASH_SEGMENT_BYTES = 512 << 10
+"""Copied and then hashed at once, while the bytes are in the CPU cache."""
 
 _memmove = ctypes.memmove
 
@@ -49,20 +49,20 @@ def copy_from_arena(
     threads: int = 2,
     checksums: Checksums | None = None,
 ) -> None:
-    """Copies layers of blocks from an arena into a buffer.
+    """Copy layers of blocks from an arena into a buffer.
 
     Args:
         arena: the whole mapping.
-        offsets: where each Full Block begins in it.
-        destination: where to.
-        blocks: which blocks of the buffer, one an offset; None: the first ones.
+        offsets: byte offset of each Full Block in the arena.
+        destination: the buffer.
+        blocks: blocks of the buffer, one per offset; None: the first ones.
         first_layer: layers ``[first_layer, first_layer + layer_count)`` are copied.
-        layer_count: None: all from ``first_layer`` on.
-        threads: most threads to use, this one included.
-        checksums: ``[len(offsets), layer_count]``, filled with those of the bytes in the buffer; None: none are made.
+        layer_count: None: all layers from ``first_layer`` on.
+        threads: maximum number of threads, including this one.
+        checksums: ``[len(offsets), layer_count]``, filled with the checksums of the bytes in the buffer; None: not computed.
 
     Raises:
-        InvalidArgument: a block or layer outside the arena or the buffer, or read-only memory.
+        InvalidArgument: a block or layer is outside the arena or the buffer, or the memory is read-only.
     """
     _Copy(arena, offsets, destination, blocks, first_layer, layer_count, into_buffer=True).run(threads, checksums)
 
@@ -78,12 +78,12 @@ def copy_to_arena(
     threads: int = 2,
     checksums: Checksums | None = None,
 ) -> None:
-    """Copies layers of blocks from a buffer into an arena; arguments and errors as ``copy_from_arena``."""
+    """Copy layers of blocks from a buffer into an arena. Arguments and errors as in ``copy_from_arena``."""
     _Copy(arena, offsets, source, blocks, first_layer, layer_count, into_buffer=False).run(threads, checksums)
 
 
 class _Copy:
-    """One call: what goes where."""
+    """One copy call: checked arguments and addresses."""
 
     def __init__(
         self,
@@ -100,66 +100,66 @@ class _Copy:
         self._first_layer = first_layer
         self._layer_count = shape.layers - first_layer if layer_count is None else layer_count
         if not (first_layer >= 0 and 0 < self._layer_count <= shape.layers - first_layer):
-            raise InvalidArgument("no such layers", layers=shape.layers, first=first_layer, count=layer_count)
+            raise InvalidArgument("layers outside the block shape", layers=shape.layers, first=first_layer, count=layer_count)
         starts = np.asarray(offsets, np.int64)
         self._blocks = positions(range(len(starts)) if blocks is None else blocks, buffer.count)
         if starts.ndim != 1 or len(self._blocks) != len(starts):
-            raise InvalidArgument("one offset a block", offsets=starts.shape, blocks=len(self._blocks))
+            raise InvalidArgument("one offset per block is required", offsets=starts.shape, blocks=len(self._blocks))
         if not into_buffer and arena.readonly:
             raise InvalidArgument("the arena is read-only")
-        # from here on addresses are trusted: nothing outside the arena may be named
+        # after this check, all addresses are inside the arena
         if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= arena.nbytes - shape.block_bytes:
-            raise InvalidArgument("a block outside the arena", arena_bytes=arena.nbytes, block_bytes=shape.block_bytes)
+            raise InvalidArgument("block outside the arena", arena_bytes=arena.nbytes, block_bytes=shape.block_bytes)
         self._shape = shape
-        self._arena = arena  # held, so that it stays mapped
+        self._arena = arena  # keeps the arena mapped
         self._starts = starts + (address_of(arena) + first_layer * shape.layer_block_bytes)
         self._layout = Layout(buffer, writable=into_buffer)
         self._into_buffer = into_buffer
 
     def run(self, threads: int, checksums: Checksums | None) -> None:
-        """Copies, with at most so many threads."""
+        """Copy with at most ``threads`` threads."""
         block_bytes = self._layer_count * self._shape.layer_block_bytes
         total = len(self._starts) * block_bytes
         if checksums is not None and checksums.shape != (len(self._starts), self._layer_count):
-            raise InvalidArgument("one checksum a Layer Block", shape=checksums.shape, blocks=len(self._starts))
+            raise InvalidArgument("one checksum per Layer Block is required", shape=checksums.shape, blocks=len(self._starts))
         if not total:
             return
         threads = max(1, min(threads, total // THREAD_BYTES if block_bytes >= _SHARED_FROM_BYTES else 1))
         if checksums is not None:
-            at_once = max(1, _HASH_STRETCH_BYTES // block_bytes)
-            stretches = iter([slice(at, at + at_once) for at in range(0, len(self._starts), at_once)])
-            _share(lambda: self._copy_and_hash(stretches, checksums), threads)
+            segment_blocks = max(1, _HASH_SEGMENT_BYTES // block_bytes)
+            segments = iter([slice(at, at + segment_blocks) for at in range(0, len(self._starts), segment_blocks)])
+            _share(lambda: self._copy_and_hash(segments, checksums), threads)
             return
         self._copy(slice(None), threads)
 
     def _copy(self, which: slice, threads: int) -> None:
-        """Copies some of the blocks."""
+        """Copy some of the blocks."""
         ours, theirs, lengths = self._unjoined(which)
         total = int(lengths.sum())
         short = total < len(lengths) * _GATHER_BELOW_BYTES and len(lengths) >= _GATHER_FROM
         if short and self._gather(ours, theirs, lengths):
             return
-        # a lone thread leaves long pieces whole: the longer a copy, the faster it is
+        # a single thread does not split long pieces: the longer a copy, the faster it is
         ours, theirs, lengths = _joined(
             ours, theirs, lengths, total if threads == 1 else max(THREAD_BYTES, total // (8 * threads))
         )
         targets, sources = (ours, theirs) if self._into_buffer else (theirs, ours)
-        # one iterator for all threads: whoever is free takes the next piece
+        # one iterator for all threads: a free thread takes the next piece
         pieces = iter(list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True)))
         _share(lambda: _move(pieces), threads)
 
-    def _copy_and_hash(self, stretches: Iterator[slice], checksums: Checksums) -> None:
+    def _copy_and_hash(self, segments: Iterator[slice], checksums: Checksums) -> None:
         size = self._shape.layer_block_bytes
-        for stretch in stretches:
-            self._copy(stretch, 1)
-            blocks = self._blocks[stretch]
+        for segment in segments:
+            self._copy(segment, 1)
+            blocks = self._blocks[segment]
             hasher = LayerHasher(size, len(blocks) * self._layer_count)
-            # the buffer's side: on a load, what has landed is what must be right
+            # hash the buffer, not the arena: on a load, the bytes in the buffer are what counts
             hasher.update(self._layout.pieces(blocks, self._first_layer, self._layer_count))
-            checksums[stretch] = hasher.digests().reshape(len(blocks), self._layer_count)
+            checksums[segment] = hasher.digests().reshape(len(blocks), self._layer_count)
 
     def _gather(self, ours: Positions, theirs: Positions, lengths: Positions) -> bool:
-        """Copies many short pieces in one call. False: they do not lie in step on both sides."""
+        """Copy many short pieces in one call. Return False if the pieces are not aligned to rows on both sides."""
         length = int(lengths[0])
         if (lengths != length).any():
             return False
@@ -178,26 +178,26 @@ class _Copy:
         return True
 
     def _unjoined(self, which: slice) -> tuple[Positions, Positions, Positions]:
-        """Addresses in the buffer and in the arena, and lengths."""
+        """Return addresses in the buffer, addresses in the arena, and lengths."""
         starts = self._starts[which]
         ours, lengths = self._layout.addresses(self._blocks[which], self._first_layer, self._layer_count)
         block_bytes = self._layer_count * self._shape.layer_block_bytes
-        # how far each piece lies behind the first byte, were all blocks one after the other: that says block and place in it
-        behind = np.cumsum(lengths) - lengths
-        theirs = starts[behind // block_bytes] + behind % block_bytes
+        # offset of each piece if all blocks were consecutive; it gives the block and the offset inside the block
+        before = np.cumsum(lengths) - lengths
+        theirs = starts[before // block_bytes] + before % block_bytes
         return ours, theirs, lengths
 
 
 def _joined(ours: Positions, theirs: Positions, lengths: Positions, longest: int) -> tuple[Positions, Positions, Positions]:
-    """The same copies with neighbours joined, and then none longer than about ``longest``."""
+    """Join adjacent copies, then split copies longer than about ``longest``."""
     apart = (np.diff(ours) != lengths[:-1]) | (np.diff(theirs) != lengths[:-1])
     heads = np.concatenate(([0], np.flatnonzero(apart) + 1))
     ours, theirs, lengths = ours[heads], theirs[heads], np.add.reduceat(lengths, heads)
-    return (ours, theirs, lengths) if int(lengths.max()) <= longest else _cut(ours, theirs, lengths, longest)
+    return (ours, theirs, lengths) if int(lengths.max()) <= longest else _split(ours, theirs, lengths, longest)
 
 
-def _cut(ours: Positions, theirs: Positions, lengths: Positions, longest: int) -> tuple[Positions, Positions, Positions]:
-    """The same copies with none longer than ``longest``, so that threads can share a long one."""
+def _split(ours: Positions, theirs: Positions, lengths: Positions, longest: int) -> tuple[Positions, Positions, Positions]:
+    """Split copies longer than ``longest``, so that threads can share a long one."""
     counts = -(-lengths // longest)
     which = np.repeat(np.arange(len(lengths)), counts)
     inside = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
@@ -205,26 +205,26 @@ def _cut(ours: Positions, theirs: Positions, lengths: Positions, longest: int) -
 
 
 def _move(pieces: Iterator[tuple[int, int, int]]) -> None:
-    """Copies pieces; ctypes lets go of the interpreter lock during each."""
+    """Copy pieces. ctypes releases the interpreter lock during each call."""
     move = _memmove
     for target, source, length in pieces:
         move(target, source, length)
 
 
 def _share(work: Callable[[], None], threads: int) -> None:
-    """Runs ``work`` in this thread and ``threads - 1`` others."""
+    """Run ``work`` in this thread and ``threads - 1`` others."""
     others = [threading.Thread(target=work, name="copy") for _ in range(threads - 1)]
     for other in others:
         other.start()
     try:
         work()
     finally:
-        for other in others:  # they end by themselves: what they share runs dry
+        for other in others:  # they end by themselves when the shared iterator is exhausted
             other.join()
 
 
 def _rows(addresses: Positions, length: int) -> npt.NDArray[np.uint8]:
-    """The stretch of memory that pieces lie in, as rows of their length; only rows that are pieces may be touched."""
+    """Return the memory region of some pieces as rows of their length. Only rows that are pieces may be accessed."""
     base = int(addresses.min())
     extent = int(addresses.max()) - base + length
     memory = memoryview((ctypes.c_ubyte * extent).from_address(base)).cast("B")

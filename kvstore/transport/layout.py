@@ -1,7 +1,7 @@
-"""Where the bytes of some blocks lie in a caller's memory: as few contiguous pieces as there are, found for many blocks at once.
+"""Memory layout of a block buffer: the bytes of some blocks, in as few contiguous pieces as possible.
 
-Movers ask for thousands of blocks a call, so the common kinds of buffer are worked out with arrays rather than block by block.
-Two views of the same thing: ``pieces`` are memoryviews, for sockets; ``addresses`` are numbers, for ``memmove``.
+Transports ask for thousands of blocks per call, so the layout of dense buffers is computed with arrays instead of block by block.
+There are two views of the same memory: ``pieces`` are memoryviews, for sockets; ``addresses`` are numbers, for ``memmove``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Positions = npt.NDArray[np.int64]
 
 
 class Layout:
-    """The memory of one block buffer.
+    """Memory layout of one block buffer.
 
     Args:
         buffer: the memory.
-        writable: whether it will be written to.
+        writable: whether the memory will be written to.
 
     Raises:
-        InvalidArgument: read-only memory where it must be writable.
+        InvalidArgument: the memory is read-only but must be writable.
     """
 
     def __init__(self, buffer: BlockBuffer, *, writable: bool) -> None:
@@ -43,12 +43,12 @@ class Layout:
                 self._dense = _Strided(buffer)
 
     @property
-    def stretch(self) -> tuple[int, int] | None:
-        """Address and length of the one stretch of the caller's memory that holds everything; None: there are several."""
-        return None if self._dense is None else self._dense.stretch
+    def region(self) -> tuple[int, int] | None:
+        """Address and length of the contiguous region that holds all blocks; None: there are several regions."""
+        return None if self._dense is None else self._dense.region
 
     def pieces(self, blocks: Positions, first_layer: int, layer_count: int) -> list[memoryview]:
-        """Layers ``[first_layer, first_layer + layer_count)`` of some blocks, in order; neighbours in memory are joined."""
+        """Return layers ``[first_layer, first_layer + layer_count)`` of some blocks, in order; adjacent memory is joined."""
         if not len(blocks):
             return []
         if self._dense is not None:
@@ -58,11 +58,11 @@ class Layout:
             found += self.buffer.segments(block, first_layer, layer_count)
         expected = len(blocks) * layer_count * self.shape.layer_block_bytes
         if sum(map(len, found)) != expected:
-            raise InvalidArgument("the buffer's segments are not the size of the layers asked for", expected=expected)
+            raise InvalidArgument("the buffer's segments have another size than the layers", expected=expected)
         return found
 
     def addresses(self, blocks: Positions, first_layer: int, layer_count: int) -> tuple[Positions, Positions]:
-        """Addresses and lengths of those pieces, not joined: none reaches from one block into the next."""
+        """Return addresses and lengths of the same bytes, not joined: no piece reaches from one block into the next."""
         if self._dense is not None:
             return self._dense.addresses(blocks, first_layer, layer_count)
         found = self.pieces(blocks, first_layer, layer_count)
@@ -70,27 +70,27 @@ class Layout:
 
 
 class _Strided:
-    """Offsets within the stretch of memory that a dense array of positive strides lies in."""
+    """Offsets of blocks within the contiguous region of a dense array with positive strides."""
 
     def __init__(self, buffer: DenseBlocks) -> None:
         array = buffer.array
         self._block_stride, self._layer_stride, _ = array.strides
         self._layer_bytes = array.shape[2]
-        self._together = array.shape[1] == 1 or self._layer_stride == self._layer_bytes
+        self._contiguous = array.shape[1] == 1 or self._layer_stride == self._layer_bytes
         extent = (
             sum((size - 1) * stride for size, stride in zip(array.shape[:2], array.strides[:2], strict=True)) + self._layer_bytes
         )
-        # Bytes between the array's rows belong to the caller too, but are never named by an offset.
-        stretch = np.lib.stride_tricks.as_strided(
+        # the region includes bytes between the array's rows, to which no offset points
+        region = np.lib.stride_tricks.as_strided(
             array.reshape(-1)[:1] if array.flags.c_contiguous else array[0, 0, :1], (extent,), (1,)
         )
-        self._base = int(stretch.__array_interface__["data"][0])
-        self.stretch = (self._base, extent)
-        self._memory = memoryview(cast("Buffer", stretch))
+        self._base = int(region.__array_interface__["data"][0])
+        self.region = (self._base, extent)
+        self._memory = memoryview(cast("Buffer", region))
 
     def _offsets(self, blocks: Positions, first_layer: int, layer_count: int) -> tuple[Positions, int]:
         starts = blocks * self._block_stride + first_layer * self._layer_stride
-        if self._together:
+        if self._contiguous:
             return starts, layer_count * self._layer_bytes
         return (starts[:, None] + np.arange(layer_count) * self._layer_stride).reshape(-1), self._layer_bytes
 
@@ -108,19 +108,19 @@ class _Strided:
 
 
 def address_of(piece: memoryview) -> int:
-    """Where a piece of memory begins. It stays there only as long as somebody holds the piece."""
+    """Return the address of a piece of memory. It is valid only while the piece is referenced."""
     return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0]) if len(piece) else 0
 
 
 def positions(blocks: Sequence[int] | Positions | None, count: int) -> Positions:
-    """Block positions as an array; None: all.
+    """Return block positions as an array; None means all blocks.
 
     Raises:
-        InvalidArgument: a position outside the buffer.
+        InvalidArgument: a position is outside the buffer.
     """
     if blocks is None:
         return np.arange(count, dtype=np.int64)
     found = np.asarray(blocks, np.int64)
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < count:
-        raise InvalidArgument("no such block in the buffer", count=count)
+        raise InvalidArgument("block position outside the buffer", count=count)
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.core.errors import Unsupported
-from kvstore.transport.link_counters import interface_of, speed_of
+from kvstore.transport.addresses import interface_of
 
 RESOLVE_S = 1.0
 """How long the lookup of this host's own name may take."""
@@ -48,6 +48,15 @@ def link_speed(host: str, advertised: str | None = None) -> LinkSpeed | None:
         speed = speed_of(interface) if is_hardware(interface) else None
         return None if speed is None else LinkSpeed(interface, speed)
     return None
+
+
+def speed_of(interface: str, net: Path = _NET) -> float | None:
+    """Bytes per second of an interface, as its driver reports it; None: it does not."""
+    try:
+        mbit = int((net / interface / "speed").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return mbit * 125_000.0 if mbit > 0 else None
 
 
 def is_hardware(interface: str, net: Path = _NET) -> bool:

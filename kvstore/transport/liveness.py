@@ -1,20 +1,20 @@
-"""Liveness of the servers that callers wait for: a hung server is found within a second, and so is its return.
+"""Liveness of servers: detects within a second that a server hangs, and that it answers again.
 
-A stopped process, a hung kernel or a cut cable answers nothing and closes nothing: every call to it lasts until its own
-deadline, and so does the next one. How it is found, and what follows:
+A stopped process, a hung kernel or a cut cable answers nothing and closes nothing, so that every call lasts until its own
+deadline, and so does the next call. The rules:
 
-1. A caller that waits for a server registers the wait, together with a way to cancel it. That costs about a microsecond.
-2. A wait that is older than ``grace_s`` makes the server *suspect*: a probe is sent, the cheapest call that the server answers.
-3. An answer makes the server *alive* again, however long its real work takes: a slow server is not a hung one. It is probed
-   again after ``grace_s``, for as long as somebody waits.
-4. A server that answers no probe for ``silence_s`` is *hung*: all waits for it are cancelled, and new ones are refused with
-   ``Unavailable`` without waiting. Callers go on without it: another replica, or a miss.
-5. While a server is hung, one probe is under way at any time. The first answer makes the server alive.
-6. A process that was itself stopped or starved has no right to call others silent: the time by which its own clock ticks came
-   late does not count as silence.
+1. A caller that waits for a server registers the wait with a callback that cancels it. This costs about a microsecond.
+2. If a wait is older than ``grace_s``, the server becomes *suspect*, and a probe is sent: the cheapest call that the server
+   answers.
+3. Any answer makes the server *alive* again: a slow server is not a hung server. It is probed again after ``grace_s``, for as
+   long as a caller waits.
+4. If a suspect server answers no probe for ``silence_s``, it is *hung*. All waits for it are cancelled, and new waits are refused
+   with ``Unavailable``. Callers continue with another replica or a miss.
+5. While a server is hung, one probe is always under way. The first answer makes the server alive.
+6. The monitoring process may itself be stopped or starved. The time by which its own ticks were late does not count as silence.
 
-``ServerLiveness`` is the state of one server: pure, events in, decisions out. ``LivenessMonitor`` runs it for many servers with
-one thread, which sleeps while nobody waits.
+``ServerLiveness`` is the state of one server: pure, with events as input and decisions as output. ``LivenessMonitor`` runs it
+for many servers in one thread, which sleeps while no caller waits.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from kvstore.observe.counters import Counters
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.2
-"""Waits up to this age raise no suspicion."""
+"""A wait older than this makes its server suspect."""
 SILENCE_S = 0.7
-"""A suspect server that answers no probe for this long is hung. With the grace and one tick: below one second in all."""
+"""A suspect server that answers no probe for this long is hung. Grace, silence and one tick together are below one second."""
 TICK_S = 0.05
-"""How often ages are looked at while somebody waits."""
+"""Interval at which the ages of waits are checked."""
 LATE_S = 0.2
-"""A tick that comes later than this says that this process did not run: that time is no silence of the server's."""
+"""A tick later than this means that this process did not run; that time does not count as silence of the server."""
 PROBE_S = 5.0
-"""Bound of one probe. A hung server that is resumed answers the probe that waits in its socket, however old it is."""
+"""Timeout of one probe. A hung server that resumes answers the probe in its socket, however old the probe is."""
 IDLE_S = 2.0
-"""The monitor's thread sleeps until it is woken after this long without a wait."""
+"""After this time without a wait, a server is no longer checked until the next wait."""
 MAX_SERVERS = 1_024
-"""Servers with a state; the one used least recently is forgotten beyond it, if nobody waits for it."""
+"""Maximum number of servers with a state. Beyond it, the least recently used server without a wait is dropped."""
 
 
 class ServerState(Enum):
-    """What is known of a server."""
+    """Liveness state of a server."""
 
     ALIVE = auto()
     SUSPECT = auto()
@@ -60,26 +60,26 @@ class ServerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What an event leads to."""
+    """Actions that follow from an event."""
 
     probe: bool = False
-    """Send a probe, and report how it ended."""
+    """Send a probe and report its end."""
     hung: bool = False
-    """The server has just become hung: cancel all waits for it."""
-    back: bool = False
-    """The server has just answered after it was hung."""
+    """The server has just become hung; cancel all waits for it."""
+    recovered: bool = False
+    """The server was hung and has just answered."""
 
 
 NOTHING = Decision()
 
 
 class ServerLiveness:
-    """State of one server. Pure; not thread-safe.
+    """State machine of one server. Pure; not thread-safe.
 
     Args:
         grace_s: see ``GRACE_S``.
         silence_s: see ``SILENCE_S``.
-        tick_s: how often ``tick`` is meant to be called while somebody waits.
+        tick_s: expected interval between calls of ``tick``.
     """
 
     def __init__(self, *, grace_s: float = GRACE_S, silence_s: float = SILENCE_S, tick_s: float = TICK_S) -> None:
@@ -94,15 +94,15 @@ class ServerLiveness:
 
     @property
     def settled(self) -> bool:
-        """Whether ticks change nothing until somebody waits: alive, and no probe under way."""
+        """Whether the server is alive and no probe is under way, so that ticks change nothing until the next wait."""
         return self.state is ServerState.ALIVE and not self._probing
 
     def tick(self, now_s: float, oldest_wait_s: float | None) -> Decision:
-        """Looks at the ages.
+        """Check the age of the oldest wait.
 
         Args:
             now_s: monotonic seconds.
-            oldest_wait_s: when the oldest wait for this server began; None: nobody waits.
+            oldest_wait_s: when the oldest wait for this server began; None: no caller waits.
         """
         late_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s - self._tick_s
         self._ticked_s = now_s
@@ -117,18 +117,18 @@ class ServerLiveness:
             return Decision(probe=self._begin_probe(), hung=True)
         return Decision(probe=self._begin_probe())
 
-    def rest(self) -> None:
-        """Ticks stop for a while: the next one is not late."""
+    def pause(self) -> None:
+        """Pause: the time until the next tick does not count as late."""
         self._ticked_s = None
 
     def probe_ended(self, now_s: float, *, answered: bool) -> Decision:
-        """A probe ended, with an answer of whatever content or without one."""
+        """Record the end of a probe. Any answer counts, even an error."""
         self._probing = False
         if not answered:
             return NOTHING
-        back = self.state is ServerState.HUNG
+        recovered = self.state is ServerState.HUNG
         self.state, self._answered_s = ServerState.ALIVE, now_s
-        return Decision(back=back)
+        return Decision(recovered=recovered)
 
     def _begin_probe(self) -> bool:
         begun, self._probing = not self._probing, True
@@ -136,14 +136,14 @@ class ServerLiveness:
 
 
 Probe = Callable[[str, float, Callable[[bool], None]], None]
-"""``probe(server, timeout_s, ended)``: starts a probe and returns; ``ended(answered)`` is called once, from any thread."""
+"""``probe(server, timeout_s, ended)``: starts a probe and returns. ``ended(answered)`` must be called once, from any thread."""
 
 
 class Wait:
-    """One wait for a server, as a context manager: refused if the server is hung, cancelled if it becomes so.
+    """One wait for a server, as a context manager: refused if the server is hung, cancelled if the server becomes hung.
 
     Raises:
-        Unavailable: on entry, if the server is hung; on exit, in place of whatever the cancellation raised.
+        Unavailable: on entry, if the server is hung; on exit, in place of the exception that the cancellation caused.
     """
 
     __slots__ = ("_cancel", "_server", "began_s", "cut")
@@ -153,10 +153,10 @@ class Wait:
         self._cancel = cancel
         self.began_s = 0.0
         self.cut = False
-        """Whether it was cancelled because the server is hung."""
+        """Whether this wait was cancelled because the server is hung."""
 
     def cancel(self) -> None:
-        """Ends it because the server is hung. For ``WatchedServer``."""
+        """Cancel this wait because the server is hung. Called by ``WatchedServer``."""
         self.cut = True
         self._cancel()
 
@@ -171,7 +171,7 @@ class Wait:
 
 
 class WatchedServer:
-    """One server that callers wait for. Thread-safe. Made by ``LivenessMonitor.server``."""
+    """Liveness of one server, and the waits for it. Thread-safe. Made by ``LivenessMonitor.server``."""
 
     def __init__(self, address: str, wake: Callable[[WatchedServer], None], counters: Counters) -> None:
         self.address = address
@@ -181,23 +181,23 @@ class WatchedServer:
         self._liveness = ServerLiveness()
         self._waits: dict[int, Wait] = {}  # by identity
         self._hung_since_s = 0.0
-        self._quiet_since_s: float | None = None
+        self._idle_since_s: float | None = None
 
     @property
     def hung(self) -> bool:
-        """Whether it answers nothing at the moment: callers go on without it."""
+        """Whether the server is hung; callers must continue without it."""
         return self._liveness.state is ServerState.HUNG
 
     def waiting(self, cancel: Callable[[], object]) -> Wait:
-        """A wait for this server, to be used in a ``with`` statement.
+        """Return a wait for this server, to be used in a ``with`` statement.
 
         Args:
-            cancel: ends the wait soon, from another thread; must not block, and may be called after the wait has ended.
+            cancel: ends the wait soon. Called from another thread, possibly after the wait has ended; must not block.
         """
         return Wait(self, cancel)
 
     def check(self) -> None:
-        """Refuses calls that would wait for nothing.
+        """Refuse a call to a hung server.
 
         Raises:
             Unavailable: the server is hung.
@@ -207,11 +207,11 @@ class WatchedServer:
             raise self.error()
 
     def error(self) -> Unavailable:
-        """Why calls to it are given up."""
-        return Unavailable("the server stopped answering; calls to it are given up until it answers again", server=self.address)
+        """Return the error of calls to this server while it is hung."""
+        return Unavailable("the server stopped answering; calls to it fail until it answers again", server=self.address)
 
     def begin_wait(self, wait: Wait) -> None:
-        """Registers a wait; ``end_wait`` must follow.
+        """Register a wait. ``end_wait`` must follow.
 
         Raises:
             Unavailable: the server is hung; nothing is registered.
@@ -226,13 +226,13 @@ class WatchedServer:
         self._wake(self)
 
     def end_wait(self, wait: Wait) -> None:
-        """The wait is over, one way or the other. Idempotent."""
+        """Unregister a wait. Idempotent."""
         with self._lock:
             self._waits.pop(id(wait), None)
 
-    # ---- for the monitor
+    # ---- called by the monitor
     def tick(self, now_s: float) -> Decision:
-        """Looks at the ages of the waits; cancels them all if the server has just become hung."""
+        """Check the ages of the waits. Cancel all of them if the server has just become hung."""
         with self._lock:
             oldest_s = min((wait.began_s for wait in self._waits.values()), default=None)
             decision = self._liveness.tick(now_s, oldest_s)
@@ -241,49 +241,49 @@ class WatchedServer:
             self._hung_since_s = now_s
             self._counters.add("transport_peer_hung_total")
             self._counters.add("transport_peer_waits_cut_total", len(waits))
-            log.warning("server stopped answering: %s (calls given up=%d)", self.address, len(waits))
+            log.warning("server stopped answering: %s (cancelled_calls=%d)", self.address, len(waits))
         for wait in waits:
             try:
                 wait.cancel()
             except Exception:
-                log.exception("cannot cancel a wait for a hung server: %s", self.address)
+                log.exception("cancellation of a wait failed: %s", self.address)
         return decision
 
     def probe_ended(self, now_s: float, *, answered: bool) -> None:
-        """A probe ended."""
+        """Record the end of a probe."""
         with self._lock:
             decision = self._liveness.probe_ended(now_s, answered=answered)
-        if decision.back:
-            log.warning("server answers again: %s (after=%.1f s)", self.address, now_s - self._hung_since_s)
+        if decision.recovered:
+            log.warning("server answered again: %s (after_s=%.1f)", self.address, now_s - self._hung_since_s)
 
-    def quiet_for_s(self, now_s: float) -> float:
-        """For how long nobody has waited for it, and no probe was under way."""
+    def idle_for_s(self, now_s: float) -> float:
+        """Return for how many seconds there was neither a wait nor a probe."""
         with self._lock:
             if self._waits or not self._liveness.settled:
-                self._quiet_since_s = None
+                self._idle_since_s = None
                 return 0.0
-            if self._quiet_since_s is None:
-                self._quiet_since_s = now_s
-            return now_s - self._quiet_since_s
+            if self._idle_since_s is None:
+                self._idle_since_s = now_s
+            return now_s - self._idle_since_s
 
     @property
-    def waited_for(self) -> bool:
-        """Whether somebody waits for it."""
+    def has_waits(self) -> bool:
+        """Whether a caller waits for this server."""
         return bool(self._waits)
 
-    def rest(self) -> None:
-        """Ticks stop until somebody waits again."""
+    def pause(self) -> None:
+        """Pause the checks until the next wait."""
         with self._lock:
-            self._liveness.rest()
+            self._liveness.pause()
 
 
 class LivenessMonitor:
-    """Runs the liveness of all servers that one client or daemon calls. Thread-safe.
+    """Monitors all servers that one client or daemon calls. Thread-safe.
 
     Args:
-        probe: how a server is asked whether it answers at all.
-        counters: where hung servers are counted.
-        on_close: called when it has ended: lets go of what probes use.
+        probe: starts a probe of a server.
+        counters: counts hung servers and cancelled waits.
+        on_close: called by ``close`` at the end, to free what probes use.
     """
 
     def __init__(self, probe: Probe, counters: Counters, on_close: Callable[[], None] | None = None) -> None:
@@ -297,23 +297,23 @@ class LivenessMonitor:
         self._closed = False
 
     def server(self, address: str) -> WatchedServer:
-        """The state of one server; the same object for the same address."""
+        """Return the liveness of one server: the same object for the same address."""
         with self._changed:
             server = self._servers.get(address)
             if server is None:
                 server = self._servers[address] = WatchedServer(address, self._wake, self._counters)
                 if len(self._servers) > MAX_SERVERS:
-                    self._forget_one()
+                    self._drop_one()
             self._servers.move_to_end(address)
             return server
 
     @property
     def awake(self) -> frozenset[WatchedServer]:
-        """Servers whose ages are looked at."""
+        """Servers whose waits are checked at the moment."""
         return frozenset(self._awake)
 
     def close(self) -> None:
-        """Ends the thread. Waits are no longer watched."""
+        """Stop the thread. Waits are no longer checked."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -324,8 +324,8 @@ class LivenessMonitor:
             self._on_close()
 
     def _wake(self, server: WatchedServer) -> None:
-        """Somebody waits for a server: its ages are looked at from now on."""
-        if server in self._awake:  # the common case, without the lock: _let_rest looks again after it has removed one
+        """Begin to check the waits for a server."""
+        if server in self._awake:  # the common case needs no lock, because _pause checks for waits after it removed a server
             return
         with self._changed:
             if self._closed:
@@ -336,7 +336,7 @@ class LivenessMonitor:
                 self._thread.start()
             self._changed.notify()
 
-    def _forget_one(self) -> None:
+    def _drop_one(self) -> None:
         for address, server in self._servers.items():
             if server not in self._awake:
                 del self._servers[address]
@@ -353,16 +353,16 @@ class LivenessMonitor:
                 now_s = time.monotonic()
                 if server.tick(now_s).probe:
                     self._send_probe(server)
-                if server.quiet_for_s(now_s) >= IDLE_S:
-                    self._let_rest(server)
+                if server.idle_for_s(now_s) >= IDLE_S:
+                    self._pause(server)
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, TICK_S)
 
-    def _let_rest(self, server: WatchedServer) -> None:
+    def _pause(self, server: WatchedServer) -> None:
         with self._changed:
             self._awake.discard(server)
-        server.rest()
-        if server.waited_for:  # the wait began before the server was removed, and was left to us
+        server.pause()
+        if server.has_waits:  # the wait began before the server was removed from the set
             self._wake(server)
 
     def _send_probe(self, server: WatchedServer) -> None:
@@ -372,5 +372,5 @@ class LivenessMonitor:
         try:
             self._probe(server.address, PROBE_S, ended)
         except Exception:
-            log.exception("cannot probe a server: %s", server.address)
+            log.exception("probe failed: %s", server.address)
             ended(False)

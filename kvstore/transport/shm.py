@@ -1,10 +1,10 @@
-"""Hands a node's arena to the engines on its host: a file descriptor over a unix socket, and a connection that says who lives.
+"""Shares a node's arena with the engines on its host: a file descriptor over a unix socket.
 
-The client connects, sends the 16 bytes of its session id (the secret that ``OpenSession`` gave it), and receives the arena's
-descriptor (``SCM_RIGHTS``) and size. It keeps the connection for as long as it may touch the arena. When the connection ends (the
-kernel sees to that even where the client is killed), the node may use the session's slots again.
+The client connects, sends the 16 bytes of its session id (the secret that ``OpenSession`` returned), and receives the arena's
+descriptor (``SCM_RIGHTS``) and size. It keeps the connection open for as long as it may access the arena. When the connection
+ends (the kernel closes it even if the client is killed), the node may reuse the session's slots.
 
-Only this user may connect: the socket has mode 0600, and its folder, where it is made here, 0700.
+Only the same user may connect: the socket has mode 0600, and its folder, if it is created here, 0700.
 """
 
 from __future__ import annotations
@@ -30,35 +30,36 @@ from kvstore.observe.limited_log import LimitedLog
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
 
-_REPLY = struct.Struct("<4sIQ")  # magic, 1: granted or 0: refused, size of the arena
+_REPLY = struct.Struct("<4sIQ")  # magic, 1 (granted) or 0 (refused), size of the arena
 _MAGIC = b"KVA1"
-_MAX_PATH_BYTES = 107  # what a unix socket's address holds
+_MAX_PATH_BYTES = 107  # limit of a unix socket's address
 
 OnConnect = Callable[[SessionId], tuple[int, int] | None]
 OnClose = Callable[[SessionId], None]
 
 
-class _Caller:
-    """One connection at the door."""
+class _ArenaClient:
+    """One connection to the arena server."""
 
     def __init__(self, sock: socket.socket, until_s: float) -> None:
         self.sock = sock
         self.until_s = until_s
-        """When it must have named its session."""
-        self.said = b""
+        """Deadline for the session id."""
+        self.received = b""
         self.session: SessionId | None = None
 
 
-class ArenaDoor:
-    """The node's side. One thread watches all connections.
+class ArenaServer:
+    """The node's side: serves the arena's descriptor. One thread serves all connections.
 
     Args:
-        path: of the unix socket; an old one is replaced.
-        on_connect: answers the descriptor (which stays the caller's) and size for a session, or None to refuse. Brief.
-        on_close: told once for each session that was let in, as soon as its connection has ended, also by ``stop``. Brief.
-        max_connections: those beyond are refused.
-        handshake_timeout_s: how long a connection may take to name its session.
-        counters: where events are counted.
+        path: path of the unix socket; an existing socket is replaced.
+        on_connect: returns descriptor and size of the arena for a session, or None to refuse. The descriptor stays open. Must not
+            block.
+        on_close: called once per accepted session after its connection has ended, also by ``stop``. Must not block.
+        max_connections: further connections are refused.
+        handshake_timeout_s: maximum time until a connection has sent its session id.
+        counters: counts refusals and errors.
     """
 
     def __init__(
@@ -77,36 +78,36 @@ class ArenaDoor:
         self._max_connections = max_connections
         self._handshake_timeout_s = handshake_timeout_s
         self._counters = counters if counters is not None else Counters()
-        self._callers: dict[socket.socket, _Caller] = {}
+        self._clients: dict[socket.socket, _ArenaClient] = {}
         self._open: set[SessionId] = set()
         self._thread: threading.Thread | None = None
         self._wake_read, self._wake_write = socket.socketpair()
 
     def start(self) -> None:
-        """Listens.
+        """Listen and serve.
 
         Raises:
-            InvalidArgument: the path is too long for a socket.
-            Unavailable: the socket cannot be made.
+            InvalidArgument: the path is too long for a unix socket.
+            Unavailable: the socket cannot be created.
         """
         if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
-            raise InvalidArgument("too long for the path of a unix socket", path=self.path, limit=_MAX_PATH_BYTES)
+            raise InvalidArgument("path too long for a unix socket", path=self.path, limit=_MAX_PATH_BYTES)
         listener = socket.socket(socket.AF_UNIX)
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # one that is there is not ours to close
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of an existing folder is left unchanged
             self.path.unlink(missing_ok=True)
             listener.bind(str(self.path))
-            self.path.chmod(0o600)  # nobody can connect before: it does not listen yet
+            self.path.chmod(0o600)  # before listen, so that no other user can connect
             listener.listen(min(self._max_connections, 128))
             listener.setblocking(False)
         except OSError as error:
             listener.close()
             raise Unavailable("cannot open the arena's socket", path=self.path, error=error) from error
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="arena-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="arena-server", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends all connections and removes the socket. Idempotent."""
+        """Close all connections and remove the socket. Idempotent."""
         if self._thread is not None:
             with contextlib.suppress(OSError):
                 self._wake_write.send(b"\0")
@@ -121,112 +122,112 @@ class ArenaDoor:
             selector.register(self._wake_read, selectors.EVENT_READ)
             try:
                 while True:
-                    for key, _ in selector.select(self._patience_s()):
+                    for key, _ in selector.select(self._next_timeout_s()):
                         if key.fileobj is self._wake_read:
                             return
                         if key.fileobj is listener:
                             self._accept(listener, selector)
                         else:
                             assert isinstance(key.fileobj, socket.socket)
-                            self._hear(self._callers[key.fileobj], selector)
-                    self._drop_silent(selector)
+                            self._receive(self._clients[key.fileobj], selector)
+                    self._expire_handshakes(selector)
             finally:
-                for caller in list(self._callers.values()):
-                    self._end(caller, selector)
+                for client in list(self._clients.values()):
+                    self._end(client, selector)
                 self.path.unlink(missing_ok=True)
 
-    def _patience_s(self) -> float | None:
-        """Until the next silent connection has had its time."""
-        waiting = [caller.until_s for caller in self._callers.values() if caller.session is None]
+    def _next_timeout_s(self) -> float | None:
+        """Return the seconds until the next handshake times out; None: no handshake is under way."""
+        waiting = [client.until_s for client in self._clients.values() if client.session is None]
         return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError as error:  # gone again, or no descriptors left
+        except OSError as error:  # the client has left, or no descriptors are left
             self._counters.add("arena_accept_errors_total")
-            limited.warning("cannot accept a connection for the arena: %s", error)
-            time.sleep(0.01)  # the condition may last: do not spin on it
+            limited.warning("arena connection not accepted: %s", error)
+            time.sleep(0.01)  # the error may persist: avoid a busy loop
             return
-        if len(self._callers) >= self._max_connections:
+        if len(self._clients) >= self._max_connections:
             self._counters.add("arena_connections_refused_total")
-            limited.warning("refused a connection for the arena: %d are open", self._max_connections)
+            limited.warning("arena connection refused: too many (open=%d)", self._max_connections)
             sock.close()
             return
         sock.setblocking(False)
-        self._callers[sock] = _Caller(sock, time.monotonic() + self._handshake_timeout_s)
+        self._clients[sock] = _ArenaClient(sock, time.monotonic() + self._handshake_timeout_s)
         selector.register(sock, selectors.EVENT_READ)
 
-    def _hear(self, caller: _Caller, selector: selectors.BaseSelector) -> None:
-        """A connection said something, or ended."""
+    def _receive(self, client: _ArenaClient, selector: selectors.BaseSelector) -> None:
+        """Handle bytes from a connection, or its end."""
         try:
-            said = caller.sock.recv(KEY_BYTES + 1)
+            data = client.sock.recv(KEY_BYTES + 1)
         except BlockingIOError:
             return
         except OSError:
-            said = b""
-        if not said:
-            self._end(caller, selector)
+            data = b""
+        if not data:
+            self._end(client, selector)
             return
-        caller.said += said
-        if caller.session is not None or len(caller.said) > KEY_BYTES:
-            self._refuse(caller, selector, "said more than a session id")
-        elif len(caller.said) == KEY_BYTES:
-            self._let_in(caller, SessionId(caller.said), selector)
+        client.received += data
+        if client.session is not None or len(client.received) > KEY_BYTES:
+            self._refuse(client, selector, "more bytes than a session id")
+        elif len(client.received) == KEY_BYTES:
+            self._accept_session(client, SessionId(client.received), selector)
 
-    def _let_in(self, caller: _Caller, session: SessionId, selector: selectors.BaseSelector) -> None:
+    def _accept_session(self, client: _ArenaClient, session: SessionId, selector: selectors.BaseSelector) -> None:
         try:
             arena = self._on_connect(session) if session not in self._open else None
-        except Exception:  # the edge of this thread: the door must outlive a bug behind it
+        except Exception:  # the thread must survive a bug in the callback
             self._counters.add("arena_internal_errors_total")
-            log.exception("cannot say whether a session may have the arena")
+            log.exception("arena session check failed")
             arena = None
         if arena is None:
-            self._refuse(caller, selector, "named no session that waits for its arena")
+            self._refuse(client, selector, "no such session waits for its arena")
             return
-        caller.session = session
+        client.session = session
         self._open.add(session)
         descriptor, size = arena
         try:
-            socket.send_fds(caller.sock, [_REPLY.pack(_MAGIC, 1, size)], [descriptor])
+            socket.send_fds(client.sock, [_REPLY.pack(_MAGIC, 1, size)], [descriptor])
         except OSError as error:
-            log.info("an engine left before it had its arena: %s", error)
-            self._end(caller, selector)
+            log.info("arena client disconnected before the answer: %s", error)
+            self._end(client, selector)
 
-    def _refuse(self, caller: _Caller, selector: selectors.BaseSelector, why: str) -> None:
+    def _refuse(self, client: _ArenaClient, selector: selectors.BaseSelector, why: str) -> None:
         self._counters.add("arena_connections_refused_total")
-        limited.warning("refused a connection for the arena: it %s", why)
+        limited.warning("arena connection refused: %s", why)
         with contextlib.suppress(OSError):
-            caller.sock.send(_REPLY.pack(_MAGIC, 0, 0))
-        self._end(caller, selector)
+            client.sock.send(_REPLY.pack(_MAGIC, 0, 0))
+        self._end(client, selector)
 
-    def _drop_silent(self, selector: selectors.BaseSelector) -> None:
+    def _expire_handshakes(self, selector: selectors.BaseSelector) -> None:
         now_s = time.monotonic()
-        for caller in [caller for caller in self._callers.values() if caller.session is None and caller.until_s <= now_s]:
-            self._refuse(caller, selector, "did not name a session in time")
+        for client in [client for client in self._clients.values() if client.session is None and client.until_s <= now_s]:
+            self._refuse(client, selector, "no session id in time")
 
-    def _end(self, caller: _Caller, selector: selectors.BaseSelector) -> None:
-        """Lets go of a connection, and tells of its session."""
-        if self._callers.pop(caller.sock, None) is None:
+    def _end(self, client: _ArenaClient, selector: selectors.BaseSelector) -> None:
+        """Close a connection and report the end of its session."""
+        if self._clients.pop(client.sock, None) is None:
             return
-        selector.unregister(caller.sock)
-        caller.sock.close()
-        if caller.session is not None:
-            self._open.discard(caller.session)
+        selector.unregister(client.sock)
+        client.sock.close()
+        if client.session is not None:
+            self._open.discard(client.session)
             try:
-                self._on_close(caller.session)
-            except Exception:  # as above
+                self._on_close(client.session)
+            except Exception:  # the thread must survive a bug in the callback
                 self._counters.add("arena_internal_errors_total")
-                log.exception("the end of a session was not taken in")
+                log.exception("arena session end not handled")
 
 
 class ArenaMapping:
-    """An engine's view of its node's arena, and the connection that keeps the session alive.
+    """An engine's mapping of its node's arena, with the connection that keeps the session alive.
 
     Args:
-        sock: to the door; owned from now on.
+        sock: connection to the arena server; owned from now on.
         memory: the mapping; owned from now on.
-        size: of the arena.
+        size: bytes of the arena.
     """
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap, size: int) -> None:
@@ -239,7 +240,7 @@ class ArenaMapping:
 
     @property
     def alive(self) -> bool:
-        """Whether the node still holds its end: if not, it has stopped, and nothing in the arena means anything any more."""
+        """Whether the node still holds its end. If not, the node has stopped, and the contents of the arena are invalid."""
         if self._closed:
             return False
         try:
@@ -250,10 +251,10 @@ class ArenaMapping:
             return False
 
     def close(self) -> None:
-        """Unmaps, then ends the connection: from then on the node may use the session's slots again. Idempotent.
+        """Unmap the arena, then end the connection, after which the node may reuse the session's slots. Idempotent.
 
         Raises:
-            Conflict: views of the arena are still held: nothing has changed, for whoever holds them may touch it.
+            Conflict: views of the arena are still referenced. Nothing has changed: their holders may still access the arena.
         """
         if self._closed:
             return
@@ -268,27 +269,27 @@ class ArenaMapping:
 
 
 def open_arena(path: Path | str, session_id: SessionId, timeout_s: float) -> ArenaMapping:
-    """Maps the arena of the node behind a door.
+    """Map the arena of a node on this host.
 
     Args:
         path: the node's arena socket.
-        session_id: what ``OpenSession`` answered.
-        timeout_s: for connecting and the answer.
+        session_id: the session id that ``OpenSession`` returned.
+        timeout_s: bound for connecting and for the answer.
 
     Raises:
-        Unavailable: nobody answers, or the arena cannot be mapped.
-        DeadlineExceeded: no answer in time.
-        PermissionDenied: the door refused the session, or this user may not connect.
+        Unavailable: the node does not answer, or the arena cannot be mapped.
+        DeadlineExceeded: the answer did not come in time.
+        PermissionDenied: the node refused the session, or this user may not connect.
     """
     if len(session_id) != KEY_BYTES:
-        raise InvalidArgument("a session id takes 16 bytes", bytes=len(session_id))
+        raise InvalidArgument("a session id must have 16 bytes", bytes=len(session_id))
     sock = socket.socket(socket.AF_UNIX)
     descriptors: list[int] = []
     try:
         sock.settimeout(timeout_s)
         sock.connect(str(path))
         sock.sendall(session_id)
-        # the answer is one small message on a stream that carries nothing else, so it arrives whole
+        # the answer is one short message, and nothing else is sent before it, so one call receives all of it
         answer, descriptors, _, _ = socket.recv_fds(sock, _REPLY.size, 1)
         size = _size_granted(answer, descriptors)
         memory = mmap.mmap(descriptors[0], size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -305,7 +306,7 @@ def open_arena(path: Path | str, session_id: SessionId, timeout_s: float) -> Are
         raise
     finally:
         for descriptor in descriptors:
-            os.close(descriptor)  # the mapping has its own hold on the memory
+            os.close(descriptor)  # the mapping keeps the memory alive
 
 
 def _size_granted(answer: bytes, descriptors: list[int]) -> int:
@@ -313,7 +314,7 @@ def _size_granted(answer: bytes, descriptors: list[int]) -> int:
         raise Unavailable("the node closed the arena's socket")
     magic, granted, size = _REPLY.unpack(answer)
     if magic != _MAGIC:
-        raise Unavailable("not an arena's socket")
+        raise Unavailable("not an arena socket")
     if not granted or not descriptors:
-        raise PermissionDenied("the node has no such session, or it has its arena already")
+        raise PermissionDenied("the node does not know the session, or the session has its arena already")
     return int(size)

@@ -1,8 +1,8 @@
-"""TLS of data-plane sockets, from the same configuration that gRPC's credentials are made of. TLS 1.3 only.
+"""TLS of data-plane sockets, made from the same configuration as gRPC's credentials. TLS 1.3 only.
 
-``TcpServer`` receives a plain ``ssl`` context. ``TcpPeer`` receives a ``PeerTls``, which holds the context and the name expected
-in the server's certificate, so that no connection can be made with one and without the other. Hosts are dialled by address, and
-their certificates carry a common name.
+A server uses a plain ``ssl`` context. A client uses a ``PeerTls``, which holds the context together with the name that the client
+expects in the server's certificate, so that no connection can have one without the other. Clients connect to addresses, while the
+certificates of all hosts carry a common name.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvstore.core.tls import TlsConfig
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerTls:
-    """The client side of TLS: trusted authorities, own certificate and expected server name. Made by ``of``; thread-safe.
+    """The client side of TLS: trusted authorities, own certificate, and the expected server name. Made by ``of``; thread-safe.
 
     Attributes:
         context: trusted authorities and this side's certificate.
-        server_name: the name expected in the server's certificate; None: the host that is dialled.
+        server_name: the name expected in the server's certificate; None: the host of the address.
     """
 
     context: ssl.SSLContext
@@ -30,10 +30,10 @@ class PeerTls:
 
     @classmethod
     def of(cls, config: TlsConfig | None) -> Self | None:
-        """The client side of a configuration; None for None: clear text. Without ``ca`` the system's authorities are trusted.
+        """Return the client side of a configuration; None (clear text) for None. Without ``ca``, system authorities are trusted.
 
         Raises:
-            InvalidArgument: files that cannot be read.
+            InvalidArgument: a file cannot be read.
         """
         if config is None:
             return None
@@ -43,25 +43,25 @@ class PeerTls:
         return cls(context, config.server_name)
 
     def wrap(self, sock: socket.socket, host: str) -> ssl.SSLSocket:
-        """Performs the handshake with a server that was dialled as ``host``, within the socket's timeout.
+        """Perform the handshake with the server at ``host``, within the socket's timeout.
 
         Raises:
-            OSError: the handshake failed; ``ssl.SSLError`` is one.
+            OSError: the handshake failed; ``ssl.SSLError`` is an OSError.
         """
         return self.context.wrap_socket(sock, server_hostname=self.server_name or host)
 
 
 def server_context(config: TlsConfig) -> ssl.SSLContext:
-    """The server side of a configuration.
+    """Return the server side of a configuration.
 
     Raises:
-        InvalidArgument: no certificate, or files that cannot be read.
+        InvalidArgument: the certificate is missing, or a file cannot be read.
     """
     if config.cert is None:
         raise InvalidArgument("a TLS server requires a certificate and its key")
     context = _context(config, ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED if config.require_client_cert else ssl.CERT_NONE
-    context.num_tickets = 0  # connections are pooled: resumption would only leave unread bytes on idle sockets
+    context.num_tickets = 0  # session tickets would leave unread bytes on the idle sockets of the pool
     return context
 
 

@@ -1,11 +1,11 @@
-"""One connected socket that moves exact numbers of bytes by a deadline, with TLS or without.
+"""One connected socket that moves exact numbers of bytes before a deadline, with or without TLS.
 
-Without TLS the socket stays *blocking*, and the kernel keeps the deadline (``SO_RCVTIMEO``, ``SO_SNDTIMEO``): one ``recv`` with
-``MSG_WAITALL`` then takes megabytes in one call that never touches the interpreter lock, where Python's own timeouts would poll
-and return every few packets. With TLS the record layer hands out 16 KiB at a time anyway, and Python's timeouts are used.
+Without TLS the socket stays *blocking*, and the kernel enforces the deadline (``SO_RCVTIMEO``, ``SO_SNDTIMEO``). One ``recv``
+with ``MSG_WAITALL`` then receives megabytes in one call without the interpreter lock, while Python's own timeouts would poll
+and return every few packets. With TLS the record layer delivers 16 KiB at a time anyway, so Python's timeouts are used.
 
-The kernel's timeout is a length, not a moment, so it is set anew when the last setting has aged: a wait may outlast its
-deadline by up to ``REARM_S``.
+The kernel's timeout is a duration, so it is set again if the last setting is older than ``REARM_S``. A wait may therefore exceed
+its deadline by up to ``REARM_S``.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from collections.abc import Callable, Sequence
 from kvstore.core.errors import DeadlineExceeded, Unavailable
 
 IOV_MAX = 1024
-"""Most pieces in one ``sendmsg`` or ``recvmsg``: the kernel's ``UIO_MAXIOV``."""
+"""Maximum pieces in one ``sendmsg`` or ``recvmsg``: the kernel's ``UIO_MAXIOV``."""
 REARM_S = 0.02
 JOIN_BELOW_BYTES = 2048
-"""Pieces shorter than this on average are joined before they are sent: a copy of 256 bytes costs a third of an I/O vector."""
-_TLS_CHUNK = 256 << 10  # bounds the time one call may take under its timeout
-_MIN_TIMEOUT_S = 0.001  # zero would mean no timeout
+"""Pieces with a shorter average are joined before they are sent: copying 256 bytes costs a third of an I/O vector."""
+_TLS_CHUNK = 256 << 10  # bounds the time that one call may take
+_MIN_TIMEOUT_S = 0.001  # zero means no timeout
 _TIMEVAL = struct.Struct("@ll")
 
 Piece = bytes | memoryview
 
 
 class PeerGone(Unavailable):
-    """The other side closed the connection, or it broke."""
+    """The peer closed the connection, or the connection broke."""
 
 
 class PeerStalled(Unavailable):
-    """The other side took or gave no byte for the longest time this side allows, though the deadline has not passed."""
+    """The peer neither took nor sent a byte for ``stall_s``, although the deadline has not passed."""
 
 
 class Wire(ABC):
-    """A connected stream. One thread at a time uses it; ``shut`` may come from any other.
+    """A connected stream. One thread at a time uses it; any other thread may call ``shut``.
 
     Args:
         sock: the connection; owned from now on.
-        stall_s: the longest time without progress that this side tolerates (None: the deadline alone counts). May be changed
-            between two calls.
+        stall_s: maximum time without progress before ``PeerStalled``; None: only the deadline counts. May be changed between two
+            calls.
     """
 
     def __init__(self, sock: socket.socket, stall_s: float | None = None) -> None:
@@ -57,19 +57,20 @@ class Wire(ABC):
 
     @abstractmethod
     def send(self, pieces: Sequence[Piece], deadline_s: float) -> None:
-        """Sends all bytes of all pieces.
+        """Send all bytes of all pieces.
 
         Raises:
-            DeadlineExceeded: the deadline passed; some bytes may be on their way.
-            PeerGone, PeerStalled: see there.
+            DeadlineExceeded: the deadline passed; some bytes may have been sent.
+            PeerGone: the connection is closed or broken.
+            PeerStalled: no progress for ``stall_s``.
         """
 
     @abstractmethod
     def receive_into(self, pieces: Sequence[memoryview], deadline_s: float) -> None:
-        """Fills all pieces. Raises as ``send``."""
+        """Fill all pieces with received bytes. Raises as ``send``."""
 
     def receive(self, size: int, deadline_s: float) -> bytearray:
-        """Receives exactly ``size`` bytes into new memory; the caller has checked the size."""
+        """Receive exactly ``size`` bytes into new memory. The caller has checked the size."""
         data = bytearray(size)
         if size:
             self.receive_into((memoryview(data),), deadline_s)
@@ -77,35 +78,35 @@ class Wire(ABC):
 
     @abstractmethod
     def idle_and_open(self) -> bool:
-        """Whether an idle connection looks usable: nothing to read, and no end of stream."""
+        """Return whether an idle connection looks usable: no bytes to read, and no end of stream."""
 
     def shut(self) -> None:
-        """Ends the stream both ways at once: a thread that waits in it fails with ``PeerGone``. Idempotent."""
+        """End the stream in both directions at once. A thread that waits in the wire fails with ``PeerGone``. Idempotent."""
         with contextlib.suppress(OSError):
-            # not SSLSocket.shutdown, which would let a reader go on with the cipher text
+            # not SSLSocket.shutdown, after which a reader would receive cipher text
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets go of the descriptor; only the thread that uses the wire may call it. Idempotent."""
+        """Close the descriptor. Only the thread that uses the wire may call this. Idempotent."""
         self.shut()
         self._sock.close()
 
     def _wait_s(self, deadline_s: float) -> float:
-        """How long the next call may wait."""
+        """Return how long the next call may wait."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise DeadlineExceeded("the data plane's deadline has passed")
+            raise DeadlineExceeded("data-plane deadline exceeded")
         return left_s if self.stall_s is None else min(left_s, self.stall_s)
 
     def _no_progress(self, deadline_s: float) -> Exception:
-        """What a wait without a byte means."""
+        """Return the error for a wait without progress: the deadline passed, or the peer stalled."""
         if time.monotonic() >= deadline_s - REARM_S:
-            return DeadlineExceeded("the data plane's deadline has passed")
-        return PeerStalled("the other side of a data connection has stalled", seconds=self.stall_s)
+            return DeadlineExceeded("data-plane deadline exceeded")
+        return PeerStalled("the peer of a data connection stalled", seconds=self.stall_s)
 
 
 class PlainWire(Wire):
-    """Clear text: the kernel copies between the socket and the caller's pieces, and nothing else does."""
+    """A wire without TLS: the kernel copies directly between the socket and the caller's pieces."""
 
     def __init__(self, sock: socket.socket, stall_s: float | None = None) -> None:
         super().__init__(sock, stall_s)
@@ -146,7 +147,7 @@ class PlainWire(Wire):
                 except OSError as error:
                     raise _gone(error) from error
                 if not received:
-                    raise PeerGone("the other side closed a data connection")
+                    raise PeerGone("the peer closed a data connection")
                 left -= received
                 if left:
                     batch = _after(batch, received)
@@ -158,18 +159,18 @@ class PlainWire(Wire):
             return True
         except OSError:
             return False
-        return False  # the end of the stream, or bytes that nobody asked for
+        return False  # end of stream, or unexpected bytes
 
     def readable(self, wait_s: float = 0.0) -> bool:
-        """Whether ``receive`` would not wait for its first byte, also where the stream has ended; looks for at most so long."""
+        """Wait up to ``wait_s`` until bytes or the end of the stream can be received; return whether they can."""
         if wait_s:
-            waiting = select.poll()  # unlike select, it takes any descriptor
-            waiting.register(self._sock, select.POLLIN)
-            return bool(waiting.poll(wait_s * 1000))
+            poller = select.poll()  # unlike select, poll accepts any descriptor
+            poller.register(self._sock, select.POLLIN)
+            return bool(poller.poll(wait_s * 1000))
         return not self.idle_and_open()
 
     def ended(self) -> bool:
-        """Whether the stream has ended, though nobody is receiving."""
+        """Return whether the stream has ended, without receiving."""
         try:
             return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -192,7 +193,7 @@ class PlainWire(Wire):
 
 
 class TlsWire(Wire):
-    """TLS: the record layer decrypts into the caller's pieces.
+    """A wire with TLS: the record layer decrypts into the caller's pieces.
 
     Args:
         sock: an ``ssl.SSLSocket`` whose handshake is done.
@@ -205,7 +206,7 @@ class TlsWire(Wire):
         super().__init__(sock, stall_s)
 
     def send(self, pieces: Sequence[Piece], deadline_s: float) -> None:
-        # heads and headers go with what follows, or each would become a record of its own
+        # short pieces are joined, because each call makes a separate TLS record
         joined: list[Piece] = []
         small: list[Piece] = []
         for piece in pieces:
@@ -231,19 +232,19 @@ class TlsWire(Wire):
             while len(view):
                 received = self._call(self._sock.recv_into, view, deadline_s)
                 if not received:
-                    raise PeerGone("the other side closed a data connection")
+                    raise PeerGone("the peer closed a data connection")
                 view = view[received:]
 
     def idle_and_open(self) -> bool:
         try:
-            self._sock.settimeout(0)  # or Python would wait for bytes before it peeks
-            # the raw socket's own method: what counts are bytes before the record layer
+            self._sock.settimeout(0)  # else Python waits for bytes before it peeks
+            # the raw socket's method sees bytes before the record layer
             more = socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        return bool(more)  # the record layer may have sent something of its own, e.g. a key update
+        return bool(more)  # the record layer may have sent a control message, e.g. a key update
 
     def _call(self, operation: Callable[[memoryview], int], view: memoryview, deadline_s: float) -> int:
         try:
@@ -251,16 +252,16 @@ class TlsWire(Wire):
             return operation(view)
         except TimeoutError:
             raise self._no_progress(deadline_s) from None
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # includes ssl.SSLError
             raise _gone(error) from error
 
 
 def set_options(sock: socket.socket, buffer_bytes: int | None) -> None:
-    """Options of every data socket: no delay for small frames, and (where given) socket buffers of a fixed size."""
+    """Set the options of every data socket: no delay for small frames, keepalive, cubic, and optional fixed socket buffers."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # loads come in bursts; BBR, a common default, paces each at what it believed before the pause: 16 MiB took 15-30 % longer
-    with contextlib.suppress(OSError):  # a kernel without cubic: its default is used
+    # loads come in bursts; BBR, a common default, starts each burst at the rate before the pause: 16 MiB took 15-30 % longer
+    with contextlib.suppress(OSError):  # a kernel without cubic uses its default
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     if buffer_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
@@ -268,7 +269,7 @@ def set_options(sock: socket.socket, buffer_bytes: int | None) -> None:
 
 
 def _after(batch: Sequence[Piece], done: int) -> list[memoryview]:
-    """What is left of pieces once ``done`` bytes of them have gone."""
+    """Return the rest of ``batch`` after ``done`` bytes have been moved."""
     at = 0
     while done >= len(batch[at]):
         done -= len(batch[at])
@@ -277,4 +278,4 @@ def _after(batch: Sequence[Piece], done: int) -> list[memoryview]:
 
 
 def _gone(error: OSError) -> PeerGone:
-    return PeerGone("a data connection broke", error=errno.errorcode.get(error.errno or 0, type(error).__name__))
+    return PeerGone("data connection broke", error=errno.errorcode.get(error.errno or 0, type(error).__name__))

@@ -27,8 +27,8 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockShape, BootId, NamespaceId, Outcome, SessionId, StoreOutcome, Tier, unpack_keys
 from kvstore.rpc.errors import abort_arguments
 from kvstore.transport.contract import BlockProvider, ReadPart, ReadRequest, WriteGrant, WriteRequest
-from kvstore.transport.shm import ArenaDoor
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.shm import ArenaServer
+from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 
 LoadScript = Callable[[node_pb2.LoadRequest, grpc.ServicerContext], Iterator[node_pb2.LoadProgress]]
@@ -142,7 +142,7 @@ class FakeNode(node_pb2_grpc.NodeServicer):
         self._prepared: dict[bytes, dict[BlockKey, int]] = {}
         self.sessions: set[bytes] = set()
         self.left: list[bytes] = []
-        self.door = ArenaDoor(self._arena_path, self._hand_out, self._leave)
+        self.door = ArenaServer(self._arena_path, self._hand_out, self._leave)
         self.door.start()
         authority = TicketAuthority(secrets.token_bytes(32), self.boot_id, MonotonicClock())
         self._authority = authority

@@ -19,7 +19,7 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import NodeSpec
 from kvstore.transport.contract import LayerWrite, WriteRequest
-from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.tcp.peer import TcpPeer
 
 LAYERS, LAYER_BYTES = 6, 8192
 

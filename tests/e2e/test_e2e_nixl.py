@@ -47,7 +47,7 @@ CLIENT = """
 import sys
 import numpy as np
 from kvclient import CacheSpec, ClientOptions, KVClient
-from kvstore.transport.nixl.port import NixlOptions
+from kvstore.transport.nixl.agent import NixlOptions
 
 spec = CacheSpec(model="test", block_tokens=16, layers=4, layer_block_bytes=65536)
 options = ClientOptions(client_name="far", nixl=NixlOptions(), nixl_trusted_network=True)
@@ -127,10 +127,10 @@ from kvclient import CacheSpec
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
-from kvstore.transport import frames
+from kvstore.transport.tcp import frames
 from kvstore.transport.nixl.frames import AttachFrame, FetchFrame, decode_attached, decode_placed, encode_attach, encode_fetch
-from kvstore.transport.nixl.landing import row_after_row
-from kvstore.transport.nixl.port import NixlOptions, NixlPort, host_id
+from kvstore.transport.nixl.address_table import consecutive_blocks
+from kvstore.transport.nixl.agent import NixlOptions, NixlAgent, host_id
 
 spec = CacheSpec(model="test", block_tokens=16, layers=4, layer_block_bytes=65536)
 
@@ -156,7 +156,7 @@ class Wire:
         head = frames.decode_head(self.received(frames.HEAD_BYTES))
         return head.kind.name, self.received(head.header_bytes)
 
-port = NixlPort(NixlOptions(transports="tcp"), name="intruder-reads")
+port = NixlAgent(NixlOptions(transports="tcp"), name="intruder-reads")
 epoch, mine = port.metadata()
 """
 """The wire of somebody who holds a ticket, and an agent of theirs."""
@@ -166,14 +166,14 @@ INTRUDER = (
 wire = Wire(*sys.argv[1:3])
 kind, header = wire.ask(encode_attach(1, AttachFrame(host_id(), "pull", False, mine)))
 assert kind == "ATTACHED", header
-name = port.meet(epoch, decode_attached(header)[1])
+name = port.add_remote(epoch, decode_attached(header)[1])
 read = frames.ReadFrame(spec.namespace, [bytes.fromhex(sys.argv[3])], spec.shape, 0, spec.layers, 0, 20_000)
 address = int(decode_placed(wire.ask(encode_fetch(2, FetchFrame(read, None)))[1], 65536).addresses[0])
-slab = port.take_slab(5.0)
+slab = port.acquire_slab(5.0)
 slab.memory[:64] = b"x" * 64
-rows = [row_after_row(at, 1, 1, 64).rows(1, whole=True) for at in (slab.address, address)]
+rows = [consecutive_blocks(at, 1, 1, 64).rows(1, contiguous=True) for at in (slab.address, address)]
 transfer, end_s = port.start(epoch, "WRITE", *rows, name), time.monotonic() + 20.0
-while transfer is not None and not port.done(transfer):
+while transfer is not None and not port.is_done(transfer):
     assert time.monotonic() < end_s
 print("written")
 port.close()

@@ -26,7 +26,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, Tier
 from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
-from kvstore.transport.nixl.port import NixlOptions
+from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.workload.payload import Payloads
 
 LAYERS = 4

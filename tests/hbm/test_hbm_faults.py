@@ -18,8 +18,8 @@ from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.transport.contract import ReadRequest
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 
 WAIT_S = 20.0
 

@@ -32,7 +32,7 @@ from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operat
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
-from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.tcp.peer import TcpPeer
 
 SHAPE = BlockShape(2, 2048)
 CHAIN = 8

@@ -25,7 +25,7 @@ from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.policy import make_policy
 from kvstore.tiers.slab import NvmeSlab
-from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.tcp.peer import TcpPeer
 
 SHAPE = BlockShape(2, 2048)
 BLOCKS = 32

@@ -28,8 +28,8 @@ from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, blo
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.policy import make_policy
 from kvstore.transport.contract import ReadRequest
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 
 SPEC = CacheSpec(model="m", block_tokens=16, layers=5, layer_block_bytes=4096)
 SHAPE = SPEC.shape

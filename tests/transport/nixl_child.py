@@ -1,8 +1,8 @@
-"""A process that serves or reads test blocks by NIXL, and comes to harm in the middle of it: child of ``nixl_fault_cases``.
+"""Child process of ``nixl_fault_cases``: serves or reads test blocks by NIXL, and signals itself during a transfer.
 
-Arguments: ``serve`` or ``read ADDRESS``, the options of the agent as JSON, and the signal that it sends itself once bytes are on
-their way; ``later`` after that: not before it was told, one that serves by SIGUSR1, one that reads by a line, after a first read.
-Prints its address, and later what became of it.
+Arguments: ``serve`` or ``read ADDRESS``, the agent's options as JSON, and the signal that the process sends to itself while a
+transfer is under way. With a last argument ``later``, a server arms the signal on SIGUSR1, and a reader after a first read and a
+line on its standard input. Prints the server's address and the progress.
 """
 
 from __future__ import annotations
@@ -11,38 +11,40 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import MemoryProvider
 from kvstore.testing.transport_suite import NAMESPACE, ask, dense
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions, Transfer
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlOptions, NixlPort, Transfer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.nixl.responder import NixlResponder
+from kvstore.transport.tcp.server import TcpServer
 
 SHAPE = BlockShape(1, 16 << 10)
 COUNT = 4096
 
 
-class HarmedPort(NixlPort):
-    """Comes to harm, once, while it looks after a transfer; what it does afterwards is told."""
+class HarmedAgent(NixlAgent):
+    """An agent that sends a signal to its own process once, while it polls a transfer."""
 
     harm = 0
 
     def _suffer(self) -> None:
-        harm, HarmedPort.harm = HarmedPort.harm, 0
+        harm, HarmedAgent.harm = HarmedAgent.harm, 0
         if harm:
             os.kill(os.getpid(), harm)
 
     def start(self, *which: Any) -> Transfer | None:
         transfer = super().start(*which)
-        self._suffer()  # within a host all bytes may be there by now, and nobody looks after them
+        self._suffer()  # within a host, the transfer may be complete already, so that it is never polled
         return transfer
 
-    def done(self, transfer: Transfer) -> bool:
+    def is_done(self, transfer: Transfer) -> bool:
         self._suffer()
-        return super().done(transfer)
+        return super().is_done(transfer)
 
     def progress(self, epoch: int) -> None:
         self._suffer()
@@ -50,14 +52,14 @@ class HarmedPort(NixlPort):
 
 
 def main() -> None:
-    """See above."""
+    """Run the child; see the module docstring for the arguments."""
     role, *where, options, harm, when = sys.argv[1:] if sys.argv[-1] == "later" else [*sys.argv[1:], ""]
     counters = Counters()
-    port = HarmedPort(NixlOptions(**json.loads(options)), name="child", counters=counters)
+    port = HarmedAgent(NixlOptions(**json.loads(options)), name="child", counters=counters)
     port.open()
 
     def arm(*_: object) -> None:
-        HarmedPort.harm = int(harm)
+        HarmedAgent.harm = int(harm)
         print("armed", flush=True)
 
     if role == "read":
@@ -74,13 +76,13 @@ def main() -> None:
     provider = MemoryProvider()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(COUNT))
-    server = TcpServer(provider, nixl=port, counters=counters)
+    server = TcpServer(provider, one_sided=partial(NixlResponder, port), counters=counters)
     server.start()
-    if not when:  # before anybody can ask
-        HarmedPort.harm = int(harm)
+    if not when:  # before a client can connect
+        HarmedAgent.harm = int(harm)
     print(server.address, flush=True)
     sys.stdin.readline()
-    provider.settle()  # whatever was under way has ended
+    provider.settle()  # wait until all parts are released
     print("settled", counters.get("transport_nixl_bytes_sent_total"), flush=True)
     server.stop()
     port.close()

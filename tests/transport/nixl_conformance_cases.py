@@ -1,20 +1,22 @@
-"""The transport suite with payload moved by NIXL: over UCX's TCP, where the server pushes, and over CMA, where the reader pulls.
+"""The transport suite over NIXL: with UCX's TCP the server pushes, with CMA the reader pulls.
 
-Run by ``test_nixl.py``, in a process of its own.
+``test_nixl.py`` runs this file in a separate process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from kvstore.observe.counters import Counters
 from kvstore.testing.transport_suite import TransportSuite
 from kvstore.transport.contract import BlockPeer, BlockProvider
+from kvstore.transport.nixl.agent import NixlAgent, NixlOptions
 from kvstore.transport.nixl.peer import NixlPeer
-from kvstore.transport.nixl.port import NixlOptions, NixlPort
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.nixl.responder import NixlResponder
+from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 
 
@@ -22,31 +24,31 @@ class _Nixl(TransportSuite):
     options = NixlOptions()
 
     counters: Counters
-    serving: NixlPort
-    reading: NixlPort
+    serving: NixlAgent
+    reading: NixlAgent
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def ports(cls) -> Iterator[None]:
-        """One agent a side for all tests, as two processes that live for long have; to make one takes a moment."""
+        """Make one agent per side for all tests, because creating an agent is slow."""
         cls.counters = Counters()
-        cls.serving = NixlPort(cls.options, name="serving", counters=cls.counters)
-        cls.reading = NixlPort(cls.options, name="reading", counters=cls.counters)
+        cls.serving = NixlAgent(cls.options, name="serving", counters=cls.counters)
+        cls.reading = NixlAgent(cls.options, name="reading", counters=cls.counters)
         yield
         cls.reading.close()
         cls.serving.close()
 
     @pytest.fixture(autouse=True)
     def nothing_over_tcp(self, ports: None) -> Iterator[None]:
-        """Every payload byte must have gone through the agents."""
+        """Check that NIXL moved every payload byte."""
         yield
         counted = self.counters.snapshot()
-        assert not counted.get("transport_nixl_fallbacks_total"), "NIXL failed, and TCP did the work"
+        assert not counted.get("transport_nixl_fallbacks_total"), "NIXL failed and TCP was used"
         received = counted.get("transport_nixl_bytes_received_total", 0)
         assert received == counted.get("transport_peer_bytes_received_total", 0)
 
     def serve(self, provider: BlockProvider, authority: TicketAuthority | None = None) -> TcpServer:
-        server = TcpServer(provider, authority=authority, counters=self.counters, nixl=self.serving)
+        server = TcpServer(provider, authority=authority, counters=self.counters, one_sided=partial(NixlResponder, self.serving))
         server.start()
         return server
 
@@ -59,4 +61,4 @@ class TestUcxTcp(_Nixl):
 
 
 class TestCma(_Nixl):
-    options = NixlOptions(wish="pull")
+    options = NixlOptions(mode="pull")

@@ -1,4 +1,4 @@
-"""A server that stops answering is found by probes, and a slow one is not taken for it."""
+"""Probes detect a server that stops answering, and a slow server is not reported as hung."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_S = 20.0
 
 # ---- the state of one server
 def tick_for(server: ServerLiveness, begin_s: float, seconds: float, oldest_s: float | None) -> list[float]:
-    """Ticks on time; the moments at which the server became hung."""
+    """Tick on time; return the times at which the server became hung."""
     steps = round(seconds / TICK_S)
     return [at for at in (begin_s + step * TICK_S for step in range(1, steps + 1)) if server.tick(at, oldest_s).hung]
 
@@ -48,7 +48,7 @@ def test_liveness_unanswered_probe_makes_hung_once() -> None:
     assert hung[0] <= GRACE_S + SILENCE_S + 2 * TICK_S
 
 
-def test_liveness_answered_probes_keep_a_slow_server_alive() -> None:
+def test_liveness_answered_probes_keep_slow_server_alive() -> None:
     server = ServerLiveness()
     for step in range(1, 400):
         if server.tick(step * TICK_S, 0.0).probe:
@@ -64,27 +64,27 @@ def test_liveness_failed_probe_is_sent_again() -> None:
     assert server.tick(GRACE_S + TICK_S, 0.0).probe
 
 
-def test_liveness_hung_server_is_back_after_one_answer() -> None:
+def test_liveness_hung_server_recovers_after_one_answer() -> None:
     server = ServerLiveness()
     tick_for(server, 0.0, 3.0, 0.0)
     assert server.state is ServerState.HUNG
-    assert not server.tick(3.1, None).probe, "one is under way"
-    assert server.probe_ended(3.2, answered=True).back
+    assert not server.tick(3.1, None).probe, "one probe is already under way"
+    assert server.probe_ended(3.2, answered=True).recovered
     assert server.state is ServerState.ALIVE
-    assert not server.tick(3.25, 0.0).probe, "an answer is worth a grace, however old the wait is"
+    assert not server.tick(3.25, 0.0).probe, "an answer starts a new grace period, however old the wait is"
 
 
-def test_liveness_own_standstill_is_not_silence() -> None:
+def test_liveness_late_tick_is_not_silence() -> None:
     server = ServerLiveness()
     assert server.tick(GRACE_S, 0.0).probe
-    assert not server.tick(GRACE_S + 60.0, 0.0).hung, "this process stood still for a minute"
+    assert not server.tick(GRACE_S + 60.0, 0.0).hung, "this process was stopped for a minute"
     assert server.state is ServerState.SUSPECT
-    assert tick_for(server, GRACE_S + 60.0, SILENCE_S + TICK_S, 0.0), "from here on it is the server's"
+    assert tick_for(server, GRACE_S + 60.0, SILENCE_S + TICK_S, 0.0), "later silence counts"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["tick", "wait", "leave", "answer", "fail"]), st.floats(0.001, LATE_S)), max_size=120))
 def test_liveness_hung_only_after_unanswered_silence(events: list[tuple[str, float]]) -> None:
-    """Whatever happens: hung only if a probe was unanswered for the whole silence, and one probe at a time."""
+    """A server is hung only if a probe was unanswered for the whole silence. There is one probe at a time."""
     server, now_s = ServerLiveness(), 0.0
     oldest_s: float | None = None
     probing = False
@@ -116,7 +116,7 @@ def test_liveness_hung_only_after_unanswered_silence(events: list[tuple[str, flo
 
 # ---- many servers, with a thread
 class Probes:
-    """Stands for servers: each answers, or lets probes wait until it does."""
+    """Fake servers: each answers probes, or leaves them pending until ``resume``."""
 
     def __init__(self) -> None:
         self.silent: set[str] = set()
@@ -153,11 +153,11 @@ def monitor(probes: Probes) -> Iterator[LivenessMonitor]:
     monitor.close()
 
 
-def wait_until_cut(server: WatchedServer) -> None:
-    cut = threading.Event()
-    with server.waiting(cut.set):
-        assert cut.wait(WAIT_S)
-        raise RuntimeError("whatever the cancelled call raises")
+def wait_until_cancelled(server: WatchedServer) -> None:
+    cancelled = threading.Event()
+    with server.waiting(cancelled.set):
+        assert cancelled.wait(WAIT_S)
+        raise RuntimeError("error of the cancelled call")
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -167,11 +167,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_monitor_hung_server_cuts_waits_and_refuses(monitor: LivenessMonitor, probes: Probes) -> None:
+def test_monitor_hung_server_cancels_and_refuses_waits(monitor: LivenessMonitor, probes: Probes) -> None:
     probes.silent.add("a")
     server = monitor.server("a")
     with pytest.raises(Unavailable, match="stopped answering"):
-        wait_until_cut(server)
+        wait_until_cancelled(server)
     assert server.hung
     with pytest.raises(Unavailable), server.waiting(lambda: None):
         pytest.fail("entered")
@@ -181,14 +181,14 @@ def test_monitor_hung_server_cuts_waits_and_refuses(monitor: LivenessMonitor, pr
         pass
 
 
-def test_monitor_other_servers_go_on(monitor: LivenessMonitor, probes: Probes) -> None:
+def test_monitor_hung_server_leaves_others_alive(monitor: LivenessMonitor, probes: Probes) -> None:
     probes.silent.add("a")
-    with monitor.server("b").waiting(lambda: pytest.fail("cut")), pytest.raises(Unavailable):
-        wait_until_cut(monitor.server("a"))
+    with monitor.server("b").waiting(lambda: pytest.fail("cancelled")), pytest.raises(Unavailable):
+        wait_until_cancelled(monitor.server("a"))
     assert not monitor.server("b").hung
 
 
-def test_monitor_rests_without_waits_and_wakes_again(monitor: LivenessMonitor, probes: Probes) -> None:
+def test_monitor_without_waits_pauses_and_resumes(monitor: LivenessMonitor, probes: Probes) -> None:
     server = monitor.server("a")
     with server.waiting(lambda: None):
         until(lambda: len(probes.sent) >= 2)
@@ -198,10 +198,10 @@ def test_monitor_rests_without_waits_and_wakes_again(monitor: LivenessMonitor, p
     assert len(probes.sent) == sent
     probes.silent.add("a")
     with pytest.raises(Unavailable):
-        wait_until_cut(server)
+        wait_until_cancelled(server)
     assert IDLE_S > 0
 
 
-def test_monitor_error_of_an_uncut_wait_passes_unchanged(monitor: LivenessMonitor) -> None:
+def test_wait_own_error_passes_unchanged(monitor: LivenessMonitor) -> None:
     with pytest.raises(KeyError), monitor.server("a").waiting(lambda: None):
         raise KeyError("the caller's own")

@@ -1,7 +1,7 @@
-"""The transport ``nixl`` passes the transports' suite, and outlives what may happen to its peers: in processes of their own.
+"""The NIXL transport passes the transport suite and survives faults of its peers. Both run in separate processes.
 
-NIXL's wheel brings C++ libraries whose symbols are global to a process (protobuf's among them), which ends one that has loaded
-``grpc_tools`` as well. The store's processes never do; that of the tests does.
+NIXL's wheel contains C++ libraries with process-global symbols, among them protobuf, which crash a process that has also loaded
+``grpc_tools``. The test process loads ``grpc_tools``; the store's processes never do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from kvstore.core.errors import InvalidArgument
+from kvstore.node.config import NodeConfig
+from kvstore.node.one_sided import NixlPorts
+from kvstore.observe.counters import Counters
+from kvstore.transport.nixl.agent import NixlOptions, Region
 
 HERE = Path(__file__).parent
 
@@ -26,7 +32,7 @@ HERE = Path(__file__).parent
         ("nixl_fault_cases.py", "test"),
     ],
 )
-def test_nixl(cases: str, which: str, tmp_path: Path) -> None:
+def test_nixl_cases_in_own_process_pass(cases: str, which: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("nixl_cu12") is None:
         pytest.skip("THE TRANSPORT NIXL WAS NOT TESTED: its wheel is not installed (make install)")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'cases'}", "-k", which]
@@ -35,3 +41,14 @@ def test_nixl(cases: str, which: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def test_node_nixl_without_trusted_network_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="may read and write its memory and end it"):
+        NodeConfig(node_id="n1", nixl=NixlOptions())
+
+
+def test_node_on_loopback_nixl_beyond_host_is_refused() -> None:
+    config = NodeConfig(node_id="n1", nixl=NixlOptions(devices="eth0"), nixl_trusted_network=True)
+    with pytest.raises(InvalidArgument, match="beyond this host"):
+        NixlPorts(config, Region(1 << 20, 1 << 20), Counters())

@@ -18,10 +18,10 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.testing.memory_provider import MemoryProvider
 from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, ask, dense, write_of
-from kvstore.transport import tcp_server
 from kvstore.transport.contract import BlockPeer, BlockProvider
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tcp import server as tcp_server
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import PeerTls, server_context
 
@@ -40,8 +40,8 @@ class TestTcp(TransportSuite):
         return TcpPeer(served.address, ticket=ticket, streams=self.streams, cores=2 * self.streams, tls=self.client_tls)
 
 
-def test_writes_layer_by_layer_are_bounded_by_themselves() -> None:
-    """One more than there is room for waits for one that ends, no longer than its deadline."""
+def test_layer_writes_beyond_limit_wait_for_free_one() -> None:
+    """A layer-wise write above the limit waits until another one ends, but no longer than its deadline."""
     shape, provider = BlockShape(1, 100), MemoryProvider()
     provider.declare(NAMESPACE, shape)
     server = TcpServer(provider)
@@ -69,8 +69,10 @@ class TestTls(TestTcp):
         cls.client_tls = PeerTls.of(files.client())
 
 
-def test_strangers_do_not_get_past_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither side talks to one that its own authority does not vouch for, nor to one that does not speak TLS."""
+def test_tls_untrusted_peers_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides refuse peers whose certificate their authority did not sign, and peers without TLS."""
     monkeypatch.setattr(tcp_server, "limited", LimitedLog(tcp_server.log, interval_s=0.0))
     ours, theirs = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "theirs")
     shape = BlockShape(1, 100)
@@ -79,15 +81,15 @@ def test_strangers_do_not_get_past_tls(tmp_path: Path, caplog: pytest.LogCapture
     server = TcpServer(provider, tls=server_context(ours.server()), counters=counters)
     server.start()
     try:
-        strangers = {
+        untrusted = {
             "another authority": replace(ours.client(), ca=theirs.ca),
             "no certificate": TlsConfig(ca=ours.ca, server_name=SERVER_NAME),
             "a foreign certificate": replace(ours.client(), cert=theirs.cert, key=theirs.key),
             "another name": ours.client("elsewhere.example"),
-            "no name, dialled by address": ours.client(None),
+            "no name, connected by address": ours.client(None),
             "clear text": None,
         }
-        for config in strangers.values():
+        for config in untrusted.values():
             peer = TcpPeer(server.address, tls=PeerTls.of(config))
             with pytest.raises(Unavailable):
                 peer.read(ask([1], 1), dense(1, shape))
@@ -104,7 +106,7 @@ def test_strangers_do_not_get_past_tls(tmp_path: Path, caplog: pytest.LogCapture
     assert all("(peer=127.0.0.1:" in line and "reason=" in line for line in refused), refused
 
 
-def test_unusable_tls_files_are_told(tmp_path: Path) -> None:
+def test_tls_unusable_files_are_refused(tmp_path: Path) -> None:
     files = make_certificates(tmp_path)
     with pytest.raises(InvalidArgument):
         server_context(TlsConfig())

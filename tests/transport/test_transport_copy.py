@@ -1,4 +1,4 @@
-"""Copies between an arena and a caller's memory: against a byte-by-byte model, over every path that the code can take."""
+"""Copies between an arena and a caller's memory match a byte-by-byte model, on every code path."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def random_arena(size: int, seed: int = 0) -> bytearray:
 
 
 def offsets_in(size: int, count: int, shape: BlockShape, step: int, seed: int) -> list[int]:
-    """Places for blocks that do not overlap, at multiples of ``step``, in random order."""
-    room = -(-shape.block_bytes // step) * step
-    places = np.random.default_rng(seed).permutation((size - shape.block_bytes) // room + 1)[:count]
-    return [int(place) * room for place in places]
+    """Return offsets of blocks that do not overlap, at multiples of ``step``, in random order."""
+    space = -(-shape.block_bytes // step) * step
+    places = np.random.default_rng(seed).permutation((size - shape.block_bytes) // space + 1)[:count]
+    return [int(place) * space for place in places]
 
 
 @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
@@ -40,7 +40,7 @@ def offsets_in(size: int, count: int, shape: BlockShape, step: int, seed: int) -
     hashed=st.booleans(),
     data=st.data(),
 )
-def test_layers_go_where_they_belong(
+def test_copy_matches_bytewise_model(
     make: Make, shape: BlockShape, count: int, step: int, seed: int, hashed: bool, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, shape.layers - 1))
@@ -78,7 +78,7 @@ def test_layers_go_where_they_belong(
 @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("scattered_offsets", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_large_copies_are_shared_by_threads(make: Make, scattered_offsets: bool, threads: int) -> None:
+def test_copy_large_with_threads_is_exact(make: Make, scattered_offsets: bool, threads: int) -> None:
     shape, count = BlockShape(2, 600_000), 16
     offsets = np.arange(count) * shape.block_bytes
     if scattered_offsets:
@@ -97,8 +97,8 @@ def test_large_copies_are_shared_by_threads(make: Make, scattered_offsets: bool,
 
 
 @pytest.mark.parametrize("size", [256, 4096, 16_384])
-def test_very_many_small_blocks(size: int) -> None:
-    """More than enough for the gathering path, on and beyond its limits."""
+def test_copy_many_small_blocks_is_exact(size: int) -> None:
+    """Block sizes below, at and above the limits of the gather path."""
     shape, count = BlockShape(1, size), 2_000
     arena = random_arena(count * size)
     offsets = np.random.default_rng(1).permutation(count) * size
@@ -110,7 +110,7 @@ def test_very_many_small_blocks(size: int) -> None:
     assert back == arena
 
 
-def test_nothing_outside_the_arena_is_touched() -> None:
+def test_copy_offset_outside_arena_is_refused() -> None:
     shape = BlockShape(2, 50)
     arena = memoryview(bytearray(1000))
     for offsets in ([-1], [901], [0, 1 << 62], [[0]]):
@@ -121,7 +121,7 @@ def test_nothing_outside_the_arena_is_touched() -> None:
     assert not any(arena)
 
 
-def test_wrong_calls_are_told() -> None:
+def test_copy_invalid_arguments_are_refused() -> None:
     shape = BlockShape(2, 50)
     arena = memoryview(bytearray(1000))
     with pytest.raises(InvalidArgument):
@@ -136,8 +136,8 @@ def test_wrong_calls_are_told() -> None:
         copy_to_arena(dense(4, shape), memoryview(bytes(1000)), [0])
 
 
-def test_the_paths_meant_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short blocks in step cost no call each; neighbours on both sides cost one call together."""
+def test_copy_uses_gather_or_one_joined_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short aligned blocks need no ``memmove`` call; adjacent blocks share one call."""
     moves: list[int] = []
     monkeypatch.setattr(copy, "_memmove", lambda target, source, length: moves.append(length))
     arena = memoryview(random_arena(1 << 20))

@@ -1,6 +1,6 @@
-"""The wire format: golden bytes, round trips, and refusal of everything else before memory is taken.
+"""The wire format: golden bytes, round trips, and refusal of invalid bytes before memory is allocated.
 
-The golden file pins the protocol of version 1: a change that alters it is a new version.
+The golden file pins the protocol version. A change that alters it requires a new version.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from kvstore.core import errors, limits
 from kvstore.core.errors import ErrorKind, KVStoreError
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
-from kvstore.transport import frames
-from kvstore.transport.frames import BadFrame, DataFrame, FrameKind, ReadFrame, WriteFrame
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.frames import BadFrame, DataFrame, FrameKind, ReadFrame, WriteFrame
 
 GOLDEN = Path(__file__).parent / "golden" / "frames.json"
 
@@ -61,12 +61,12 @@ def split(frame: bytes) -> tuple[frames.Head, bytes]:
     return head, header
 
 
-def test_frames_are_what_they_have_always_been() -> None:
+def test_encode_matches_golden_frames() -> None:
     golden = json.loads(GOLDEN.read_text())
     assert {name: frame.hex() for name, frame in SAMPLES.items()} == golden
 
 
-def test_golden_frames_are_understood() -> None:
+def test_decode_reads_golden_frames() -> None:
     golden = {name: bytes.fromhex(frame) for name, frame in json.loads(GOLDEN.read_text()).items()}
     assert frames.decode_hello(split(golden["hello"])[1]) == b"a ticket"
     assert frames.decode_read(split(golden["read"])[1]) == READ
@@ -89,10 +89,10 @@ def test_golden_frames_are_understood() -> None:
     assert str(error) == "not yours (key=k)"
 
 
-def test_heads_that_are_not_ours_say_what_is_wrong() -> None:
+def test_head_invalid_field_error_names_it() -> None:
     good = frames.encode_head(frames.FrameKind.PING, 1)
     assert frames.decode_head(good).kind is frames.FrameKind.PING
-    with pytest.raises(frames.BadFrame, match=r"another version .*version=9, ours="):
+    with pytest.raises(frames.BadFrame, match=r"unsupported version .*version=9, ours="):
         frames.decode_head(good[:5] + b"\x09" + good[6:])
     with pytest.raises(frames.BadFrame, match="reserved field"):
         frames.decode_head(good[:6] + b"\x07\x00" + good[8:])
@@ -104,7 +104,7 @@ budgets = st.integers(0, frames.MAX_BUDGET_MS)
 
 
 @given(identities, st.lists(identities, max_size=40), shapes, budgets, st.data())
-def test_reads_round_trip(namespace: bytes, keys: list[bytes], shape: BlockShape, budget: int, data: st.DataObject) -> None:
+def test_read_round_trips(namespace: bytes, keys: list[bytes], shape: BlockShape, budget: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, shape.layers - 1))
     count = data.draw(st.integers(1, shape.layers - first))
     group = data.draw(st.integers(0, shape.layers))
@@ -117,7 +117,7 @@ def test_reads_round_trip(namespace: bytes, keys: list[bytes], shape: BlockShape
 @given(
     identities, identities | st.none(), st.lists(identities, min_size=1, max_size=20), shapes, st.booleans(), budgets, st.data()
 )
-def test_writes_round_trip(
+def test_write_round_trips(
     namespace: bytes, parent: bytes | None, keys: list[bytes], shape: BlockShape, durable: bool, budget: int, data: st.DataObject
 ) -> None:
     depth = data.draw(st.integers(0, limits.MAX_DEPTH - len(keys)))
@@ -139,15 +139,15 @@ def test_checksums_round_trip(blocks: int, layers: int, seed: int) -> None:
 
 @settings(max_examples=10)
 @given(st.integers(1, limits.MAX_LAYERS))
-def test_a_write_names_no_more_keys_than_one_frame_can_sum(layers: int) -> None:
-    most = frames.max_write_keys(layers)
-    assert 0 < most <= limits.MAX_KEYS_PER_CALL
-    assert 8 * most * layers <= frames.HEADER_LIMITS[FrameKind.CHECKSUMS]
-    for count in (most, most + 1):
+def test_write_too_many_keys_for_checksums_is_refused(layers: int) -> None:
+    limit = frames.max_write_keys(layers)
+    assert 0 < limit <= limits.MAX_KEYS_PER_CALL
+    assert 8 * limit * layers <= frames.HEADER_LIMITS[FrameKind.CHECKSUMS]
+    for count in (limit, limit + 1):
         run = BlockRun(NAMESPACE, None, 0, (KEYS[0],) * count)
         frame = WriteFrame(run, BlockShape(layers, limits.MIN_LAYER_BLOCK_BYTES), False, 1)
         header = frames.encode_write(1, frame)[frames.HEAD_BYTES :]
-        if count > most:
+        if count > limit:
             with pytest.raises(BadFrame):
                 frames.decode_write(header)
         else:
@@ -166,16 +166,16 @@ def test_data_round_trips(outcomes: list[Outcome], layers: int, layer_bytes: int
 
 
 @pytest.mark.parametrize("kind", list(ErrorKind))
-def test_every_error_kind_travels(kind: ErrorKind) -> None:
+def test_error_of_every_kind_round_trips(kind: ErrorKind) -> None:
     found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, KVStoreError)]
-    error = next(value for value in reversed(found) if value.kind is kind)("what went wrong " * 500)
+    error = next(value for value in reversed(found) if value.kind is kind)("a long message " * 500)
     arrived = frames.decode_error(split(frames.encode_error(1, error))[1])
     assert type(arrived) is type(error)
-    assert arrived.message.startswith("what went wrong")
+    assert arrived.message.startswith("a long message")
     assert len(arrived.message) <= frames.MAX_MESSAGE_BYTES
 
 
-def test_an_error_of_a_later_version_is_internal() -> None:
+def test_error_unknown_kind_becomes_internal() -> None:
     frame = frames.encode_error(1, errors.Conflict("x")).replace(b"conflict", b"novelty!")
     assert type(frames.decode_error(split(frame)[1])) is errors.Internal
 
@@ -193,22 +193,22 @@ DECODERS = {
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(st.binary(max_size=300))
-def test_random_headers_are_refused_clearly(name: str, header: bytes) -> None:
-    with contextlib.suppress(BadFrame):  # anything else would be a bug
+def test_header_random_bytes_are_refused(name: str, header: bytes) -> None:
+    with contextlib.suppress(BadFrame):  # any other exception is a bug
         DECODERS[name](header)
 
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(st.data())
-def test_spoiled_headers_are_refused_or_still_sound(name: str, data: st.DataObject) -> None:
-    """Any cut, growth or flipped byte: either a clear error, or a frame that is within every limit."""
+def test_header_damaged_is_refused_or_valid(name: str, data: st.DataObject) -> None:
+    """A truncated, extended or changed header is refused with ``BadFrame``, or decodes to a frame within all limits."""
     header = bytearray(split(SAMPLES[name])[1])
     for _ in range(data.draw(st.integers(0, 3))):
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(-len(header), 8))
-    spoiled = bytes(header[:cut]) if cut < 0 else bytes(header) + bytes(cut)
+    change = data.draw(st.integers(-len(header), 8))
+    damaged = bytes(header[:change]) if change < 0 else bytes(header) + bytes(change)
     try:
-        found = DECODERS[name](spoiled)
+        found = DECODERS[name](damaged)
     except BadFrame:
         return
     if isinstance(found, (ReadFrame, WriteFrame)):
@@ -218,13 +218,13 @@ def test_spoiled_headers_are_refused_or_still_sound(name: str, data: st.DataObje
 
 
 @given(st.binary(min_size=frames.HEAD_BYTES, max_size=frames.HEAD_BYTES))
-def test_random_heads_are_refused(data: bytes) -> None:
+def test_head_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(BadFrame):
-        frames.decode_head(data)  # the chance of four right magic bytes is nil
+        frames.decode_head(data)  # four correct magic bytes by chance are practically impossible
 
 
 @given(st.sampled_from(FrameKind), st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1))
-def test_heads_with_absurd_lengths_are_refused(kind: FrameKind, header_bytes: int, payload_bytes: int) -> None:
+def test_head_lengths_above_limits_are_refused(kind: FrameKind, header_bytes: int, payload_bytes: int) -> None:
     data = frames.HEAD.pack(frames.MAGIC, kind, frames.VERSION, 0, 1, header_bytes, payload_bytes)
     try:
         head = frames.decode_head(data)
@@ -235,21 +235,21 @@ def test_heads_with_absurd_lengths_are_refused(kind: FrameKind, header_bytes: in
 
 
 @pytest.mark.parametrize("data", [b"", b"KVB1", frames.encode_head(FrameKind.PING, 1) + b"\0"])
-def test_a_head_has_one_length(data: bytes) -> None:
+def test_head_wrong_length_is_refused(data: bytes) -> None:
     with pytest.raises(BadFrame):
         frames.decode_head(data)
 
 
-def test_other_versions_are_refused() -> None:
+def test_head_other_version_is_refused() -> None:
     data = bytearray(frames.encode_head(FrameKind.PING, 1))
     data[5] = frames.VERSION + 1
     with pytest.raises(BadFrame, match="version"):
         frames.decode_head(data)
 
 
-def test_nothing_is_allocated_for_counts_that_lie() -> None:
-    """Counts of billions in a short header: refused without memory for what they promise."""
-    lies = [
+def test_header_false_counts_allocate_nothing() -> None:
+    """A short header with counts of billions is refused without allocating memory for them."""
+    cases = [
         (frames.decode_read, bytearray(split(SAMPLES["read"])[1]), 40),
         (frames.decode_write, bytearray(split(SAMPLES["write"])[1]), 52),
         (DECODERS["data"], bytearray(split(SAMPLES["data"])[1]), 4),
@@ -258,7 +258,7 @@ def test_nothing_is_allocated_for_counts_that_lie() -> None:
     ]
     tracemalloc.start()
     try:
-        for decode, header, at in lies:
+        for decode, header, at in cases:
             header[at : at + 4] = b"\xff\xff\xff\xff"
             with pytest.raises(BadFrame):
                 decode(bytes(header))

@@ -1,4 +1,4 @@
-"""Small pure parts: addresses, the breaker, the cutting of reads, where blocks lie."""
+"""Small pure parts: addresses, circuit breaker, splitting of reads, buffer layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvstore.testing.transport_suite import BUFFERS, dense, layer_major, padded
 from kvstore.transport.addresses import format_address, parse_address
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.layout import Layout, positions
-from kvstore.transport.reading import MAX_UNIT_BYTES, UNIT_KEYS, budget_ms, cut
+from kvstore.transport.tcp.striped_read import MAX_UNIT_BYTES, UNIT_KEYS, budget_ms, split_read
 
 
 @pytest.mark.parametrize(
     ("address", "parts"), [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:0", ("::1", 0)), ("host:65535", ("host", 65_535))]
 )
-def test_addresses(address: str, parts: tuple[str, int]) -> None:
+def test_address_valid_round_trips(address: str, parts: tuple[str, int]) -> None:
     assert parse_address(address) == parts
     assert format_address(*parts) == address
 
@@ -29,12 +29,12 @@ def test_addresses(address: str, parts: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     "address", ["", "host", "host:", ":80", "::1:80", "[host:80", "host:65536", "host:-1", "host:8o", "[h]:1:2", "host:٣"]
 )
-def test_no_addresses(address: str) -> None:
+def test_address_invalid_is_refused(address: str) -> None:
     with pytest.raises(InvalidArgument):
         parse_address(address)
 
 
-def test_the_breaker_opens_tries_once_and_closes() -> None:
+def test_breaker_opens_allows_one_trial_and_closes() -> None:
     clock = ManualClock()
     breaker = CircuitBreaker(clock, failures=3, open_s=10)
     assert [breaker.failed(), breaker.failed()] == [False, False]
@@ -43,7 +43,7 @@ def test_the_breaker_opens_tries_once_and_closes() -> None:
     assert not breaker.allow()
     clock.advance(10)
     assert [breaker.allow(), breaker.allow()] == [True, False]  # one trial
-    assert not breaker.failed()  # it was open already
+    assert not breaker.failed()  # the breaker was open already
     clock.advance(9)
     assert not breaker.allow()
     clock.advance(1)
@@ -53,8 +53,8 @@ def test_the_breaker_opens_tries_once_and_closes() -> None:
 
 
 @given(st.integers(1, 70_000), st.integers(1, 64 << 20), st.integers(1, 8), st.integers(0, 2))
-def test_reads_are_cut_without_a_gap(count: int, bytes_a_block: int, streams: int, group: int) -> None:
-    units, used = cut(count, bytes_a_block, streams, group)
+def test_split_read_covers_all_keys(count: int, bytes_per_block: int, streams: int, group: int) -> None:
+    units, used = split_read(count, bytes_per_block, streams, group)
     assert 1 <= used <= streams
     at = 0
     for unit in units:
@@ -66,17 +66,17 @@ def test_reads_are_cut_without_a_gap(count: int, bytes_a_block: int, streams: in
         assert len(units) <= used
     else:
         assert max(unit.count for unit in units) <= UNIT_KEYS
-        assert all(unit.count == 1 or unit.count * bytes_a_block <= MAX_UNIT_BYTES for unit in units)
+        assert all(unit.count == 1 or unit.count * bytes_per_block <= MAX_UNIT_BYTES for unit in units)
 
 
 @given(st.floats(0.0001, 1e7))
-def test_the_server_is_told_a_little_less_time(left_s: float) -> None:
+def test_budget_is_below_time_left(left_s: float) -> None:
     assert 1 <= budget_ms(left_s) <= max(1, left_s * 1000)
 
 
 @pytest.mark.parametrize("make", BUFFERS, ids=lambda make: make.__name__)
 @given(st.lists(st.integers(0, 9), unique=True), st.data())
-def test_pieces_are_the_segments_in_order(make: object, blocks: list[int], data: st.DataObject) -> None:
+def test_layout_pieces_match_segments(make: object, blocks: list[int], data: st.DataObject) -> None:
     shape = BlockShape(4, 3)
     buffer = make(10, shape)  # type: ignore[operator]
     for block in range(10):
@@ -92,7 +92,7 @@ def test_pieces_are_the_segments_in_order(make: object, blocks: list[int], data:
     assert int(lengths.sum()) == len(expected)
 
 
-def test_neighbours_are_one_piece() -> None:
+def test_layout_adjacent_blocks_are_joined() -> None:
     shape = BlockShape(2, 10)
     run = np.arange(3, 7)
     assert [len(piece) for piece in Layout(dense(9, shape), writable=True).pieces(run, 0, 2)] == [80]
@@ -102,7 +102,7 @@ def test_neighbours_are_one_piece() -> None:
     assert [len(piece) for piece in Layout(dense(9, shape), writable=True).pieces(holes, 0, 2)] == [40, 20]
 
 
-def test_arrays_that_run_backwards_are_served_too() -> None:
+def test_layout_negative_strides_are_supported() -> None:
     array = np.zeros((5, 2, 4), np.uint8)[::-1]
     layout = Layout(DenseBlocks(array), writable=True)
     for number, piece in enumerate(layout.pieces(np.arange(5), 0, 2)):
@@ -110,7 +110,7 @@ def test_arrays_that_run_backwards_are_served_too() -> None:
     assert array[:, 0, 0].tolist() == list(range(5))
 
 
-def test_positions_stay_inside() -> None:
+def test_positions_outside_buffer_are_refused() -> None:
     assert positions(None, 3).tolist() == [0, 1, 2]
     for wrong in ([3], [-1]):
         with pytest.raises(InvalidArgument):

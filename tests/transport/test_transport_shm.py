@@ -1,4 +1,4 @@
-"""The arena's door: one descriptor a session, to its owner alone, and word of every end exactly once."""
+"""The arena server: one descriptor per session, private to the user, and each end reported exactly once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from kvstore.core.errors import Conflict, InvalidArgument, PermissionDenied, Unavailable
 from kvstore.core.types import SessionId
 from kvstore.observe.counters import Counters
-from kvstore.transport.shm import ArenaDoor, open_arena
+from kvstore.transport.shm import ArenaServer, open_arena
 
 SIZE = 1 << 20
 PATIENCE_S = 20.0
@@ -26,7 +26,7 @@ FIRST, SECOND = SessionId(b"1" * 16), SessionId(b"2" * 16)
 
 
 class Node:
-    """The other half: an arena, the sessions that may have it, and what the door said of them."""
+    """A minimal node: an arena, its expected sessions, and the sessions that the arena server reported as closed."""
 
     def __init__(self, folder: Path) -> None:
         self.fd = os.memfd_create("arena")
@@ -34,7 +34,7 @@ class Node:
         self.expected = {FIRST, SECOND}
         self.closed: queue.SimpleQueue[SessionId] = queue.SimpleQueue()
         self.counters = Counters()
-        self.door = ArenaDoor(
+        self.server = ArenaServer(
             folder / "run" / "arena.sock",
             lambda session: (self.fd, SIZE) if session in self.expected else None,
             self.closed.put,
@@ -42,11 +42,11 @@ class Node:
             handshake_timeout_s=0.3,
             counters=self.counters,
         )
-        self.door.start()
+        self.server.start()
 
     @property
     def path(self) -> Path:
-        return self.door.path
+        return self.server.path
 
     def next_closed(self) -> SessionId:
         return self.closed.get(timeout=PATIENCE_S)
@@ -56,11 +56,11 @@ class Node:
 def node(tmp_path: Path) -> Iterator[Node]:
     node = Node(tmp_path)
     yield node
-    node.door.stop()
+    node.server.stop()
     os.close(node.fd)
 
 
-def test_both_sides_see_one_memory(node: Node) -> None:
+def test_arena_both_sides_share_memory(node: Node) -> None:
     arena = open_arena(node.path, FIRST, PATIENCE_S)
     assert arena.size == len(arena.view) == SIZE
     assert not arena.view.readonly
@@ -76,12 +76,12 @@ def test_both_sides_see_one_memory(node: Node) -> None:
     assert node.closed.empty()
 
 
-def test_only_this_user_may_connect(node: Node) -> None:
+def test_arena_socket_is_private_to_user(node: Node) -> None:
     assert stat.S_IMODE(node.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(node.path.parent.stat().st_mode) == 0o700
 
 
-def test_strangers_and_second_comers_are_refused(node: Node) -> None:
+def test_arena_unknown_or_second_session_is_refused(node: Node) -> None:
     arena = open_arena(node.path, FIRST, PATIENCE_S)
     for session in (SessionId(b"?" * 16), FIRST):
         with pytest.raises(PermissionDenied):
@@ -97,12 +97,12 @@ def test_strangers_and_second_comers_are_refused(node: Node) -> None:
     assert node.counters.snapshot()["arena_connections_refused_total"] == 2
 
 
-def test_silence_and_rubbish_end_the_connection(node: Node) -> None:
-    for said in (b"", b"1" * 5, b"1" * 40):
+def test_arena_invalid_session_id_closes_connection(node: Node) -> None:
+    for data in (b"", b"1" * 5, b"1" * 40):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(PATIENCE_S)
             sock.connect(str(node.path))
-            sock.sendall(said)
+            sock.sendall(data)
             with contextlib.suppress(ConnectionError):
                 while sock.recv(100):
                     pass
@@ -111,7 +111,7 @@ def test_silence_and_rubbish_end_the_connection(node: Node) -> None:
     assert node.next_closed() == SECOND
 
 
-def test_connections_are_bounded(node: Node) -> None:
+def test_arena_connections_above_limit_are_refused(node: Node) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(node.path))
@@ -129,7 +129,7 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_engine_is_noticed_at_once(node: Node) -> None:
+def test_arena_engine_killed_closes_session(node: Node) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE, str(node.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as engine:
@@ -142,7 +142,7 @@ def test_a_killed_engine_is_noticed_at_once(node: Node) -> None:
     assert node.closed.empty()
 
 
-def test_views_in_use_keep_the_session_alive(node: Node) -> None:
+def test_arena_close_with_views_is_refused(node: Node) -> None:
     arena = open_arena(node.path, FIRST, PATIENCE_S)
     held = arena.view[10:20]
     with pytest.raises(Conflict):
@@ -155,11 +155,11 @@ def test_views_in_use_keep_the_session_alive(node: Node) -> None:
     assert node.next_closed() == FIRST
 
 
-def test_stopping_ends_every_session_once(tmp_path: Path) -> None:
+def test_arena_stop_closes_each_session_once(tmp_path: Path) -> None:
     node = Node(tmp_path)
     arenas = [open_arena(node.path, session, PATIENCE_S) for session in (FIRST, SECOND)]
-    node.door.stop()
-    node.door.stop()
+    node.server.stop()
+    node.server.stop()
     assert {node.next_closed(), node.next_closed()} == {FIRST, SECOND}
     assert node.closed.empty()
     for arena in arenas:
@@ -171,8 +171,8 @@ def test_stopping_ends_every_session_once(tmp_path: Path) -> None:
     os.close(node.fd)
 
 
-def test_paths_that_no_socket_can_have_are_told(tmp_path: Path) -> None:
-    door = ArenaDoor(tmp_path / ("x" * 120), lambda _: None, lambda _: None)
+def test_arena_path_too_long_is_refused(tmp_path: Path) -> None:
+    server = ArenaServer(tmp_path / ("x" * 120), lambda _: None, lambda _: None)
     with pytest.raises(InvalidArgument):
-        door.start()
-    door.stop()
+        server.start()
+    server.stop()

@@ -1,4 +1,4 @@
-"""Tickets: only what this boot of this node signed, in time, for the namespace named."""
+"""Tickets are valid only if this boot of this node signed them, before they expire, and for their namespace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOCK = ManualClock()
 AUTHORITY = TicketAuthority(b"secret" * 8, BootId(b"b" * 16), CLOCK)
 
 
-def test_a_ticket_opens_its_namespace() -> None:
+def test_ticket_allows_only_its_namespace() -> None:
     ticket = AUTHORITY.issue(OURS, 10)
     assert len(ticket) <= MAX_TICKET_BYTES
     scope = AUTHORITY.verify(ticket)
@@ -26,13 +26,13 @@ def test_a_ticket_opens_its_namespace() -> None:
         AUTHORITY.check(scope, OTHER)
 
 
-def test_a_peers_ticket_opens_all() -> None:
+def test_ticket_of_peer_allows_all_namespaces() -> None:
     scope = AUTHORITY.verify(AUTHORITY.issue(None, 10))
     AUTHORITY.check(scope, OURS)
     AUTHORITY.check(scope, OTHER)
 
 
-def test_tickets_expire() -> None:
+def test_ticket_expired_is_refused() -> None:
     clock = ManualClock()
     authority = TicketAuthority(b"secret" * 8, BootId(b"b" * 16), clock)
     ticket = authority.issue(OURS, 10)
@@ -49,25 +49,25 @@ def test_tickets_expire() -> None:
 @pytest.mark.parametrize(
     "other", [TicketAuthority(b"secret" * 8, BootId(b"c" * 16), CLOCK), TicketAuthority(b"guess!" * 8, BootId(b"b" * 16), CLOCK)]
 )
-def test_tickets_of_another_boot_or_node_are_refused(other: TicketAuthority) -> None:
+def test_ticket_of_other_boot_or_node_is_refused(other: TicketAuthority) -> None:
     with pytest.raises(Unauthenticated):
         AUTHORITY.verify(other.issue(OURS, 10))
 
 
 @given(st.integers(0, 79), st.integers(1, 255))
-def test_no_byte_of_a_ticket_may_change(place: int, flip: int) -> None:
+def test_ticket_changed_byte_is_refused(position: int, flip: int) -> None:
     ticket = bytearray(AUTHORITY.issue(OURS, 10))
-    ticket[place] ^= flip
+    ticket[position] ^= flip
     with pytest.raises(Unauthenticated):
         AUTHORITY.verify(bytes(ticket))
 
 
 @given(st.binary(max_size=200))
-def test_random_tickets_are_refused(ticket: bytes) -> None:
+def test_ticket_random_bytes_are_refused(ticket: bytes) -> None:
     with pytest.raises(Unauthenticated):
         AUTHORITY.verify(ticket)
 
 
-def test_weak_secrets_are_refused() -> None:
+def test_ticket_short_secret_is_refused() -> None:
     with pytest.raises(InvalidArgument):
         TicketAuthority(b"short", BootId(b"b" * 16), CLOCK)

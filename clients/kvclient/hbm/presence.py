@@ -29,7 +29,7 @@ from kvstore.rpc.address import stays_on_host
 from kvstore.rpc.codec import spec_from_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
 from kvstore.rpc.tokens import Shown, Tokens, Watched
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import server_context
 

@@ -1,11 +1,12 @@
-"""What two sides tell each other about one-sided transfers; heads, outcomes and checksums are those of ``transport.frames``.
+"""Frames of one-sided transfers. Heads, outcomes and checksums are the same as in ``tcp.frames``.
 
-    ATTACH {host, wish, agent}            ->  ATTACHED {way, agent}         once a connection, and for each new agent
-    FETCH {READ's header, where to}       ->  PLACED {DATA's header, where from}, any number of them, then READ_END
-        TAKEN                                                               for each PLACED that wants it, where the reader pulls
+    ATTACH {host, mode, agent}            ->  ATTACHED {mode, agent}        once per connection, and for each new agent
+    FETCH {header of READ, addresses}     ->  PLACED {header of DATA, addresses}, any number of times, then READ_END
+        TAKEN                                                               for each PLACED that requests it (pull only)
 
-A reader that *pulls* is told where the blocks lie, and says TAKEN once it has all that it was told of: until then they stay
-pinned. To one that has blocks *pushed* PLACED says that they are there.
+The mode says who moves the bytes. In *pull* mode, PLACED gives the addresses of the blocks, which stay pinned until the reader
+sends TAKEN after it has read them. In *push* mode, FETCH gives the addresses of the destination, and PLACED says that the server
+has written the blocks.
 """
 
 from __future__ import annotations
@@ -17,46 +18,48 @@ from typing import Literal
 
 import numpy as np
 
-from kvstore.transport import frames
-from kvstore.transport.frames import HEAD_BYTES, BadFrame, DataFrame, FrameKind, ReadFrame
-from kvstore.transport.nixl.landing import Addresses, Landing
+from kvstore.transport.nixl.address_table import Addresses, AddressTable
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.frames import HEAD_BYTES, BadFrame, DataFrame, FrameKind, ReadFrame
 
 HOST_BYTES = 16
-_ATTACH = struct.Struct("<16sBBHI")  # host, wish, has RDMA, zero, bytes of the agent's metadata
-_ATTACHED = struct.Struct("<BBHI")  # way, zero, zero, bytes of the agent's metadata
-_FETCH = struct.Struct("<IQ")  # bytes of the READ header, layer stride; then the header, then addresses
-_PLACED = struct.Struct("<IQI")  # bytes of the DATA header, bytes moved, TAKEN is wanted; then the header, then addresses
+MAX_ADDRESS = 1 << 57
+"""End of the largest user address space of x86-64 and AArch64: addresses below it cannot overflow when lengths are added."""
+_ATTACH = struct.Struct("<16sBBHI")  # host, requested mode, has RDMA, zero, bytes of the agent's metadata
+_ATTACHED = struct.Struct("<BBHI")  # mode, zero, zero, bytes of the agent's metadata
+_FETCH = struct.Struct("<IQ")  # bytes of the READ header, layer stride; the header and the addresses follow
+_PLACED = struct.Struct("<IQI")  # bytes of the DATA header, bytes moved, TAKEN requested; the header and the addresses follow
 
 
-class Way(IntEnum):
-    """Who moves the bytes of a read."""
+class TransferMode(IntEnum):
+    """The side that moves the bytes of a read."""
 
     PULL = 1
-    """The reader reads the server's memory: nothing runs on the server."""
+    """The reader reads the server's memory; the server's CPU does nothing."""
     PUSH = 2
-    """The server writes into the reader's memory: over TCP that is twice as fast."""
+    """The server writes into the reader's memory. Over TCP this is twice as fast."""
 
 
-Wish = Literal["auto", "pull", "push"]
-_WISHES: dict[Wish, int] = {"auto": 0, "pull": int(Way.PULL), "push": int(Way.PUSH)}
+RequestedMode = Literal["auto", "pull", "push"]
+_REQUESTED_MODES: dict[RequestedMode, int] = {"auto": 0, "pull": int(TransferMode.PULL), "push": int(TransferMode.PUSH)}
 
 
 @dataclass(frozen=True, slots=True)
 class AttachFrame:
-    """An ATTACH: who wants to read, and how."""
+    """An ATTACH: the reader's host, agent and requested mode."""
 
     host: bytes
-    wish: Wish
+    mode: RequestedMode
     rdma: bool
     agent: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class FetchFrame:
-    """A FETCH. ``landing``: where its layers go, one address a key; None where the reader pulls."""
+    """A FETCH. ``destination``: address of the destination of each key; None if the reader pulls."""
 
     read: ReadFrame
-    landing: Landing | None
+    destination: AddressTable | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,10 @@ class PlacedFrame:
     """A PLACED: outcomes and checksums.
 
     Attributes:
-        data: of the blocks.
-        moved_bytes: their payload.
-        addresses: where each hit's layers begin, where the reader pulls (else empty).
-        wants_taken: the reader says TAKEN once it has these and all before them.
+        data: the DATA header of the blocks.
+        moved_bytes: payload bytes of the blocks.
+        addresses: address of each hit's layers if the reader pulls, else empty.
+        wants_taken: the reader must send TAKEN after it has read these blocks and all before them.
     """
 
     data: DataFrame
@@ -77,50 +80,52 @@ class PlacedFrame:
 
 
 def encode_attach(request_id: int, frame: AttachFrame) -> bytes:
-    """The whole ATTACH frame."""
-    header = _ATTACH.pack(frame.host, _WISHES[frame.wish], frame.rdma, 0, len(frame.agent)) + frame.agent
+    """Return an ATTACH frame."""
+    header = _ATTACH.pack(frame.host, _REQUESTED_MODES[frame.mode], frame.rdma, 0, len(frame.agent)) + frame.agent
     return frames.encode_head(FrameKind.ATTACH, request_id, len(header)) + header
 
 
 def decode_attach(header: bytes) -> AttachFrame:
-    """Reads an ATTACH header.
+    """Decode the header of an ATTACH.
 
     Raises:
-        BadFrame: lengths that disagree, an unknown wish.
+        BadFrame: lengths disagree, or the mode is unknown.
     """
     if len(header) < _ATTACH.size:
         raise BadFrame("frame header too short", kind=FrameKind.ATTACH.name, bytes=len(header))
     host, code, rdma, zero, length = _ATTACH.unpack_from(header)
-    wish = next((name for name, known in _WISHES.items() if known == code), None)
-    if wish is None or zero or rdma > 1 or not length or len(header) != _ATTACH.size + length:
-        raise BadFrame("malformed ATTACH", wish=code, bytes=len(header))
-    return AttachFrame(host, wish, bool(rdma), header[_ATTACH.size :])
+    mode = next((name for name, known in _REQUESTED_MODES.items() if known == code), None)
+    if mode is None or zero or rdma > 1 or not length or len(header) != _ATTACH.size + length:
+        raise BadFrame("malformed ATTACH", mode=code, bytes=len(header))
+    return AttachFrame(host, mode, bool(rdma), header[_ATTACH.size :])
 
 
-def encode_attached(request_id: int, way: Way, agent: bytes) -> bytes:
-    """The whole ATTACHED frame; ``agent`` is empty where the server pushes."""
-    header = _ATTACHED.pack(way, 0, 0, len(agent)) + agent
+def encode_attached(request_id: int, mode: TransferMode, agent: bytes) -> bytes:
+    """Return an ATTACHED frame. ``agent`` is empty if the server pushes."""
+    header = _ATTACHED.pack(mode, 0, 0, len(agent)) + agent
     return frames.encode_head(FrameKind.ATTACHED, request_id, len(header)) + header
 
 
-def decode_attached(header: bytes) -> tuple[Way, bytes]:
-    """Reads an ATTACHED header.
+def decode_attached(header: bytes) -> tuple[TransferMode, bytes]:
+    """Decode the header of an ATTACHED.
 
     Raises:
-        BadFrame: lengths that disagree, an unknown way.
+        BadFrame: lengths disagree, or the mode is unknown.
     """
     if len(header) < _ATTACHED.size:
         raise BadFrame("frame header too short", kind=FrameKind.ATTACHED.name, bytes=len(header))
     code, zero, zeros, length = _ATTACHED.unpack_from(header)
-    if code not in (Way.PULL, Way.PUSH) or zero or zeros or len(header) != _ATTACHED.size + length:
-        raise BadFrame("malformed ATTACHED", way=code, bytes=len(header))
-    return Way(code), header[_ATTACHED.size :]
+    if code not in (TransferMode.PULL, TransferMode.PUSH) or zero or zeros or len(header) != _ATTACHED.size + length:
+        raise BadFrame("malformed ATTACHED", mode=code, bytes=len(header))
+    return TransferMode(code), header[_ATTACHED.size :]
 
 
 def encode_fetch(request_id: int, frame: FetchFrame) -> bytes:
-    """The whole FETCH frame."""
+    """Return a FETCH frame."""
     read = frames.encode_read(request_id, frame.read)[HEAD_BYTES:]
-    stride, addresses = (0, b"") if frame.landing is None else (frame.landing.layer_stride, _packed(frame.landing.addresses))
+    stride, addresses = (
+        (0, b"") if frame.destination is None else (frame.destination.layer_stride, _packed(frame.destination.addresses))
+    )
     size = _FETCH.size + len(read) + len(addresses)
     return b"".join(
         (frames.encode_head(FrameKind.FETCH, request_id, size), _FETCH.pack(len(read), stride), read, addresses)
@@ -128,10 +133,10 @@ def encode_fetch(request_id: int, frame: FetchFrame) -> bytes:
 
 
 def decode_fetch(header: bytes) -> FetchFrame:
-    """Reads a FETCH header.
+    """Decode the header of a FETCH.
 
     Raises:
-        BadFrame: as ``decode_read``; another number of addresses than keys.
+        BadFrame: as ``decode_read``, or the number of addresses differs from the number of keys.
     """
     read_bytes, stride = _sizes(_FETCH, header, FrameKind.FETCH)
     at = _FETCH.size + read_bytes
@@ -139,15 +144,17 @@ def decode_fetch(header: bytes) -> FetchFrame:
     addresses = _unpacked(header, at)
     if not stride:
         if len(addresses):
-            raise BadFrame("FETCH with addresses that it says it has not", addresses=len(addresses))
+            raise BadFrame("FETCH with addresses but without a layer stride", addresses=len(addresses))
         return FetchFrame(read, None)
     if len(addresses) != len(read.keys) or not read.shape.layer_block_bytes <= stride < 1 << 48:
-        raise BadFrame("FETCH names another number of places than of keys", keys=len(read.keys), places=len(addresses))
-    return FetchFrame(read, Landing(addresses, stride, read.shape.layer_block_bytes))
+        raise BadFrame("FETCH with a wrong number of addresses", keys=len(read.keys), addresses=len(addresses))
+    if len(addresses) and int(addresses.max()) >= MAX_ADDRESS:
+        raise BadFrame("FETCH with an address outside user space", address=int(addresses.max()))
+    return FetchFrame(read, AddressTable(addresses, stride, read.shape.layer_block_bytes))
 
 
 def encode_placed(request_id: int, frame: PlacedFrame) -> bytes:
-    """The whole PLACED frame."""
+    """Return a PLACED frame."""
     data = frames.encode_data(request_id, frame.data, 0)[HEAD_BYTES:]
     addresses = _packed(frame.addresses)
     size = _PLACED.size + len(data) + len(addresses)
@@ -162,17 +169,17 @@ def encode_placed(request_id: int, frame: PlacedFrame) -> bytes:
 
 
 def decode_placed(header: bytes, layer_block_bytes: int) -> PlacedFrame:
-    """Reads a PLACED header.
+    """Decode the header of a PLACED.
 
     Raises:
-        BadFrame: as ``decode_data``; another number of addresses than hits.
+        BadFrame: as ``decode_data``, or the number of addresses differs from the number of hits.
     """
     data_bytes, moved_bytes, wanted = _sizes(_PLACED, header, FrameKind.PLACED)
     at = _PLACED.size + data_bytes
     data = frames.decode_data(header[_PLACED.size : at], moved_bytes, layer_block_bytes)
     addresses = _unpacked(header, at)
     if len(addresses) not in (0, data.hits) or wanted > 1:
-        raise BadFrame("PLACED names another number of places than of hits", hits=data.hits, places=len(addresses))
+        raise BadFrame("PLACED with a wrong number of addresses", hits=data.hits, addresses=len(addresses))
     return PlacedFrame(data, moved_bytes, addresses, bool(wanted))
 
 
@@ -180,8 +187,8 @@ def _sizes(struct_: struct.Struct, header: bytes, kind: FrameKind) -> tuple[int,
     if len(header) < struct_.size:
         raise BadFrame("frame header too short", kind=kind.name, bytes=len(header))
     found: tuple[int, ...] = struct_.unpack_from(header)
-    if found[0] > len(header) - struct_.size:  # the first is always the length of the header within
-        raise BadFrame("a header longer than its frame", kind=kind.name, bytes=len(header), inner=found[0])
+    if found[0] > len(header) - struct_.size:  # the first field is always the length of the inner header
+        raise BadFrame("inner header longer than its frame", kind=kind.name, bytes=len(header), inner=found[0])
     return found
 
 
@@ -191,5 +198,5 @@ def _packed(addresses: Addresses) -> bytes:
 
 def _unpacked(header: bytes, at: int) -> Addresses:
     if (len(header) - at) % 8:
-        raise BadFrame("addresses take 8 bytes each", bytes=len(header) - at)
+        raise BadFrame("addresses must have 8 bytes each", bytes=len(header) - at)
     return np.frombuffer(header, "<u8", offset=at).astype(np.uint64)

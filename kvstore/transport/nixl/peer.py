@@ -1,12 +1,12 @@
-"""The reading side: as ``TcpPeer``, with the payload of reads moved by NIXL where both sides have it.
+"""The reading side of one-sided transfers: a ``TcpPeer`` whose reads move their payload by NIXL if both sides support it.
 
-Each connection says ATTACH once; the server answers who will move the bytes. Units are read straight into the caller's memory
-where the port has it registered, or, where this side pulls and the memory is one stretch, can register it for the time of the
-read. Else they go by way of a bounce slab, from where they are copied once they have been checked.
+Each connection sends ATTACH once, and the server answers who moves the bytes. Units are read directly into the caller's memory if
+it is registered, or if this side pulls and can register the memory for the time of the read because it is one contiguous region.
+Otherwise they are read into a bounce slab, verified, and copied.
 
-Whatever goes wrong with NIXL sends this peer back to TCP for ``OFF_S``, counted and logged; a unit of which nothing has arrived
-is asked for again at once. Memory that was given up with bytes possibly still on their way is fenced before anybody else may use
-it. Writes (stores to a peer) go over the connections.
+Any failure of NIXL is counted and logged, and switches this peer to TCP for ``OFF_S``. A unit of which nothing has arrived is
+requested again at once. If bytes may still arrive in memory after a failure, the agent is fenced before the memory is reused.
+Writes to a peer go over the connections.
 """
 
 from __future__ import annotations
@@ -25,67 +25,69 @@ import numpy.typing as npt
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unavailable, Unsupported
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.transport import frames
-from kvstore.transport.arrival import LayerHasher
 from kvstore.transport.contract import LayerProgress, ReadRequest
-from kvstore.transport.frames import DataFrame, FrameKind, Head
+from kvstore.transport.layer_hasher import LayerHasher
 from kvstore.transport.layout import Layout
+from kvstore.transport.nixl.address_table import AddressTable, address_table_of, consecutive_blocks, copy_rows, paired_rows
+from kvstore.transport.nixl.agent import WAIT_S, NixlAgent, Region, Slab, has_rdma, host_id
 from kvstore.transport.nixl.frames import (
     AttachFrame,
     FetchFrame,
     PlacedFrame,
-    Way,
+    RequestedMode,
+    TransferMode,
     decode_attached,
     decode_placed,
     encode_attach,
     encode_fetch,
 )
-from kvstore.transport.nixl.landing import Landing, landing_of, move_rows, paired_rows, row_after_row
-from kvstore.transport.nixl.port import WAIT_S, NixlPort, OneSidedFailed, Region, Slab, has_rdma, host_id
-from kvstore.transport.pool import AnsweredError, Connection
-from kvstore.transport.reading import ReadState, Unit
-from kvstore.transport.tcp_peer import TcpPeer
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.connection_pool import Connection, PeerError
+from kvstore.transport.tcp.frames import DataFrame, FrameKind, Head
+from kvstore.transport.tcp.one_sided import OneSidedFailed
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.striped_read import StripedRead, Unit
 from kvstore.transport.wire import PlainWire
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
 
 DIRECT_UNIT_BYTES = 128 << 20
-"""Of a unit that needs no bounce: a reader that pulls asks for the next only when it has this one."""
+"""Maximum unit without bounce memory. A reader that pulls requests the next unit only after it has this one."""
 OFF_S = 30.0
-"""How long a peer is read over TCP after NIXL failed with it."""
+"""How long a peer is read over TCP after a failure of NIXL."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Attachment:
-    """What a connection agreed on. ``server``: its agent, where this side pulls."""
+    """Result of ATTACH on one connection. ``server``: name of the server's agent if this side pulls, else empty."""
 
     epoch: int
-    way: Way
+    mode: TransferMode
     server: str
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """A unit under way: where its bytes land, and whether bytes may come that nobody waits for."""
+    """A requested unit: the destination of its bytes, and whether late bytes may still arrive if it is abandoned."""
 
     attachment: _Attachment
-    landing: Landing
+    destination: AddressTable
     slab: Slab | None
-    loose: bool
+    needs_fence: bool
 
 
-class NixlReadState(ReadState):
+class NixlStripedRead(StripedRead):
     """A read whose payload may be moved by NIXL.
 
     Args:
-        request: what is read.
-        destination: where to.
-        streams: most connections to use.
-        port: registers its memory.
-        way: who moved the bytes of reads before; None: this is the first.
-        most_bytes: of a unit that takes a bounce.
-        more: as ``ReadState``.
+        request: keys, layers and deadline.
+        destination: the caller's memory.
+        streams: maximum number of connections.
+        agent: registers the caller's memory.
+        mode: who moved the bytes of earlier reads; None: this is the first read.
+        max_unit_bytes: maximum size of a unit that needs bounce memory.
+        more: as ``StripedRead``.
     """
 
     def __init__(
@@ -94,66 +96,66 @@ class NixlReadState(ReadState):
         destination: BlockBuffer,
         streams: int,
         *,
-        port: NixlPort,
-        way: Way | None,
-        most_bytes: int,
+        agent: NixlAgent,
+        mode: TransferMode | None,
+        max_unit_bytes: int,
         **more: Any,  # noqa: ANN401 - passed on
     ) -> None:
         layout = Layout(destination, writable=True)
-        self._landing = landing_of(layout, len(request.keys), request.first_layer, request.layer_count)
-        self.lasting = self._landing is not None and port.covers(self._landing.extent(request.layer_count))
-        borrows = way is Way.PULL and self._landing is not None and layout.stretch is not None
-        super().__init__(
-            request, destination, streams, most_bytes=DIRECT_UNIT_BYTES if self.lasting or borrows else most_bytes, **more
-        )  # fmt: skip
-        self._port = port
+        self._addresses = address_table_of(layout, len(request.keys), request.first_layer, request.layer_count)
+        self.registered = self._addresses is not None and agent.covers(self._addresses.extent(request.layer_count))
+        can_register = mode is TransferMode.PULL and self._addresses is not None and layout.region is not None
+        if self.registered or can_register:
+            max_unit_bytes = DIRECT_UNIT_BYTES
+        super().__init__(request, destination, streams, max_unit_bytes=max_unit_bytes, **more)
+        self._agent = agent
         self._registering = threading.Lock()
-        self._borrowed: tuple[int, Region] | None = None
+        self._temporary: tuple[int, Region] | None = None
 
-    def landing(self, attachment: _Attachment) -> Landing | None:
-        """The buffer's memory, where NIXL may read or write it; None: it takes a bounce."""
-        if self.lasting or self._landing is None or attachment.way is Way.PUSH or self.layout.stretch is None:
-            return self._landing if self.lasting else None
+    def addresses(self, attachment: _Attachment) -> AddressTable | None:
+        """Return the addresses of the caller's memory if NIXL may access it; None: bounce memory is needed."""
+        if self.registered or self._addresses is None or attachment.mode is TransferMode.PUSH or self.layout.region is None:
+            return self._addresses if self.registered else None
         with self._registering:
-            if self._borrowed is None or self._borrowed[0] != attachment.epoch:
-                region = Region(*self.layout.stretch)
-                self._borrowed = (attachment.epoch, region) if self._port.borrow(attachment.epoch, region) else None
-            return None if self._borrowed is None else self._landing
+            if self._temporary is None or self._temporary[0] != attachment.epoch:
+                region = Region(*self.layout.region)
+                self._temporary = (attachment.epoch, region) if self._agent.register(attachment.epoch, region) else None
+            return None if self._temporary is None else self._addresses
 
-    def end(self) -> None:
-        """Nothing is on its way any more: the memory is the caller's alone."""
-        if self._borrowed is not None:
-            self._port.give_back(*self._borrowed)
-            self._borrowed = None
+    def unregister(self) -> None:
+        """Unregister the caller's memory. All transfers must have ended."""
+        if self._temporary is not None:
+            self._agent.unregister(*self._temporary)
+            self._temporary = None
 
 
 class NixlPeer(TcpPeer):
-    """One node's data plane, as seen from another process.
+    """Client of one node's data plane that reads by NIXL if possible.
 
     Args:
         address: as ``TcpPeer``.
-        port: this process's agent; owned by the caller, and shared by its peers.
+        agent: this process's agent; owned by the caller, and shared by its peers.
         more: as ``TcpPeer``.
     """
 
-    def __init__(self, address: str, port: NixlPort, **more: Any) -> None:  # noqa: ANN401 - passed on
+    def __init__(self, address: str, agent: NixlAgent, **more: Any) -> None:  # noqa: ANN401 - passed on
         super().__init__(address, **more)
-        self._port = port
+        self._agent = agent
         self._off_until_s = 0.0
         self._attached: WeakKeyDictionary[Connection, _Attachment] = WeakKeyDictionary()
         self._fetches: WeakKeyDictionary[Connection, dict[int, _Fetch]] = WeakKeyDictionary()
-        self._way: Way | None = None
-        self._pulls_fail = False
-        """Whether the last that failed was pulled: containers of one host may be kept from each other's memory."""
+        self._mode: TransferMode | None = None
+        self._pull_failed = False
+        """Whether the last failed read was a pull: containers of one host may be unable to read each other's memory."""
 
     @property
     def one_sided(self) -> bool:
-        """Whether reads go by NIXL now, as far as this side knows."""
+        """Whether this side reads by NIXL at the moment."""
         return time.monotonic() >= self._off_until_s
 
     # ---------------------------------------------------------------- reads
 
-    def _begun_read(
+    def _start_read(
         self,
         request: ReadRequest,
         destination: BlockBuffer,
@@ -161,247 +163,248 @@ class NixlPeer(TcpPeer):
         verify: bool,
         on_layers: LayerProgress | None,
         on_bytes: Callable[[int], None],
-    ) -> ReadState:
+    ) -> StripedRead:
         if not request.keys or not self.one_sided:
-            return super()._begun_read(request, destination, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
-        return NixlReadState(
+            return super()._start_read(request, destination, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
+        return NixlStripedRead(
             request,
             destination,
             self._streams,
             verify=verify,
             on_layers=on_layers,
             on_bytes=on_bytes,
-            most_bytes=self._port.slab_bytes,
-            port=self._port,
-            way=self._way,
+            max_unit_bytes=self._agent.slab_bytes,
+            agent=self._agent,
+            mode=self._mode,
         )
 
-    def _run_streams(self, state: ReadState) -> KVStoreError | None:
+    def _run_streams(self, state: StripedRead) -> KVStoreError | None:
         try:
             return super()._run_streams(state)
         finally:
-            if isinstance(state, NixlReadState):
-                state.end()
+            if isinstance(state, NixlStripedRead):
+                state.unregister()
 
-    def _asked_ahead(self, state: ReadState) -> int:
-        if not self._goes_one_sided(state):
-            return super()._asked_ahead(state)
-        # a server that waits for TAKEN would meet what is asked next; and who holds a slab must not wait for another
-        return 2 if self._way is Way.PUSH and isinstance(state, NixlReadState) and state.lasting else 1
+    def _max_requests_ahead(self, state: StripedRead) -> int:
+        if not self._reads_one_sided(state):
+            return super()._max_requests_ahead(state)
+        # only one: a server that waits for TAKEN must not receive the next request, and a stream must not hold two slabs
+        return 2 if self._mode is TransferMode.PUSH and isinstance(state, NixlStripedRead) and state.registered else 1
 
-    def _goes_one_sided(self, state: ReadState) -> bool:
-        return isinstance(state, NixlReadState) and self.one_sided
+    def _reads_one_sided(self, state: StripedRead) -> bool:
+        return isinstance(state, NixlStripedRead) and self.one_sided
 
-    def _ask(self, connection: Connection, state: ReadState, unit: Unit) -> int:
-        if not self._goes_one_sided(state) or not isinstance(connection.wire, PlainWire):
-            return super()._ask(connection, state, unit)
-        assert isinstance(state, NixlReadState), "checked"
+    def _send_request(self, connection: Connection, state: StripedRead, unit: Unit) -> int:
+        if not self._reads_one_sided(state) or not isinstance(connection.wire, PlainWire):
+            return super()._send_request(connection, state, unit)
+        assert isinstance(state, NixlStripedRead), "checked"
         request, deadline_s = state.request, state.request.deadline_s
         try:
             attachment = self._attachment(connection, deadline_s)
-        except AnsweredError as refusal:
+        except PeerError as refusal:
             if not isinstance(refusal.error, Unsupported) and refusal.in_step:
                 raise refusal.error from None
             self._turn_off(refusal.error)
             if refusal.in_step:
-                return super()._ask(connection, state, unit)
-            raise OneSidedFailed("the peer does not know one-sided reads", error=refusal.error) from None
-        slab, whole = None, state.landing(attachment)
-        if whole is not None:
-            landing = whole.pick(np.arange(unit.first, unit.first + unit.count), 0)
-        elif unit.count * request.layer_count * self._layer_bytes(state) > self._port.slab_bytes:
+                return super()._send_request(connection, state, unit)
+            raise OneSidedFailed("the peer does not support one-sided reads", error=refusal.error) from None
+        slab, registered = None, state.addresses(attachment)
+        if registered is not None:
+            destination = registered.select(np.arange(unit.first, unit.first + unit.count), 0)
+        elif unit.count * request.layer_count * self._layer_bytes(state) > self._agent.slab_bytes:
             self._counters.add("transport_nixl_unfit_reads_total")
-            return super()._ask(connection, state, unit)
+            return super()._send_request(connection, state, unit)
         else:
-            slab = self._port.take_slab(deadline_s - time.monotonic())
+            slab = self._agent.acquire_slab(deadline_s - time.monotonic())
             if slab is None:
-                raise DeadlineExceeded("no bounce memory came free in time", address=self.address)
-            landing = row_after_row(slab.address, unit.count, request.layer_count, self._layer_bytes(state))
-        fetch = _Fetch(attachment, landing, slab, loose=False)
+                raise DeadlineExceeded("no bounce memory became free in time", address=self.address)
+            destination = consecutive_blocks(slab.address, unit.count, request.layer_count, self._layer_bytes(state))
+        fetch = _Fetch(attachment, destination, slab, needs_fence=False)
         request_id = connection.next_id()
         self._fetches.setdefault(connection, {})[request_id] = fetch
         read = state.read_frame(unit, deadline_s - time.monotonic())
-        pushed = attachment.way is Way.PUSH
+        pushed = attachment.mode is TransferMode.PUSH
         try:
-            fetch.loose = pushed
-            connection.wire.send((encode_fetch(request_id, FetchFrame(read, landing if pushed else None)),), deadline_s)
+            fetch.needs_fence = pushed
+            connection.wire.send((encode_fetch(request_id, FetchFrame(read, destination if pushed else None)),), deadline_s)
         except BaseException:
-            self._end_all(connection)
+            self._end_fetches(connection)
             raise
         return request_id
 
-    def _take_in(self, connection: Connection, state: ReadState, request_id: int, unit: Unit) -> None:
+    def _receive_unit(self, connection: Connection, state: StripedRead, request_id: int, unit: Unit) -> None:
         fetch = self._fetches.get(connection, {}).get(request_id)
         if fetch is None:
-            super()._take_in(connection, state, request_id, unit)
+            super()._receive_unit(connection, state, request_id, unit)
             return
         try:
-            self._take_answers(connection, state, fetch, request_id, unit)
-            fetch.loose = False
-            self._ended(connection, request_id)
-        except AnsweredError as refusal:
+            self._receive_answers(connection, state, fetch, request_id, unit)
+            fetch.needs_fence = False
+            self._end_fetch(connection, request_id)
+        except PeerError as refusal:
             if refusal.in_step and isinstance(refusal.error, Unsupported):
-                self._end_all(connection)
-                raise OneSidedFailed("the peer's NIXL failed", error=refusal.error) from None
-            # an answer that both sides are in step with comes after its last write, unless one failed
-            fetch.loose = fetch.loose and not refusal.in_step
-            self._ended(connection, request_id)
+                self._end_fetches(connection)
+                raise OneSidedFailed("NIXL failed on the peer", error=refusal.error) from None
+            # an error frame in step comes after the last write of the peer, unless a write failed
+            fetch.needs_fence = fetch.needs_fence and not refusal.in_step
+            self._end_fetch(connection, request_id)
             raise
         except BaseException:
-            self._end_all(connection)
+            self._end_fetches(connection)
             raise
 
-    def _take_answers(self, connection: Connection, state: ReadState, fetch: _Fetch, request_id: int, unit: Unit) -> None:
-        """Until the unit has been answered."""
+    def _receive_answers(self, connection: Connection, state: StripedRead, fetch: _Fetch, request_id: int, unit: Unit) -> None:
+        """Receive PLACED frames until the unit has been answered."""
         while True:
             head, header = self._answer(connection, fetch, request_id, state.request.deadline_s)
             if head.kind is FrameKind.READ_END:
                 break
             if head.kind is FrameKind.PLACED:
                 placed = decode_placed(header, self._layer_bytes(state))
-                if fetch.attachment.way is Way.PULL and len(placed.addresses) != placed.data.hits:
-                    raise frames.BadFrame("the peer does not say where its blocks lie")
-                self._take_placed(connection, state, fetch, request_id, unit, placed)
-            elif head.kind is FrameKind.DATA and not head.payload_bytes:  # a namespace that it does not know
+                if fetch.attachment.mode is TransferMode.PULL and len(placed.addresses) != placed.data.hits:
+                    raise frames.BadFrame("PLACED without the addresses of its blocks")
+                self._receive_placed(connection, state, fetch, request_id, unit, placed)
+            elif head.kind is FrameKind.DATA and not head.payload_bytes:  # the peer does not know the namespace
                 data = frames.decode_data(header, 0, self._layer_bytes(state))
-                state.take_in(unit, data, 0, lambda hits, _: np.ones(len(hits), np.bool_))
+                state.accept(unit, data, 0, lambda hits, _: np.ones(len(hits), np.bool_))
             else:
-                raise frames.BadFrame("FETCH is answered by PLACED", kind=head.kind.name)
+                raise frames.BadFrame("FETCH must be answered by PLACED", kind=head.kind.name)
         state.check_answered(unit)
 
-    def _take_placed(
-        self, connection: Connection, state: ReadState, fetch: _Fetch, request_id: int, unit: Unit, placed: PlacedFrame
+    def _receive_placed(
+        self, connection: Connection, state: StripedRead, fetch: _Fetch, request_id: int, unit: Unit, placed: PlacedFrame
     ) -> None:
-        """One chunk: moves it (where this side pulls), says so, checks it and copies it to where it belongs."""
+        """Receive one chunk: pull it if this side pulls, send TAKEN, verify, and copy it from the slab to its destination."""
         first_layer = placed.data.first_layer - state.request.first_layer
 
-        def arrive(hits: npt.NDArray[np.int64], data: DataFrame) -> npt.NDArray[np.bool_]:
+        def transfer(hits: npt.NDArray[np.int64], data: DataFrame) -> npt.NDArray[np.bool_]:
             size = self._layer_bytes(state)
-            target = fetch.landing.pick(hits - unit.first, first_layer)
-            if fetch.attachment.way is Way.PULL:
-                self._pull(fetch, target, Landing(placed.addresses, size, size), state, data.layer_count)
+            target = fetch.destination.select(hits - unit.first, first_layer)
+            if fetch.attachment.mode is TransferMode.PULL:
+                self._pull(fetch, target, AddressTable(placed.addresses, size, size), state, data.layer_count)
                 if placed.wants_taken:
                     connection.wire.send((frames.encode_head(FrameKind.TAKEN, request_id),), state.request.deadline_s)
             self._counters.add("transport_nixl_bytes_received_total", placed.moved_bytes)
             good = np.ones(len(hits), np.bool_)
             if state.verify and len(hits):
-                good = _matching(_memory(fetch, state, hits, unit, data, first_layer), data, size)
+                good = _verify(_received_memory(fetch, state, hits, unit, data, first_layer), data, size)
             if fetch.slab is not None and len(hits):
                 rows = _buffer_rows(state, hits, data)
                 lengths = rows[:, 1]
                 sources = np.zeros_like(rows)
-                behind = np.cumsum(lengths) - lengths
+                before = np.cumsum(lengths) - lengths
                 block_bytes = np.uint64(data.layer_count * size)
-                sources[:, 0] = target.addresses[(behind // block_bytes).astype(np.int64)] + behind % block_bytes
+                sources[:, 0] = target.addresses[(before // block_bytes).astype(np.int64)] + before % block_bytes
                 sources[:, 1] = lengths
-                move_rows(rows, sources)
+                copy_rows(rows, sources)
             if state.on_bytes is not None:
                 state.on_bytes(placed.moved_bytes)
             return good
 
-        state.take_in(unit, placed.data, placed.moved_bytes, arrive)
+        state.accept(unit, placed.data, placed.moved_bytes, transfer)
 
-    def _pull(self, fetch: _Fetch, target: Landing, source: Landing, state: ReadState, layers: int) -> None:
-        """Reads a chunk from the server's memory."""
+    def _pull(self, fetch: _Fetch, target: AddressTable, source: AddressTable, state: StripedRead, layers: int) -> None:
+        """Read a chunk from the server's memory."""
         if not len(source.addresses):
             return
         ours, theirs = paired_rows(target, source, layers)
         attachment = fetch.attachment
-        fetch.loose = True  # a start that fails may have begun
-        transfer = self._port.start(attachment.epoch, "READ", ours, theirs, attachment.server)
-        while transfer is not None and not self._port.done(transfer):
+        fetch.needs_fence = True  # even a failed start may have begun to move bytes
+        transfer = self._agent.start(attachment.epoch, "READ", ours, theirs, attachment.server)
+        while transfer is not None and not self._agent.is_done(transfer):
             self._check_time(state)
             time.sleep(WAIT_S)
-        fetch.loose = False
+        fetch.needs_fence = False
 
     def _answer(self, connection: Connection, fetch: _Fetch, request_id: int, deadline_s: float) -> tuple[Head, bytes]:
-        """The next frame; while it is awaited, what the server pushes comes in."""
+        """Receive the next frame. While waiting, make progress for the server's writes."""
         wire = connection.wire
-        assert isinstance(wire, PlainWire), "checked when it was asked"
-        if fetch.attachment.way is Way.PUSH:
+        assert isinstance(wire, PlainWire), "checked when the unit was requested"
+        if fetch.attachment.mode is TransferMode.PUSH:
             while not wire.readable():
                 if time.monotonic() >= deadline_s:
-                    raise DeadlineExceeded("the data plane's deadline has passed")
-                self._port.progress(fetch.attachment.epoch)
+                    raise DeadlineExceeded("data-plane deadline exceeded")
+                self._agent.progress(fetch.attachment.epoch)
                 time.sleep(WAIT_S)
         return connection.answer(request_id, None, deadline_s)
 
     @staticmethod
-    def _check_time(state: ReadState) -> None:
-        if state.abandoned:
-            raise Unavailable("the read was ended")
+    def _check_time(state: StripedRead) -> None:
+        if state.cancelled:
+            raise Unavailable("the read was cancelled")
         if time.monotonic() >= state.request.deadline_s:
-            raise DeadlineExceeded("the data plane's deadline has passed")
+            raise DeadlineExceeded("data-plane deadline exceeded")
 
-    def _end_all(self, connection: Connection) -> None:
-        """Nothing more is expected on a connection."""
+    def _end_fetches(self, connection: Connection) -> None:
+        """End all requested units of a connection."""
         for request_id in list(self._fetches.get(connection, {})):
-            self._ended(connection, request_id)
+            self._end_fetch(connection, request_id)
 
-    def _ended(self, connection: Connection, request_id: int) -> None:
-        """A unit is over: its memory is fenced if bytes may still come, and its slab given back."""
+    def _end_fetch(self, connection: Connection, request_id: int) -> None:
+        """End a requested unit: fence the agent if bytes may still arrive, and release the slab."""
         fetch = self._fetches.get(connection, {}).pop(request_id, None)
         if fetch is None:
             return
-        if fetch.loose:
-            self._port.fence(fetch.attachment.epoch)
+        if fetch.needs_fence:
+            self._agent.fence(fetch.attachment.epoch)
         if fetch.slab is not None:
-            self._port.give_slab(fetch.slab)
+            self._agent.release_slab(fetch.slab)
 
-    # ---------------------------------------------------------------- who, and whether at all
+    # ---------------------------------------------------------------- attachment and fallback
 
     def _attachment(self, connection: Connection, deadline_s: float) -> _Attachment:
-        """What this connection agreed on; asks where it has not, or where the agent was made anew.
+        """Return the attachment of a connection; send ATTACH if there is none, or if the agent was replaced.
 
         Raises:
-            AnsweredError: the server will not.
-            OneSidedFailed, KVStoreError: NIXL does not work here; the wire broke.
+            PeerError: the server refused.
+            OneSidedFailed: NIXL does not work here.
+            KVStoreError: the wire broke.
         """
         known = self._attached.get(connection)
-        if known is not None and known.epoch == self._port.epoch:
+        if known is not None and known.epoch == self._agent.epoch:
             return known
         try:
-            epoch, metadata = self._port.metadata()
+            epoch, metadata = self._agent.metadata()
         except Unsupported as error:
-            raise OneSidedFailed("NIXL does not work here", error=error) from error
+            raise OneSidedFailed("NIXL does not work on this host", error=error) from error
         request_id = connection.next_id()
-        options = self._port.options
-        wish = "push" if options.only_tcp or self._pulls_fail else options.wish
-        asked = AttachFrame(host_id(), wish, has_rdma(), metadata)
-        connection.wire.send((encode_attach(request_id, asked),), deadline_s)
+        options = self._agent.options
+        requested: RequestedMode = "push" if options.only_tcp or self._pull_failed else options.mode
+        attach = AttachFrame(host_id(), requested, has_rdma(), metadata)
+        connection.wire.send((encode_attach(request_id, attach),), deadline_s)
         _, header = connection.answer(request_id, FrameKind.ATTACHED, deadline_s)
-        way, server = decode_attached(header)
+        mode, server = decode_attached(header)
         name = ""
-        if way is Way.PULL:
-            name = self._port.meet(epoch, server)  # kept until the agent ends: another connection may use it
-        attachment = self._attached[connection] = _Attachment(epoch, way, name)
-        self._way = way
-        log.info("reads from %s go by NIXL: %s", self.address, way.name.lower())
+        if mode is TransferMode.PULL:
+            name = self._agent.add_remote(epoch, server)  # kept until the agent ends, because other connections may use it
+        attachment = self._attached[connection] = _Attachment(epoch, mode, name)
+        self._mode = mode
+        log.info("NIXL attached: %s (mode=%s)", self.address, mode.name.lower())
         return attachment
 
-    def _goes_on(self, state: ReadState, unit: Unit | None, error: KVStoreError) -> bool:
+    def _retry_unit(self, state: StripedRead, unit: Unit | None, error: KVStoreError) -> bool:
         if not isinstance(error, OneSidedFailed):
             return False
         self._turn_off(error)
-        if unit is not None and not state.take_back(unit):
-            state.unit_failed(unit, Unavailable("a one-sided read broke", error=error))
+        if unit is not None and not state.reset_unit(unit):
+            state.fail_unit(unit, Unavailable("one-sided read failed", error=error))
         return True
 
     def _turn_off(self, error: KVStoreError) -> None:
         self._off_until_s = time.monotonic() + OFF_S
-        self._pulls_fail = self._way is Way.PULL
+        self._pull_failed = self._mode is TransferMode.PULL
         self._counters.add("transport_nixl_fallbacks_total")
-        limited.warning("reads from %s go over TCP for %g s: %s", self.address, OFF_S, error)
+        limited.warning("NIXL switched off: %s (tcp_for_s=%g, error=%s)", self.address, OFF_S, error)
 
     @staticmethod
-    def _layer_bytes(state: ReadState) -> int:
+    def _layer_bytes(state: StripedRead) -> int:
         return state.layout.shape.layer_block_bytes
 
 
-def _memory(
-    fetch: _Fetch, state: ReadState, hits: npt.NDArray[np.int64], unit: Unit, data: DataFrame, first_layer: int
+def _received_memory(
+    fetch: _Fetch, state: StripedRead, hits: npt.NDArray[np.int64], unit: Unit, data: DataFrame, first_layer: int
 ) -> list[memoryview]:
-    """What has landed of a chunk: in the caller's memory, or in the slab."""
+    """Return the received bytes of a chunk: in the caller's memory, or in the slab."""
     if fetch.slab is None:
         return state.layout.pieces(hits, data.first_layer, data.layer_count)
     size = state.layout.shape.layer_block_bytes
@@ -410,15 +413,15 @@ def _memory(
     return [fetch.slab.memory[start : start + data.layer_count * size] for start in starts.tolist()]
 
 
-def _matching(pieces: list[memoryview], data: DataFrame, layer_bytes: int) -> npt.NDArray[np.bool_]:
+def _verify(pieces: list[memoryview], data: DataFrame, layer_bytes: int) -> npt.NDArray[np.bool_]:
     hasher = LayerHasher(layer_bytes, data.hits * data.layer_count)
     hasher.update(pieces)
     good: npt.NDArray[np.bool_] = (hasher.digests().reshape(data.checksums.shape) == data.checksums).all(axis=1)
     return good
 
 
-def _buffer_rows(state: ReadState, hits: npt.NDArray[np.int64], data: DataFrame) -> npt.NDArray[np.uint64]:
-    """Where a chunk belongs in the caller's memory; no piece reaches from one block into the next."""
+def _buffer_rows(state: StripedRead, hits: npt.NDArray[np.int64], data: DataFrame) -> npt.NDArray[np.uint64]:
+    """Return descriptors of a chunk in the caller's memory. No piece reaches from one block into the next."""
     addresses, lengths = state.layout.addresses(hits, data.first_layer, data.layer_count)
     rows = np.zeros((len(addresses), 3), np.uint64)
     rows[:, 0], rows[:, 1] = addresses.astype(np.uint64), lengths.astype(np.uint64)

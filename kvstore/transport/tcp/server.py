@@ -1,14 +1,14 @@
-"""The data plane's server: sends blocks straight from a provider's views, receives blocks straight into granted slots.
+"""The data-plane server: sends blocks directly from a provider's views, and receives blocks directly into granted slots.
 
-One thread accepts, and each connection has one thread of its own (at most ``max_connections``): moving bytes is what it does, and
-it does so in long system calls without the interpreter lock. Nothing a peer does holds pins or slots for longer than the
-request's deadline (at most ``max_request_s``), or than ``stall_timeout_s`` without progress: parts are released and grants
-committed or aborted exactly once, however the connection ends.
+One thread accepts connections, and each connection has its own thread (at most ``max_connections``), which moves bytes in
+long system calls without the interpreter lock. A peer cannot hold pins or slots for longer than the deadline of its request (at
+most ``max_request_s``), or for longer than ``stall_timeout_s`` without progress. However a connection ends, parts are released
+and grants are committed or aborted exactly once.
 
-Hostile input: every length is checked before memory is taken (``frames``), a connection must say a good HELLO within
-``handshake_timeout_s``. At ``max_connections`` one gives way to a new one: of strangers, which have not said a good HELLO yet,
-the one that came first, where they are many; else the connection that has been idle longest. So a client that leaks connections
-locks nobody out, and strangers displace one another; where none is idle, the new one is refused with an error that says so.
+Hostile input: every length is checked before memory is allocated (``frames``), and a connection must authenticate with a valid
+HELLO within ``handshake_timeout_s``. If ``max_connections`` are open, a new connection replaces another one. If many connections
+are unauthenticated, the oldest of these is closed, otherwise the connection that has been idle longest. A client that leaks
+connections therefore does not lock out other clients. If no connection is idle, the new one is refused with an error.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from kvstore.core.errors import CapacityExceeded, KVStoreError, Unavailable
 from kvstore.core.limits import MAX_DATA_CONNECTIONS
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.transport import frames
 from kvstore.transport.addresses import format_address, parse_address
 from kvstore.transport.contract import BlockProvider
-from kvstore.transport.nixl.port import NixlPort
-from kvstore.transport.serving import ServerConnection, ServerTimes
+from kvstore.transport.shaping.traffic import KvTraffic
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.one_sided import OneSidedFactory
+from kvstore.transport.tcp.server_connection import ServerConnection, ServerTimeouts
 from kvstore.transport.tickets import TicketAuthority
-from kvstore.transport.traffic import KvTraffic
 from kvstore.transport.wire import PeerGone, PeerStalled, PlainWire, TlsWire, Wire, set_options
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
 
 _JOIN_S = 5.0
-STRANGERS_SHARE = 4
-"""Connections that have not said a good HELLO may be this fraction (1/n) of all before they make way for one another."""
-_GIVE_WAY_S = 0.5
-"""A connection told to give way ends at once, unless a request had just come."""
+UNAUTHENTICATED_SHARE = 4
+"""If more than 1/n of all connections are unauthenticated, these are closed first."""
+_EVICTION_S = 0.5
+"""How long to wait until an evicted connection has ended. It ends at once, unless a request has just arrived."""
 
 
 class TcpServer:
     """Serves one provider on one TCP port.
 
     Args:
-        provider: has the blocks.
-        listen: ``host:port``; port 0 takes a free one (see ``address``).
-        authority: verifies tickets. None: anybody may reach every namespace.
+        provider: source and destination of blocks.
+        listen: ``host:port``; port 0 selects a free port (see ``address``).
+        authority: verifies tickets. None: every client may access every namespace.
         tls: server-side context. None: clear text.
-        counters: where events are counted.
-        max_connections: one more takes the place of a stranger or of the one idle longest, or is refused where none is idle.
-        handshake_timeout_s: how long a new connection may take for TLS and HELLO.
-        idle_timeout_s: how long a connection may wait between requests.
-        stall_timeout_s: how long a peer may neither take nor give a byte in the middle of a request.
-        max_request_s: the longest a request may take, whatever deadline it names.
-        socket_buffer_bytes: fixed socket buffers. None: the kernel sizes them.
-        traffic: class of the traffic. None: unmarked and without a cap.
-        nixl: moves payload for readers that ask for it; owned by the caller. None: all goes over the connections.
+        counters: counts events.
+        max_connections: maximum open connections. A further one replaces an unauthenticated or idle connection, or is refused.
+        handshake_timeout_s: timeout for TLS and HELLO of a new connection.
+        idle_timeout_s: maximum time between requests.
+        stall_timeout_s: maximum time without progress during a request.
+        max_request_s: maximum time of a request, even if its deadline is later.
+        socket_buffer_bytes: fixed size of socket buffers. None: chosen by the kernel.
+        traffic: marks and caps the sockets. None: unmarked and uncapped.
+        one_sided: makes the responder for readers that request one-sided transfers. None: payload goes over the connections.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TcpServer:
         max_request_s: float = 120.0,
         socket_buffer_bytes: int | None = None,
         traffic: KvTraffic | None = None,
-        nixl: NixlPort | None = None,
+        one_sided: OneSidedFactory | None = None,
     ) -> None:
         self._provider = provider
         self._listen = parse_address(listen)
@@ -86,10 +86,10 @@ class TcpServer:
         self._tls = tls
         self._counters = counters if counters is not None else Counters()
         self._max_connections = max_connections
-        self._times = ServerTimes(handshake_timeout_s, idle_timeout_s, stall_timeout_s, max_request_s)
+        self._timeouts = ServerTimeouts(handshake_timeout_s, idle_timeout_s, stall_timeout_s, max_request_s)
         self._socket_buffer_bytes = socket_buffer_bytes
         self._traffic = traffic
-        self._nixl = nixl
+        self._one_sided = one_sided
         self._lock = threading.Lock()
         self._stopping = False
         self._listener: socket.socket | None = None
@@ -99,31 +99,31 @@ class TcpServer:
 
     @property
     def address(self) -> str:
-        """``host:port`` that is listened on."""
+        """``host:port`` that the server listens on."""
         if self._listener is None:
             raise Unavailable("the data-plane server has not been started")
         return format_address(*self._listener.getsockname()[:2])
 
     @property
     def busy(self) -> int:
-        """Connections with a request under way."""
+        """Number of connections with a request under way."""
         with self._lock:
             return sum(connection.idle_since_s is None for connection in self._connections.values())
 
     def start(self) -> None:
-        """Listens and accepts.
+        """Listen and accept connections.
 
         Raises:
-            Unavailable: the address cannot be had.
+            Unavailable: the address cannot be bound.
         """
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            # sockets that are accepted inherit the buffer sizes, and windows are agreed on before accept returns
+            # accepted sockets inherit the buffer sizes, which determine the TCP windows before accept returns
             listener = socket.create_server((host, port), family=family, backlog=min(self._max_connections, 128))
             set_options(listener, self._socket_buffer_bytes)
             if self._traffic is not None:
-                self._traffic.mark(listener)  # what answers the dial; not all of it is inherited
+                self._traffic.mark(listener)  # marks the answers to SYNs; accepted sockets inherit only a part of the mark
         except OSError as error:
             raise Unavailable("cannot listen for data connections", listen=f"{host}:{port}", error=error) from error
         self._listener = listener
@@ -131,7 +131,7 @@ class TcpServer:
         self._acceptor.start()
 
     def stop(self) -> None:
-        """Ends all connections, and waits until their threads have let go of what the provider gave them."""
+        """Close all connections, and wait until their threads have released the provider's parts and grants."""
         with self._lock:
             self._stopping = True
             connections = dict(self._sockets)
@@ -146,7 +146,7 @@ class TcpServer:
             thread.join(max(0.0, until_s - time.monotonic()))
             if thread.is_alive():
                 self._counters.add("transport_server_stuck_threads_total")
-                log.warning("a data-plane thread did not end within %s s: %s", _JOIN_S, thread.name)
+                log.warning("data-plane thread did not stop: %s (timeout_s=%s)", thread.name, _JOIN_S)
         if self._listener is not None:
             self._listener.close()
 
@@ -157,78 +157,83 @@ class TcpServer:
             except OSError as error:
                 if self._stopping:
                     return
-                # e.g. out of file descriptors: the next connection may fare better, but not at once
+                # e.g. out of file descriptors: try again after a short time
                 self._counters.add("transport_accept_errors_total")
-                limited.warning("cannot accept a data connection: %s", error)
+                limited.warning("data connection not accepted: %s", error)
                 time.sleep(0.05)
                 continue
-            self._make_room()
+            self._evict_connection()
             peer = format_address(*remote[:2])
             with self._lock:
                 refused = self._stopping or len(self._sockets) >= self._max_connections
                 if not refused:
                     thread = threading.Thread(target=self._serve, args=(sock, peer), name=f"data-{peer}", daemon=True)
                     self._sockets[thread] = sock
-                    thread.start()  # under the lock, so that ``stop`` only ever meets started threads
+                    thread.start()  # under the lock, so that ``stop`` sees only started threads
             if refused:
                 self._refuse(sock)
             else:
                 self._counters.add("transport_connections_total")
 
-    def _make_room(self) -> None:
-        """Where the bound is reached, ends a connection: of strangers, where they are many, else that idle longest.
+    def _evict_connection(self) -> None:
+        """Close one connection if ``max_connections`` are open.
 
-        Of an idle one only the receiving side is shut: a request that came in this very moment is still answered, and a client
-        that finds an idle connection ended opens another.
+        If many connections are unauthenticated, the oldest of these is closed, else the one that has been idle longest. Only the
+        receiving side of an idle connection is shut, so that a request that has just arrived is still answered. A client that
+        finds its idle connection closed opens another.
         """
         with self._lock:
             if len(self._sockets) < self._max_connections:
                 return
-            strangers = [thread for thread in self._sockets if (one := self._connections.get(thread)) is None or not one.known]
-            many = len(strangers) > self._max_connections // STRANGERS_SHARE
+            unauthenticated = [
+                thread for thread in self._sockets if (one := self._connections.get(thread)) is None or not one.authenticated
+            ]
+            many = len(unauthenticated) > self._max_connections // UNAUTHENTICATED_SHARE
             idle = [(since, thread) for thread, one in self._connections.items() if (since := one.idle_since_s) is not None]
             if not many and not idle:
                 return
-            # in the order in which they came
-            thread = strangers[0] if many else min(idle, key=lambda entry: entry[0])[1]
+            # dicts keep the order of insertion: the first is the oldest
+            thread = unauthenticated[0] if many else min(idle, key=lambda entry: entry[0])[1]
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._sockets[thread], socket.SHUT_RDWR if many else socket.SHUT_RD)
-        why = "that has shown no ticket" if many else "idle longest"
+        state = "unauthenticated" if many else "idle"
         if many:
-            self._counters.add("transport_stranger_connections_dropped_total")
+            self._counters.add("transport_unauthenticated_connections_dropped_total")
         else:
             self._counters.add("transport_idle_connections_dropped_total")
-        limited.warning("%d data connections are open: %s, %s, gives way", self._max_connections, thread.name, why)
-        thread.join(_GIVE_WAY_S)
+        limited.warning("data connection evicted: %s (state=%s, open=%d)", thread.name, state, self._max_connections)
+        thread.join(_EVICTION_S)
 
     def _refuse(self, sock: socket.socket) -> None:
         self._counters.add("transport_connections_refused_total")
-        limited.warning("refused a data connection: %d are open", self._max_connections)
+        limited.warning("data connection refused: too many (open=%d)", self._max_connections)
         with contextlib.suppress(OSError):
-            if self._tls is None:  # a TLS peer could not read it
+            if self._tls is None:  # a TLS client could not read it
                 sock.setblocking(False)
                 sock.send(frames.encode_error(0, CapacityExceeded("too many data connections", limit=self._max_connections)))
         sock.close()
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
-        """The life of one connection; the thread's edge."""
+        """Serve one connection. Runs in the connection's thread."""
         try:
-            with self._secured(sock, peer) as wire:
-                connection = ServerConnection(wire, self._provider, self._authority, self._times, self._counters, self._nixl)
+            with self._open_wire(sock, peer) as wire:
+                connection = ServerConnection(
+                    wire, self._provider, self._authority, self._timeouts, self._counters, self._one_sided
+                )
                 with self._lock:
                     self._connections[threading.current_thread()] = connection
                 connection.run()
         except PeerGone as gone:
-            log.debug("a data connection ended: %s", gone)
+            log.debug("data connection ended: %s", gone)
         except PeerStalled as stalled:
             self._counters.add("transport_stalled_peers_total")
-            limited.warning("closed a data connection that stalled: %s", stalled)
+            limited.warning("data connection closed: peer stalled (%s)", stalled)
         except KVStoreError as error:
             self._counters.add("transport_requests_cut_total")
-            limited.warning("closed a data connection: %s", error)
-        except Exception:  # the edge of this thread: the server must outlive a bug in one request
+            limited.warning("data connection closed: %s", error)
+        except Exception:  # the server must survive a bug in one request
             self._counters.add("transport_internal_errors_total")
-            log.exception("a data connection met a bug")
+            log.exception("data connection failed: internal error")
         finally:
             sock.close()
             with self._lock:
@@ -236,30 +241,30 @@ class TcpServer:
                 self._sockets.pop(threading.current_thread(), None)
 
     @contextlib.contextmanager
-    def _secured(self, sock: socket.socket, peer: str) -> Iterator[Wire]:
-        """The connection as a wire, after the TLS handshake where there is one."""
+    def _open_wire(self, sock: socket.socket, peer: str) -> Iterator[Wire]:
+        """Open the wire of a connection: mark the socket, perform the TLS handshake, apply the cap."""
         wire: Wire
         if self._traffic is not None:
             self._traffic.mark(sock)
         if self._tls is None:
-            wire = PlainWire(sock, self._times.stall_s)
+            wire = PlainWire(sock, self._timeouts.stall_s)
         else:
-            sock.settimeout(self._times.handshake_s)
+            sock.settimeout(self._timeouts.handshake_s)
             try:
                 secured = self._tls.wrap_socket(sock, server_side=True)
-            except OSError as error:  # ssl.SSLError and timeouts are
+            except OSError as error:  # includes ssl.SSLError and timeouts
                 self._counters.add("transport_tls_failures_total")
                 limited.warning("refused a data connection: TLS handshake failed (peer=%s, reason=%s)", peer, _reason(error))
                 raise PeerGone("the TLS handshake failed", error=error) from error
-            with self._lock:  # wrapping detached the socket that ``stop`` knew
+            with self._lock:  # wrapping detached the socket, so ``stop`` must know the new one
                 self._sockets[threading.current_thread()] = secured
                 stopping = self._stopping
-            wire = TlsWire(secured, self._times.stall_s)
+            wire = TlsWire(secured, self._timeouts.stall_s)
             if stopping:
                 wire.shut()
             sock = secured
         try:
-            yield wire if self._traffic is None else self._traffic.paced(wire, sock)
+            yield wire if self._traffic is None else self._traffic.limited(wire, sock)
         finally:
             wire.close()
 

@@ -1,28 +1,30 @@
-"""The data plane's wire format, and nothing else: bytes in, values out, no I/O.
+"""The wire format of the data plane. Pure: bytes in, values out, no I/O.
 
-A connection is a sequence of *frames*; each is a fixed head, a header of ``header_bytes`` and a payload of ``payload_bytes``::
+A connection is a sequence of *frames*. Each frame has a fixed head, a header of ``header_bytes`` and a payload of
+``payload_bytes``::
 
     head     <4s magic "KVB1", u8 kind, u8 version, u16 zero, u32 request_id, u32 header_bytes, u64 payload_bytes>   24 bytes
 
-All integers are little-endian. A dialogue (client left, server right; ``request_id`` of answers is that of their request):
+All integers are little-endian. The client's frames are on the left, the server's on the right. An answer carries the
+``request_id`` of its request:
 
-    HELLO {ticket}                        ->  WELCOME                       once, first
-    READ {what, keys}                     ->  DATA {outcomes, checksums} + payload, any number of them, then READ_END
+    HELLO {ticket}                        ->  WELCOME                       first, once
+    READ {layers, keys}                   ->  DATA {outcomes, checksums} + payload, any number of times, then READ_END
     WRITE {run}                           ->  GRANT {outcomes}
-        PAYLOAD + bytes of the granted                                                (only where something was granted)
+        PAYLOAD + bytes of the granted                                                (only if slots were granted)
         CHECKSUMS {of the granted}        ->  WRITTEN {outcomes of the granted}
     WRITE {run, layerwise}                ->  GRANT {outcomes}
-        LAYERS {which} + bytes, CHECKSUMS     as often as it takes until all layers are there, in any order
+        LAYERS {range} + bytes, CHECKSUMS     repeated in any order until all layers have been sent
                                           ->  WRITTEN {outcomes of the granted}
     PING                                  ->  PONG
-    ATTACH, FETCH, TAKEN                  ->  ATTACHED, PLACED              one-sided transfers: see ``transport.nixl``
-    anything                              ->  ERROR {kind, message}         ends that request; the connection lives on if the
-                                                                            stream is still in step, else it is closed
+    ATTACH, FETCH, TAKEN                  ->  ATTACHED, PLACED              one-sided transfers, see ``nixl.frames``
+    any request                           ->  ERROR {kind, message}         ends the request; the connection stays open if
+                                                                            both sides are in step, else it is closed
 
-Checksums of a write follow its bytes, so that a writer can sum a piece while those before it are on their way; nothing becomes
-visible before they have come and match. A client may send further READs before the first is answered; they are answered in
-order. Lengths are checked against ``kvstore.core.limits`` and against each other before the receiver allocates anything: a head
-alone decides whether its header is worth reading (``HEADER_LIMITS``), and a payload's length must be exactly what its header
+Checksums of a write follow its bytes, so that a writer can hash a piece while the pieces before it are sent. Nothing becomes
+visible before the checksums have arrived and match. A client may send further READs before the first is answered; they are
+answered in order. Lengths are checked against ``kvstore.core.limits`` and against each other before the receiver allocates
+memory. The head limits the length of the header (``HEADER_LIMITS``), and the payload must have exactly the length that the header
 implies.
 """
 
@@ -63,11 +65,11 @@ _NO_PARENT = bytes(KEY_BYTES)
 MAX_BUDGET_MS = (1 << 32) - 1
 MAX_MESSAGE_BYTES = 4_096
 MAX_CHECKSUMS_PER_DATA = 131_072
-"""Checksums in one DATA frame, so that its header stays below 1.1 MiB: larger parts take several frames."""
+"""Maximum checksums per DATA frame, so that its header stays below 1.1 MiB. Larger parts need several frames."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     HELLO = 1
     WELCOME = 2
@@ -111,7 +113,7 @@ HEADER_LIMITS: dict[FrameKind, int] = {
     FrameKind.PLACED: 64 + _DATA.size + 9 * limits.MAX_KEYS_PER_CALL + 8 * MAX_CHECKSUMS_PER_DATA,
     FrameKind.TAKEN: 0,
 }
-"""The longest header a frame of each kind may announce."""
+"""Maximum header length of each kind of frame."""
 
 _WITH_PAYLOAD = (FrameKind.DATA, FrameKind.PAYLOAD, FrameKind.LAYERS)
 MAX_PAYLOAD_BYTES = limits.MAX_KEYS_PER_CALL * limits.MAX_BLOCK_BYTES
@@ -127,7 +129,7 @@ _ERRORS[str(ErrorKind.INTERNAL)] = errors.Internal  # the base class has the sam
 
 
 class BadFrame(InvalidArgument):
-    """Bytes that are no frame of this protocol. Whoever reads them can no longer be in step: the connection ends."""
+    """The bytes are not a frame of this protocol. The two sides are no longer in step, so the connection is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +153,16 @@ class ReadFrame:
     layer_count: int
     layer_group: int
     budget_ms: int
-    """Time left until the caller's deadline: clocks of two hosts have nothing in common."""
+    """Time left until the caller's deadline. A deadline itself cannot be sent, because the clocks of two hosts differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFrame:
-    """A DATA header. Its payload: for each HIT in order, layers ``[first_layer, first_layer + layer_count)``."""
+    """A DATA header. Its payload holds layers ``[first_layer, first_layer + layer_count)`` of each HIT, in order."""
 
     first: int
     outcomes: bytes
-    """One ``Outcome`` a key, from key ``first`` of the request on."""
+    """One ``Outcome`` per key, from key ``first`` of the request on."""
     hits: int
     first_layer: int
     layer_count: int
@@ -171,38 +173,38 @@ class DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class WriteFrame:
-    """A WRITE: asks for slots for a run."""
+    """A WRITE: requests slots for a run."""
 
     run: BlockRun
     shape: BlockShape
     durable: bool
     budget_ms: int
     layerwise: bool = False
-    """Its bytes come layer by layer."""
+    """Its bytes are sent layer by layer."""
     tail: bool = False
-    """Its last key is a partial block: handed over, not kept."""
+    """Its last key is a partial block, which is handed over and not kept."""
 
 
 def encode_head(kind: FrameKind, request_id: int, header_bytes: int = 0, payload_bytes: int = 0) -> bytes:
-    """A frame's head alone (all there is of WELCOME, READ_END, PAYLOAD, PING and PONG)."""
+    """Return the head of a frame. WELCOME, READ_END, PAYLOAD, PING and PONG have nothing but a head."""
     return HEAD.pack(MAGIC, kind, VERSION, 0, request_id, header_bytes, payload_bytes)
 
 
 def decode_head(data: bytes | bytearray | memoryview) -> Head:
-    """Reads a head, and refuses lengths that no frame of its kind can have.
+    """Decode a head, and check the lengths against the limits of its kind.
 
     Raises:
-        BadFrame: not our magic or version, an unknown kind, or lengths beyond their limit.
+        BadFrame: wrong magic or version, an unknown kind, or a length above its limit.
     """
     if len(data) != HEAD_BYTES:
-        raise BadFrame("a frame begins with a head", bytes=len(data), expected=HEAD_BYTES)
+        raise BadFrame("a frame must begin with a head", bytes=len(data), expected=HEAD_BYTES)
     magic, code, version, zero, request_id, header_bytes, payload_bytes = HEAD.unpack(data)
     if magic != MAGIC:
         raise BadFrame("not a frame of the block protocol", magic=bytes(magic).hex())
     if version != VERSION:
-        raise BadFrame("this side speaks another version of the block protocol", version=version, ours=VERSION)
+        raise BadFrame("unsupported version of the block protocol", version=version, ours=VERSION)
     if zero:
-        raise BadFrame("a head has something in its reserved field, which is 0 in this version", reserved=zero, version=version)
+        raise BadFrame("the reserved field of a head must be 0 in this version", reserved=zero, version=version)
     kind = _KINDS.get(code)
     if kind is None:
         raise BadFrame("unknown frame kind", kind=code)
@@ -214,7 +216,7 @@ def decode_head(data: bytes | bytearray | memoryview) -> Head:
 
 
 def encode_hello(ticket: bytes) -> bytes:
-    """The whole HELLO frame.
+    """Return a HELLO frame.
 
     Raises:
         InvalidArgument: the ticket is too long.
@@ -225,7 +227,7 @@ def encode_hello(ticket: bytes) -> bytes:
 
 
 def decode_hello(header: bytes) -> bytes:
-    """The ticket of a HELLO."""
+    """Decode the header of a HELLO; return its ticket."""
     _need(header, _HELLO.size, FrameKind.HELLO)
     zero, length = _HELLO.unpack_from(header)
     if zero or len(header) != _HELLO.size + length:
@@ -234,7 +236,7 @@ def decode_hello(header: bytes) -> bytes:
 
 
 def encode_read(request_id: int, frame: ReadFrame) -> bytes:
-    """The whole READ frame."""
+    """Return a READ frame."""
     header = _READ.pack(
         frame.namespace,
         frame.shape.layers,
@@ -250,24 +252,30 @@ def encode_read(request_id: int, frame: ReadFrame) -> bytes:
 
 
 def decode_read(header: bytes) -> ReadFrame:
-    """Reads a READ header.
+    """Decode the header of a READ.
 
     Raises:
-        BadFrame: lengths that disagree, a shape or layer range beyond the limits, too many keys.
+        BadFrame: lengths disagree, there are too many keys, or the shape or layer range is out of bounds.
     """
     _need(header, _READ.size, FrameKind.READ)
     namespace, layers, layer_block_bytes, first_layer, layer_count, layer_group, budget_ms, count = _READ.unpack_from(header)
     if count > limits.MAX_KEYS_PER_CALL or len(header) != _READ.size + KEY_BYTES * count:
-        raise BadFrame("READ names another number of keys than it holds", keys=count, bytes=len(header))
+        raise BadFrame("READ with a wrong number of keys", keys=count, bytes=len(header))
     shape = check_shape(layers, layer_block_bytes)
     if not (0 < layer_count <= layers - first_layer and layer_group <= layers):
-        raise BadFrame("no such layers", layers=layers, first_layer=first_layer, layer_count=layer_count, layer_group=layer_group)
+        raise BadFrame(
+            "layers outside the block shape",
+            layers=layers,
+            first_layer=first_layer,
+            layer_count=layer_count,
+            layer_group=layer_group,
+        )
     keys = _split_keys(header, _READ.size, count)
     return ReadFrame(NamespaceId(namespace), keys, shape, first_layer, layer_count, layer_group, budget_ms)
 
 
 def encode_data(request_id: int, frame: DataFrame, payload_bytes: int) -> bytes:
-    """Head and header of a DATA frame; the payload follows."""
+    """Return head and header of a DATA frame; the payload follows."""
     checksums = np.ascontiguousarray(frame.checksums, "<u8").tobytes()
     header = _DATA.pack(
         frame.first, len(frame.outcomes), frame.hits, frame.first_layer, frame.layer_count, frame.tier, 0
@@ -277,15 +285,15 @@ def encode_data(request_id: int, frame: DataFrame, payload_bytes: int) -> bytes:
 
 
 def decode_data(header: bytes, payload_bytes: int, layer_block_bytes: int) -> DataFrame:
-    """Reads a DATA header.
+    """Decode the header of a DATA.
 
     Args:
-        header: the bytes.
-        payload_bytes: of its head.
-        layer_block_bytes: of the namespace that was asked for: decides how long the payload must be.
+        header: bytes of the header.
+        payload_bytes: payload length, from the head.
+        layer_block_bytes: Layer Block size of the requested namespace, from which the expected payload length follows.
 
     Raises:
-        BadFrame: lengths that disagree, outcomes or a tier that do not exist.
+        BadFrame: lengths disagree, or an outcome or the tier is unknown.
     """
     _need(header, _DATA.size, FrameKind.DATA)
     first, count, hits, first_layer, layer_count, tier, zero = _DATA.unpack_from(header)
@@ -293,23 +301,23 @@ def decode_data(header: bytes, payload_bytes: int, layer_block_bytes: int) -> Da
         raise BadFrame("malformed DATA", keys=count, hits=hits, layer_count=layer_count, tier=tier)
     at = _DATA.size + count
     if len(header) != at + 8 * hits * layer_count or payload_bytes != hits * layer_count * layer_block_bytes:
-        raise BadFrame("DATA of another length than it says", bytes=len(header), payload_bytes=payload_bytes, hits=hits)
+        raise BadFrame("DATA with a wrong length", bytes=len(header), payload_bytes=payload_bytes, hits=hits)
     outcomes = header[_DATA.size : at]
     _check_codes(outcomes, _OUTCOMES, FrameKind.DATA)
     if outcomes.count(Outcome.HIT) != hits:
-        raise BadFrame("DATA with another number of hits than it says", hits=hits)
-    # a copy, for the header ends at any byte and uint64 wants alignment
+        raise BadFrame("DATA with a wrong number of hits", hits=hits)
+    # a copy, because the checksums may begin at any byte and uint64 must be aligned
     checksums = np.frombuffer(header, "<u8", hits * layer_count, at).astype(np.uint64).reshape(hits, layer_count)
     return DataFrame(first, outcomes, hits, first_layer, layer_count, _TIERS[tier], checksums)
 
 
 def max_write_keys(layers: int) -> int:
-    """How many keys one WRITE may name, so that the checksums of all of them fit one frame."""
+    """Return the maximum number of keys in one WRITE, so that all their checksums fit one frame."""
     return min(limits.MAX_KEYS_PER_CALL, limits.MAX_FRAME_HEADER_BYTES // (8 * layers))
 
 
 def encode_write(request_id: int, frame: WriteFrame) -> bytes:
-    """The whole WRITE frame."""
+    """Return a WRITE frame."""
     run, shape = frame.run, frame.shape
     header = _WRITE.pack(
         run.namespace,
@@ -329,83 +337,83 @@ def encode_write(request_id: int, frame: WriteFrame) -> bytes:
 
 
 def decode_write(header: bytes) -> WriteFrame:
-    """Reads a WRITE header.
+    """Decode the header of a WRITE.
 
     Raises:
-        BadFrame: lengths that disagree, a shape or depth beyond the limits, unknown flags, no key, too many.
+        BadFrame: lengths disagree, a flag is unknown, or the shape, depth or number of keys is out of bounds.
     """
     _need(header, _WRITE.size, FrameKind.WRITE)
     namespace, parent, flags, depth, layers, layer_block_bytes, budget_ms, count = _WRITE.unpack_from(header)
     shape = check_shape(layers, layer_block_bytes)
     if not 0 < count <= max_write_keys(layers) or len(header) != _WRITE.size + KEY_BYTES * count:
-        raise BadFrame("WRITE names another number of keys than it holds", keys=count, layers=layers, bytes=len(header))
+        raise BadFrame("WRITE with a wrong number of keys", keys=count, layers=layers, bytes=len(header))
     if flags & ~(_HAS_PARENT | _DURABLE | _LAYERWISE | _TAIL) or depth + count > limits.MAX_DEPTH:
         raise BadFrame("malformed WRITE", flags=flags, depth=depth)
     if not flags & _HAS_PARENT and parent != _NO_PARENT:
-        raise BadFrame("WRITE with a parent that it says it has not")
+        raise BadFrame("WRITE with a parent but without the parent flag")
     keys = tuple(_split_keys(header, _WRITE.size, count))
     run = BlockRun(NamespaceId(namespace), BlockKey(parent) if flags & _HAS_PARENT else None, depth, keys)
     return WriteFrame(run, shape, bool(flags & _DURABLE), budget_ms, bool(flags & _LAYERWISE), bool(flags & _TAIL))
 
 
 def encode_layers(request_id: int, first_layer: int, layer_count: int, payload_bytes: int) -> bytes:
-    """A LAYERS frame up to its payload: these layers of each granted block, in order."""
+    """Return a LAYERS frame up to its payload, which holds these layers of each granted block, in order."""
     return encode_head(FrameKind.LAYERS, request_id, _LAYERS.size, payload_bytes) + _LAYERS.pack(first_layer, layer_count)
 
 
 def decode_layers(header: bytes, layers: int) -> tuple[int, int]:
-    """First layer and number of layers of a LAYERS frame.
+    """Decode the header of a LAYERS; return the first layer and the number of layers.
 
     Raises:
-        BadFrame: there are no such layers.
+        BadFrame: the layers are outside the block shape.
     """
     if len(header) != _LAYERS.size:
         raise BadFrame("malformed LAYERS", bytes=len(header))
     first_layer, layer_count = _LAYERS.unpack(header)
     if not 0 < layer_count <= layers - first_layer:
-        raise BadFrame("no such layers", layers=layers, first_layer=first_layer, layer_count=layer_count)
+        raise BadFrame("layers outside the block shape", layers=layers, first_layer=first_layer, layer_count=layer_count)
     return first_layer, layer_count
 
 
 def encode_checksums(request_id: int, checksums: Checksums) -> bytes:
-    """The whole CHECKSUMS frame."""
+    """Return a CHECKSUMS frame."""
     header = np.ascontiguousarray(checksums, "<u8").tobytes()
     return encode_head(FrameKind.CHECKSUMS, request_id, len(header)) + header
 
 
 def decode_checksums(header: bytes, blocks: int, layers: int) -> Checksums:
-    """Reads the header of a CHECKSUMS: ``[blocks, layers]``.
+    """Decode the header of a CHECKSUMS; return an array ``[blocks, layers]``.
 
     Raises:
-        BadFrame: another number of checksums.
+        BadFrame: wrong number of checksums.
     """
     if len(header) != 8 * blocks * layers:
-        raise BadFrame("CHECKSUMS of another number of blocks than was granted", blocks=blocks, bytes=len(header))
+        raise BadFrame("CHECKSUMS with a wrong number of blocks", blocks=blocks, bytes=len(header))
     return np.frombuffer(header, "<u8").astype(np.uint64, copy=False).reshape(blocks, layers)
 
 
 def encode_store_outcomes(kind: FrameKind, request_id: int, outcomes: Sequence[StoreOutcome]) -> bytes:
-    """The whole GRANT or WRITTEN frame."""
+    """Return a GRANT or WRITTEN frame."""
     return encode_head(kind, request_id, _COUNT.size + len(outcomes)) + _COUNT.pack(len(outcomes)) + bytes(outcomes)
 
 
 def decode_store_outcomes(header: bytes, expected: int) -> list[StoreOutcome]:
-    """Reads the header of a GRANT or WRITTEN that answers ``expected`` keys.
+    """Decode the header of a GRANT or WRITTEN that answers ``expected`` keys.
 
     Raises:
-        BadFrame: another number of outcomes, or outcomes that do not exist.
+        BadFrame: wrong number of outcomes, or an unknown outcome.
     """
     _need(header, _COUNT.size, FrameKind.GRANT)
     (count,) = _COUNT.unpack_from(header)
     codes = header[_COUNT.size :]
     if count != expected or len(codes) != expected:
-        raise BadFrame("answer for another number of keys", keys=count, bytes=len(codes), expected=expected)
+        raise BadFrame("answer with a wrong number of keys", keys=count, bytes=len(codes), expected=expected)
     _check_codes(codes, _STORE_OUTCOMES, FrameKind.GRANT)
     return [_STORE_OUTCOMES[code] for code in codes]
 
 
 def encode_error(request_id: int, error: KVStoreError) -> bytes:
-    """The whole ERROR frame; messages too long are cut."""
+    """Return an ERROR frame. A message that is too long is truncated."""
     kind = str(error.kind).encode()
     message = str(error).encode("utf-8", "replace")[:MAX_MESSAGE_BYTES]
     header = _ERROR.pack(len(kind), len(message)) + kind + message
@@ -413,7 +421,7 @@ def encode_error(request_id: int, error: KVStoreError) -> bytes:
 
 
 def decode_error(header: bytes) -> KVStoreError:
-    """The error that an ERROR frame carries; a kind of a later version becomes ``Internal``."""
+    """Decode the header of an ERROR. An unknown kind, e.g. of a later version, becomes ``Internal``."""
     _need(header, _ERROR.size, FrameKind.ERROR)
     kind_bytes, message_bytes = _ERROR.unpack_from(header)
     if len(header) != _ERROR.size + kind_bytes + message_bytes:
@@ -424,17 +432,17 @@ def decode_error(header: bytes) -> KVStoreError:
 
 
 def check_shape(layers: int, layer_block_bytes: int) -> BlockShape:
-    """A block shape within the limits.
+    """Return a block shape, if it is within the limits.
 
     Raises:
-        BadFrame: it is not.
+        BadFrame: the shape exceeds a limit.
     """
     if not (
         0 < layers <= limits.MAX_LAYERS
         and limits.MIN_LAYER_BLOCK_BYTES <= layer_block_bytes <= limits.MAX_LAYER_BLOCK_BYTES
         and layers * layer_block_bytes <= limits.MAX_BLOCK_BYTES
     ):
-        raise BadFrame("block shape beyond the limits", layers=layers, layer_block_bytes=layer_block_bytes)
+        raise BadFrame("block shape exceeds the limits", layers=layers, layer_block_bytes=layer_block_bytes)
     return BlockShape(layers, layer_block_bytes)
 
 
@@ -444,7 +452,7 @@ def _need(header: bytes, size: int, kind: FrameKind) -> None:
 
 
 def _split_keys(header: bytes, at: int, count: int) -> list[BlockKey]:
-    # three times as fast as slicing, and unlike "S16" a void keeps trailing zero bytes
+    # three times as fast as slicing; unlike "S16", a void keeps trailing zero bytes
     return cast("list[BlockKey]", np.frombuffer(header, f"V{KEY_BYTES}", count, at).tolist())
 
 

@@ -1,8 +1,8 @@
-"""The data plane's client: reads blocks of one peer straight into the caller's memory, over several connections at once.
+"""The data-plane client: reads blocks of one peer directly into the caller's memory, over several connections at once.
 
-A read runs in the caller's thread and, where it is large enough to be worth it, in helper threads of this peer, each with one
-connection. All have ended before ``read`` returns: nothing writes to the destination any more. A connection that was interrupted
-in the middle of a frame is closed, so late bytes have nowhere to go.
+A read runs in the caller's thread and, if it is large enough, also in helper threads, each with one connection. All of them
+have ended before ``read`` returns, so nothing writes to the destination afterwards. A connection that was interrupted within a
+frame is closed, so late bytes cannot arrive.
 """
 
 from __future__ import annotations
@@ -32,56 +32,56 @@ from kvstore.core.errors import (
 from kvstore.core.types import KEY_BYTES, BlockRun, BlockShape, StoreOutcome
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.transport import frames
-from kvstore.transport.arrival import SummedSend
 from kvstore.transport.breaker import CircuitBreaker
 from kvstore.transport.contract import (
     BlockPeer,
     Checksums,
     LayerProgress,
     LayerWrite,
+    ReadControl,
     ReadRequest,
     ReadResult,
-    ReadWatch,
     WriteRequest,
 )
-from kvstore.transport.frames import FrameKind, WriteFrame
-from kvstore.transport.layer_write import TcpLayerWrite
 from kvstore.transport.layout import Layout
 from kvstore.transport.liveness import WatchedServer
-from kvstore.transport.pool import AnsweredError, Connection, ConnectionPool, Ticket
-from kvstore.transport.reading import UNIT_KEYS, UNITS_AHEAD, ReadState, Unit, budget_ms
+from kvstore.transport.shaping.traffic import KvTraffic
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.connection_pool import Connection, ConnectionPool, PeerError, Ticket
+from kvstore.transport.tcp.frames import FrameKind, WriteFrame
+from kvstore.transport.tcp.layer_write import TcpLayerWrite
+from kvstore.transport.tcp.receive import ChecksummedSend
+from kvstore.transport.tcp.striped_read import UNIT_KEYS, UNITS_AHEAD, StripedRead, Unit, budget_ms
 from kvstore.transport.tls import PeerTls
-from kvstore.transport.traffic import KvTraffic
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
 
 MAX_WRITE_BYTES = 256 << 20
-"""Payload of one write exchange: longer runs take several, so that a peer's slots are not held unwritten for long."""
+"""Maximum payload of one write exchange. A longer run needs several, so that the peer's slots do not stay unwritten for long."""
 
 
 class TcpPeer(BlockPeer):
-    """One node's data plane, as seen from another process. Connects on first use.
+    """Client of one node's data plane. Connects at the first use.
 
     Args:
-        address: ``host:port`` of its ``TcpServer``.
-        ticket: shown on each new connection; a callable may bring a new one each time, and is asked again when the peer says
-            that one has expired. It may raise the errors that ``read`` may raise.
-        streams: most connections that one read is spread over. No more are used than half the ``cores`` (or one): a stream
-            keeps a core busy, and the kernel's part of it much of another. Measured with both ends on two cores, one stream
-            verifies a tenth more bytes a second than two.
-        cores: for the streams' threads; None: those that this process may use.
-        tls: whom it trusts and the name that it expects; None: clear text.
-        connect_timeout_s: for the dial, TLS and the greeting together.
-        max_connections: open at once, for all reads and writes (None: four reads' worth), besides those of layer-wise writes
-            (``MAX_HELD_CONNECTIONS``), which are held while somebody computes.
-        breaker_failures: failures in a row after which calls fail at once ...
+        address: ``host:port`` of the node's ``TcpServer``.
+        ticket: sent on each new connection. A callable is called for each new connection, also after a ticket has expired. It may
+            raise the errors that ``read`` may raise.
+        streams: maximum connections per read. At most half of the ``cores`` are used (at least one), because a stream keeps one
+            core busy, and the kernel's work for it a part of another. Measured with both ends on two cores, one stream verifies a
+            tenth more bytes per second than two.
+        cores: number of cores for the streams' threads; None: the cores that this process may use.
+        tls: client side of TLS; None: clear text.
+        connect_timeout_s: timeout for TCP connect, TLS and HELLO together.
+        max_connections: maximum open connections for reads and writes (None: enough for four reads). Layer-wise writes have their
+            own limit (``MAX_HELD_CONNECTIONS``), because they hold a connection while the caller computes.
+        breaker_failures: consecutive failures after which calls fail fast ...
         breaker_open_s: ... for this long.
-        socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
-        counters: where events are counted.
-        traffic: class of the traffic; None: unmarked and without a cap.
-        server: liveness of the node; None: each call lasts until its own deadline.
+        socket_buffer_bytes: fixed size of socket buffers; None: chosen by the kernel.
+        counters: counts events.
+        traffic: marks and caps the sockets; None: unmarked and uncapped.
+        server: liveness of the node; None: a call to a hung node lasts until its own deadline.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TcpPeer(BlockPeer):
         server: WatchedServer | None = None,
     ) -> None:
         if streams < 1:
-            raise InvalidArgument("a peer takes at least one stream", streams=streams)
+            raise InvalidArgument("streams must be at least 1", streams=streams)
         self.address = address
         cores = len(os.sched_getaffinity(0)) if cores is None else cores
         self._streams = min(streams, max(1, cores // 2))
@@ -131,31 +131,33 @@ class TcpPeer(BlockPeer):
         *,
         verify: bool = True,
         on_layers: LayerProgress | None = None,
-        watch: ReadWatch | None = None,
+        control: ReadControl | None = None,
     ) -> ReadResult:
         _check_read(request, destination)
-        watch = ReadWatch() if watch is None else watch
+        control = ReadControl() if control is None else control
 
         def on_bytes(size: int) -> None:
-            watch.heard(size)
+            control.add_bytes(size)
             self._counters.add("transport_peer_bytes_received_total", size)
 
-        state = self._begun_read(request, destination, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
+        state = self._start_read(request, destination, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
         if not request.keys:
             return state.result()
         self._check_open()
-        with watch.ends_by(state.abandon):
+        with control.on_cancel(state.cancel):
             error = self._run_streams(state)
         if state.error is not None:
             raise state.error
-        if error is not None and not state.begun([Unit(0, len(request.keys))]):
+        if error is not None and not state.has_answers([Unit(0, len(request.keys))]):
             refused = isinstance(error, (Unauthenticated, PermissionDenied))
-            if refused or (not state.reached and not isinstance(error, DeadlineExceeded)):
+            if refused or (not state.connected and not isinstance(error, DeadlineExceeded)):
                 raise error
-        state.fail_rest(error if error is not None else Unavailable("the data-plane peer was lost", address=self.address))
+        state.fail_rest(
+            error if error is not None else Unavailable("the connection to the data-plane peer was lost", address=self.address)
+        )
         if state.corrupt:
             self._counters.add("transport_peer_corrupt_blocks_total", state.corrupt)
-            limited.warning("%d blocks from %s did not match their checksums: taken as misses", state.corrupt, self.address)
+            limited.warning("corrupt blocks received: %d (peer=%s)", state.corrupt, self.address)
         return state.result()
 
     def write(self, request: WriteRequest, source: BlockBuffer, checksums: Checksums | None = None) -> list[StoreOutcome]:
@@ -165,39 +167,39 @@ class TcpPeer(BlockPeer):
             return outcomes
         self._check_open()
         layout = Layout(source, writable=False)
-        at = 0  # keys answered so far
+        at = 0  # number of answered keys
         fresh = False
         while at < len(outcomes):
             try:
-                connection = self._pool.take(request.deadline_s, fresh=fresh)
+                connection = self._pool.acquire(request.deadline_s, fresh=fresh)
             except DeadlineExceeded:
                 break
             except (Unavailable, Unauthenticated, PermissionDenied):
                 if at == 0:
                     raise
                 break
-            assert connection is not None, "take waits"
+            assert connection is not None, "acquire waits"
             try:
                 for start, run in _runs(request.run, request.shape, at):
                     self._write_run(connection, replace(request, run=run), layout, checksums, start, outcomes)
                     at = start + len(run.keys)
-                self._pool.give_back(connection)
-                self._pool.went_well()
-            except _NotBegunError as not_begun:
-                cause = not_begun.error
+                self._pool.release(connection)
+                self._pool.record_success()
+            except _NotGrantedError as not_granted:
+                cause = not_granted.error
                 self._pool.drop(connection)
                 if connection.reused and not fresh and isinstance(cause, (Unavailable, Unauthenticated)):
-                    fresh = True  # it had died while idle, or its ticket had run out: that says nothing of the peer
+                    fresh = True  # the connection died while idle, or its ticket expired: not a failure of the peer
                     continue
-                if not_begun.answered:
+                if not_granted.answered:
                     if at == 0 and not cause.retryable:
                         raise cause from None
                 else:
-                    self._broke(cause)
+                    self._record_error(cause)
                 break
             except KVStoreError as error:
                 self._pool.drop(connection)
-                self._broke(error)
+                self._record_error(error)
                 break
             except BaseException:
                 self._pool.drop(connection)
@@ -211,40 +213,40 @@ class TcpPeer(BlockPeer):
         self._check_open()
         fresh = False
         while True:
-            connection = self._pool.take(request.deadline_s, fresh=fresh, held=True)
-            assert connection is not None, "take waits"
+            connection = self._pool.acquire(request.deadline_s, fresh=fresh, held=True)
+            assert connection is not None, "acquire waits"
             reused = connection.reused
             try:
-                return TcpLayerWrite(self._pool, connection, request, self._broke, self._count_sent)
+                return TcpLayerWrite(self._pool, connection, request, self._record_error, self._count_sent)
             except (Unavailable, Unauthenticated):
                 if not reused or fresh:
                     raise
-                fresh = True  # it had died while idle, or its ticket had run out: that says nothing of the peer
+                fresh = True  # the connection died while idle, or its ticket expired: not a failure of the peer
 
     def _count_sent(self, size: int) -> None:
         self._counters.add("transport_peer_bytes_sent_total", size)
 
     def ping(self, deadline_s: float) -> float:
-        """Seconds that a round trip takes.
+        """Return the round-trip time in seconds.
 
         Raises:
-            Unavailable, Unauthenticated, DeadlineExceeded: there was none.
+            Unavailable, Unauthenticated, DeadlineExceeded: the peer did not answer.
         """
         self._check_open()
-        connection = self._pool.take(deadline_s)
-        assert connection is not None, "take waits"
+        connection = self._pool.acquire(deadline_s)
+        assert connection is not None, "acquire waits"
         try:
             begin_s = time.monotonic()
             request_id = connection.next_id()
             connection.wire.send((frames.encode_head(FrameKind.PING, request_id),), deadline_s)
             connection.answer(request_id, FrameKind.PONG, deadline_s)
-        except AnsweredError as refusal:
+        except PeerError as refusal:
             self._pool.drop(connection)
             raise refusal.error from None
         except BaseException:
             self._pool.drop(connection)
             raise
-        self._pool.give_back(connection)
+        self._pool.release(connection)
         return time.monotonic() - begin_s
 
     def close(self) -> None:
@@ -257,8 +259,8 @@ class TcpPeer(BlockPeer):
 
     # ---------------------------------------------------------------- reads
 
-    def _run_streams(self, state: ReadState) -> KVStoreError | None:
-        """Runs a read to its end on all its streams: none runs any more on return. Answers what ended one early, if anything."""
+    def _run_streams(self, state: StripedRead) -> KVStoreError | None:
+        """Run all streams of a read to their end. Return the error that ended a stream early, if any."""
         helpers: list[Future[KVStoreError | None]] = []
         try:
             if state.streams > 1:
@@ -266,41 +268,41 @@ class TcpPeer(BlockPeer):
                     if self._helpers is None and not self._closed:
                         self._helpers = ThreadPoolExecutor(self._max_helpers, f"data-{self.address}")
                     if self._helpers is not None and not self._closed:
-                        helpers = [self._helpers.submit(self._stream, state, helper=True) for _ in range(state.streams - 1)]
-            ended = [self._stream(state, helper=False)]
+                        helpers = [self._helpers.submit(self._run_stream, state, helper=True) for _ in range(state.streams - 1)]
+            ended = [self._run_stream(state, helper=False)]
         except BaseException:
-            state.abandon()
+            state.cancel()
             raise
         finally:
-            # a helper that has not begun by now finds nothing left to do
-            begun = [helper for helper in helpers if not helper.cancel()]
-            wait(begun)  # bounded: every wait of a stream has the request's deadline
-        ended += [helper.result() for helper in begun]
+            # a helper that has not started yet would find no units
+            started = [helper for helper in helpers if not helper.cancel()]
+            wait(started)  # bounded, because every wait of a stream has the request's deadline
+        ended += [helper.result() for helper in started]
         return next((found for found in ended if found is not None), None)
 
-    def _stream(self, state: ReadState, *, helper: bool) -> KVStoreError | None:
-        """One stream: takes connections and runs units on them until none is left. Answers what ended it early."""
+    def _run_stream(self, state: StripedRead, *, helper: bool) -> KVStoreError | None:
+        """Run units on connections until none is left. Return the error that ended the stream early, if any."""
         fresh = False
         while True:
             try:
-                connection = self._pool.take(state.request.deadline_s, wait=not helper, fresh=fresh)
+                connection = self._pool.acquire(state.request.deadline_s, wait=not helper, fresh=fresh)
             except KVStoreError as unreachable:
                 return unreachable
             if connection is None:
-                return None  # all are in use by others: the caller's own stream does the work
-            state.enlist(connection)
+                return None  # all connections are in use; the caller's own stream does the work
+            state.add_connection(connection)
             try:
-                error, again = self._run_units(state, connection)
+                error, retry = self._run_units(state, connection)
             except BaseException:
                 self._pool.drop(connection)
                 raise
             finally:
-                state.dismiss(connection)
-            if not again or state.abandoned:
+                state.remove_connection(connection)
+            if not retry or state.cancelled:
                 return error
             fresh = True
 
-    def _begun_read(
+    def _start_read(
         self,
         request: ReadRequest,
         destination: BlockBuffer,
@@ -308,76 +310,78 @@ class TcpPeer(BlockPeer):
         verify: bool,
         on_layers: LayerProgress | None,
         on_bytes: Callable[[int], None],
-    ) -> ReadState:
-        return ReadState(request, destination, self._streams, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
+    ) -> StripedRead:
+        return StripedRead(request, destination, self._streams, verify=verify, on_layers=on_layers, on_bytes=on_bytes)
 
-    def _ask(self, connection: Connection, state: ReadState, unit: Unit) -> int:
-        """Asks for a unit; the id of the request."""
+    def _send_request(self, connection: Connection, state: StripedRead, unit: Unit) -> int:
+        """Request a unit; return the id of the request."""
         request_id, deadline_s = connection.next_id(), state.request.deadline_s
         frame = frames.encode_read(request_id, state.read_frame(unit, deadline_s - time.monotonic()))
         connection.wire.send((frame,), deadline_s)
         return request_id
 
-    def _take_in(self, connection: Connection, state: ReadState, request_id: int, unit: Unit) -> None:
-        """Takes in the whole answer for a unit; raises as ``ReadState.receive_unit``."""
+    def _receive_unit(self, connection: Connection, state: StripedRead, request_id: int, unit: Unit) -> None:
+        """Receive the complete answer for a unit. Raises as ``StripedRead.receive_unit``."""
         state.receive_unit(connection, request_id, unit)
 
-    def _asked_ahead(self, state: ReadState) -> int:  # noqa: ARG002 - others decide by the read
-        """Units asked for before the first of them is answered."""
+    def _max_requests_ahead(self, state: StripedRead) -> int:  # noqa: ARG002 - subclasses use the argument
+        """Return the maximum number of unanswered requests on a connection."""
         return UNITS_AHEAD
 
-    def _goes_on(self, state: ReadState, unit: Unit | None, error: KVStoreError) -> bool:  # noqa: ARG002 - see below
-        """Whether a unit that failed was given back, to be read in another way."""
+    def _retry_unit(self, state: StripedRead, unit: Unit | None, error: KVStoreError) -> bool:  # noqa: ARG002 - subclasses use the arguments
+        """Return whether a failed unit was put back, to be read in another way."""
         return False
 
-    def _run_units(self, state: ReadState, connection: Connection) -> tuple[KVStoreError | None, bool]:
-        """Asks for units and takes them in until none is left; the connection is given back or dropped.
+    def _run_units(self, state: StripedRead, connection: Connection) -> tuple[KVStoreError | None, bool]:
+        """Request and receive units until none is left, then release or drop the connection.
 
         Returns:
-            What ended it early, and whether to go on with a new connection.
+            The error that ended the stream early, and whether to retry with a new connection.
         """
         ahead: deque[tuple[int, Unit]] = deque()
-        unit: Unit | None = None  # that is being asked for
+        unit: Unit | None = None  # the unit that is being requested
         answered = 0
         try:
             while True:
-                while len(ahead) < self._asked_ahead(state) and (not ahead or ahead[0][1].count <= UNIT_KEYS):
-                    unit = state.take_unit()
+                while len(ahead) < self._max_requests_ahead(state) and (not ahead or ahead[0][1].count <= UNIT_KEYS):
+                    unit = state.next_unit()
                     if unit is None:
                         break
-                    ahead.append((self._ask(connection, state, unit), unit))
+                    ahead.append((self._send_request(connection, state, unit), unit))
                     unit = None
                 if not ahead:
-                    state.dismiss(connection)
-                    self._pool.give_back(connection)
+                    state.remove_connection(connection)
+                    self._pool.release(connection)
                     if answered:
-                        self._pool.went_well()
+                        self._pool.record_success()
                     return None, False
-                request_id, asked = ahead[0]
+                request_id, requested = ahead[0]
                 try:
-                    self._take_in(connection, state, request_id, asked)
-                except AnsweredError as refusal:
+                    self._receive_unit(connection, state, request_id, requested)
+                except PeerError as refusal:
                     if not refusal.in_step or isinstance(refusal.error, Unauthenticated):
                         raise refusal.error from None
-                    state.unit_failed(asked, refusal.error)
+                    state.fail_unit(requested, refusal.error)
                 ahead.popleft()
                 answered += 1
         except KVStoreError as error:
             self._pool.drop(connection)
-            units = [asked for _, asked in ahead] + ([] if unit is None else [unit])
-            if self._goes_on(state, units[0] if units else None, error):
+            units = [requested for _, requested in ahead] + ([] if unit is None else [unit])
+            if self._retry_unit(state, units[0] if units else None, error):
                 state.return_units(units[1:])
                 return error, True
             expired = isinstance(error, Unauthenticated) and (connection.reused or answered)
-            if expired or (connection.reused and not answered and not state.begun(units) and isinstance(error, Unavailable)):
-                # the ticket has run out, or the connection had died while idle: that says nothing of the peer
+            if expired or (
+                connection.reused and not answered and not state.has_answers(units) and isinstance(error, Unavailable)
+            ):
+                # the ticket expired, or the connection died while idle: not a failure of the peer
                 state.return_units(units)
                 return error, True
             if units:
-                state.unit_failed(units[0], error)
-                state.return_units(units[1:])  # another stream may fare better
-            if not state.abandoned:
-                self._broke(error)
+                state.fail_unit(units[0], error)
+                state.return_units(units[1:])  # another stream may read them
+            if not state.cancelled:
+                self._record_error(error)
             return error, False
 
     # ---------------------------------------------------------------- writes
@@ -391,71 +395,71 @@ class TcpPeer(BlockPeer):
         start: int,
         outcomes: list[StoreOutcome],
     ) -> None:
-        """One exchange: asks for slots, sends what was granted, notes what became of each key.
+        """Run one write exchange: request slots, send the granted blocks, record the outcome of each key.
 
         Raises:
-            _NotBegunError: nothing was granted.
-            KVStoreError: it broke later; what is not confirmed stays LOST.
+            _NotGrantedError: nothing was granted.
+            KVStoreError: the exchange failed later; unconfirmed blocks stay LOST.
         """
         run, shape, deadline_s = request.run, request.shape, request.deadline_s
         count = len(run.keys)
         request_id = connection.next_id()
         budget = budget_ms(deadline_s - time.monotonic())
-        offered = SummedSend(layout.pieces(np.arange(start, start + count), 0, shape.layers), shape.layer_block_bytes)
+        send = ChecksummedSend(layout.pieces(np.arange(start, start + count), 0, shape.layers), shape.layer_block_bytes)
         try:
             frame = WriteFrame(run, shape, request.durable, budget)
             connection.wire.send((frames.encode_write(request_id, frame),), deadline_s)
             if checksums is None:
-                offered.sum_ahead()  # nearly always all is granted
+                send.hash_ahead()  # nearly always, all blocks are granted
             _, header = connection.answer(request_id, FrameKind.GRANT, deadline_s)
             granted = frames.decode_store_outcomes(header, count)
-        except AnsweredError as refusal:
-            raise _NotBegunError(refusal.error, answered=True) from None
+        except PeerError as refusal:
+            raise _NotGrantedError(refusal.error, answered=True) from None
         except KVStoreError as error:
-            raise _NotBegunError(error, answered=False) from error
-        places = start + np.flatnonzero(np.array(granted) == StoreOutcome.STORED)
-        for place, outcome in enumerate(granted, start):
+            raise _NotGrantedError(error, answered=False) from error
+        positions = start + np.flatnonzero(np.array(granted) == StoreOutcome.STORED)
+        for position, outcome in enumerate(granted, start):
             if outcome is not StoreOutcome.STORED:
-                outcomes[place] = outcome
-        if not len(places):
+                outcomes[position] = outcome
+        if not len(positions):
             return
-        payload_bytes = len(places) * shape.block_bytes
+        payload_bytes = len(positions) * shape.block_bytes
         head = frames.encode_head(FrameKind.PAYLOAD, request_id, 0, payload_bytes)
         if checksums is not None:
-            connection.wire.send([head, *layout.pieces(places, 0, shape.layers)], deadline_s)
-            sums = checksums[places]
+            connection.wire.send([head, *layout.pieces(positions, 0, shape.layers)], deadline_s)
+            sums = checksums[positions]
         else:
-            if len(places) < count:
-                offered = SummedSend(layout.pieces(places, 0, shape.layers), shape.layer_block_bytes)
-            sums = offered.run(connection.wire, head, deadline_s)
+            if len(positions) < count:
+                send = ChecksummedSend(layout.pieces(positions, 0, shape.layers), shape.layer_block_bytes)
+            sums = send.run(connection.wire, head, deadline_s)
         connection.wire.send((frames.encode_checksums(request_id, sums),), deadline_s)
         try:
             _, header = connection.answer(request_id, FrameKind.WRITTEN, deadline_s)
-        except AnsweredError as refusal:
+        except PeerError as refusal:
             raise refusal.error from None
-        for place, outcome in zip(places.tolist(), frames.decode_store_outcomes(header, len(places)), strict=True):
-            outcomes[place] = outcome
+        for position, outcome in zip(positions.tolist(), frames.decode_store_outcomes(header, len(positions)), strict=True):
+            outcomes[position] = outcome
         self._counters.add("transport_peer_bytes_sent_total", payload_bytes)
 
     # ---------------------------------------------------------------- helpers
 
-    def _broke(self, error: KVStoreError) -> None:
-        """Notes an exchange that ended badly."""
+    def _record_error(self, error: KVStoreError) -> None:
+        """Record a failed exchange."""
         if isinstance(error, DeadlineExceeded):
             self._counters.add("transport_peer_timeouts_total")
         else:
             self._counters.add("transport_peer_broken_total")
-        log.info("data-plane peer %s: %s", self.address, error)
-        if not isinstance(error, Unauthenticated):  # an answer, if not the one hoped for
-            self._pool.went_wrong()
+        log.info("data-plane exchange failed: %s (error=%s)", self.address, error)
+        if not isinstance(error, Unauthenticated):  # a refusal is an answer: the peer works
+            self._pool.record_failure()
 
     def _check_open(self) -> None:
         if self._closed:
             raise Unavailable("the data-plane peer is closed", address=self.address)
 
 
-class _NotBegunError(Exception):
-    """A write of which nothing was granted: it may be tried again as a whole. ``answered``: the peer said so itself."""
+class _NotGrantedError(Exception):
+    """Nothing of a write was granted, so the whole write may be tried again. ``answered``: the peer refused it."""
 
     def __init__(self, error: KVStoreError, *, answered: bool) -> None:
         super().__init__(str(error))
@@ -464,7 +468,7 @@ class _NotBegunError(Exception):
 
 
 def _runs(run: BlockRun, shape: BlockShape, start: int) -> list[tuple[int, BlockRun]]:
-    """The rest of a run from key ``start`` on, cut so that each piece fits one exchange; parents before children."""
+    """Split the rest of a run, from key ``start`` on, into runs that fit one exchange, parents before children."""
     size = max(1, min(frames.max_write_keys(shape.layers), MAX_WRITE_BYTES // shape.block_bytes))
     return [
         (
@@ -490,18 +494,24 @@ def _check_read(request: ReadRequest, destination: BlockBuffer) -> None:
     if destination.count < len(request.keys) or len(request.keys) > limits.MAX_KEYS_PER_CALL:
         raise InvalidArgument("more keys than memory or limits allow", keys=len(request.keys), blocks=destination.count)
     if not (request.first_layer >= 0 and 0 < request.layer_count <= shape.layers - request.first_layer):
-        raise InvalidArgument("no such layers", layers=shape.layers, first=request.first_layer, count=request.layer_count)
+        raise InvalidArgument(
+            "layers outside the block shape", layers=shape.layers, first=request.first_layer, count=request.layer_count
+        )
     if not 0 <= request.layer_group <= shape.layers:
-        raise InvalidArgument("no such layer group", layers=shape.layers, layer_group=request.layer_group)
+        raise InvalidArgument("layer group outside the block shape", layers=shape.layers, layer_group=request.layer_group)
     _check_ids(request.namespace, request.keys)
 
 
 def _check_write(request: WriteRequest, source: BlockBuffer, checksums: Checksums | None) -> None:
     run, shape = _check_run(request)
     if source.shape != shape or source.count < len(run.keys) or len(run.keys) > limits.MAX_KEYS_PER_CALL:
-        raise InvalidArgument("the source is not what is to be written", shape=source.shape, expected=shape, keys=len(run.keys))
+        raise InvalidArgument(
+            "the source does not match the write request", shape=source.shape, expected=shape, keys=len(run.keys)
+        )
     if checksums is not None and checksums.shape != (len(run.keys), shape.layers):
-        raise InvalidArgument("one checksum a Layer Block", shape=checksums.shape, expected=(len(run.keys), shape.layers))
+        raise InvalidArgument(
+            "one checksum per Layer Block is required", shape=checksums.shape, expected=(len(run.keys), shape.layers)
+        )
 
 
 def _check_shape(shape: BlockShape) -> BlockShape:
@@ -510,4 +520,4 @@ def _check_shape(shape: BlockShape) -> BlockShape:
 
 def _check_ids(namespace: bytes, keys: Sequence[bytes]) -> None:
     if len(namespace) != KEY_BYTES or set(map(len, keys)) - {KEY_BYTES}:
-        raise InvalidArgument("namespaces and keys take 16 bytes each")
+        raise InvalidArgument("namespaces and keys must have 16 bytes each")

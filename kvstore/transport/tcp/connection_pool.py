@@ -1,8 +1,8 @@
-"""A bounded pool of connections to one data-plane address: dials, greets, keeps idle ones, notices broken ones, fails fast.
+"""A bounded pool of connections to one data-plane address.
 
-A connection is taken by one thread for one exchange and given back only if both sides are in step; else it is dropped. Those that
-are held while somebody computes have room of their own, so that they never keep a read from its connection. After
-``failures`` in a row (dials that fail, connections that break, answers that never begin) the circuit breaker refuses
+One thread acquires a connection for one exchange. It releases the connection if both sides are in step, and drops it otherwise.
+Connections that are held while the caller computes are limited separately, so that they never block a read. After several
+consecutive failures (failed connects, broken connections, answers that never begin), the circuit breaker refuses new connections
 for a short time.
 """
 
@@ -18,60 +18,60 @@ from collections.abc import Callable
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.limits import MAX_HELD_CONNECTIONS
 from kvstore.observe.counters import Counters
-from kvstore.transport import frames
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.breaker import CircuitBreaker
-from kvstore.transport.frames import FrameKind, Head
 from kvstore.transport.liveness import Wait, WatchedServer
+from kvstore.transport.shaping.traffic import KvTraffic
+from kvstore.transport.tcp import frames
+from kvstore.transport.tcp.frames import FrameKind, Head
 from kvstore.transport.tls import PeerTls
-from kvstore.transport.traffic import KvTraffic
 from kvstore.transport.wire import PlainWire, TlsWire, Wire, set_options
 
 log = logging.getLogger(__name__)
 
 Ticket = Callable[[], bytes] | bytes
 _TCP_CONNECT_S = 1.3
-"""Bound of a TCP connect alone, without TLS and greeting: a lost SYN is sent again after one second."""
+"""Timeout of the TCP connect without TLS and HELLO. The kernel sends a lost SYN again after one second."""
 
 
 class Connection:
-    """A greeted wire, and the ids of the requests on it."""
+    """A wire after HELLO and WELCOME, with the ids of its requests."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.held = False
-        """Whether it counts among those that are held while the caller does something else between its frames."""
+        """Whether the caller holds it for long, because it computes between the frames of its exchange."""
         self.reused = False
-        """Whether it was idle before: then it may have died meanwhile, and its first failure says nothing of the peer."""
+        """Whether it was idle before. It may have died while idle, so its first failure is not a failure of the peer."""
         self.wait: Wait | None = None
-        """The wait for the server that this exchange is, while it is taken."""
+        """The registered wait for the server, while the connection is in use."""
         self._last_id = 0
 
     def next_id(self) -> int:
-        """An id for a new request."""
+        """Return an id for a new request."""
         self._last_id = (self._last_id + 1) & 0xFFFFFFFF
         return self._last_id
 
     def answer(self, request_id: int, kind: FrameKind | None, deadline_s: float) -> tuple[Head, bytes]:
-        """Head and header of the next frame, which answers ``request_id``, with a frame of ``kind`` where one is named.
+        """Receive head and header of the next frame, which must answer ``request_id`` and, unless None, be of ``kind``.
 
         Raises:
-            AnsweredError: the peer answered with an ERROR frame.
-            KVStoreError: the wire broke, or this is no such answer.
+            PeerError: the peer answered with an ERROR frame.
+            KVStoreError: the wire broke, or the frame is not the expected answer.
         """
         head = frames.decode_head(self.wire.receive(frames.HEAD_BYTES, deadline_s))
         header = bytes(self.wire.receive(head.header_bytes, deadline_s))
         if head.kind is FrameKind.ERROR:
-            raise AnsweredError(frames.decode_error(header), in_step=head.request_id == request_id != 0)
+            raise PeerError(frames.decode_error(header), in_step=head.request_id == request_id != 0)
         if head.request_id != request_id:
-            raise frames.BadFrame("an answer to another request", request=head.request_id, expected=request_id)
+            raise frames.BadFrame("answer to another request", request=head.request_id, expected=request_id)
         if kind is not None and head.kind is not kind:
-            raise frames.BadFrame("not the answer expected", kind=head.kind.name, expected=kind.name)
+            raise frames.BadFrame("unexpected kind of answer", kind=head.kind.name, expected=kind.name)
         return head, header
 
 
-class AnsweredError(Exception):
-    """The peer answered a request with an error. ``in_step``: the connection is still good."""
+class PeerError(Exception):
+    """The peer answered a request with an ERROR frame. ``in_step``: the connection can still be used."""
 
     def __init__(self, error: KVStoreError, *, in_step: bool) -> None:
         super().__init__(str(error))
@@ -84,16 +84,16 @@ class ConnectionPool:
 
     Args:
         address: ``host:port``.
-        ticket: shown in HELLO; a callable is asked for each new connection, so that tickets may expire.
-        tls: whom it trusts and the name that it expects; None: clear text.
-        connect_timeout_s: for the dial, TLS and HELLO together.
-        max_connections: in use at once, and idle at once, besides those held.
-        max_held: held at once.
-        socket_buffer_bytes: fixed socket buffers; None: the kernel sizes them.
-        traffic: class of the traffic; None: like any other.
-        server: liveness of the process behind the address: if it is hung, exchanges with it are cut off and new ones refused.
-        breaker: when to fail fast.
-        counters: where events are counted.
+        ticket: sent in HELLO. A callable is called for each new connection, so that tickets may expire.
+        tls: client side of TLS; None: clear text.
+        connect_timeout_s: timeout for TCP connect, TLS and HELLO together.
+        max_connections: maximum connections in use, and maximum idle, in addition to held ones.
+        max_held: maximum held connections.
+        socket_buffer_bytes: fixed size of socket buffers; None: chosen by the kernel.
+        traffic: marks and caps the sockets; None: unmarked and uncapped.
+        server: liveness of the server. If it is hung, its exchanges are cancelled and new ones are refused.
+        breaker: decides when to fail fast.
+        counters: counts connects and failures.
     """
 
     def __init__(
@@ -123,48 +123,48 @@ class ConnectionPool:
         self._server = server
         self._lock = threading.Lock()
         self._max_connections = max_connections
-        self._room = {False: threading.Semaphore(max_connections), True: threading.Semaphore(max_held)}
+        self._limits = {False: threading.Semaphore(max_connections), True: threading.Semaphore(max_held)}
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._closed = False
 
-    def take(self, deadline_s: float, *, wait: bool = True, fresh: bool = False, held: bool = False) -> Connection | None:
-        """A connection, idle or new. None: ``wait`` is False and all are in use.
+    def acquire(self, deadline_s: float, *, wait: bool = True, fresh: bool = False, held: bool = False) -> Connection | None:
+        """Return an idle or new connection. None: ``wait`` is False and all connections are in use.
 
         Args:
             deadline_s: when to give up.
-            wait: whether to wait for one that is in use.
-            fresh: dial, even where an idle one could be had.
-            held: for an exchange that waits, between its frames, for what the caller does meanwhile.
+            wait: wait for a connection if all are in use.
+            fresh: make a new connection, even if one is idle.
+            held: the caller computes between the frames of its exchange.
 
         Raises:
-            Unavailable: cannot be reached, fails fast, or the pool is closed.
-            DeadlineExceeded: none came free in time.
-            Unauthenticated: the ticket was refused.
+            Unavailable: the server cannot be reached or is hung, the breaker is open, or the pool is closed.
+            DeadlineExceeded: no connection became free in time.
+            Unauthenticated: the server refused the ticket.
         """
         if self._closed:
             raise Unavailable("the data-plane peer is closed", address=self.address)
-        room = self._room[held]
-        if not room.acquire(blocking=wait, timeout=max(0.0, deadline_s - time.monotonic()) if wait else None):
+        limit = self._limits[held]
+        if not limit.acquire(blocking=wait, timeout=max(0.0, deadline_s - time.monotonic()) if wait else None):
             if not wait:
                 return None
             self._counters.add("transport_peer_pool_timeouts_total")
-            raise DeadlineExceeded("no data connection came free in time", address=self.address)
+            raise DeadlineExceeded("no data connection became free in time", address=self.address)
         try:
             if self._server is not None:
                 self._server.check()
             connection = None if fresh else self._take_idle()
             if connection is None:
-                connection = self._dial(deadline_s)
+                connection = self._connect_new(deadline_s)
         except BaseException:
-            room.release()
+            limit.release()
             raise
         connection.held = held
-        self._watch(connection)
+        self._begin_wait(connection)
         return connection
 
-    def _watch(self, connection: Connection) -> None:
-        """The exchange is a wait for the server, until the connection is given back or dropped."""
+    def _begin_wait(self, connection: Connection) -> None:
+        """Register the exchange as a wait for the server, until the connection is released or dropped."""
         if self._server is None:
             return
         connection.wait = self._server.waiting(connection.wire.shut)
@@ -174,14 +174,14 @@ class ConnectionPool:
             self.drop(connection)
             raise
 
-    def _unwatch(self, connection: Connection) -> None:
+    def _end_wait(self, connection: Connection) -> None:
         wait, connection.wait = connection.wait, None
         if self._server is not None and wait is not None:
             self._server.end_wait(wait)
 
-    def give_back(self, connection: Connection) -> None:
-        """Returns a connection that is in step: nothing asked on it is unanswered."""
-        self._unwatch(connection)
+    def release(self, connection: Connection) -> None:
+        """Return a connection to the pool. All its requests must have been answered."""
+        self._end_wait(connection)
         with self._lock:
             self._busy.remove(connection)
             keep, held = not self._closed and len(self._idle) < self._max_connections, connection.held
@@ -190,30 +190,30 @@ class ConnectionPool:
                 self._idle.append(connection)
         if not keep:
             connection.wire.close()
-        self._room[held].release()
+        self._limits[held].release()
 
     def drop(self, connection: Connection) -> None:
-        """Ends a connection that is not in step. Idempotent."""
+        """Close a connection that is not in step. Idempotent."""
         with self._lock:
             if connection not in self._busy:
                 return
             self._busy.remove(connection)
-        self._unwatch(connection)
+        self._end_wait(connection)
         connection.wire.close()
-        self._room[connection.held].release()
+        self._limits[connection.held].release()
 
-    def went_well(self) -> None:
-        """An exchange was answered: the breaker closes."""
+    def record_success(self) -> None:
+        """Record that an exchange was answered, which closes the breaker."""
         self._breaker.succeeded()
 
-    def went_wrong(self) -> None:
-        """The peer broke an exchange, or never began to answer: enough of these open the breaker."""
+    def record_failure(self) -> None:
+        """Record that the peer broke an exchange or never began to answer. Several consecutive failures open the breaker."""
         if self._breaker.failed():
             self._counters.add("transport_peer_breaker_opened_total")
-            log.warning("data-plane peer %s failed repeatedly: calls to it fail at once for a short time", self.address)
+            log.warning("circuit breaker opened: %s (calls fail fast for a short time)", self.address)
 
     def close(self) -> None:
-        """Closes idle connections, and ends those in use under the threads that use them. Idempotent."""
+        """Close all connections; threads that use one fail with ``PeerGone``. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -228,7 +228,7 @@ class ConnectionPool:
             with self._lock:
                 if not self._idle:
                     return None
-                connection = self._idle.pop()  # the one used last: its congestion window is still open
+                connection = self._idle.pop()  # the one used last, whose congestion window is still open
                 self._busy.add(connection)
             if connection.wire.idle_and_open():
                 return connection
@@ -237,25 +237,25 @@ class ConnectionPool:
                 self._busy.discard(connection)
             connection.wire.close()
 
-    def _dial(self, deadline_s: float) -> Connection:
+    def _connect_new(self, deadline_s: float) -> Connection:
         if time.monotonic() >= deadline_s:
             raise DeadlineExceeded("no time left to connect", address=self.address)
         if not self._breaker.allow():
             self._counters.add("transport_peer_fast_failures_total")
-            raise Unavailable("the data-plane peer failed repeatedly: not tried again yet", address=self.address)
+            raise Unavailable("the data-plane peer failed repeatedly; it is tried again after a short time", address=self.address)
         until_s = min(deadline_s, time.monotonic() + self._connect_timeout_s)
-        # asked before the dial: the server's patience with silent connections is short, and a failure here is not the peer's
+        # before the connect: servers close silent connections soon, and a failure to get a ticket is not the peer's failure
         ticket = self._ticket if isinstance(self._ticket, bytes) else self._ticket()
         hello = frames.encode_hello(ticket)
         try:
-            connection = self._reached(hello, until_s)
+            connection = self._connect_and_greet(hello, until_s)
         except (Unauthenticated, PermissionDenied):
-            self._breaker.succeeded()  # it answers, if not as hoped
+            self._breaker.succeeded()  # the peer answers
             self._counters.add("transport_peer_unauthenticated_total")
             raise
         except (OSError, KVStoreError) as error:
             self._counters.add("transport_peer_connect_failures_total")
-            self.went_wrong()
+            self.record_failure()
             raise Unavailable("cannot connect to a data-plane peer", address=self.address, error=error) from error
         self._counters.add("transport_peer_connects_total")
         with self._lock:
@@ -265,26 +265,26 @@ class ConnectionPool:
             connection.wire.shut()
         return connection
 
-    def _reached(self, hello: bytes, until_s: float) -> Connection:
-        """Connects and greets; cut off if the server is hung."""
+    def _connect_and_greet(self, hello: bytes, until_s: float) -> Connection:
+        """Connect and exchange HELLO; cancelled if the server is hung."""
         if self._server is None:
-            return self._greeted(self._connect(until_s, []), hello, until_s)
-        dialed: list[socket.socket] = []
+            return self._greet(self._connect(until_s, []), hello, until_s)
+        sockets: list[socket.socket] = []
 
-        def cut_off() -> None:
-            for sock in dialed:
+        def cancel() -> None:
+            for sock in sockets:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
-        with self._server.waiting(cut_off):
-            return self._greeted(self._connect(until_s, dialed), hello, until_s)
+        with self._server.waiting(cancel):
+            return self._greet(self._connect(until_s, sockets), hello, until_s)
 
-    def _connect(self, until_s: float, dialed: list[socket.socket]) -> Wire:
-        """Connects; ``dialed`` gets the socket as soon as there is one, for whoever cuts it off."""
+    def _connect(self, until_s: float, sockets: list[socket.socket]) -> Wire:
+        """Connect. The socket is added to ``sockets`` at once, so that a cancellation can shut it."""
         left_s = max(until_s - time.monotonic(), 0.001)
         sock = socket.create_connection((self._host, self._port), timeout=min(left_s, _TCP_CONNECT_S))
         sock.settimeout(max(until_s - time.monotonic(), 0.001))
-        dialed.append(sock)
+        sockets.append(sock)
         try:
             set_options(sock, self._socket_buffer_bytes)
             if self._traffic is not None:
@@ -295,17 +295,17 @@ class ConnectionPool:
             else:
                 sock = self._tls.wrap(sock, self._host)
                 wire = TlsWire(sock)
-            return wire if self._traffic is None else self._traffic.paced(wire, sock)
+            return wire if self._traffic is None else self._traffic.limited(wire, sock)
         except BaseException:
             sock.close()
             raise
 
-    def _greeted(self, wire: Wire, hello: bytes, until_s: float) -> Connection:
+    def _greet(self, wire: Wire, hello: bytes, until_s: float) -> Connection:
         connection = Connection(wire)
         try:
             wire.send((hello,), until_s)
             connection.answer(0, FrameKind.WELCOME, until_s)
-        except AnsweredError as answered:
+        except PeerError as answered:
             wire.close()
             raise answered.error from None
         except BaseException:

@@ -1,4 +1,5 @@
-"""A read that another thread follows and ends: it returns at once, its peer is not blamed, and nothing is written later."""
+"""A read that another thread watches and cancels returns at once, does not count as a failure of the peer, and writes nothing
+later."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from kvstore.core.buffers import DenseBlocks
 from kvstore.core.types import BlockShape, NamespaceId, Outcome
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.testing.memory_provider import MemoryProvider, block_key, block_payload
-from kvstore.transport.contract import ReadRequest, ReadWatch
-from kvstore.transport.tcp_peer import TcpPeer
-from kvstore.transport.tcp_server import TcpServer
+from kvstore.transport.contract import ReadControl, ReadRequest
+from kvstore.transport.tcp.peer import TcpPeer
+from kvstore.transport.tcp.server import TcpServer
 
 SHAPE = BlockShape(4, 65536)
 NAMESPACE = NamespaceId(b"n" * 16)
@@ -21,7 +22,7 @@ COUNT = 40
 WAIT_S = 20.0
 
 
-def test_a_read_is_heard_ended_and_leaves_the_peer_usable() -> None:
+def test_read_cancelled_returns_and_peer_stays_usable() -> None:
     provider = MemoryProvider()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(COUNT))
@@ -33,22 +34,22 @@ def test_a_read_is_heard_ended_and_leaves_the_peer_usable() -> None:
     memory = np.zeros((COUNT, SHAPE.block_bytes), np.uint8)
     keys = [block_key(number) for number in range(COUNT)]
     for _ in range(3):
-        watch = ReadWatch()
+        control = ReadControl()
         outcomes: list[Outcome] = []
 
-        def read(watch: ReadWatch = watch, outcomes: list[Outcome] = outcomes) -> None:
+        def read(control: ReadControl = control, outcomes: list[Outcome] = outcomes) -> None:
             request = ReadRequest(NAMESPACE, keys, 0, SHAPE.layers, 0, time.monotonic() + 60.0)
             outcomes += peer.read(
-                request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), watch=watch
+                request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), control=control
             ).outcomes
 
         reading = threading.Thread(target=read)
         reading.start()
         end_s = time.monotonic() + WAIT_S
-        while watch.bytes_heard < 2 << 20:
-            assert time.monotonic() < end_s, "bytes come in and nobody hears of it"
+        while control.bytes_received < 2 << 20:
+            assert time.monotonic() < end_s, "received bytes are not reported"
             time.sleep(0.001)
-        watch.end()
+        control.cancel()
         reading.join(WAIT_S)
         assert not reading.is_alive()
         assert set(outcomes) <= {Outcome.HIT, Outcome.UNAVAILABLE, Outcome.TIMEOUT}
@@ -69,20 +70,22 @@ def test_a_read_is_heard_ended_and_leaves_the_peer_usable() -> None:
     server.stop()
 
 
-def test_a_read_that_was_ended_before_it_began_brings_nothing() -> None:
+def test_read_cancelled_before_begin_reads_nothing() -> None:
     provider = MemoryProvider()
     provider.declare(NAMESPACE, SHAPE)
     provider.put(NAMESPACE, range(4))
     server = TcpServer(provider)
     server.start()
     peer = TcpPeer(server.address)
-    watch = ReadWatch()
-    watch.end()
+    control = ReadControl()
+    control.cancel()
     memory = np.zeros((4, SHAPE.block_bytes), np.uint8)
     request = ReadRequest(NAMESPACE, [block_key(number) for number in range(4)], 0, 4, 0, time.monotonic() + WAIT_S)
     assert (
         Outcome.HIT
-        not in peer.read(request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), watch=watch).outcomes
+        not in peer.read(
+            request, DenseBlocks(memory.reshape(-1, SHAPE.layers, SHAPE.layer_block_bytes)), control=control
+        ).outcomes
     )
     assert not memory.any()
     peer.close()

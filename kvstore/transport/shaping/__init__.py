@@ -1,0 +1,1 @@
+"""How the network treats KV traffic: DSCP marks and a bandwidth cap."""

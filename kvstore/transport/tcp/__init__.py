@@ -1,0 +1,1 @@
+"""The framed TCP transport: wire format, server, and client with a connection pool."""
