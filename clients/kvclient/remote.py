@@ -23,7 +23,7 @@ from kvstore.core.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer
-from kvstore.transport.liveness import LivenessMonitor
+from kvstore.transport.liveness import LivenessMonitor, data_plane
 from kvstore.transport.nixl.agent import NixlAgent
 from kvstore.transport.nixl.peer import NixlPeer
 from kvstore.transport.shaping.traffic import KvTraffic
@@ -71,7 +71,7 @@ class PeerPool:
 
     def hung(self, node: NodeRef) -> bool:
         """Whether a node answers nothing at the moment: nobody is to wait for it."""
-        return self._liveness.server(node.control_address).hung
+        return self._liveness.hung(node.control_address) or self._liveness.hung(data_plane(node.data_address))
 
     @contextmanager
     def watching(self, nodes: Iterable[NodeRef]) -> Iterator[None]:
@@ -129,7 +129,8 @@ class PeerPool:
             tls=self._peer_tls,
             counters=self._incidents.counters,
             traffic=self._traffic,
-            server=server,
+            liveness=self._liveness,
+            control_address=node.control_address,
         )
         return peer, channel
 

@@ -320,7 +320,8 @@ class NodeDaemon:
             tls=PeerTls.of(self.config.tls),
             counters=self.counters,
             traffic=self._traffic,
-            server=server,
+            liveness=self._liveness,
+            control_address=address.control_address,
         )
 
     def _list_specs(self) -> list[common_pb2.CacheSpec]:

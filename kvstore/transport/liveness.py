@@ -6,7 +6,7 @@ deadline, and so does the next call. The rules:
 1. A caller that waits for a server registers the wait with a callback that cancels it. This costs about a microsecond.
 2. If a wait is older than ``grace_s``, the server becomes *suspect*, and a probe is sent: the cheapest call that the server
    answers.
-3. Any answer makes the server *alive* again: a slow server is not a hung server. It is probed again after ``grace_s``, for as
+3. Any answer makes the server *alive* again: a slow server is not a hung server. It is probed again after ``AGAIN_S``, for as
    long as a caller waits.
 4. If a suspect server answers no probe for ``silence_s``, it is *hung*. All waits for it are cancelled, and new waits are refused
    with ``Unavailable``. Callers continue with another replica or a miss.
@@ -40,6 +40,8 @@ SILENCE_S = 0.7
 """A suspect server that answers no probe for this long is hung. Grace, silence and one tick together are below one second."""
 TICK_S = 0.05
 """Interval at which the ages of waits are checked."""
+AGAIN_S = 0.5
+"""A server that answered a probe is not probed again for this long."""
 LATE_S = 0.2
 """A tick later than this means that this process did not run; that time does not count as silence of the server."""
 PROBE_S = 5.0
@@ -109,7 +111,7 @@ class ServerLiveness:
         if late_s > LATE_S:
             self._suspect_since_s += late_s
         if self.state is ServerState.ALIVE:
-            if oldest_wait_s is None or now_s - max(oldest_wait_s, self._answered_s) < self._grace_s:
+            if oldest_wait_s is None or now_s - oldest_wait_s < self._grace_s or now_s - self._answered_s < AGAIN_S:
                 return NOTHING
             self.state, self._suspect_since_s = ServerState.SUSPECT, now_s
         elif self.state is ServerState.SUSPECT and now_s - self._suspect_since_s >= self._silence_s:
@@ -137,6 +139,11 @@ class ServerLiveness:
 
 Probe = Callable[[str, float, Callable[[bool], None]], None]
 """``probe(server, timeout_s, ended)``: starts a probe and returns. ``ended(answered)`` must be called once, from any thread."""
+
+
+def data_plane(address: str) -> str:
+    """Return the name of the data plane at an address, among the servers of a monitor."""
+    return f"data plane {address}"
 
 
 class Wait:
@@ -173,8 +180,9 @@ class Wait:
 class WatchedServer:
     """Liveness of one server, and the waits for it. Thread-safe. Made by ``LivenessMonitor.server``."""
 
-    def __init__(self, address: str, wake: Callable[[WatchedServer], None], counters: Counters) -> None:
+    def __init__(self, address: str, wake: Callable[[WatchedServer], None], counters: Counters, probe: Probe) -> None:
         self.address = address
+        self._probe = probe
         self._wake = wake
         self._counters = counters
         self._lock = threading.Lock()
@@ -256,6 +264,18 @@ class WatchedServer:
         if decision.recovered:
             log.warning("server answered again: %s (after_s=%.1f)", self.address, now_s - self._hung_since_s)
 
+    def send_probe(self) -> None:
+        """Start a probe of the server."""
+
+        def ended(answered: bool) -> None:
+            self.probe_ended(time.monotonic(), answered=answered)
+
+        try:
+            self._probe(self.address, PROBE_S, ended)
+        except Exception:
+            log.exception("probe failed: %s", self.address)
+            ended(False)
+
     def idle_for_s(self, now_s: float) -> float:
         """Return for how many seconds there was neither a wait nor a probe."""
         with self._lock:
@@ -281,7 +301,7 @@ class LivenessMonitor:
     """Monitors all servers that one client or daemon calls. Thread-safe.
 
     Args:
-        probe: starts a probe of a server.
+        probe: starts a probe of a server, unless the server has a probe of another kind.
         counters: counts hung servers and cancelled waits.
         on_close: called by ``close`` at the end, to free what probes use.
     """
@@ -296,16 +316,26 @@ class LivenessMonitor:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def server(self, address: str) -> WatchedServer:
-        """Return the liveness of one server: the same object for the same address."""
+    def server(self, address: str, probe: Probe | None = None) -> WatchedServer:
+        """Return the liveness of one server: the same object for the same address.
+
+        Args:
+            address: the server's address, or another unique name.
+            probe: starts a probe of this server; None: the monitor's. Only the first call for an address decides.
+        """
         with self._changed:
             server = self._servers.get(address)
             if server is None:
-                server = self._servers[address] = WatchedServer(address, self._wake, self._counters)
+                server = self._servers[address] = WatchedServer(address, self._wake, self._counters, probe or self._probe)
                 if len(self._servers) > MAX_SERVERS:
                     self._drop_one()
             self._servers.move_to_end(address)
             return server
+
+    def hung(self, address: str) -> bool:
+        """Whether a server is known to be hung."""
+        server = self._servers.get(address)
+        return server is not None and server.hung
 
     @property
     def awake(self) -> frozenset[WatchedServer]:
@@ -352,7 +382,7 @@ class LivenessMonitor:
             for server in awake:
                 now_s = time.monotonic()
                 if server.tick(now_s).probe:
-                    self._send_probe(server)
+                    server.send_probe()
                 if server.idle_for_s(now_s) >= IDLE_S:
                     self._pause(server)
             with self._changed:
@@ -364,13 +394,3 @@ class LivenessMonitor:
         server.pause()
         if server.has_waits:  # the wait began before the server was removed from the set
             self._wake(server)
-
-    def _send_probe(self, server: WatchedServer) -> None:
-        def ended(answered: bool) -> None:
-            server.probe_ended(time.monotonic(), answered=answered)
-
-        try:
-            self._probe(server.address, PROBE_S, ended)
-        except Exception:
-            log.exception("probe failed: %s", server.address)
-            ended(False)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from conftest import Engine, Store, until
 from kvclient import LoadResult, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.testing.fault_proxy import FaultProxy
 
 MakeStore = Callable[..., Store]
 MIB = 1 << 20
@@ -107,6 +109,38 @@ def test_hung_source_node_costs_one_load_a_second(store: Store, local: str | Non
     assert first_s <= MOST_S
     assert second_s <= SOON_S
     until(lambda: reader.load("c", 20).hit_blocks == 20, "the node answers again")
+
+
+@pytest.mark.parametrize("local", ["b", None])
+def test_hung_data_plane_costs_one_load_a_second(store: Store, local: str | None) -> None:
+    """The node answers gRPC, and its data plane takes connections and says nothing, as behind a firewall that forgot a port."""
+    writer, reader = store.engine("a"), store.engine(local)
+    writer.store("c", 20, wait_visible=True)
+    both_find([writer, reader], "c", 20)
+    lookup = reader.client.lookup(reader.keys("c", 20))
+
+    def load() -> LoadResult:
+        if local is not None:
+            store.evict(local)  # its own copy
+        return reader.client.load(found, reader.room(20))
+
+    proxy = FaultProxy(store.cluster.node("a").ready["data_address"])
+    try:
+        through = tuple(replace(run, node=replace(run.node, data_address=proxy.address)) for run in lookup.runs)
+        found = replace(lookup, runs=through)
+        assert load().hit_blocks == 20
+        proxy.to_client.stall_after = 0
+        proxy.cut()
+        first, first_s = timed(load)
+        second, second_s = timed(load)
+        assert first.hit_blocks == second.hit_blocks == 0
+        assert first_s <= MOST_S
+        assert second_s <= SOON_S
+        proxy.to_client.stall_after = None
+        proxy.cut()
+        until(lambda: load().hit_blocks == 20, "the data plane answers again")
+    finally:
+        proxy.stop()
 
 
 def test_hung_node_layerwise_load_ends_in_time(store: Store) -> None:

@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.core.limits import MAX_HELD_CONNECTIONS
@@ -30,6 +30,7 @@ from kvstore.transport.wire import PlainWire, TlsWire, Wire, set_options
 log = logging.getLogger(__name__)
 
 Ticket = Callable[[], bytes] | bytes
+_PROBE_PAUSE_S = 0.25
 _TCP_CONNECT_S = 1.3
 """Timeout of the TCP connect without TLS and HELLO. The kernel sends a lost SYN again after one second."""
 
@@ -43,8 +44,8 @@ class Connection:
         """Whether the caller holds it for long, because it computes between the frames of its exchange."""
         self.reused = False
         """Whether it was idle before. It may have died while idle, so its first failure is not a failure of the peer."""
-        self.wait: Wait | None = None
-        """The registered wait for the server, while the connection is in use."""
+        self.waits: list[tuple[WatchedServer, Wait]] = []
+        """The registered waits for the peer, while the connection is in use."""
         self._last_id = 0
 
     def next_id(self) -> int:
@@ -91,7 +92,8 @@ class ConnectionPool:
         max_held: maximum held connections.
         socket_buffer_bytes: fixed size of socket buffers; None: chosen by the kernel.
         traffic: marks and caps the sockets; None: unmarked and uncapped.
-        server: liveness of the server. If it is hung, its exchanges are cancelled and new ones are refused.
+        servers: liveness of the peer, at each address where it is probed. If one is hung, exchanges are cancelled and new ones
+            are refused. ``watch`` adds the data plane itself.
         breaker: decides when to fail fast.
         counters: counts connects and failures.
     """
@@ -108,7 +110,7 @@ class ConnectionPool:
         breaker: CircuitBreaker,
         counters: Counters,
         traffic: KvTraffic | None = None,
-        server: WatchedServer | None = None,
+        servers: Sequence[WatchedServer] = (),
         max_held: int = MAX_HELD_CONNECTIONS,
     ) -> None:
         self.address = address
@@ -120,7 +122,8 @@ class ConnectionPool:
         self._breaker = breaker
         self._counters = counters
         self._traffic = traffic
-        self._server = server
+        self._servers = tuple(servers)
+        self._last_ticket = b""
         self._lock = threading.Lock()
         self._max_connections = max_connections
         self._limits = {False: threading.Semaphore(max_connections), True: threading.Semaphore(max_held)}
@@ -151,8 +154,8 @@ class ConnectionPool:
             self._counters.add("transport_peer_pool_timeouts_total")
             raise DeadlineExceeded("no data connection became free in time", address=self.address)
         try:
-            if self._server is not None:
-                self._server.check()
+            for server in self._servers:
+                server.check()
             connection = None if fresh else self._take_idle()
             if connection is None:
                 connection = self._connect_new(deadline_s)
@@ -165,19 +168,19 @@ class ConnectionPool:
 
     def _begin_wait(self, connection: Connection) -> None:
         """Register the exchange as a wait for the server, until the connection is released or dropped."""
-        if self._server is None:
-            return
-        connection.wait = self._server.waiting(connection.wire.shut)
         try:
-            self._server.begin_wait(connection.wait)
+            for server in self._servers:
+                wait = server.waiting(connection.wire.shut)
+                server.begin_wait(wait)
+                connection.waits.append((server, wait))
         except Unavailable:
             self.drop(connection)
             raise
 
     def _end_wait(self, connection: Connection) -> None:
-        wait, connection.wait = connection.wait, None
-        if self._server is not None and wait is not None:
-            self._server.end_wait(wait)
+        for server, wait in connection.waits:
+            server.end_wait(wait)
+        connection.waits.clear()
 
     def release(self, connection: Connection) -> None:
         """Return a connection to the pool. All its requests must have been answered."""
@@ -246,6 +249,7 @@ class ConnectionPool:
         until_s = min(deadline_s, time.monotonic() + self._connect_timeout_s)
         # before the connect: servers close silent connections soon, and a failure to get a ticket is not the peer's failure
         ticket = self._ticket if isinstance(self._ticket, bytes) else self._ticket()
+        self._last_ticket = ticket
         hello = frames.encode_hello(ticket)
         try:
             connection = self._connect_and_greet(hello, until_s)
@@ -267,8 +271,6 @@ class ConnectionPool:
 
     def _connect_and_greet(self, hello: bytes, until_s: float) -> Connection:
         """Connect and exchange HELLO; cancelled if the server is hung."""
-        if self._server is None:
-            return self._greet(self._connect(until_s, []), hello, until_s)
         sockets: list[socket.socket] = []
 
         def cancel() -> None:
@@ -276,8 +278,32 @@ class ConnectionPool:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
-        with self._server.waiting(cancel):
+        with contextlib.ExitStack() as waits:
+            for server in self._servers:
+                waits.enter_context(server.waiting(cancel))
             return self._greet(self._connect(until_s, sockets), hello, until_s)
+
+    def watch(self, server: WatchedServer) -> None:
+        """Add a server whose liveness counts for later exchanges."""
+        self._servers = (*self._servers, server)
+
+    def probe(self, _: str, timeout_s: float, ended: Callable[[bool], None]) -> None:
+        """Probe the data plane: connect and exchange HELLO in a separate thread. See ``kvstore.transport.liveness.Probe``."""
+        threading.Thread(target=self._probe, args=(timeout_s, ended), name="kvstore-data-probe", daemon=True).start()
+
+    def _probe(self, timeout_s: float, ended: Callable[[bool], None]) -> None:
+        began_s = time.monotonic()
+        until_s = began_s + timeout_s
+        try:
+            self._greet(self._connect(until_s, []), frames.encode_hello(self._last_ticket), until_s).wire.close()
+            answered = True
+        except (Unauthenticated, PermissionDenied):
+            answered = True
+        except (OSError, KVStoreError):
+            answered = False
+        if not answered:  # a refused connection fails at once, and the next probe follows as soon as this one ends
+            time.sleep(max(0.0, began_s + _PROBE_PAUSE_S - time.monotonic()))
+        ended(answered)
 
     def _connect(self, until_s: float, sockets: list[socket.socket]) -> Wire:
         """Connect. The socket is added to ``sockets`` at once, so that a cancellation can shut it."""

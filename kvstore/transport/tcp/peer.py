@@ -44,7 +44,7 @@ from kvstore.transport.contract import (
     WriteRequest,
 )
 from kvstore.transport.layout import Layout
-from kvstore.transport.liveness import WatchedServer
+from kvstore.transport.liveness import LivenessMonitor, data_plane
 from kvstore.transport.shaping.traffic import KvTraffic
 from kvstore.transport.tcp import frames
 from kvstore.transport.tcp.connection_pool import Connection, ConnectionPool, PeerError, Ticket
@@ -81,7 +81,8 @@ class TcpPeer(BlockPeer):
         socket_buffer_bytes: fixed size of socket buffers; None: chosen by the kernel.
         counters: counts events.
         traffic: marks and caps the sockets; None: unmarked and uncapped.
-        server: liveness of the node; None: a call to a hung node lasts until its own deadline.
+        liveness: finds out whether the node answers; None: a call to a hung node lasts until its own deadline.
+        control_address: where the node's gRPC server is probed. Its data plane is probed as well.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class TcpPeer(BlockPeer):
         socket_buffer_bytes: int | None = None,
         counters: Counters | None = None,
         traffic: KvTraffic | None = None,
-        server: WatchedServer | None = None,
+        liveness: LivenessMonitor | None = None,
+        control_address: str = "",
     ) -> None:
         if streams < 1:
             raise InvalidArgument("streams must be at least 1", streams=streams)
@@ -117,8 +119,10 @@ class TcpPeer(BlockPeer):
             breaker=CircuitBreaker(MonotonicClock(), failures=breaker_failures, open_s=breaker_open_s),
             counters=self._counters,
             traffic=traffic,
-            server=server,
+            servers=() if liveness is None else [liveness.server(control_address)],
         )
+        if liveness is not None:
+            self._pool.watch(liveness.server(data_plane(address), self._pool.probe))
         self._helpers_lock = threading.Lock()
         self._helpers: ThreadPoolExecutor | None = None
         self._max_helpers = max(1, (max_connections if max_connections is not None else 4 * streams) - 1)
