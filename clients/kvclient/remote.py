@@ -17,7 +17,7 @@ from kvclient.incidents import Incidents
 from kvclient.options import ClientOptions
 from kvclient.results import NodeRef
 from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvstore.core.errors import Unavailable
+from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
@@ -80,9 +80,11 @@ class PeerPool:
         Without this, a client that has waited for its own node to give a hung one up would then wait for it again itself.
         """
         with ExitStack() as waits:
-            for address in {node.control_address for node in nodes}:
-                with suppress(Unavailable):  # known to be hung
-                    waits.enter_context(self._liveness.server(address).waiting(_nothing))
+            for node in set(nodes):
+                with suppress(KVStoreError):  # known to be hung, or the client is closed
+                    self._entry(node)  # its data plane can be probed from now on
+                    for name in (node.control_address, data_plane(node.data_address)):
+                        waits.enter_context(self._liveness.server(name).waiting(_nothing))
             yield
 
     def _entry(self, node: NodeRef) -> tuple[BlockPeer, grpc.Channel]:

@@ -295,9 +295,12 @@ class ConnectionPool:
         began_s = time.monotonic()
         until_s = began_s + timeout_s
         try:
-            self._greet(self._connect(until_s, []), frames.encode_hello(self._last_ticket), until_s).wire.close()
+            ticket = self._last_ticket or (self._ticket if isinstance(self._ticket, bytes) else self._ticket())
+            self._greet(self._connect(until_s, []), frames.encode_hello(ticket), until_s).wire.close()
+            self._last_ticket = ticket
             answered = True
         except (Unauthenticated, PermissionDenied):
+            self._last_ticket = b""
             answered = True
         except (OSError, KVStoreError):
             answered = False
