@@ -158,7 +158,12 @@ class Directory:
         now_s = self._clock.now_s()
         known, until_s = self._nodes
         if node_id not in known or now_s > until_s:
-            known = {one.node_id: _node(one) for one in self.nodes(timeout_s)}
+            try:
+                known = {one.node_id: _node(one) for one in self.nodes(timeout_s)}
+            except (Unavailable, DeadlineExceeded):
+                if node_id not in known:
+                    raise
+                return known[node_id]  # nodes outlive the metadata server: the last address is worth a try
             self._nodes = (known, now_s + _NODES_VALID_S)
         if node_id not in known:
             raise NotFound("no living node of this name", node_id=node_id)

@@ -72,7 +72,9 @@ class Cluster(Shown):
     health: Literal["ok", "degraded"] = Field(description="degraded: see problems", examples=["degraded"])
     problems: list[str] = Field(
         description="what is wrong, at most 100",
-        examples=[["node host-2 is stopped: its blocks are not found until it is started again"]],
+        examples=[
+            ["node host-2 was stopped: its blocks are not found until it reports again. If its process runs, its log says why"]
+        ],
     )
     admin_version: str = Field(description="of this server", examples=["0.1.0"])
     metadata_version: str = Field(description="of the metadata server", examples=["0.1.0"])

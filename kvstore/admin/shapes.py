@@ -469,7 +469,7 @@ def settings(process: str, found: Iterable[pb.SettingInForce]) -> models.Setting
 def _not_reporting(status: metadata_pb2.NodeStatus) -> str:
     node, host = status.node.node_id, status.node.control_address.rpartition(":")[0].strip("[]")
     if status.stopped:
-        return f"node {node} is stopped: its blocks are not found until it is started again"
+        return f"node {node} was stopped: its blocks are not found until it reports again. If its process runs, its log says why"
     return (
         f"node {node} has not reported for {status.heartbeat_age_ms / 1000:.0f} s: its blocks are not found until it is back."
         f" Check its process and its log on {host or 'its host'}, and the network"

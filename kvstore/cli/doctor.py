@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import sys
@@ -16,7 +15,7 @@ import click
 from kvstore.cli import parameters
 from kvstore.cli.help import Command
 from kvstore.cli.options import configuration, setting_option, with_quiet_config
-from kvstore.cli.places import node_socket, run_dirs
+from kvstore.cli.places import socket_folders
 from kvstore.cli.settings import tls, token
 from kvstore.cli.settled import settle
 from kvstore.core.config import ClientSection, Config, NodeSection, TlsSection
@@ -34,8 +33,6 @@ from kvstore.transport.nixl.agent import LOOPBACK
 
 _ANSWER_S: Final = 2.0
 _MOST_NODES: Final = 8
-_UNIT_FOLDER: Final = Path("/run/kvstore")
-"""``RuntimeDirectory`` of the systemd unit, and ``runDir`` of the chart."""
 _STYLES = {Level.OK: "green", Level.INFO: "dim", Level.WARNING: "yellow", Level.MISSING: "bold red"}
 
 
@@ -190,14 +187,6 @@ def _answered(error: Exception, address: str, section: ClientSection | NodeSecti
     if isinstance(error, PermissionDenied):
         return Answer.REFUSED, str(error)
     return Answer.NONE, diagnose(address, tls(section.tls), f"[{name}.tls]") or str(error)
-
-
-def socket_folders(config: Config) -> list[Path]:
-    """Folders with sockets of nodes: the configured one, those of this user, and that of the systemd unit."""
-    folders = [node_socket(config).parent, _UNIT_FOLDER]
-    with contextlib.suppress(OSError):
-        folders += sorted(run_dirs().iterdir())
-    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()] or [node_socket(config).parent]
 
 
 def running_nodes(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import http.client
 import ssl
+from dataclasses import replace
 from typing import Final
 
 import click
 
 from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
+from kvstore.cli.places import socket_folders
 from kvstore.cli.settings import node_config, tls
 from kvstore.core.config import Config
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavailable
 from kvstore.core.tls import TlsConfig
+from kvstore.doctor.local_nodes import sockets_in
 from kvstore.node.config import NodeConfig
 from kvstore.rpc.diagnosis import Target
 from kvstore.rpc.tokens import Shown
@@ -45,7 +48,7 @@ def health(config: Config, *, daemon: str) -> None:
     unheard = None
     try:
         if daemon == "node":
-            settings = node_config(config)
+            settings = _found(config, node_config(config))
             address = f"unix:{settings.run_dir / settings.node_id}.sock"
             serves = _grpc_serves(address, None)
             if serves and settings.metadata is not None:
@@ -61,6 +64,20 @@ def health(config: Config, *, daemon: str) -> None:
     if not serves:
         raise click.ClickException(f"{daemon}: it is up and does not serve")
     click.echo(f"{daemon}: serves" if unheard is None else f"{daemon}: serves this host only: {unheard}")
+
+
+def _found(config: Config, settings: NodeConfig) -> NodeConfig:
+    """The node to ask: the configured one, or the only one that has a socket on this host if the configuration names none.
+
+    Daemons under systemd get their names from the unit's environment, which commands do not see.
+    """
+    if config.node.node_id or (settings.run_dir / f"{settings.node_id}.sock").exists():
+        return settings
+    running = [one.path for one in sockets_in(socket_folders(config))[0] if one.error is None]
+    if len(running) > 1:
+        names = ", ".join(path.stem for path in running)
+        raise click.ClickException(f"node: several nodes run on this host ({names}); name one: --set node.node_id=NAME")
+    return replace(settings, run_dir=running[0].parent, node_id=running[0].stem) if running else settings
 
 
 def _from_here(listen: str) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import socket
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from kvstore.core.config import Config
 
 _MAX_FOLDER_NAME = 32
 _MAX_RUN_DIRS = 48
+_UNIT_FOLDER: Final = Path("/run/kvstore")
+"""``RuntimeDirectory`` of the systemd unit, and ``runDir`` of the chart."""
 
 
 def data_dir(config: Config) -> Path:
@@ -48,3 +52,11 @@ def node_socket(config: Config) -> Path:
     """The unix socket of the configured node."""
     node_id = config.node.node_id or socket.gethostname()
     return (config.node.run_dir or run_dir(node_id)) / f"{node_id}.sock"
+
+
+def socket_folders(config: Config) -> list[Path]:
+    """Folders with sockets of nodes: the configured one, those of this user, and that of the systemd unit."""
+    folders = [node_socket(config).parent, _UNIT_FOLDER]
+    with contextlib.suppress(OSError):
+        folders += sorted(run_dirs().iterdir())
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()] or [node_socket(config).parent]

@@ -582,7 +582,12 @@ def test_metadata_away_is_said_with_what_it_means(browser: Any, store: Working) 
         address = store.cluster.metadata_address
         store.cluster.kill("metadata")
         said(page, "#away", f"The metadata server ({address}) does not answer since")
-        said(page, "#away", "connection refused. Engines still use the node of their own host, and find nothing on other hosts.")
+        said(
+            page,
+            "#away",
+            "connection refused. Lookups find nothing until it answers: engines compute their prompts. Stores go on,"
+            " and nothing stored is lost.",
+        )
         said(page, "#away", "Restart it: its index survives. Figures below are of")
         assert "UNKNOWN" not in page.locator("body").inner_text(), "nothing of gRPC's own words"
         assert page.locator(".badge.ok").count() == 0, "nobody knows who is alive"

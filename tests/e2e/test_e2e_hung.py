@@ -113,7 +113,7 @@ def test_hung_source_node_costs_one_load_a_second(store: Store, local: str | Non
 
 @pytest.mark.parametrize("local", ["b", None])
 def test_hung_data_plane_costs_one_load_a_second(store: Store, local: str | None) -> None:
-    """The node answers gRPC, and its data plane takes connections and says nothing, as behind a firewall that forgot a port."""
+    """The node answers gRPC, but its data plane accepts connections and stays silent, like a port that a proxy dropped."""
     writer, reader = store.engine("a"), store.engine(local)
     writer.store("c", 20, wait_visible=True)
     both_find([writer, reader], "c", 20)

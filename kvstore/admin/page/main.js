@@ -92,7 +92,7 @@ function awayWords(error) {
   const since = `since ${clock(awaySince)}`;
   if (error.status === 0) return `The admin server does not answer ${since}: ${error.message}. The store itself is not affected.`;
   const [, address, reason] = UNREACHED.exec(error.message) ?? [];
-  const effect = "Engines still use the node of their own host, and find nothing on other hosts.";
+  const effect = "Lookups find nothing until it answers: engines compute their prompts. Stores go on, and nothing stored is lost.";
   if (address === undefined) return `The metadata server gives no answers ${since}: ${error.message}. ${effect}`;
   const restart = reason === "connection refused" ? " Restart it: its index survives." : "";
   return `The metadata server (${address}) does not answer ${since}: ${reason}. ${effect}${restart}`;
