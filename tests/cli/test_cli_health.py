@@ -30,9 +30,7 @@ def test_a_server_with_mutual_tls_and_a_node_are_asked_on_their_own_ways(tmp_pat
             return health(daemon, *(part for setting in settings for part in ("--set", setting)))
 
         assert (asked("metadata", metadata).output, asked("node", node).output) == ("metadata: serves\n", "node: serves\n")
-        assert asked("node", node[1:]).output == "node: serves\n", (
-            "the configuration names no node: the only one that runs is asked"
-        )
+        assert asked("node", node[1:]).output == "node: serves\n", "the only node that runs is asked if none is configured"
         stranger = asked("metadata", [setting for setting in metadata if ".tls." not in setting])
         assert stranger.exit_code == 1
         cluster.kill("a")

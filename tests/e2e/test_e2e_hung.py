@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from conftest import Engine, Store, until
-from kvclient import LoadResult, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
+from kvclient import LoadResult, Outcome, Paths, StoreOutcome, StoreResult, Unavailable, directory
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
 
@@ -201,6 +201,29 @@ def test_hung_decode_node_ends_a_handoff_in_time(store: Store) -> None:
             result, seconds = timed(handoff.commit)
     assert seconds <= MOST_S
     assert result.error is not None
+
+
+def test_hung_metadata_server_delays_no_known_handoff(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode node that was found once is found again without the metadata server."""
+    monkeypatch.setattr(directory, "_NODES_VALID_S", 0.0)
+    engine = store.engine("a")
+
+    def hand_over(chain: str) -> StoreResult:
+        keys = engine.keys(chain, 8)
+        data = engine.room(8)
+        engine.payloads.fill(keys, data)
+        with engine.client.begin_handoff(keys, "b") as handoff:
+            for layer in range(4):
+                handoff.put_layer(layer, data.reshape(8, 4, 4096)[:, layer])
+            return handoff.commit()
+
+    assert hand_over("before").error is None
+    with stopped(store.cluster, "metadata"):
+        first, first_s = timed(lambda: hand_over("first"))
+        second, second_s = timed(lambda: hand_over("second"))
+    assert (first.error, second.error) == (None, None)
+    assert first_s <= MOST_S
+    assert second_s <= SOON_S
 
 
 def test_hung_prefill_node_planned_load_takes_the_other_path(make_store: MakeStore) -> None:
