@@ -73,6 +73,7 @@ class Directory:
         server: WatchedServer,
     ) -> None:
         self.address = address
+        self._incidents = incidents
         self._server = server
         self._spec = spec
         self._clock = clock
@@ -160,10 +161,12 @@ class Directory:
         if node_id not in known or now_s > until_s:
             try:
                 known = {one.node_id: _node(one) for one in self.nodes(timeout_s)}
-            except (Unavailable, DeadlineExceeded):
+            except (Unavailable, DeadlineExceeded) as error:
                 if node_id not in known:
                     raise
-                return known[node_id]  # nodes outlive the metadata server: the last address is worth a try
+                why = f"used the last known address of node {node_id}: the metadata server did not answer"
+                self._incidents.report("client_stale_addresses_total", why, error)
+                return known[node_id]
             self._nodes = (known, now_s + _NODES_VALID_S)
         if node_id not in known:
             raise NotFound("no living node of this name", node_id=node_id)

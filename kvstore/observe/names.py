@@ -155,6 +155,9 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "client_reports_failed_total": ("counter", "reports of planned loads that the metadata server did not take"),
     "client_returns_dropped_total": ("counter", "leases not given back, as too many waited: they end by themselves"),
     "client_returns_failed_total": ("counter", "leases whose return failed: they end by themselves"),
+    "client_stale_addresses_total": (
+        "counter", "decode nodes reached at their last known address, because the metadata server did not answer",
+    ),
     "client_session_lost_total": ("counter", "sessions lost"),
     "client_session_opened_total": ("counter", "sessions opened anew"),
     "client_session_refused_total": ("counter", "sessions that could not be opened anew"),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,8 +30,15 @@ SOON_S = 0.5
 @contextmanager
 def stopped(cluster: LocalCluster, name: str) -> Iterator[None]:
     process = cluster.node(name).process
+    threads = Path(f"/proc/{process.pid}/task")
+
+    def all_stand_still() -> bool:
+        states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads.iterdir()]
+        return set(states) == {"T"}
+
     os.kill(process.pid, signal.SIGSTOP)
     try:
+        until(all_stand_still, f"{name} is stopped")  # its threads go on for a moment after the signal
         yield
     finally:
         os.kill(process.pid, signal.SIGCONT)
