@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 import kvstore
-from kvstore.admin import models
+from kvstore.control_api.schemas import store as models
 from kvstore.admin.changes import Changes
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.gate import PUBLIC, Gate

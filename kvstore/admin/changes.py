@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request, Response
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.metadata_pb2 import NodeStatus
-from kvstore.admin import models, shapes
+from kvstore.admin import shapes
+from kvstore.control_api.schemas import store as models
 from kvstore.admin.audit import audited
 from kvstore.admin.checks import BeginCheck, Checks, VolumeCheck
 from kvstore.admin.etags import IfMatch, check_match, tag_of

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from pydantic import Field
 
 from kvproto.v1 import admin_pb2 as pb
-from kvstore.admin.models import Bytes, Count, Seconds, Shown, Taken
+from kvstore.control_api.schemas.store import Bytes, Count, Seconds, Shown, Taken
 from kvstore.admin.upstream import Ask, Upstream, operation_id
 from kvstore.core.errors import NotFound
 

@@ -12,7 +12,8 @@ from typing import Final
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec
 from kvproto.v1.metadata_pb2 import NamespaceRule, NodeStatus, RegisterNamespaceRequest
-from kvstore.admin import models, retention_models, shapes
+from kvstore.admin import retention_models, shapes
+from kvstore.control_api.schemas import store as models
 from kvstore.admin.upstream import Ask, Upstream, operation_id
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.rpc.codec import spec_from_proto

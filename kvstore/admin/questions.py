@@ -11,7 +11,8 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import node_pb2
 from kvproto.v1.common_pb2 import VolumeInfo
 from kvproto.v1.metadata_pb2 import NodeStatus
-from kvstore.admin import models, retention_models, shapes
+from kvstore.admin import retention_models, shapes
+from kvstore.control_api.schemas import store as models
 from kvstore.admin.upstream import Ask, Upstream
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.core.keys import KeyChain

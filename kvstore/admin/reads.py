@@ -8,11 +8,12 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Path, Query, Response
 
 from kvproto.v1 import admin_pb2 as pb
-from kvstore.admin import models, shapes
+from kvstore.admin import shapes
+from kvstore.control_api.schemas import store as models
 from kvstore.admin.checks import Checks, VolumeCheck
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.etags import tag_of
-from kvstore.admin.models import HEX_ID
+from kvstore.control_api.schemas.store import HEX_ID
 from kvstore.admin.paging import USUAL, Cursor, Limit, Page, after, cursor_for, page_of
 from kvstore.admin.questions import Questions, describe, id_from_hex
 from kvstore.admin.upstream import Upstream

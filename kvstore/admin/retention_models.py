@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvstore.admin.models import Bytes, Count, HexId, Shown, Taken
+from kvstore.control_api.schemas.store import Bytes, Count, HexId, Shown, Taken
 
 TenantName = Annotated[str, Field(description="as in the spec of its namespaces; empty: the default tenant", examples=["team-a"])]
 _MOST_BYTES = 2**53

@@ -7,7 +7,8 @@ from typing import Any, Final, cast, get_args
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import common_pb2, metadata_pb2
-from kvstore.admin import models, retention_models
+from kvstore.admin import retention_models
+from kvstore.control_api.schemas import store as models
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
 from kvstore.observe.faults import faults

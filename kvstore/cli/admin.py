@@ -8,8 +8,8 @@ from kvstore.cli.help import Command
 from kvstore.cli.logs import set_up_logs
 from kvstore.cli.options import setting_option, with_provenance
 from kvstore.cli.settings import admin_config
-from kvstore.core.config import Config
-from kvstore.core.config_sources import Provenance
+from kvstore.config.model import Config
+from kvstore.config.sources import Provenance
 
 
 @click.command(cls=Command)

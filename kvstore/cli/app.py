@@ -26,7 +26,7 @@ _COMMANDS = {
     "replay": "kvstore.cli.replay:replay",
     "simulate": "kvstore.cli.simulate:simulate",
     "status": "kvstore.cli.status:status",
-    "top": "kvstore.cli.top:top",
+    "top": "kvstore.cli.top_command:top",
     "nodes": "kvstore.cli.nodes:nodes",
     "volumes": "kvstore.cli.nodes:volumes",
     "namespaces": "kvstore.cli.namespaces:namespaces",

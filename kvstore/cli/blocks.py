@@ -13,12 +13,12 @@ from kvstore.cli import show
 from kvstore.cli.help import Command, Group
 from kvstore.cli.namespaces import find
 from kvstore.cli.store import Store, ask, complete_namespaces, json_option, store_options
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 from kvstore.core.keys import MAX_TOKEN
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 
 if TYPE_CHECKING:
-    from kvstore.admin.models import LookedUp, Replica
+    from kvstore.control_api.schemas.store import LookedUp, Replica
 
 MAX_TOKENS: Final = 4_194_304
 MAX_INPUT_BYTES: Final = 64 << 20
@@ -74,7 +74,7 @@ def lookup(config: Config, *, namespace: str, ids: tuple[str, ...], file: Path |
       kvstore blocks lookup 8c2f0d --file tokens.json
       jq -c .token_ids request.json | kvstore blocks lookup 8c2f0d --json | jq .first_miss
     """
-    from kvstore.admin.models import LookUp
+    from kvstore.control_api.schemas.store import LookUp
 
     if ids and file is not None:
         raise click.UsageError("give ids, or a file of them, not both")

@@ -9,8 +9,8 @@ import click
 from kvstore.cli.help import Command
 from kvstore.cli.options import with_provenance
 from kvstore.cli.settled import settle
-from kvstore.core.config import Config
-from kvstore.core.config_sources import Provenance, leaves
+from kvstore.config.model import Config
+from kvstore.config.sources import Provenance, leaves
 
 
 @click.group()

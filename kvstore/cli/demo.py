@@ -14,7 +14,7 @@ from kvstore.cli import parameters
 from kvstore.cli.help import Command
 from kvstore.cli.options import refuse_unused, with_quiet_config
 from kvstore.cli.signals import orderly_exit
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

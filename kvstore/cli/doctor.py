@@ -18,8 +18,8 @@ from kvstore.cli.options import configuration, setting_option, with_quiet_config
 from kvstore.cli.places import socket_folders
 from kvstore.cli.settings import tls, token
 from kvstore.cli.settled import settle
-from kvstore.core.config import ClientSection, Config, NodeSection, TlsSection
-from kvstore.core.config_sources import Provenance, leaves
+from kvstore.config.model import ClientSection, Config, NodeSection, TlsSection
+from kvstore.config.sources import Provenance, leaves
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.core.host_defaults import NodeDefaults
 from kvstore.core.sizing import USUAL_BLOCK_BYTES

@@ -15,7 +15,7 @@ from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
 from kvstore.cli.show import clean
 from kvstore.cli.store import Refusal, Store, ask, complete_nodes, metadata_option
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 if TYPE_CHECKING:
     from kvproto.v1 import metadata_pb2

@@ -13,7 +13,7 @@ import click
 from kvstore.cli.help import Command
 from kvstore.cli.options import setting_option, with_config
 from kvstore.cli.settings import tls, token
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import KEY_BYTES, NamespaceId, NodeId, Tier
 from kvstore.rpc.leaving import exit_now

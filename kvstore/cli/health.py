@@ -13,7 +13,7 @@ from kvstore.cli.help import Command
 from kvstore.cli.options import with_quiet_config
 from kvstore.cli.places import socket_folders
 from kvstore.cli.settings import node_config, tls
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavailable
 from kvstore.core.tls import TlsConfig
 from kvstore.doctor.local_nodes import sockets_in

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from kvstore.cli.show import clean
-from kvstore.core.config import LogSection
+from kvstore.config.model import LogSection
 from kvstore.observe.context import plan_id, request_id
 
 _TALKATIVE = ("httpx",)

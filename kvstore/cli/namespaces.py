@@ -23,10 +23,10 @@ from kvstore.cli.store import (
     tell_unreached,
     yes_option,
 )
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 if TYPE_CHECKING:
-    from kvstore.admin.models import Namespace, NamespaceEvicted, Usage
+    from kvstore.control_api.schemas.store import Namespace, NamespaceEvicted, Usage
     from kvstore.admin.retention_models import Rule
 
 Found = TypeVar("Found")

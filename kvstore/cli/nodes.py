@@ -22,11 +22,11 @@ from kvstore.cli.store import (
     store_options,
     yes_option,
 )
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 if TYPE_CHECKING:
     from kvstore.admin.checks import VolumeCheck
-    from kvstore.admin.models import Nic, Node, NodeDetail, Volume
+    from kvstore.control_api.schemas.store import Nic, Node, NodeDetail, Volume
 
 _BOOT_DIGITS = 8
 _POLL_S = 0.3

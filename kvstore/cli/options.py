@@ -11,8 +11,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import click
 
 from kvstore.cli.logs import set_up_logs
-from kvstore.core.config import Config
-from kvstore.core.config_sources import Origin, Provenance, Setting, load_config, parse_assignment
+from kvstore.config.model import Config
+from kvstore.config.sources import Origin, Provenance, Setting, load_config, parse_assignment
 from kvstore.core.errors import InvalidArgument
 
 _P = ParamSpec("_P")

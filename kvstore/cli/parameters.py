@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvstore.core.config_values import parse_duration_ms, parse_size
+from kvstore.config.values import parse_duration_ms, parse_size
 from kvstore.core.errors import InvalidArgument
 
 if TYPE_CHECKING:

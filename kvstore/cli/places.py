@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 _MAX_FOLDER_NAME = 32
 _MAX_RUN_DIRS = 48

@@ -10,10 +10,10 @@ import click
 from kvstore.cli import show
 from kvstore.cli.help import Command
 from kvstore.cli.store import Store, ask, json_option, store_options, tell_unreached
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 if TYPE_CHECKING:
-    from kvstore.admin.models import DecidedPart, Decision, LivePart, LivePlan, PathPolicy
+    from kvstore.control_api.schemas.store import DecidedPart, Decision, LivePart, LivePlan, PathPolicy
 
 MOST_LIVE: Final = 500
 MOST_DECISIONS: Final = 256

@@ -7,7 +7,7 @@ import click
 from kvstore.cli.help import Command
 from kvstore.cli.options import setting_option, with_config
 from kvstore.cli.settings import router_config
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 
 @click.command(cls=Command)

@@ -10,8 +10,8 @@ from kvstore.cli.help import Command
 from kvstore.cli.logs import set_up_logs
 from kvstore.cli.options import setting_option, with_provenance
 from kvstore.cli.settings import metadata_config, node_config, set_up_process, set_up_traces
-from kvstore.core.config import Config
-from kvstore.core.config_sources import Provenance
+from kvstore.config.model import Config
+from kvstore.config.sources import Provenance
 
 
 @click.command(cls=Command)

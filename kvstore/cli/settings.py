@@ -9,8 +9,8 @@ from kvclient.options import ClientOptions
 from kvstore.admin.config import AdminConfig
 from kvstore.cli.logs import set_up_logs
 from kvstore.cli.settled import compute_link, settle, storage_link
-from kvstore.core.config import ClientSection, Config, NodeSection, TlsSection
-from kvstore.core.config_sources import Provenance, leaves
+from kvstore.config.model import ClientSection, Config, NodeSection, TlsSection
+from kvstore.config.sources import Provenance, leaves
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.in_force import InForce
 from kvstore.core.tls import TlsConfig

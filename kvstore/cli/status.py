@@ -10,7 +10,7 @@ import click
 from kvstore.cli import show
 from kvstore.cli.help import Command
 from kvstore.cli.store import Store, ask, store_options
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 
 @click.command(cls=Command)

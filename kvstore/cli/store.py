@@ -20,13 +20,13 @@ from click.shell_completion import CompletionItem
 from kvstore.cli.options import configuration, setting_option, with_quiet_config
 from kvstore.cli.settings import tls, token
 from kvstore.cli.show import clean, note
-from kvstore.core.config import ClientSection, Config
+from kvstore.config.model import ClientSection, Config
 from kvstore.core.errors import DeadlineExceeded, ErrorKind, KVStoreError, Unavailable
 from kvstore.core.node_id import is_plain
 
 if TYPE_CHECKING:
     from kvstore.admin.checks import Checks
-    from kvstore.admin.models import NamespaceEvicted, Unreached
+    from kvstore.control_api.schemas.store import NamespaceEvicted, Unreached
     from kvstore.admin.operations import Operations
     from kvstore.admin.questions import Questions
     from kvstore.admin.upstream import Upstream

@@ -9,7 +9,7 @@ import click
 from kvstore.cli import parameters, show
 from kvstore.cli.help import Command, Group
 from kvstore.cli.store import Store, ask, confirm, json_option, lists, store_options, yes_option
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 
 if TYPE_CHECKING:
     from kvstore.admin.retention_models import Quota, TenantTier

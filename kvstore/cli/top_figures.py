@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.cli import show
 
 if TYPE_CHECKING:
-    from kvstore.admin.models import Activity, Cluster, LoadTimes, Node, Unreached, Volume
+    from kvstore.control_api.schemas.store import Activity, Cluster, LoadTimes, Node, Unreached, Volume
 
 REACHES: Final = ("dram", "nvme", "peer", "none")
 """Where loads came from, at the farthest; ``none``: nothing hit."""

@@ -17,7 +17,7 @@ from kvstore.cli.help import Command
 from kvstore.cli.options import handed_on, with_quiet_config
 from kvstore.cli.places import data_dir as configured_data_dir
 from kvstore.cli.places import short_run_dirs
-from kvstore.core.config import Config, TlsSection
+from kvstore.config.model import Config, TlsSection
 from kvstore.core.errors import Internal, KVStoreError
 
 if TYPE_CHECKING:

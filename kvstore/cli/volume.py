@@ -13,7 +13,7 @@ import click
 from kvstore.cli.help import Command
 from kvstore.cli.logs import first_lines
 from kvstore.cli.options import with_quiet_config
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 from kvstore.core.errors import Conflict, CorruptBlock
 
 if TYPE_CHECKING:

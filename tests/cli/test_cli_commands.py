@@ -25,7 +25,7 @@ from kvstore.cli.app import root
 from kvstore.cli.bench import benchmark_folder, benchmarks
 from kvstore.cli.demo import dual_table
 from kvstore.cli.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
-from kvstore.core.config import LogSection
+from kvstore.config.model import LogSection
 from kvstore.core.types import VolumeId
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 from kvstore.tiers.slab import NvmeSlab

@@ -15,9 +15,9 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from kvstore.cli import places, settings
 from kvstore.cli.app import root
-from kvstore.core.config import Config, NodeSection
-from kvstore.core.config_sources import Provenance, leaves, load_config, parse_assignment
-from kvstore.core.config_values import format_duration_ms, format_size, parse_duration_ms, parse_memory, parse_size
+from kvstore.config.model import Config, NodeSection
+from kvstore.config.sources import Provenance, leaves, load_config, parse_assignment
+from kvstore.config.values import format_duration_ms, format_size, parse_duration_ms, parse_memory, parse_size
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.host_memory import memory_total
 from kvstore.core.tls import TlsConfig

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from kvstore.core.config import Config
-from kvstore.core.config_values import Shown
+from kvstore.config.model import Config
+from kvstore.config.values import Shown
 from kvstore.core.errors import InvalidArgument
 
 ENVIRONMENT_PREFIX = "KVSTORE_"

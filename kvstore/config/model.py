@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvstore.core.config_values import (
+from kvstore.config.values import (
     DurationMs,
     DurationMsIfSet,
     Memory,

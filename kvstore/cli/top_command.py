@@ -18,7 +18,7 @@ import click
 from kvstore.cli import parameters, show
 from kvstore.cli.help import Command
 from kvstore.cli.store import Store, ask, json_option, store_options
-from kvstore.core.config import Config
+from kvstore.config.model import Config
 from kvstore.core.errors import KVStoreError
 
 if TYPE_CHECKING:
