@@ -23,6 +23,7 @@ LEAVES = {"core", "observe"}
 
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
+    "config": {"core"},
     "observe": set(),
     "dualpath": {"core"},
     "engine": {"core"},
@@ -33,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": LEAVES | {"tiers", "transport"},
     "metadata": LEAVES | {"dualpath", "index", "rpc", "kvproto"},
     "node": LEAVES | {"tiers", "transport", "rpc", "kvproto"},
-    "admin": LEAVES | {"rpc", "kvproto"},
+    "control_api": LEAVES | {"rpc", "kvproto"},
+    "admin": LEAVES | {"control_api", "rpc", "kvproto"},
     "router": LEAVES | {"rpc", "kvproto", "kvclient"},
     "events": LEAVES | {"rpc", "kvclient"},
     "kvclient": LEAVES | {"transport", "rpc", "kvproto"},

@@ -12,8 +12,8 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
 from kvproto.v1.common_pb2 import BANDWIDTH_SOURCE_UNSPECIFIED, BandwidthSource, CacheSpec
 from kvstore.core.clock import Clock
+from kvstore.core.effective_config import EffectiveSetting
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
-from kvstore.core.in_force import InForce
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.contract import LoadPlan, NodeState, PlanUnderWay
@@ -63,7 +63,7 @@ class AdminParts:
     clock: Clock
     workers: int
     configured_policy: str
-    in_force: Sequence[InForce]
+    in_force: Sequence[EffectiveSetting]
     rebuild: Callable[[], None]
     retention: RetentionOrders
     orders: OrdersFile

@@ -12,8 +12,8 @@ import kvstore
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.clock import Clock
+from kvstore.core.effective_config import EffectiveSetting
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
-from kvstore.core.in_force import InForce
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.block import Home
 from kvstore.node.buffers import StagingBuffer
@@ -67,7 +67,7 @@ class AdminParts:
     """None: the node publishes to nobody."""
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
-    in_force: Sequence[InForce]
+    in_force: Sequence[EffectiveSetting]
     counters: Counters
     links: Links
     checks: VolumeChecks

@@ -12,7 +12,7 @@ import httpx
 from docs_site.markdown import code, fenced, plain, table
 from kvstore.admin.app import OPENAPI, make_app
 from kvstore.admin.config import AdminConfig
-from kvstore.admin.upstream import Upstream
+from kvstore.control_api.store_rpc import Upstream
 from kvstore.observe.counters import Counters
 
 Json = dict[str, Any]
