@@ -13,8 +13,7 @@ Invariants (``check`` asserts them; every test calls it):
 * a parent leaves DRAM, or the durable volumes, only after its children there (the eviction policies see to it);
 * a slot given to a writer is reused only after ``complete`` or ``abandon``: never because time has passed.
 
-Threads: any. Waiting is bounded by the caller's deadline, and ends where the caller has gone
-(``kvstore.node.base.cancellation``).
+Threads: any. Waiting ends at the caller's deadline, or if the caller has gone (``kvstore.node.base.cancellation``).
 """
 
 from __future__ import annotations
