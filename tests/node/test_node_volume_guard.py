@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from kvstore.core.clock import MonotonicClock
-from kvstore.node.volume_guard import CHANGERS, VolumeGuard, VolumeStalled, ignore
+from kvstore.node.base.volume_guard import CHANGERS, VolumeGuard, VolumeStalled, ignore
 from kvstore.observe.counters import Counters
 from support.wait import wait_until
 
