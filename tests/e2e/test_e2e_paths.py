@@ -76,7 +76,7 @@ def paths(policy: str | None = "split", layer_group: int = 0, **more: object) ->
 
 
 def load(engine: Engine, found: Lookup, how: Paths, *, deadline_s: float = 8.0, verify: str = "auto") -> LoadResult:
-    """A load whose hits have their bytes, and whose buffer nobody writes to after it has returned."""
+    """Load, check the bytes of all hits, and check that the buffer does not change after the load returned."""
     data = engine.room(len(found.keys))
     result = engine.client.load(found, data, paths=how, deadline_s=deadline_s, verify=verify)  # type: ignore[arg-type]
     check(engine, found, result, data)

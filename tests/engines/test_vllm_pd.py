@@ -197,7 +197,7 @@ def test_parameters_that_make_no_sense_are_as_none(bed: PdBed, oracle: Oracle, p
 
 
 def test_who_stops_waiting_leaves_nothing_behind(bed: PdBed, oracle: Oracle) -> None:
-    """Clients that leave while their prompt is on its way, and a prompt that comes when nobody waits."""
+    """Clients that disconnect before their prompt arrives, and a prompt that arrives without a waiting request."""
     prompt = text("left", 260)
     transfer = transfer_id()
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": True, "kv_transfer_params": for_decode(transfer)}
