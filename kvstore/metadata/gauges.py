@@ -1,4 +1,4 @@
-"""What a metadata server shows beside its totals: the index, who lives, what is under way."""
+"""Gauges of the metadata server: index size, live nodes, load plans and requests in progress."""
 
 from __future__ import annotations
 

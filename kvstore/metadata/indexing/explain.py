@@ -1,4 +1,4 @@
-"""What the index says of blocks, for people: who holds them, and why a chain hits no further than it does."""
+"""Explain index contents to operators: the holders of each block, and why a prefix match ends."""
 
 from __future__ import annotations
 
