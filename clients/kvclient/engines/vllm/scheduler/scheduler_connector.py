@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvclient import Tier
-from kvclient.engines.vllm.adapters import Adapters, AdapterWeights
-from kvclient.engines.vllm.keys import EngineRequest, RequestKeys, is_hashable, request_extras
-from kvclient.engines.vllm.lookups import NOTHING, Finder, Found
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
+from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_hashable, request_extras
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
-from kvclient.engines.vllm.tally import Tally
+from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
 
 _log = logging.getLogger(__name__)
 _STORE_FAILURES = 2
@@ -70,11 +70,11 @@ class StoredBlocks:
 class RequestState:
     """One request from its arrival to its end."""
 
-    request: EngineRequest
+    request: VllmRequest
     keys: RequestKeys
     adapter: AdapterWeights | None = None
-    lookup: Future[Found] | None = None
-    found: Found = NOTHING
+    lookup: Future[PrefixMatch] | None = None
+    found: PrefixMatch = NOTHING
     preemptions: int = 0
     first_offered: int = 0
     """The first block that a load would bring."""
@@ -92,14 +92,14 @@ class RequestState:
 class Pins:
     """Pages that a store reads, and how many workers have not answered yet."""
 
-    request: EngineRequest
+    request: VllmRequest
     first: int
     stop: int
     blocks: list[Any]
     workers: int
 
 
-class SchedulerSide:
+class SchedulerConnector:
     """The connector's half in the scheduler. Called by one thread.
 
     Args:
@@ -119,14 +119,14 @@ class SchedulerSide:
         events: bool = False,
         null_block: int = 0,
     ) -> None:
-        self.tally = Tally()
+        self.tally = ConnectorCounters()
         self.adapters = Adapters(self.tally)
         self._options = options
         self._block_tokens = block_tokens
         self._workers = workers
         self._events = events
         self._null_block = null_block
-        self._finder: Finder | None = None
+        self._finder: BackgroundLookup | None = None
         self._pool: BlockPool | None = None
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
@@ -137,7 +137,7 @@ class SchedulerSide:
         self._held: list[SaveJob] = []
         """Pinned, and not planned before the step's loads are known to be whole."""
         self._wait_left_s = options.lookup_wait_s
-        self._pending: dict[str, Future[Found]] = {}
+        self._pending: dict[str, Future[PrefixMatch]] = {}
         """Lookups that the scheduler asked for in this step and that are not answered."""
         self._layerwise = options.load_mode == "layerwise"
         self._in_step: list[Sequence[Sequence[int]]] = []
@@ -146,7 +146,7 @@ class SchedulerSide:
         self._weights_epoch = ""
         self._give_up_saves = False
 
-    def connect(self, finder: Finder, epoch: int, weights_epoch: str) -> None:
+    def connect(self, finder: BackgroundLookup, epoch: int, weights_epoch: str) -> None:
         """Which namespaces there are is known, or they have changed with the weights.
 
         Requests that hold KV of other weights are neither loaded nor stored any more; the others begin anew.
@@ -163,7 +163,7 @@ class SchedulerSide:
                 self.arrived(state.request)
 
     @property
-    def finder(self) -> Finder | None:
+    def finder(self) -> BackgroundLookup | None:
         """What finds requests in the store, once connected."""
         return self._finder
 
@@ -172,7 +172,7 @@ class SchedulerSide:
         self._pool = pool
 
     # ---- arrival and match ----
-    def arrived(self, request: EngineRequest, *, look_up: bool = True) -> None:
+    def arrived(self, request: VllmRequest, *, look_up: bool = True) -> None:
         """A new request: its lookup begins, unless nothing of it is to be loaded before it may have been preempted."""
         if self._finder is None:
             return
@@ -205,7 +205,7 @@ class SchedulerSide:
         blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
         state.lookup = self._finder.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
 
-    def matched(self, request: EngineRequest, computed_tokens: int) -> tuple[int | None, bool]:
+    def matched(self, request: VllmRequest, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded beyond those computed; None: not known yet. And whether outside of the batch."""
         state = self._requests.get(request.request_id)
         if state is None or not self._options.hook.load:
@@ -246,7 +246,7 @@ class SchedulerSide:
                     return True
         return False
 
-    def _is_answered(self, lookup: Future[Found]) -> bool:
+    def _is_answered(self, lookup: Future[PrefixMatch]) -> bool:
         """Whether it is, after a moment that all lookups of a step share."""
         if not lookup.done() and self._wait_left_s > 0:
             began_s = time.monotonic()
@@ -255,7 +255,7 @@ class SchedulerSide:
         return lookup.done()
 
     # ---- loads ----
-    def allocated(self, request: EngineRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+    def allocated(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """Pages exist for what was matched; ``external_tokens`` of them are to be loaded."""
         state = self._requests.get(request.request_id)
         if state is None or external_tokens == 0:
@@ -274,7 +274,7 @@ class SchedulerSide:
         self.tally.add("loads")
         self.tally.add("load_tokens", external_tokens)
 
-    def hits_by_tier(self, request: EngineRequest, tokens: int) -> Mapping[Tier, int]:
+    def hits_by_tier(self, request: VllmRequest, tokens: int) -> Mapping[Tier, int]:
         """How many of the tokens of a load lie in which tier now, as the index knows it; the rest is not known."""
         state = self._requests.get(request.request_id)
         if state is None or not state.found.by_group:
@@ -441,7 +441,7 @@ class SchedulerSide:
         return taken
 
     # ---- ends ----
-    def finished(self, request: EngineRequest) -> None:
+    def finished(self, request: VllmRequest) -> None:
         """The end of a request, whatever the reason."""
         self._requests.pop(request.request_id, None)
 

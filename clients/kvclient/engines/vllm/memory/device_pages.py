@@ -23,7 +23,7 @@ import torch
 from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
 from kvclient.device import DeviceCopier, PagedCache
 from kvclient.device.streams import CudaDevice, Device
-from kvclient.engines.vllm.pages import LAYOUTS, GroupPages, Mark, Pages, pages_per_block
+from kvclient.engines.vllm.memory.pages import LAYOUTS, GroupPages, Mark, Pages, pages_per_block
 from kvstore.core.errors import Internal
 
 if TYPE_CHECKING:

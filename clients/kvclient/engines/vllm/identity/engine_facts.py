@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvclient import InvalidArgument
-from kvclient.engines.vllm.namespaces import GroupFacts, digest
-from kvclient.engines.vllm.pages import Pages, page_order
+from kvclient.engines.vllm.identity.namespaces import GroupFacts, digest
+from kvclient.engines.vllm.memory.pages import Pages, page_order
 from kvclient.engines.weights import WeightsSource
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version")

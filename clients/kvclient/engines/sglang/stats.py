@@ -31,7 +31,7 @@ class Samples:
     gigabytes_per_second: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
 
 
-class Activity:
+class BackendStats:
     """Thread-safe."""
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ COUNTERS = {
 }
 
 
-class Tally:
+class ConnectorCounters:
     """Counts since somebody last asked. Thread-safe."""
 
     def __init__(self) -> None:

@@ -3,10 +3,10 @@
 * A load outside of the batch runs in threads of the client's. Its end, good or bad, is told once; what did not arrive is named.
 * A layer-wise load runs while the batch computes: each layer waits until it has arrived. A layer that does not come in time ends
   the load, and all that it should have brought counts as not loaded.
-* Stores: see ``saver``.
+* Stores: see ``store_worker``.
 
 Blocks that a step computed are not stored if a layer-wise load of that step failed: some of them were computed from garbage. That
-another worker's load failed is not known here: see ``scheduler_side``.
+another worker's load failed is not known here: see ``scheduler_connector``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvclient import KVClient, KVStoreError, LoadHandle, LoadResult, Tier
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.options import RESET_GRACE_S, ConnectorOptions
-from kvclient.engines.vllm.pages import Mark, Pages
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
-from kvclient.engines.vllm.saver import Saver
-from kvclient.engines.vllm.tally import Tally
+from kvclient.engines.vllm.worker.store_worker import StoreWorker
 
 _log = logging.getLogger(__name__)
 _TIER_COUNTERS = {Tier.DRAM: "load_dram_bytes", Tier.NVME: "load_nvme_bytes"}
@@ -31,7 +31,7 @@ Connect = Callable[[str], Sequence[KVClient]]
 """Makes the clients of a weights epoch, one a group."""
 
 
-class GroupFlight:
+class InflightGroupLoad:
     """A group's part of a load under way.
 
     Args:
@@ -74,7 +74,7 @@ class GroupFlight:
         if self._handle is not None:
             self._handle.cancel()
 
-    def end_in_step(self, tally: Tally) -> list[int]:
+    def end_in_step(self, tally: ConnectorCounters) -> list[int]:
         """The same as ``end``, of a layer-wise load: it fails if the forward pass has not waited for each layer."""
         if not self._spoiled and len(self._waited) < self._pages.shape.layers:
             self._spoiled = True
@@ -82,7 +82,7 @@ class GroupFlight:
             _log.error("a forward pass used layers that it had not waited for: their load counts as failed")
         return self.end(tally)
 
-    def end(self, tally: Tally) -> list[int]:
+    def end(self, tally: ConnectorCounters) -> list[int]:
         """Waits for the end and counts it; the pages that may not be used, in which nothing of it is left."""
         result = self._handle.result() if self._handle is not None else None
         good = 0 if result is None or self._spoiled else result.hit_blocks
@@ -96,11 +96,11 @@ class GroupFlight:
 
 
 @dataclass(slots=True)
-class Flight:
+class InflightLoad:
     """A load under way."""
 
     request_id: str
-    parts: list[GroupFlight]
+    parts: list[InflightGroupLoad]
 
     @property
     def done(self) -> bool:
@@ -119,7 +119,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Arrivals:
+class LoadCompletions:
     """What became of loads since the last question.
 
     Attributes:
@@ -133,7 +133,7 @@ class Arrivals:
     missing: set[int] = field(default_factory=set)
 
 
-class WorkerSide:
+class WorkerConnector:
     """The connector's half in a worker. Called by the worker's one thread.
 
     Args:
@@ -155,19 +155,19 @@ class WorkerSide:
         *,
         stores: bool = True,
     ) -> None:
-        self.tally = Tally()
+        self.tally = ConnectorCounters()
         self._options = options
         self._connect = connect
         self._epoch = 0
         self.pages = pages
         self.clients = connect(weights_epoch)
         self.place = {name: (group, at) for group, names in enumerate(layers) for at, name in enumerate(names)}
-        self._flights: list[Flight] = []
-        self._in_step: list[Flight] = []
-        self._arrivals = Arrivals()
+        self._flights: list[InflightLoad] = []
+        self._in_step: list[InflightLoad] = []
+        self._arrivals = LoadCompletions()
         self.step_failed = False
         """Whether a layer-wise load of this step failed, or its forward pass: some of what it was to compute is wrong."""
-        self._saver = Saver(pages, options.hook.store_deadline_s, self.tally) if stores else None
+        self._saver = StoreWorker(pages, options.hook.store_deadline_s, self.tally) if stores else None
         self._answer = StepAnswer()
         self._before: Mark = None
         self._copied: dict[str, int] = {}
@@ -217,7 +217,7 @@ class WorkerSide:
             for client in old:
                 client.close()
 
-    def _begin(self, job: LoadJob, after: Mark) -> Flight:
+    def _begin(self, job: LoadJob, after: Mark) -> InflightLoad:
         parts = []
         for part in job.groups:
             client, pages = self.clients[part.group], self.pages[part.group]
@@ -233,8 +233,8 @@ class WorkerSide:
             except (KVStoreError, KeyError):  # a scheduler and a worker of different minds: the pages count as not loaded
                 self.tally.add("bugs")
                 _log.exception("a load could not begin: it counts as failed")
-            parts.append(GroupFlight(part, handle, pages))
-        return Flight(job.request_id, parts)
+            parts.append(InflightGroupLoad(part, handle, pages))
+        return InflightLoad(job.request_id, parts)
 
     def wait_layer(self, name: str) -> None:
         """Waits until a layer of this step's layer-wise loads has arrived."""
@@ -271,7 +271,7 @@ class WorkerSide:
             StepAnswer({job.job_id: 1 for job in plan.saves}, {job.job_id for job in plan.saves} if failed else set())
         )
 
-    def arrivals(self, plan: StepPlan, finished: set[str]) -> Arrivals:
+    def arrivals(self, plan: StepPlan, finished: set[str]) -> LoadCompletions:
         """Loads that have ended since the last call.
 
         Args:
@@ -291,7 +291,7 @@ class WorkerSide:
             if missing:
                 self._arrivals.failed.add(flight.request_id)
                 self._arrivals.missing.update(missing)
-        found, self._arrivals = self._arrivals, Arrivals()
+        found, self._arrivals = self._arrivals, LoadCompletions()
         return found
 
     def _rest(self) -> None:
@@ -367,7 +367,7 @@ def _of_changed_adapters(jobs: Sequence[SaveJob]) -> set[int]:
     return {job.job_id for job in jobs if id(job.adapter) in changed}
 
 
-def _count_load(tally: Tally, result: LoadResult) -> None:
+def _count_load(tally: ConnectorCounters, result: LoadResult) -> None:
     tally.add("load_blocks", result.hit_blocks)
     tally.add("load_bytes", result.bytes_loaded)
     tally.add("load_seconds", result.seconds)

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvclient import BlockKey, KVClient
-from kvclient.engines.vllm.keys import Masked
-from kvclient.engines.vllm.pages import Mark, Pages
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
+from kvclient.engines.vllm.memory.pages import Mark, Pages
 from kvclient.engines.vllm.plan import SaveJob, StepAnswer
-from kvclient.engines.vllm.tally import Tally
 from kvclient.operation import Operation
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Retire:
     clients: Sequence[KVClient]
 
 
-class Saver:
+class StoreWorker:
     """The thread, its queue and its answers. Thread-safe.
 
     Args:
@@ -52,7 +52,7 @@ class Saver:
         tally: where stores are counted.
     """
 
-    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: Tally) -> None:
+    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: ConnectorCounters) -> None:
         self._pages = pages
         self._deadline_s = deadline_s
         self._tally = tally
@@ -146,7 +146,7 @@ class Saver:
         if left_s <= 0:
             self._tally.add("stores_late")
             return False
-        masked = Masked(save.chain, client.spec.namespace)
+        masked = NamespaceKeyMask(save.chain, client.spec.namespace)
         call = client.store_call(
             masked.keys(job.keys),
             pages.buffer(ids, save.after),

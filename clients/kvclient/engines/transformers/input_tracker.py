@@ -40,7 +40,7 @@ class _Pass:
     """How many columns the mask shows each row; None: all."""
 
 
-class Fed:
+class InputTracker:
     """The columns of a cache: first those from the store, then those that the model was fed."""
 
     def __init__(self, prompts: Prompts) -> None:

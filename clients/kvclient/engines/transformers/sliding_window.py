@@ -12,7 +12,7 @@ from kvclient import InvalidArgument
 from kvclient.engines.torch_blocks import KV
 
 
-class Recorder:
+class SlidingWindowHistory:
     """KV of columns ``[start, end)`` of one layer, as they came."""
 
     def __init__(self, start: int) -> None:

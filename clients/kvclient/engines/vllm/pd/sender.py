@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from kvclient import BlockKey, DeadlineExceeded, KVClient, KVStoreError, StoreOutcome, StoreResult
-from kvclient.engines.vllm.keys import Masked
-from kvclient.engines.vllm.pages import Mark, Pages
-from kvclient.engines.vllm.pd_plan import AbandonJob, SendJob
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
+from kvclient.engines.vllm.memory.pages import Mark, Pages
+from kvclient.engines.vllm.pd.plan import AbandonJob, SendJob
 from kvclient.engines.vllm.plan import StepAnswer
-from kvclient.engines.vllm.tally import Tally
 
 if TYPE_CHECKING:
     from kvclient.handoff import Handoff
@@ -69,7 +69,7 @@ class Send:
         self._end_mark = after
         self._events.put(good)
 
-    def run(self, tally: Tally) -> bool:
+    def run(self, tally: ConnectorCounters) -> bool:
         """Hands it over while the step computes; whether the decode host has all of it."""
         with self._handoffs() as handoffs:
             put: set[Layer] = set()
@@ -88,7 +88,7 @@ class Send:
         except queue.Empty:
             raise DeadlineExceeded("the step that computes a prompt has not ended in time") from None
 
-    def again(self, tally: Tally) -> bool:
+    def again(self, tally: ConnectorCounters) -> bool:
         """Hands it over once more, the step being over; whether the decode host has all of it.
 
         What somebody else is said to bring does not count here: most likely that is the try before, of which that host does
@@ -105,7 +105,7 @@ class Send:
         with ExitStack() as stack:
             handoffs = []
             for client, ids in zip(self._clients, job.block_ids, strict=True):
-                masked = Masked(self._chain, client.spec.namespace)
+                masked = NamespaceKeyMask(self._chain, client.spec.namespace)
                 packed = masked.keys(job.keys)
                 left_behind = len(job.keys) - len(ids)
                 before = job.keys[left_behind - 1] if left_behind else job.parent
@@ -125,7 +125,7 @@ class Send:
         after = self._marks.get(layer, self._end_mark)
         handoffs[group].put_layer(number, self._pages[group].layer_buffer(number, self.job.block_ids[group], after))
 
-    def _commit(self, handoffs: Sequence[Handoff], put: Collection[Layer], tally: Tally) -> list[StoreResult]:
+    def _commit(self, handoffs: Sequence[Handoff], put: Collection[Layer], tally: ConnectorCounters) -> list[StoreResult]:
         """Puts the layers that are not ``put`` yet, and ends it."""
         for group, pages in enumerate(self._pages):
             for layer in range(pages.shape.layers):
@@ -154,7 +154,7 @@ class Sender:
         tally: where they are counted.
     """
 
-    def __init__(self, pages: Sequence[Pages], place: Mapping[str, Layer], deadline_s: float, tally: Tally) -> None:
+    def __init__(self, pages: Sequence[Pages], place: Mapping[str, Layer], deadline_s: float, tally: ConnectorCounters) -> None:
         self._pages = pages
         self._place = place
         self._deadline_s = deadline_s
@@ -234,7 +234,7 @@ class Sender:
                 break
         self._over(send, good=done)
 
-    def _tried(self, attempt: Callable[[Tally], bool]) -> bool:
+    def _tried(self, attempt: Callable[[ConnectorCounters], bool]) -> bool:
         try:
             return attempt(self._tally)
         except KVStoreError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvclient import BlockKey
-from kvclient.engines.vllm.adapters import AdapterWeights
+from kvclient.engines.vllm.identity.adapters import AdapterWeights
 from kvclient.engines.vllm.plan import StepAnswer
 
 

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 _MOST_BYTES = 256
 
 
-class Epochs:
+class WeightsEpoch:
     """The epochs of one engine.
 
     Args:

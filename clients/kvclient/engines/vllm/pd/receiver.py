@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvclient import KVClient, KVStoreError
-from kvclient.engines.vllm.keys import Masked
-from kvclient.engines.vllm.pages import Mark, Pages
-from kvclient.engines.vllm.pd_plan import AwaitJob, TakeJob
-from kvclient.engines.vllm.tally import Tally
-from kvclient.engines.vllm.worker_side import Arrivals
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
+from kvclient.engines.vllm.memory.pages import Mark, Pages
+from kvclient.engines.vllm.pd.plan import AwaitJob, TakeJob
+from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
 
 if TYPE_CHECKING:
     from kvclient.handoff import AwaitedPrompt
@@ -56,7 +56,7 @@ class Receiver:
         tally: where prompts are counted.
     """
 
-    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: Tally, *, verify: Verify) -> None:
+    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: ConnectorCounters, *, verify: Verify) -> None:
         self._pages = pages
         self._deadline_s = deadline_s
         self._verify = verify
@@ -80,7 +80,7 @@ class Receiver:
             self._waiting[job.request_id] = prompt
             try:
                 for client, first in zip(clients, job.first_needed, strict=True):
-                    keys = Masked(chain, client.spec.namespace).keys(job.keys[first:])
+                    keys = NamespaceKeyMask(chain, client.spec.namespace).keys(job.keys[first:])
                     prompt.parts.append(client.await_prompt(keys, transfer_id=job.transfer_id, deadline_s=self._deadline_s))
             except KVStoreError as error:
                 _log.warning("a prompt cannot be waited for: %s", error)
@@ -133,9 +133,9 @@ class Receiver:
                 missing.append(ids[max(0, result.hit_blocks - skip) :])
         return missing
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> LoadCompletions:
         """Copies that have ended since the last call."""
-        arrivals = Arrivals()
+        arrivals = LoadCompletions()
         for request_id in [request_id for request_id, (_, future) in self._taking.items() if future.done()]:
             job, future = self._taking.pop(request_id)
             arrivals.received.add(request_id)

@@ -24,13 +24,13 @@ from enum import Enum, auto
 from typing import Any
 
 from kvclient import KeyChain
-from kvclient.engines.vllm.adapters import AdapterWeights
-from kvclient.engines.vllm.keys import EngineRequest, RequestKeys, request_extras
-from kvclient.engines.vllm.pd_params import Role, Transfer
-from kvclient.engines.vllm.pd_plan import AbandonJob, AwaitJob, PdAnswer, PdPlan, SendJob, TakeJob
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.adapters import AdapterWeights
+from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, request_extras
+from kvclient.engines.vllm.pd.params import Role, Transfer
+from kvclient.engines.vllm.pd.plan import AbandonJob, AwaitJob, PdAnswer, PdPlan, SendJob, TakeJob
 from kvclient.engines.vllm.plan import StepAnswer
-from kvclient.engines.vllm.scheduler_side import BlockPool
-from kvclient.engines.vllm.tally import Tally
+from kvclient.engines.vllm.scheduler.scheduler_connector import BlockPool
 
 _log = logging.getLogger(__name__)
 _SEND_FAILURES = 2
@@ -50,7 +50,7 @@ class Stage(Enum):
 class Sending:
     """A request that is prefilled here and decoded elsewhere."""
 
-    request: EngineRequest
+    request: VllmRequest
     transfer: Transfer
     keys: RequestKeys
     adapter: AdapterWeights | None = None
@@ -66,7 +66,7 @@ class Sending:
 class Receiving:
     """A request that is prefilled elsewhere and decoded here."""
 
-    request: EngineRequest
+    request: VllmRequest
     keys: RequestKeys
     job: AwaitJob
     stage: Stage = Stage.AWAITED
@@ -105,7 +105,7 @@ class PdScheduler:
         block_tokens: int,
         windows: Sequence[int],
         pinned_share: float,
-        tally: Tally,
+        tally: ConnectorCounters,
         *,
         workers: int = 1,
         null_block: int = 0,
@@ -131,7 +131,7 @@ class PdScheduler:
         self._pool = pool
 
     # ---- arrival ----
-    def arrived(self, request: EngineRequest, transfer: Transfer, chain: KeyChain, adapter: AdapterWeights | None = None) -> None:
+    def arrived(self, request: VllmRequest, transfer: Transfer, chain: KeyChain, adapter: AdapterWeights | None = None) -> None:
         """A request that is prefilled in one engine and decoded in another; ``adapter``: the weights of its adapter, if any."""
         keys = RequestKeys(chain, request_extras(request, adapter, self._block_tokens))
         if transfer.role is Role.PREFILL:
@@ -165,11 +165,11 @@ class PdScheduler:
         del self._receiving[request_id]
         return True
 
-    def matched(self, request: EngineRequest, computed_tokens: int) -> int:
+    def matched(self, request: VllmRequest, computed_tokens: int) -> int:
         """How many tokens of a prompt that is HERE can be loaded beyond those computed."""
         return max(0, request.num_prompt_tokens - computed_tokens)
 
-    def allocated(self, request: EngineRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+    def allocated(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """Pages exist for a prompt that is HERE."""
         receiving = self._receiving[request.request_id]
         start = (request.num_prompt_tokens - external_tokens) // self._block_tokens
@@ -192,7 +192,7 @@ class PdScheduler:
                 receiving.whole = False
                 self._tally.add("prompts_failed")
 
-    def takes_done(self, request_ids: Iterable[str]) -> list[tuple[EngineRequest, int]]:
+    def takes_done(self, request_ids: Iterable[str]) -> list[tuple[VllmRequest, int]]:
         """Copies that have ended: requests, and how many leading blocks of each the store holds for sure; none: it failed."""
         done = []
         for request_id in request_ids:
@@ -212,7 +212,7 @@ class PdScheduler:
         *,
         hold: bool = False,
     ) -> PdPlan:
-        """What the workers are to do in this step; arguments as for ``SchedulerSide.plan_step``.
+        """What the workers are to do in this step; arguments as for ``SchedulerConnector.plan_step``.
 
         With ``hold`` what this step completes goes with the next one, unless ``drop_held`` is called before.
         """
@@ -371,7 +371,7 @@ class PdScheduler:
         return bool(self._plan.abandons)
 
 
-def _tail_key(request: EngineRequest, transfer: Transfer, keys: RequestKeys, block_tokens: int) -> Any:  # noqa: ANN401
+def _tail_key(request: VllmRequest, transfer: Transfer, keys: RequestKeys, block_tokens: int) -> Any:  # noqa: ANN401
     """The key of a prompt's partial last block."""
     full = request.num_prompt_tokens // block_tokens
     before = keys.upto(request.all_token_ids, full)

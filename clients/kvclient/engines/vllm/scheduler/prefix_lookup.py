@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from kvclient import BlockKey, CacheSpec, KeyChain, KVClient, Lookup
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.keys import Masked, RequestKeys
-from kvclient.engines.vllm.namespaces import chain_spec
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
+from kvclient.engines.vllm.identity.namespaces import chain_spec
 from kvclient.engines.vllm.options import RECONNECT_S
-from kvclient.engines.vllm.tally import Tally
 
 _log = logging.getLogger(__name__)
 _REQUESTS_AT_ONCE = 2
@@ -20,7 +20,7 @@ _MOST_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """What the store holds of a request.
 
     Attributes:
@@ -32,10 +32,10 @@ class Found:
     by_group: Sequence[Mapping[bytes, Lookup]]
 
 
-NOTHING = Found(0, ())
+NOTHING = PrefixMatch(0, ())
 
 
-class Finder:
+class BackgroundLookup:
     """Finds what the store holds of requests, over all groups and shards. Thread-safe.
 
     Args:
@@ -49,12 +49,12 @@ class Finder:
     """
 
     def __init__(
-        self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], tally: Tally, *, running: bool = False
+        self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], tally: ConnectorCounters, *, running: bool = False
     ) -> None:
         self.groups = groups
         self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
         self._tally = tally
-        self._places: list[tuple[int, KVClient, Masked]] = []
+        self._places: list[tuple[int, KVClient, NamespaceKeyMask]] = []
         client_options = replace(options.client_options(), client_name="vllm-scheduler")
         if running:
             client_options = replace(client_options, require_store=False, connect_deadline_s=RECONNECT_S)
@@ -63,7 +63,7 @@ class Finder:
             for group, shards in enumerate(groups):
                 for spec in shards:
                     client = server_only.connect(spec, client_options)
-                    self._places.append((group, client, Masked(self.chain.spec.namespace, spec.namespace)))
+                    self._places.append((group, client, NamespaceKeyMask(self.chain.spec.namespace, spec.namespace)))
         except BaseException:
             self._close_clients()
             raise
@@ -71,7 +71,7 @@ class Finder:
         others = min(_MOST_THREADS, (len(self._places) - 1) * _REQUESTS_AT_ONCE)
         self._others = ThreadPoolExecutor(others, thread_name_prefix="kvstore-lookup") if others else None
 
-    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[Found]:
+    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[PrefixMatch]:
         """Looks up the first blocks of a request. Whoever wants its keys meanwhile may wait until they are made. It never fails.
 
         Args:
@@ -81,7 +81,7 @@ class Finder:
         """
         return self._requests.submit(self._find, keys, tokens, blocks)
 
-    def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Found:
+    def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> PrefixMatch:
         try:
             return self._found(keys.upto(tokens, blocks))
         except Exception:  # noqa: BLE001  # the edge to the engine, which must not end by a failure of ours: a miss
@@ -89,7 +89,7 @@ class Finder:
             _log.exception("a lookup failed in a way that it should not: a miss")
             return NOTHING
 
-    def _found(self, keys: Sequence[BlockKey]) -> Found:
+    def _found(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """Asks in all namespaces at once: each answer takes a round trip."""
         first, *others = self._places
         futures = []
@@ -105,10 +105,10 @@ class Finder:
         self._tally.add("hit_blocks", hit)
         if any(answer.error is not None for answer in answers):
             self._tally.add("lookup_failures")
-        return Found(hit, by_group)
+        return PrefixMatch(hit, by_group)
 
     @staticmethod
-    def _look_up(client: KVClient, masked: Masked, keys: Sequence[BlockKey]) -> Lookup:
+    def _look_up(client: KVClient, masked: NamespaceKeyMask, keys: Sequence[BlockKey]) -> Lookup:
         return client.lookup(masked.keys(keys))  # failures of ours are misses, not exceptions
 
     def close(self) -> None:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvclient import BlockKey, KeyChain, encode_extra
-from kvclient.engines.vllm.adapters import AdapterWeights
+from kvclient.engines.vllm.identity.adapters import AdapterWeights
 
 
-class EngineRequest(Protocol):
+class VllmRequest(Protocol):
     """What of vLLM's ``Request`` is used here."""
 
     request_id: str
@@ -31,7 +31,7 @@ class EngineRequest(Protocol):
     prompt_embeds: Any
 
 
-def is_hashable(request: EngineRequest, adapter: AdapterWeights | None) -> bool:
+def is_hashable(request: VllmRequest, adapter: AdapterWeights | None) -> bool:
     """Whether tokens and extras say all that the KV of a request depends on.
 
     Embeddings in place of tokens do not, nor an adapter whose weights nobody knows.
@@ -39,7 +39,7 @@ def is_hashable(request: EngineRequest, adapter: AdapterWeights | None) -> bool:
     return request.prompt_embeds is None and (request.lora_request is None or adapter is not None)
 
 
-def request_extras(request: EngineRequest, adapter: AdapterWeights | None, block_tokens: int) -> dict[int, bytes]:
+def request_extras(request: VllmRequest, adapter: AdapterWeights | None, block_tokens: int) -> dict[int, bytes]:
     """What the blocks of a request depend on besides tokens, by position of the block; empty for most requests.
 
     The adapter, with its weights, and the salt go into the first block, and by the chain into all; an image into each block that
@@ -100,7 +100,7 @@ class RequestKeys:
         return self._chain.tail(np.asarray(tokens, np.int64), parent)
 
 
-class Masked:
+class NamespaceKeyMask:
     """Turns keys of a request's chain into keys of one namespace: XOR with what tells the two namespaces apart.
 
     Args:

@@ -19,7 +19,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvclient.engines.vllm.tally import Tally
+from kvclient.engines.vllm.counters import ConnectorCounters
 from kvclient.engines.weights import sampled_digest
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Adapters:
         tally: where requests are counted that nothing can be said about.
     """
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: ConnectorCounters) -> None:
         self._tally = tally
         self._lock = threading.Lock()
         self._known: dict[int | str, AdapterWeights | None] = {}
