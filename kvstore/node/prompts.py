@@ -22,7 +22,7 @@ from kvstore.node.provider import runs_of_equal
 from kvstore.node.table import BlockTable
 from kvstore.node.wanted import Wanted, over
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import tenant
+from kvstore.rpc.auth.interceptor import tenant
 
 
 class Prompts:

@@ -37,7 +37,7 @@ from kvstore.node.tenants import Accounts, first_victims, give_first, holds_noth
 from kvstore.node.wanted import wait
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
-from kvstore.tiers.policy import LruPolicy
+from kvstore.tiers.eviction.policy import LruPolicy
 
 PIECE_BLOCKS = 64
 """Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""

@@ -29,7 +29,7 @@ from kvstore.node.moving import room_of
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import EvictionPolicy
-from kvstore.tiers.policy import LruPolicy
+from kvstore.tiers.eviction.policy import LruPolicy
 
 if TYPE_CHECKING:
     from kvstore.node.block import Block, Prepared

@@ -36,7 +36,7 @@ from kvstore.node.table import BlockTable
 from kvstore.node.tenants import Leave, claim_durable, unclaim_durable
 from kvstore.node.volume_guard import VolumeStalled
 from kvstore.observe.counters import Counters
-from kvstore.observe.failing import Failing
+from kvstore.observe.failure_tracker import Failing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import WriteRequest

@@ -17,7 +17,7 @@ from kvstore.node.load_account import LoadAccounts
 from kvstore.node.loader import Part
 from kvstore.node.pulse import BEAT_S, MISSED_S, Pulse
 from kvstore.observe.counters import Counters
-from kvstore.observe.recent import LoadRecord, RecentLoads
+from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 HOME = NodeId("n")
 

@@ -18,7 +18,7 @@ from kvstore.node.table import BlockTable
 from kvstore.node.troubles import BEHIND_S, QUARANTINE_TOLD_S, Troubles
 from kvstore.node.volume_guard import VolumeStalled, ignore
 from kvstore.observe.counters import Counters
-from kvstore.observe.failing import FORGOTTEN_S, SETTLED_S, Failing
+from kvstore.observe.failure_tracker import FORGOTTEN_S, SETTLED_S, Failing
 from kvstore.tiers.contract import DurableVolume
 
 
