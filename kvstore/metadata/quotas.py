@@ -1,7 +1,7 @@
 """How a tenant's quota, which holds for the whole cluster, is shared out over nodes. Pure.
 
-Every node is told a *share* with each heartbeat, and keeps to it (``kvstore.node.tenants``). Shares of the living nodes are
-made of what each holds now: a node is given what it holds and some room to grow, and what is then left of the quota is spread
+Every node is told a *share* with each heartbeat, and keeps to it (``kvstore.node.eviction.quotas``). Shares of the living nodes
+are made of what each holds now: a node is given what it holds and some room to grow, and what is then left of the quota is spread
 by capacity; where that is more than the quota, nodes that hold little for their capacity keep what they have, and the others
 are cut to one level (max-min fairness, weighed by capacity). So
 
@@ -11,8 +11,8 @@ are cut to one level (max-min fairness, weighed by capacity). So
 * a node that begins to hold something of the tenant gets its fair part within some heartbeats, whoever has the rest.
 
 A node that drains has no share, and nothing of it leaves for the quota: the others share all of it, and what comes to them
-from there is taken only as far as it fits (``kvstore.node.pull``). While it lasts nodes get no room to grow at each other's
-expense, or what just came would leave again.
+from there is taken only as far as it fits (``kvstore.node.control.pull``). While it lasts nodes get no room to grow at each
+other's expense, or what just came would leave again.
 
 A silent node has no share: what it holds is served by nobody. Where it is read through a mount all the same, it is not counted.
 """

@@ -23,8 +23,8 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
-from kvstore.node.domain import Domains
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.process.node_id import check_node_id

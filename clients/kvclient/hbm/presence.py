@@ -19,9 +19,9 @@ from kvclient.hbm.volume import HbmVolume
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BootId
-from kvstore.node.domain import Domains
-from kvstore.node.publisher import Publisher
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.publish.publisher import Publisher
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.namespaces import Domains
 from kvstore.observe.counters import Counters
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import stays_on_host
