@@ -19,13 +19,13 @@ from kvstore.dualpath.contract import LoadPlan, NodeState, PlanUnderWay
 from kvstore.dualpath.planner import DECISIONS_KEPT
 from kvstore.dualpath.policies import POLICIES
 from kvstore.index.contract import IndexStats, PrefixIndex
-from kvstore.metadata.describing import describe_blocks
-from kvstore.metadata.lookup import Lookups
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.orders_file import OrdersFile
-from kvstore.metadata.planning import SIDES, Planning
-from kvstore.metadata.retention import RetentionOrders
-from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.indexing.explain import describe_blocks
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.indexing.lookup import Lookups
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.retention.policies import RetentionOrders
+from kvstore.metadata.retention.settings_store import OrdersFile
+from kvstore.metadata.scheduling.planner_service import SIDES, Planning
 from kvstore.process.effective_config import InForce
 from kvstore.rpc.codec import check_id, keys_from_packed
 

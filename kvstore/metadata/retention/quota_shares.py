@@ -20,9 +20,9 @@ from kvproto.v1.common_pb2 import NodeInfo
 from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention, TenantShare
 from kvstore.core.clock import Clock
 from kvstore.core.types import NamespaceId, NodeId, Tier
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.orders_file import Orders, Rule
-from kvstore.metadata.quotas import shares
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.retention.quotas import shares
+from kvstore.metadata.retention.settings_store import Orders, Rule
 from kvstore.observe.counters import Counters
 
 logger: Final = logging.getLogger(__name__)

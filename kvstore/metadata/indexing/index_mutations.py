@@ -15,7 +15,8 @@ from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
 from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.notes import (
+from kvstore.metadata.indexing.publish_sequence import SequenceState, Verdict
+from kvstore.metadata.membership.records import (
     beat_note,
     drain_note,
     encode_life,
@@ -26,7 +27,6 @@ from kvstore.metadata.notes import (
     sequence_note,
     synced_note,
 )
-from kvstore.metadata.sequence import SequenceState, Verdict
 
 
 @dataclass(frozen=True, slots=True)

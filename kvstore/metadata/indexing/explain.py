@@ -1,4 +1,4 @@
-"""What the index says of blocks, for people: who holds them, and why a chain hits no further than it does."""
+"""Explain index contents to operators: the holders of each block, and why a prefix match ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final
 from kvproto.v1 import admin_pb2 as pb
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.index.contract import Entry, Life, LifeInfo, PrefixIndex
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.rpc.codec import tier_to_proto
 
 _AT_ONCE: Final = 4_096

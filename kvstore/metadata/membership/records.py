@@ -10,7 +10,7 @@ name                    value                                                   
 ``synced/<volume id>``  the life whose inventory is known in full                  yes
 ``beat/<node id>``      boot, host-wide monotonic time, host and last heartbeat    no
 ``refused/<node id>``   host-wide monotonic time and reason of the last refusal    no
-``sequence/<node id>``  how far the boot has published (``metadata.sequence``)     no
+``sequence/<node id>``  how far the boot has published (``publish_sequence``)      no
 ======================  =========================================================  ==========
 """
 

@@ -20,9 +20,9 @@ from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.index.contract import IndexedBlock, Life, PrefixIndex
-from kvstore.metadata.feed import BlockFeed, Opened
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.events.event_log import BlockFeed, Opened
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metrics import event
 from kvstore.rpc.codec import check_id, check_name, tier_from_proto

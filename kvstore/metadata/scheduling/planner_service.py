@@ -22,8 +22,8 @@ from kvstore.core.types import NodeId
 from kvstore.dualpath.contract import LoadPlan, PathPolicy, ReadRequest, ReadSide
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
-from kvstore.metadata.link_rates import LinkRates, link_rates
-from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.scheduling.link_rates import LinkRates, link_rates
 from kvstore.observe.context import plan_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog

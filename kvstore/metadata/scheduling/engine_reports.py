@@ -10,7 +10,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.groups import Engine, Role
 from kvstore.dualpath.scheduler import MAX_TOKENS, EngineReport
-from kvstore.metadata.mailbox import Mailbox
+from kvstore.metadata.scheduling.outbox import Mailbox
 from kvstore.rpc.codec import check_id, check_name
 
 MAX_GROUP_ENGINES: Final = 4_096

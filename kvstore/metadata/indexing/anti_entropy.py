@@ -11,7 +11,7 @@ from typing import Final
 
 from kvstore.core.range_digests import digest_keys
 from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.indexing.index_thread import IndexThread
 
 _SLICE: Final = 64
 """Ranges compared in one job."""

@@ -32,7 +32,7 @@ from kvstore.core.errors import NotFound
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.notes import (
+from kvstore.metadata.membership.records import (
     BEAT_PREFIX,
     DRAIN_PREFIX,
     LEFT_PREFIX,

@@ -10,9 +10,9 @@ from typing import Final
 
 from kvstore.core.errors import KVStoreError
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.writer import IndexThread
-from kvstore.metadata.writes import forget_node
+from kvstore.metadata.indexing.index_mutations import forget_node
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 

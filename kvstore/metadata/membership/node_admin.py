@@ -15,8 +15,10 @@ from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unsupported
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BootId, NamespaceId, NodeId
 from kvstore.index.contract import Life, PrefixIndex
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.notes import (
+from kvstore.metadata.indexing.index_mutations import forget_node
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.records import (
     REMOVED_PREFIX,
     decode_removed,
     drain_note,
@@ -25,8 +27,6 @@ from kvstore.metadata.notes import (
     node_note,
     removed_note,
 )
-from kvstore.metadata.writer import IndexThread
-from kvstore.metadata.writes import forget_node
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed
 

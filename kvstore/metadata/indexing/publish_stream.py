@@ -19,9 +19,9 @@ from kvstore.core import limits
 from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
 from kvstore.core.types import KEY_BYTES, BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.writer import IndexThread
-from kvstore.metadata.writes import Applied, Batch, apply_batches
+from kvstore.metadata.indexing.index_mutations import Applied, Batch, apply_batches
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, runs_from_proto
 

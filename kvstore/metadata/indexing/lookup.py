@@ -12,7 +12,7 @@ from typing import Final
 from kvproto.v1.metadata_pb2 import LookupRequest, LookupResponse
 from kvstore.core.types import NamespaceId, NodeId
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, count_keys
 

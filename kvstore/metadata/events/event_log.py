@@ -6,7 +6,7 @@ so that one who reads slowly, or never, holds nothing but a number; who falls be
 
 A snapshot needs no standstill. What is told are facts of one key in one volume, the later of two is right, and each may come
 twice. So pages of the index, read one after the other while it changes, and the changes since before the first page, in their
-order, end in the truth (``kvstore.metadata.watching``).
+order, end in the truth (``kvstore.metadata.events.subscription``).
 """
 
 from __future__ import annotations

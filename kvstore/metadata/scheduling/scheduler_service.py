@@ -28,8 +28,8 @@ from kvstore.core.status import make_error
 from kvstore.dualpath.groups import Engine, Role
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import Ask, Fetched, GivenBack, Scheduler, SchedulerLimits
-from kvstore.metadata.engine_reports import Group, check_report, figures_of, ref_of
-from kvstore.metadata.mailbox import NOTHING, Load
+from kvstore.metadata.scheduling.engine_reports import Group, check_report, figures_of, ref_of
+from kvstore.metadata.scheduling.outbox import NOTHING, Load
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, check_name
 

@@ -1,6 +1,6 @@
 """What may stay on nodes, by order of operators: kept in a file beside the index, told to nodes with each answer to a heartbeat.
 
-How a tenant's quota is shared out over nodes: ``kvstore.metadata.sharing``.
+How a tenant's quota is shared out over nodes: ``kvstore.metadata.retention.quota_shares``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.orders_file import Orders, OrdersFile, Quota, Rule
-from kvstore.metadata.sharing import Sharing, rule_to_proto
-from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.retention.quota_shares import Sharing, rule_to_proto
+from kvstore.metadata.retention.settings_store import Orders, OrdersFile, Quota, Rule
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.codec import check_id
