@@ -11,7 +11,7 @@ from kvstore.control_api.schemas import retention as retention_models
 from kvstore.control_api.schemas import store as models
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
-from kvstore.observe.faults import faults
+from kvstore.observe.fault_counters import faults
 
 _STATES: Final[Mapping[int, models.BlockStateName]] = {
     pb.BLOCK_STATE_HELD: "held",

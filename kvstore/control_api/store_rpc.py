@@ -16,11 +16,11 @@ from kvproto.v1.admin_pb2_grpc import MetadataAdminStub, NodeAdminStub
 from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvproto.v1.node_pb2_grpc import NodeStub
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unauthenticated, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target
-from kvstore.rpc.tokens import Shown
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from kvstore.cli.support.logs import ConsoleFormatter, JsonFormatter, StderrHand
 from kvstore.config.model import LogSection
 from kvstore.core.types import VolumeId
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 COMMANDS = [
     "up",

@@ -11,14 +11,14 @@ from kvstore.cli.support.host_settings import compute_link, settle, storage_link
 from kvstore.cli.support.logs import set_up_logs
 from kvstore.config.model import ClientSection, Config, NodeSection, TlsSection
 from kvstore.config.sources import Provenance, leaves
-from kvstore.core.effective_config import EffectiveSetting
 from kvstore.core.errors import Internal, InvalidArgument
-from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
 from kvstore.observe import tracing
+from kvstore.process.effective_config import EffectiveSetting
+from kvstore.process.tls import TlsConfig
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
-from kvstore.rpc.tokens import Shown
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.transport.link_speed import LinkSpeed
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.transport.shaping.traffic import TrafficClass

@@ -10,8 +10,8 @@ from typing import Any
 from kvstore.cli.support.folders import data_dir, run_dir
 from kvstore.config.model import Config, NodeSection
 from kvstore.config.sources import Origin, Provenance
-from kvstore.core.host_defaults import HostFacts, NodeDefaults, derive
-from kvstore.core.host_memory import huge_pages_free
+from kvstore.process.host_defaults import HostFacts, NodeDefaults, derive
+from kvstore.process.host_memory import huge_pages_free
 from kvstore.transport.link_speed import LinkSpeed, link_speed
 
 

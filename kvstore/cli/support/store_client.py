@@ -22,7 +22,7 @@ from kvstore.cli.support.config_options import configuration, setting_option, wi
 from kvstore.cli.support.output import clean, note
 from kvstore.config.model import ClientSection, Config
 from kvstore.core.errors import DeadlineExceeded, ErrorKind, KVStoreError, Unavailable
-from kvstore.core.node_id import is_plain
+from kvstore.process.node_id import is_plain
 
 if TYPE_CHECKING:
     from kvstore.control_api.commands import Commands
@@ -126,7 +126,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
     from kvstore.control_api.store_rpc import StoreEndpoint, StoreRpc
     from kvstore.control_api.volume_checks import VolumeChecks
     from kvstore.observe.counters import Counters
-    from kvstore.rpc.tokens import Shown
+    from kvstore.rpc.auth.tokens import Shown
 
     rpc = StoreRpc(
         StoreEndpoint(

@@ -12,7 +12,6 @@ import kvstore
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.clock import Clock
-from kvstore.core.effective_config import EffectiveSetting
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.base.cancellation import apart
@@ -30,7 +29,8 @@ from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metrics import EVENTS, PREFIX
-from kvstore.observe.recent import SHOWN, RecentLoads
+from kvstore.observe.slow_loads import SHOWN, RecentLoads
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.codec import check_id, tier_to_proto
 from kvstore.tiers.contract import Volume
 from kvstore.transport.shaping.traffic import KvTraffic

@@ -14,7 +14,7 @@ from kvstore.cli.support.config_options import refuse_unused, with_quiet_config
 from kvstore.cli.support.help import Command
 from kvstore.cli.support.signals import orderly_exit
 from kvstore.config.model import Config
-from kvstore.tiers.policy import POLICY_NAMES
+from kvstore.tiers.eviction.policy import POLICY_NAMES
 
 if TYPE_CHECKING:
     from kvstore.replay.capacity import Capacity
