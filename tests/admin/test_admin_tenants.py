@@ -18,7 +18,7 @@ from kvclient import CacheSpec, KVClient, StoreResult
 from kvstore.cli.app import root
 from kvstore.core.types import NamespaceId
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.orders_file import OrdersFile, Rule
+from kvstore.metadata.retention.settings_store import OrdersFile, Rule
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 30.0
