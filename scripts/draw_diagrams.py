@@ -23,10 +23,12 @@ def draw(source: str, image: Path, mmdc: str, chromium: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = Path(folder, "browser.json")
         options.write_text(json.dumps({"executablePath": chromium, "args": ["--no-sandbox", "--disable-background-networking"]}))
+        style = Path(folder, "style.json")
+        style.write_text(json.dumps({"theme": "neutral", "fontFamily": "sans-serif", "sequence": {"noteMargin": 14}}))
         diagram = Path(folder, "diagram.mmd")
         diagram.write_text(source, encoding="utf-8")
-        command = [mmdc, "--quiet", "--theme", "neutral", "--backgroundColor", "transparent", "--puppeteerConfigFile", str(options)]
-        command += ["--input", str(diagram), "--output", str(image), "--svgId", image.stem]
+        command = [mmdc, "--quiet", "--backgroundColor", "transparent", "--puppeteerConfigFile", str(options)]
+        command += ["--configFile", str(style), "--input", str(diagram), "--output", str(image), "--svgId", f"d{image.stem}"]
         subprocess.run(command, check=True, timeout=120, env={**os.environ, "PUPPETEER_SKIP_DOWNLOAD": "1"})
 
 
