@@ -33,6 +33,7 @@ def draw(source: str, image: Path, mmdc: str, chromium: str) -> None:
 
 
 def main() -> None:
+    """Draw the images that are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mmdc", default="mmdc", help="the command of @mermaid-js/mermaid-cli (default: mmdc)")
     parser.add_argument("--chromium", default="/usr/bin/chromium", help="the browser that draws (default: /usr/bin/chromium)")

@@ -1,7 +1,7 @@
 """Mermaid diagrams of the documentation: GitHub draws them from their source, the site shows committed images.
 
-A diagram is a fenced ``mermaid`` block whose first line is a comment (``%% ...``), the text for readers who do not see it. The image
-is named by a digest of the source, so that a changed diagram without a new image fails the build.
+A diagram is a fenced ``mermaid`` block whose first line is a comment (``%% ...``): the text for readers who do not see it. Its
+image is named by a digest of the source, so that a changed diagram without a new image fails the build.
 """
 
 from __future__ import annotations
