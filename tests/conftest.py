@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvstore.embedded.children import Children
 from kvstore.observe import counters
-from kvstore.testing.children import Children
 from nursery import Nurseries
 from samples import be_thorough
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from kvclient import CacheSpec, KVClient
 from kvstore.cli.app import root
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 30.0
 SPEC = CacheSpec(model="checked", block_tokens=16, layers=4, layer_block_bytes=16384)

@@ -16,8 +16,8 @@ from admin_client import AdminHttp
 
 from kvclient import CacheSpec, KVClient
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call, connect
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 30.0
 SPEC = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096, salt=b"pepper")

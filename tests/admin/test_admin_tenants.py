@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from kvclient import CacheSpec, KVClient, StoreResult
 from kvstore.cli.app import root
 from kvstore.core.types import NamespaceId
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.orders_file import OrdersFile, Rule
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 30.0
 MIB = 1 << 20

@@ -21,8 +21,8 @@ from kvstore.core.config_values import format_duration_ms, format_size, parse_du
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.host_memory import memory_total
 from kvstore.core.tls import TlsConfig
+from kvstore.embedded.cluster import NodeSpec
 from kvstore.node.config import NodeConfig
-from kvstore.testing.cluster import NodeSpec
 from kvstore.tiers.policy import POLICY_NAMES
 
 

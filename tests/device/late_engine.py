@@ -22,7 +22,7 @@ from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
 from kvclient.engines.vllm.tally import Tally
 from kvclient.engines.vllm.worker_side import WorkerSide
-from kvstore.testing.cluster import LocalCluster
+from kvstore.embedded.cluster import LocalCluster
 
 BLOCK, LAYERS, PAGES = 4, 3, 24
 HEADS, CONTENT = 2, 16

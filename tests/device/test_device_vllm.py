@@ -20,7 +20,7 @@ from kvclient.engines.vllm.pd_receive import Receiver
 from kvclient.engines.vllm.pd_send import Sender
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvclient.engines.vllm.worker_side import Arrivals
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 numbers = itertools.count()
 FIRST, SECOND, OTHER = [1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11]

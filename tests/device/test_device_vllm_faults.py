@@ -26,7 +26,7 @@ from kvclient.engines.vllm.pd_plan import SendJob
 from kvclient.engines.vllm.pd_send import Sender
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvstore.core.errors import Internal
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 FIRST, OTHER = [1, 2, 3, 4, 5], [9, 10, 11, 12, 13]
 PAGES = [10, 11, 12, 13, 14]

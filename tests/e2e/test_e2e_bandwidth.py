@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import Store, until
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ import pytest
 from conftest import Engine, Store, until
 from kvclient import KVClient
 from kvstore.core.errors import Unavailable
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 MIB = 1 << 20
 MakeStore = Callable[..., Store]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import Store, until
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 MIB = 1 << 20
 

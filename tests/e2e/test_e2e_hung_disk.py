@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import WAIT_S, Engine, Store, until
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 MIB = 1 << 20
 BLOCKS = 8

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Engine, Store, until
 from kvstore.core.types import BlockKey, Tier
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 MIB = 1 << 20
 MakeStore = Callable[..., Store]

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvstore.cli.app import root
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 30.0
 TOKENS = {"operator": "operators-token-1", "node": "the-nodes-token-1", "engine": "an-engines-token-1"}

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import Store, until
 from kvstore.core.types import Outcome, StoreOutcome, Tier
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 MIB = 1 << 20
 MakeStore = Callable[..., Store]

@@ -25,7 +25,7 @@ from kvclient.scheduling import EngineRequest
 from kvstore.core.errors import KVStoreError
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, Tier
-from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
+from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.workload.payload import Payloads
 

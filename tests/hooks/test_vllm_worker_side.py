@@ -29,7 +29,7 @@ from kvclient.engines.vllm.saver import Saver
 from kvclient.engines.vllm.scheduler_side import SchedulerSide
 from kvclient.engines.vllm.tally import Tally
 from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 BLOCK, LAYERS, PAGES = 4, 3, 32
 PAGE = (2, BLOCK, 64)

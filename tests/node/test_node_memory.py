@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
+from kvstore.lab.filled_table import BytelessVolume, FilledTable
 from kvstore.node.block import Block, Home
 from kvstore.node.domain import Domains
 from kvstore.node.leaving import Leaving
 from kvstore.node.place_map import PlaceMap
-from kvstore.testing.filled_table import BytelessVolume, FilledTable
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.ghost_list import GhostList
 from kvstore.tiers.header import seal_of, slot_bytes

@@ -14,8 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvclient import CacheSpec, ClientOptions, KVClient
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.observe import tracing
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 30.0
 SPEC = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096)

@@ -8,7 +8,7 @@ import json
 import pytest
 from router_bed import QUICK, Make, until
 
-from kvstore.testing.fake_engine import Behaviour
+from kvstore.lab.fake_engine import Behaviour
 
 # ---- responses that are passed on
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from router_bed import Make, until
 
+from kvstore.lab.fake_engine import Behaviour
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.testing.fake_engine import Behaviour
 
 
 async def test_completion_body_and_headers_forwarded(bed: Make) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from router_bed import Make, until
 
-from kvstore.testing.fake_engine import Behaviour
+from kvstore.lab.fake_engine import Behaviour
 
 FLOWS = pytest.mark.parametrize("flow", ["concurrent", "sequential"])
 GRACE = "kvstore.router.proxy.pd_request.PREFILL_GRACE_S"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from sglang_cases import MIB, PAGE, backend_extra, contents, hashes, positions, prefixed, randomise, until
 
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.sglang_bed import Tree, host_pool, storage_config
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.sglang_bed import Tree, host_pool, storage_config
 
 PAGES = 16
 QUICK = {"lookup_deadline_s": 0.5, "load_deadline_s": 2.0, "store_deadline_s": 2.0}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang_cases import PAGE, until
 
-from kvstore.testing.sglang_bed import Tree
+from kvstore.lab.sglang_bed import Tree
 
 Extra = Callable[..., dict[str, object]]
 TOKENS = list(range(100, 100 + 8 * PAGE))
