@@ -8,7 +8,7 @@ VENV_BENCH := .venv-bench
 VENV_ENGINES := .venv-engines
 BIN := $(VENV)/bin
 TEST_ARGS ?=
-# Tests at once; files go as a whole, in the order of tests/conftest.py. Many of the store's wait more than they work.
+# A worker runs whole files, the slowest first (tests/file_times.py). Many tests of the store wait more than they compute.
 SPREAD := --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 ENGINE_TEST_ARGS ?=
@@ -72,14 +72,9 @@ $(VENV_ENGINES)/.stamp: pyproject.toml requirements-engines.txt scripts/name_vll
 	  $(VENV_ENGINES)/bin/python -W ignore -c 'import vllm.entrypoints.openai.api_server'
 	@touch $@
 
-# Runs tests; those that fail are tried once more, by themselves and said so, and what fails again has failed: on two busy cores one
-# of some thousands of tests with real processes and deadlines now and then comes too late. 5: none of those chosen.
+# Runs pytest with the chosen arguments, or with the defaults after the comma. Exit code 5 means that no test was selected.
 define tested
-	@code=0; $(1) $(2) || code=$$?; \
-	if [ $$code = 1 ]; then \
-	  echo "FAILED ABOVE, TRIED ONCE MORE BY THEMSELVES:"; code=0; \
-	  $(1) --last-failed --last-failed-no-failures none || code=$$?; \
-	fi; [ $$code = 0 ] || [ $$code = 5 ]
+	@$(1) $(2) || [ $$? = 5 ]
 endef
 
 install-engines: $(VENV_ENGINES)/.stamp  ## virtual environment .venv-engines with real engines

@@ -13,9 +13,9 @@ import xxhash
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, Tier, VolumeId
-from kvstore.node.block import Home
-from kvstore.node.domain import Domains
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Home
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator

@@ -1,4 +1,4 @@
-"""What a metadata server is told."""
+"""Configuration of a metadata server."""
 
 from __future__ import annotations
 

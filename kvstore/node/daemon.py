@@ -22,41 +22,41 @@ from kvproto.v1 import admin_pb2_grpc, common_pb2, metadata_pb2, metadata_pb2_gr
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
-from kvstore.node.admin import SERVICE_NAME as NODE_ADMIN
-from kvstore.node.admin import AdminParts, NodeAdminServicer
-from kvstore.node.block import Home
-from kvstore.node.buffers import StagingBuffer
-from kvstore.node.checking import VolumeChecks
+from kvstore.node.base.admission_gate import Gate
+from kvstore.node.base.process_stall import Pulse
 from kvstore.node.config import NodeConfig
-from kvstore.node.domain import Domain, Domains
-from kvstore.node.drain import Drainer
-from kvstore.node.gate import Gate
-from kvstore.node.gauges import Links, NodeGauges
-from kvstore.node.known import KnownNodes
-from kvstore.node.last_chance import make_durable
-from kvstore.node.load_account import LoadAccounts
-from kvstore.node.loader import Loader
-from kvstore.node.mounts import make_mounts
-from kvstore.node.mover import Mover
-from kvstore.node.one_sided import NixlPorts
-from kvstore.node.peers import PeerAddress, Peers
-from kvstore.node.prompts import Prompts
-from kvstore.node.provider import NodeProvider
-from kvstore.node.publisher import Publisher
-from kvstore.node.pull import Puller
-from kvstore.node.pulse import Pulse
-from kvstore.node.read_rate import ReadRate
-from kvstore.node.replicas import ReplicaLog
-from kvstore.node.retention import Retainer
-from kvstore.node.rules_file import NAME as RULES_FILE
-from kvstore.node.service import NodeServicer
-from kvstore.node.sessions import Sessions
-from kvstore.node.staging import Stager
+from kvstore.node.control.drain import Drainer
+from kvstore.node.control.migrator import Mover
+from kvstore.node.control.pull import Puller
+from kvstore.node.control.retention import Retainer
+from kvstore.node.control.rules_file import NAME as RULES_FILE
+from kvstore.node.durability.read_rate import ReadRate
+from kvstore.node.durability.scrub import VolumeChecks
+from kvstore.node.durability.shutdown_flush import make_durable
+from kvstore.node.durability.volume_watch import VolumeWatch
+from kvstore.node.durability.writeback import LocalTarget, RemoteTarget, WriteBehind
+from kvstore.node.eviction.quotas import Accounts
+from kvstore.node.loads.layered import Stager
+from kvstore.node.loads.loader import Loader
+from kvstore.node.loads.mounts import make_mounts
+from kvstore.node.loads.nixl import NixlPorts
+from kvstore.node.loads.peers import PeerAddress, Peers
+from kvstore.node.loads.prompt_wait import Prompts
+from kvstore.node.loads.provider import NodeProvider
+from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.loads.timings import LoadAccounts
+from kvstore.node.publish.health import Troubles
+from kvstore.node.publish.publisher import Publisher
+from kvstore.node.rpc.admin_service import SERVICE_NAME as NODE_ADMIN
+from kvstore.node.rpc.admin_service import AdminParts, NodeAdminServicer
+from kvstore.node.rpc.gauges import Links, NodeGauges
+from kvstore.node.rpc.service import NodeServicer
+from kvstore.node.rpc.sessions import Sessions
+from kvstore.node.rpc.trusted_nodes import KnownNodes
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Home
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.tenants import Accounts
-from kvstore.node.troubles import Troubles
-from kvstore.node.volume_watch import VolumeWatch
-from kvstore.node.writebehind import LocalTarget, RemoteTarget, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.failing import Failing

@@ -13,7 +13,7 @@ Invariants (``check`` asserts them; every test calls it):
 * a parent leaves DRAM, or the durable volumes, only after its children there (the eviction policies see to it);
 * a slot given to a writer is reused only after ``complete`` or ``abandon``: never because time has passed.
 
-Threads: any. Waiting is bounded by the caller's deadline, and ends where the caller has gone (``kvstore.node.wanted``).
+Threads: any. Waiting ends at the caller's deadline, or if the caller has gone (``kvstore.node.base.cancellation``).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
-from kvstore.node.arena_room import ArenaRoom
-from kvstore.node.block import Block, Claim, Home, Prepared, Recent, Vigil
-from kvstore.node.cascade import with_parents
-from kvstore.node.domain import Domain
-from kvstore.node.durable_room import DurableRoom
-from kvstore.node.invariants import check_invariants
-from kvstore.node.leaving import Leaving
-from kvstore.node.places import make_way
-from kvstore.node.replicas import ReplicaLog
-from kvstore.node.tenants import Accounts, first_victims, give_first, holds_nothing, is_full, make_own_room, may_come
-from kvstore.node.wanted import wait
+from kvstore.node.base.cancellation import wait
+from kvstore.node.eviction.arena import ArenaRoom
+from kvstore.node.eviction.cascade import with_parents
+from kvstore.node.eviction.quotas import Accounts, first_victims, give_first, holds_nothing, is_full, make_own_room, may_come
+from kvstore.node.eviction.volumes import DurableRoom
+from kvstore.node.state.chain_conflicts import make_way
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.eviction_reason import Leaving
+from kvstore.node.state.invariants import check_invariants
+from kvstore.node.state.model import Block, Claim, Home, Prepared, Recent, Vigil
+from kvstore.node.state.namespaces import Domain
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.policy import LruPolicy
@@ -111,8 +111,8 @@ class BlockTable:
 
         Grants are prefix-first: from the first block without room on, everything is SKIPPED; a caller that got a part completes
         it, and asks again for the rest. Where there is room for none, waits for some until the deadline. What is held at another
-        place makes way, or ends the run: ``Conflict`` where that is its first key (``kvstore.node.places``). ``heads``: the keys
-        are no run: each is the head of a chain of its own.
+        place makes way, or ends the run: ``Conflict`` where that is its first key (``kvstore.node.state.chain_conflicts``).
+        ``heads``: the keys are no run: each is the head of a chain of its own.
         """
         prepared = Prepared(domain, run, [])
         with self._lock:

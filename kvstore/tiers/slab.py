@@ -5,7 +5,7 @@ A volume is a folder::
     slab.kv    superblock (1 MiB), then slots: [header pages][payload, padded to 4 KiB]
     catalog/   LMDB: block key -> slot header
     lock       held (flock) by the one process that has the volume open
-    rules      what may stay of namespaces, as the node heard it last (``kvstore.node.rules_file``): not the volume's
+    rules      what may stay of namespaces, as the node heard it last (``kvstore.node.control.rules_file``): not the volume's
     roster     block key -> slot, for nodes that mount the folder: derived, a hint (``kvstore.tiers.roster``)
 
 Order of things, which is all of crash safety: slots are written; ``commit`` syncs the slab, then changes the catalog in one

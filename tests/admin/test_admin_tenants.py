@@ -19,7 +19,7 @@ from kvstore.cli.app import root
 from kvstore.core.types import NamespaceId
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.orders_file import OrdersFile, Rule
+from kvstore.metadata.retention.settings_store import OrdersFile, Rule
 
 WAIT_S = 30.0
 MIB = 1 << 20

@@ -15,13 +15,13 @@ from deferred import DeferredDevice
 
 from kvclient import BlockKey, CacheSpec, ClientOptions, KVClient
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.device_pages import device_pages
-from kvclient.engines.vllm.keys import RequestKeys
-from kvclient.engines.vllm.lookups import Finder
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import RequestKeys
+from kvclient.engines.vllm.memory.device_pages import device_pages
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
-from kvclient.engines.vllm.tally import Tally
-from kvclient.engines.vllm.worker_side import WorkerSide
+from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
+from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.embedded.cluster import LocalCluster
 
 BLOCK, LAYERS, PAGES = 4, 3, 24
@@ -79,8 +79,8 @@ class Engine:
             spec = replace(self.spec, weights_epoch=epoch)
             return [hook.connect(spec, options, device=self.pages[0].watcher(spec))]
 
-        self.side = WorkerSide(ConnectorOptions(hook=hook, device_pin_wait_s=pin_wait_s), connect, "", self.pages, [NAMES])
-        self.finder = Finder(HookOptions(metadata=cluster.metadata_address), [[self.spec]], Tally())
+        self.side = WorkerConnector(ConnectorOptions(hook=hook, device_pin_wait_s=pin_wait_s), connect, "", self.pages, [NAMES])
+        self.finder = BackgroundLookup(HookOptions(metadata=cluster.metadata_address), [[self.spec]], ConnectorCounters())
         self.wrong: list[str] = []
         self._job = itertools.count(1)
 

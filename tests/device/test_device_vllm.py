@@ -14,12 +14,12 @@ from deferred import ComputingDevice, DeferredDevice, DeferredEvent
 from late_engine import LAYERS, NAMES, Engine, rows_of, until
 
 from kvclient.device.blocks import DeviceBlocks
-from kvclient.engines.vllm.device_pages import DevicePages
-from kvclient.engines.vllm.pd_plan import AwaitJob, SendJob, TakeJob
-from kvclient.engines.vllm.pd_receive import Receiver
-from kvclient.engines.vllm.pd_send import Sender
+from kvclient.engines.vllm.memory.device_pages import DevicePages
+from kvclient.engines.vllm.pd.plan import AwaitJob, SendJob, TakeJob
+from kvclient.engines.vllm.pd.receiver import Receiver
+from kvclient.engines.vllm.pd.sender import Sender
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
-from kvclient.engines.vllm.worker_side import Arrivals
+from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 numbers = itertools.count()
@@ -175,7 +175,7 @@ def hand_over(sender: Engine, receiver: Engine) -> list[str]:
     until(lambda: bool(came.update(takes.came()[0]) or came), "the prompt is here")
     receiver.step(target, [90, 91, 92, 93, 94])
     takes.take([TakeJob("r", [0], [target])])
-    got: list[Arrivals] = []
+    got: list[LoadCompletions] = []
     until(lambda: bool(got.append(takes.arrivals()) or got[-1].received), "the prompt is copied")
     assert got[-1].missing == set()
     for layer in range(LAYERS):

@@ -20,10 +20,10 @@ from kvclient.device import copier as copier_module
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.streams import CpuDevice
 from kvclient.device.ways import Staged
-from kvclient.engines.vllm.device_pages import DevicePages, device_pages, make_pages
-from kvclient.engines.vllm.pages import GroupPages
-from kvclient.engines.vllm.pd_plan import SendJob
-from kvclient.engines.vllm.pd_send import Sender
+from kvclient.engines.vllm.memory.device_pages import DevicePages, device_pages, make_pages
+from kvclient.engines.vllm.memory.pages import GroupPages
+from kvclient.engines.vllm.pd.plan import SendJob
+from kvclient.engines.vllm.pd.sender import Sender
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvstore.core.errors import Internal
 from kvstore.embedded.cluster import LocalCluster, NodeSpec

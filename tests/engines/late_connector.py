@@ -12,8 +12,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "device"))
 from deferred import DeferredDevice, FakePinning
 
 from kvclient.engines.vllm.connector import KVStoreConnector
-from kvclient.engines.vllm.device_pages import device_pages
-from kvclient.engines.vllm.pages import Pages
+from kvclient.engines.vllm.memory.device_pages import device_pages
+from kvclient.engines.vllm.memory.pages import Pages
 from kvclient.engines.vllm.pd_connector import KVStorePDConnector
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 import yaml
 from monitored import SCRAPES, VLLM_PREFIX, Prometheus, Selector, alerts, scraped, selectors, targets
 
-from kvclient.engines.vllm.tally import COUNTERS
+from kvclient.engines.vllm.counters import COUNTERS
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer
 from kvstore.lab.tiny_models import make_model

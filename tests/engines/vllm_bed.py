@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvclient.engines.stamps import engine_starts
-from kvclient.engines.vllm.scheduler_side import SchedulerSide
-from kvclient.engines.vllm.worker_side import WorkerSide
+from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
+from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import Generated, StoreAddress
 
@@ -121,18 +121,18 @@ class VllmEngine:
         return not self.core.vllm_config.cache_config.enable_prefix_caching
 
     @property
-    def scheduler_side(self) -> SchedulerSide:
-        side: SchedulerSide = self.connector._scheduler
+    def scheduler_side(self) -> SchedulerConnector:
+        side: SchedulerConnector = self.connector._scheduler
         return side
 
     @property
-    def worker_side(self) -> WorkerSide:
+    def worker_side(self) -> WorkerConnector:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        side: WorkerSide = get_kv_transfer_group()._worker
+        side: WorkerConnector = get_kv_transfer_group()._worker
         return side
 
-    def _watch_loads(self, side: SchedulerSide) -> None:
+    def _watch_loads(self, side: SchedulerConnector) -> None:
         """Notes how much of each request came from the store; vLLM does not say."""
         planned, failed = side.allocated, side.loads_failed
 
@@ -148,7 +148,7 @@ class VllmEngine:
 
         side.allocated, side.loads_failed = allocated, loads_failed  # type: ignore[method-assign]
 
-    def _watch_stores(self, side: SchedulerSide) -> None:
+    def _watch_stores(self, side: SchedulerConnector) -> None:
         """Notes which chains were given to the store: its index shows them a moment later."""
         plan, failed = side._plan_store, side._store_failed
 

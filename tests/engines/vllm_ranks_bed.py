@@ -28,12 +28,12 @@ def is_shown(worker: Any) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvclient import KeyChain
-    from kvclient.engines.vllm.keys import Masked
-    from kvclient.engines.vllm.namespaces import chain_spec
+    from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
+    from kvclient.engines.vllm.identity.namespaces import chain_spec
 
     (client,) = get_kv_transfer_group()._worker.clients  # type: ignore[attr-defined]
     chain = KeyChain(chain_spec([replace(client.spec, shard_rank=0)]))
-    keys = Masked(chain.spec.namespace, client.spec.namespace).keys(chain.keys(text(1, TOKENS)))
+    keys = NamespaceKeyMask(chain.spec.namespace, client.spec.namespace).keys(chain.keys(text(1, TOKENS)))
     end_s = time.monotonic() + SHOWN_S
     while client.lookup(keys).hit_blocks < TOKENS // client.spec.block_tokens:
         if time.monotonic() > end_s:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
-from kvclient.engines.transformers.fed import Fed
+from kvclient.engines.transformers.input_tracker import InputTracker
 from kvclient.engines.transformers.prompts import Prompts, common_columns, read_prompts, usable_blocks
-from kvclient.engines.transformers.recorder import Recorder
+from kvclient.engines.transformers.sliding_window import SlidingWindowHistory
 
 BLOCK = 4
 
@@ -77,7 +77,7 @@ def passes(prompts: Prompts, start: int, stop: int, **other: object) -> tuple[to
 @pytest.mark.parametrize("pads", [[0], [0, 5, 12]])
 def test_a_plain_pass_is_taken_and_its_tokens_kept(pads: list[int]) -> None:
     prompts = batch(pads)
-    fed = Fed(prompts)
+    fed = InputTracker(prompts)
     fed.loaded(4)
     for start, stop in ((4, 12), (12, 13), (13, 14)):
         assert fed.take(*passes(prompts, start, stop)) is None
@@ -95,7 +95,7 @@ def test_another_prompt_than_the_one_announced_contradicts_what_was_loaded() -> 
     prompts = batch([0, 2])
     other = Prompts(prompts.ids + 1, prompts.pads)
     for loaded, contradicts in ((0, False), (4, True)):
-        fed = Fed(prompts)
+        fed = InputTracker(prompts)
         fed.loaded(loaded)
         reason = fed.take(*passes(other, loaded, 12))
         assert (reason is not None, fed.contradicts) == (contradicts, contradicts)
@@ -107,7 +107,7 @@ def test_another_prompt_than_the_one_announced_contradicts_what_was_loaded() -> 
 @pytest.mark.parametrize("pads", [[0], [0, 2]])
 def test_a_first_pass_that_begins_at_the_beginning_is_known(pads: list[int]) -> None:
     prompts = batch(pads)
-    fed = Fed(prompts)
+    fed = InputTracker(prompts)
     assert not fed.starts_over(*passes(prompts, 0, 12))  # nothing was loaded
     fed.loaded(4)
     assert fed.starts_over(*passes(prompts, 0, 12))
@@ -147,15 +147,15 @@ def test_passes_that_depend_on_more_than_tokens_and_their_places_are_not_taken()
         (ids - 100, plain),
     ]
     for wrong, given_ in refused:
-        fed = Fed(prompts)
+        fed = InputTracker(prompts)
         assert (fed.take(wrong, given_) or fed.settle()) is not None, given_
     one = batch([0])
-    assert Fed(one).take(torch.from_numpy(one.ids), {"output_attentions": False, "labels": None}) is None
+    assert InputTracker(one).take(torch.from_numpy(one.ids), {"output_attentions": False, "labels": None}) is None
 
 
 def test_a_mask_that_hides_something_for_one_step_is_seen() -> None:
     prompts = batch([0, 2])
-    fed = Fed(prompts)
+    fed = InputTracker(prompts)
     ids, plain = passes(prompts, 0, 12)
     assert fed.take(ids, plain) is None
     ids, plain = passes(prompts, 12, 13)
@@ -170,7 +170,7 @@ def test_a_mask_that_hides_something_for_one_step_is_seen() -> None:
 # ---- what a sliding window forgets ----
 @given(st.integers(0, 5), st.lists(st.tuples(st.sampled_from(["append", "drop", "cut"]), st.integers(0, 12)), max_size=12))
 def test_a_recorder_holds_a_window_of_all_that_passed(start: int, steps: list[tuple[str, int]]) -> None:
-    recorder = Recorder(start)
+    recorder = SlidingWindowHistory(start)
     rows, model, first = 2, np.zeros((2, 0), np.int64), start
     serial = 0
     for what, number in steps:

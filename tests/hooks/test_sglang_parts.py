@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from kvclient import InvalidArgument
 from kvclient.engines.options import HookOptions
 from kvclient.engines.sglang.host_pages import HostPages
-from kvclient.engines.sglang.hybrid import LeadingPages, TrailingPages, restorable
 from kvclient.engines.sglang.model_facts import model_text
 from kvclient.engines.sglang.namespaces import page_spec
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import PageKeys, Prefix
+from kvclient.engines.sglang.pool_hits import LeadingPages, TrailingPages, restorable
 from kvclient.engines.stamps import engine_starts
 
 SHA = st.binary(min_size=32, max_size=32).map(bytes.hex)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from kvclient import BlockBuffer, CacheSpec, InvalidArgument, KeyChain, encode_extra
 from kvclient.engines.options import HookOptions
 from kvclient.engines.stamps import engine_starts
-from kvclient.engines.vllm.adapters import Adapters, AdapterWeights
-from kvclient.engines.vllm.engine_view import check_steps, model_digest, weights_text
-from kvclient.engines.vllm.epochs import Epochs
-from kvclient.engines.vllm.keys import Masked, RequestKeys, is_hashable, request_extras
-from kvclient.engines.vllm.namespaces import GroupFacts, chain_spec, group_spec
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
+from kvclient.engines.vllm.identity.engine_facts import check_steps, model_digest, weights_text
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys, is_hashable, request_extras
+from kvclient.engines.vllm.identity.namespaces import GroupFacts, chain_spec, group_spec
+from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
+from kvclient.engines.vllm.memory.pages import GroupPages, page_order
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.pages import GroupPages, page_order
 from kvclient.engines.vllm.plan import StepAnswer
-from kvclient.engines.vllm.tally import Tally
 from kvclient.engines.weights import sampled_digest
 
 SPEC = CacheSpec(model="m", block_tokens=4, layers=2, layer_block_bytes=64)
@@ -69,7 +69,7 @@ def digest_in(adapters: Adapters, path: Path | str, number: int = 1) -> str | No
 
 def test_an_adapter_is_what_lies_in_its_folder(tmp_path: Path) -> None:
     folders = [adapter_folder(tmp_path / name, *what) for name, *what in (("a",), ("b",), ("c", b"two"), ("d", b"one", 32))]
-    digests = [digest_in(Adapters(Tally()), folder) for folder in folders]
+    digests = [digest_in(Adapters(ConnectorCounters()), folder) for folder in folders]
     assert None not in digests
     assert digests[0] == digests[1], "a copy elsewhere"
     assert len(set(digests)) == 3, "other weights, or the same weights times another factor"
@@ -78,7 +78,7 @@ def test_an_adapter_is_what_lies_in_its_folder(tmp_path: Path) -> None:
 def test_an_adapter_whose_files_have_changed_is_nobodys(tmp_path: Path) -> None:
     """vLLM reads them again after it has evicted the adapter among others: nobody knows which it has."""
     folder, copy = adapter_folder(tmp_path / "a"), adapter_folder(tmp_path / "b")
-    tally = Tally()
+    tally = ConnectorCounters()
     adapters = Adapters(tally)
     weights = adapters.of_request(adapter_of(str(folder)))
     assert weights is not None
@@ -88,7 +88,7 @@ def test_an_adapter_whose_files_have_changed_is_nobodys(tmp_path: Path) -> None:
     adapter_folder(folder, b"two")
     os.utime(folder / "adapter_model.safetensors", ns=(then.st_atime_ns, then.st_mtime_ns))
     assert not weights.unchanged(), "also where its time was set back"
-    assert digest_in(Adapters(Tally()), folder) != weights.digest
+    assert digest_in(Adapters(ConnectorCounters()), folder) != weights.digest
     assert adapters.of_request(adapter_of(str(folder))) is None
     adapter_folder(folder, b"one")
     assert adapters.of_request(adapter_of(str(folder))) is None, "nor when the old ones are back: the engine may have the others"
@@ -100,7 +100,7 @@ def test_an_adapter_whose_files_have_changed_is_nobodys(tmp_path: Path) -> None:
 
 def test_a_number_that_stands_for_two_folders_is_nobodys(tmp_path: Path) -> None:
     """vLLM computes with the first."""
-    adapters = Adapters(Tally())
+    adapters = Adapters(ConnectorCounters())
     assert digest_in(adapters, adapter_folder(tmp_path / "a")) is not None
     assert digest_in(adapters, adapter_folder(tmp_path / "b", b"two")) is None
     assert digest_in(adapters, tmp_path / "a", 2) is not None
@@ -109,7 +109,7 @@ def test_a_number_that_stands_for_two_folders_is_nobodys(tmp_path: Path) -> None
 @pytest.mark.parametrize("spoil", ["missing", "a hub's name", "unreadable", "no config", "blind"])
 def test_adapters_that_cannot_be_told_apart_are_not_shared(spoil: str, tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "a")
-    adapters = Adapters(Tally())
+    adapters = Adapters(ConnectorCounters())
     path = {"missing": str(tmp_path / "b"), "a hub's name": "somebody/something"}.get(spoil, str(folder))
     if spoil == "unreadable":
         (folder / "adapter_model.safetensors").unlink()
@@ -139,10 +139,10 @@ def test_extras_of_adapters_salts_and_images() -> None:
 @given(st.binary(min_size=16, max_size=16), st.lists(st.binary(min_size=16, max_size=16), max_size=9))
 def test_masked_keys_are_a_bijection(namespace: bytes, keys: list[bytes]) -> None:
     chain = SPEC.namespace
-    masked = Masked(chain, namespace).keys(keys)  # type: ignore[arg-type]
+    masked = NamespaceKeyMask(chain, namespace).keys(keys)  # type: ignore[arg-type]
     again = [masked[at : at + 16] for at in range(0, len(masked), 16)]
-    assert Masked(namespace, chain).keys(again) == b"".join(keys)  # type: ignore[arg-type]
-    assert Masked(chain, chain).keys(keys) == b"".join(keys)  # type: ignore[arg-type]
+    assert NamespaceKeyMask(namespace, chain).keys(again) == b"".join(keys)  # type: ignore[arg-type]
+    assert NamespaceKeyMask(chain, chain).keys(keys) == b"".join(keys)  # type: ignore[arg-type]
     assert namespace == chain or all(one != other for one, other in zip(again, keys, strict=True))
 
 
@@ -300,7 +300,7 @@ def test_layerwise_loads_are_refused_where_steps_build_on_what_may_not_have_come
 
 
 def test_an_epoch_of_a_file_and_an_epoch_of_nobody_else(tmp_path: Path) -> None:
-    alone = Epochs(ConnectorOptions.from_mapping({"weights_epoch": "7"}))
+    alone = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch": "7"}))
     assert (alone.name, alone.number) == ("7", 0)
     alone.advance()
     first = alone.name
@@ -308,9 +308,9 @@ def test_an_epoch_of_a_file_and_an_epoch_of_nobody_else(tmp_path: Path) -> None:
     assert len({"7", first, alone.name}) == 3
     path = tmp_path / "epoch"
     with pytest.raises(InvalidArgument):
-        Epochs(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
+        WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
     path.write_text(" 8\n")
-    named = Epochs(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
+    named = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
     assert named.name == "8"
     path.write_text("9")
     named.advance()
@@ -430,7 +430,7 @@ def test_answers_add_up_in_any_order(workers: list[dict[int, bool]]) -> None:
 
 
 def test_a_tally_tells_each_count_once() -> None:
-    tally = Tally()
+    tally = ConnectorCounters()
     tally.add("loads")
     tally.add("load_bytes", 5)
     assert tally.take() == {"loads": 1, "load_bytes": 5}

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from test_vllm_scheduler_side import BLOCK, SPEC, Pool, Request, request
 
 from kvclient import InvalidArgument, KeyChain
-from kvclient.engines.vllm.engine_view import GroupView
-from kvclient.engines.vllm.pd_options import PdOptions
-from kvclient.engines.vllm.pd_params import Role, Transfer, read_transfer
-from kvclient.engines.vllm.pd_plan import AbandonJob, PdAnswer, PdPlan
-from kvclient.engines.vllm.pd_scheduler import PdScheduler, Stage
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.engine_facts import GroupView
+from kvclient.engines.vllm.pd.options import PdOptions
+from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
+from kvclient.engines.vllm.pd.plan import AbandonJob, PdAnswer, PdPlan
+from kvclient.engines.vllm.pd.scheduler import PdScheduler, Stage
 from kvclient.engines.vllm.plan import StepAnswer
-from kvclient.engines.vllm.tally import Tally
 
 CHAIN = KeyChain(SPEC)
 HERE = Transfer(Role.DECODE, "t1")
@@ -89,7 +89,7 @@ def test_how_far_a_group_looks_back(kind: str, window: int) -> None:
 
 # ---- the decode engine ----
 def decisions(pool: Pool | None = None, windows: tuple[int, ...] = (0,), workers: int = 1) -> PdScheduler:
-    made = PdScheduler(BLOCK, windows, 0.5, Tally(), workers=workers)
+    made = PdScheduler(BLOCK, windows, 0.5, ConnectorCounters(), workers=workers)
     made.bind_pool(pool if pool is not None else Pool(64))
     return made
 

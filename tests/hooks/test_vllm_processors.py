@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from kvclient.engines.vllm.processors import unbound
+from kvclient.engines.vllm.worker.cpu_affinity import unbound
 
 
 def allowed() -> set[int]:

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey, CacheSpec, KeyChain, Lookup
-from kvclient.engines.vllm.keys import RequestKeys
-from kvclient.engines.vllm.lookups import Found
+from kvclient.engines.vllm.identity.keys import RequestKeys
 from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import SaveJob, StepAnswer, StepPlan
-from kvclient.engines.vllm.scheduler_side import SchedulerSide
+from kvclient.engines.vllm.scheduler.prefix_lookup import PrefixMatch
+from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 
 BLOCK = 4
 SPEC = CacheSpec(model="m", block_tokens=BLOCK, layers=2, layer_block_bytes=64)
@@ -82,10 +82,10 @@ class Shelf:
         self.hits = hits
         self.groups = groups
         self.at_once = at_once
-        self.open: list[tuple[Future[Found], RequestKeys, Sequence[int], int]] = []
+        self.open: list[tuple[Future[PrefixMatch], RequestKeys, Sequence[int], int]] = []
         self.closed = False
 
-    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[Found]:
+    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[PrefixMatch]:
         self.open.append((Future(), keys, tokens, blocks))
         future = self.open[-1][0]
         if self.at_once:
@@ -97,15 +97,15 @@ class Shelf:
             wanted = keys.upto(tokens, blocks)
             hit = min(self.hits, len(wanted))
             lookup = Lookup(wanted, hit)
-            future.set_result(Found(hit, [{b"n" * 16: lookup} for _ in range(self.groups)]))
+            future.set_result(PrefixMatch(hit, [{b"n" * 16: lookup} for _ in range(self.groups)]))
         self.open.clear()
 
     def close(self) -> None:
         self.closed = True
 
 
-def side(shelf: Shelf, pool: Pool | None = None, **options: Any) -> SchedulerSide:
-    made = SchedulerSide(ConnectorOptions(**{"lookup_wait_ms": 0.0, **options}), BLOCK, events=True)
+def side(shelf: Shelf, pool: Pool | None = None, **options: Any) -> SchedulerConnector:
+    made = SchedulerConnector(ConnectorOptions(**{"lookup_wait_ms": 0.0, **options}), BLOCK, events=True)
     made.connect(shelf, 0, "")  # type: ignore[arg-type]
     if pool is not None:
         made.bind_pool(pool)
@@ -116,7 +116,7 @@ def request(tokens: int, name: str = "r") -> Request:
     return Request(name, random.Random(name).choices(range(1000), k=tokens))
 
 
-def plan(made: SchedulerSide, one: Request, tokens: int, ids: list[list[int]], drafts: int = 0) -> StepPlan:
+def plan(made: SchedulerConnector, one: Request, tokens: int, ids: list[list[int]], drafts: int = 0) -> StepPlan:
     found = made.plan_step({one.request_id: tokens}, {one.request_id: [0] * drafts}, lambda _: ids)
     one.num_computed_tokens += tokens - drafts
     return found
@@ -276,7 +276,7 @@ def test_blocks_are_stored_when_they_are_full_and_known() -> None:
 
 def test_all_workers_answer_before_pages_are_free() -> None:
     pool = Pool(9)
-    made = SchedulerSide(ConnectorOptions(), BLOCK, workers=3)
+    made = SchedulerConnector(ConnectorOptions(), BLOCK, workers=3)
     made.connect(Shelf(), 0, "")  # type: ignore[arg-type]
     made.bind_pool(pool)
     one = request(4)
@@ -294,7 +294,7 @@ def test_all_workers_answer_before_pages_are_free() -> None:
 @pytest.mark.parametrize("then", ["whole", "failed", "other weights", "pages wanted"])
 def test_with_several_workers_what_a_step_that_loads_computes_waits_until_all_have_told(then: str) -> None:
     pool = Pool(20)
-    made = SchedulerSide(ConnectorOptions(load_mode="layerwise", lookup_wait_ms=0.0), BLOCK, workers=2)
+    made = SchedulerConnector(ConnectorOptions(load_mode="layerwise", lookup_wait_ms=0.0), BLOCK, workers=2)
     made.connect(Shelf(hits=3), 0, "")  # type: ignore[arg-type]
     made.bind_pool(pool)
     one, ids = request(25), [list(range(1, 8))]

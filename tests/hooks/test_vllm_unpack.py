@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm.namespaces import GroupFacts, group_spec
+from kvclient.engines.vllm.identity.namespaces import GroupFacts, group_spec
 from kvclient.engines.vllm.unpack import PageLayout, find_pages
 from kvstore.embedded.cluster import LocalCluster
 

@@ -19,16 +19,16 @@ from test_vllm_scheduler_side import Pool, Request
 
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvclient.engines.options import HookOptions
-from kvclient.engines.vllm import worker_side
-from kvclient.engines.vllm.keys import Masked, RequestKeys
-from kvclient.engines.vllm.lookups import Finder, Found
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
+from kvclient.engines.vllm.memory.pages import GroupPages
 from kvclient.engines.vllm.options import ConnectorOptions
-from kvclient.engines.vllm.pages import GroupPages
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
-from kvclient.engines.vllm.saver import Saver
-from kvclient.engines.vllm.scheduler_side import SchedulerSide
-from kvclient.engines.vllm.tally import Tally
-from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
+from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup, PrefixMatch
+from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
+from kvclient.engines.vllm.worker import worker_connector as worker_side
+from kvclient.engines.vllm.worker.store_worker import StoreWorker
+from kvclient.engines.vllm.worker.worker_connector import LoadCompletions, WorkerConnector
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 BLOCK, LAYERS, PAGES = 4, 3, 32
@@ -84,7 +84,7 @@ class Rank:
             ]
 
         pages = [GroupPages(list(cache), PAGES) for cache in self.caches]
-        self.side = WorkerSide(ConnectorOptions(hook=self.hook), connect, "", pages, [NAMES] * len(specs), stores=stores)
+        self.side = WorkerConnector(ConnectorOptions(hook=self.hook), connect, "", pages, [NAMES] * len(specs), stores=stores)
 
     def save(self, ids: Sequence[Sequence[int]], keys: RequestKeys, first: int = 0, job_id: int = 1) -> set[int]:
         """Stores pages as the first blocks of ``TOKENS``; the jobs that failed."""
@@ -104,7 +104,9 @@ class Rank:
     def chain(self) -> bytes:
         return replace(self.specs[0], shard_rank=0).namespace
 
-    def load(self, found: Found, ids: Sequence[Sequence[int]], *, layerwise: bool = False, start: int = 0) -> Arrivals:
+    def load(
+        self, found: PrefixMatch, ids: Sequence[Sequence[int]], *, layerwise: bool = False, start: int = 0
+    ) -> LoadCompletions:
         parts = [
             GroupLoad(group, list(one), start, {name: lookup.part(start, start + len(one)) for name, lookup in lookups.items()})
             for group, (one, lookups) in enumerate(zip(ids, found.by_group, strict=True))
@@ -118,8 +120,8 @@ class Rank:
             return self.side.arrivals(StepPlan(has_tokens=True), set())
         return self.until_received()
 
-    def until_received(self) -> Arrivals:
-        total = Arrivals()
+    def until_received(self) -> LoadCompletions:
+        total = LoadCompletions()
         end_s = time.monotonic() + WAIT_S
         while not total.received:
             assert time.monotonic() < end_s
@@ -137,11 +139,11 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def find(cluster: LocalCluster) -> Iterator[Callable[..., tuple[Found, RequestKeys]]]:
-    finders: list[Finder] = []
+def find(cluster: LocalCluster) -> Iterator[Callable[..., tuple[PrefixMatch, RequestKeys]]]:
+    finders: list[BackgroundLookup] = []
 
-    def look_up(groups: Sequence[Sequence[CacheSpec]], least: int = 0) -> tuple[Found, RequestKeys]:
-        finders.append(Finder(HookOptions(metadata=cluster.metadata_address), groups, Tally()))
+    def look_up(groups: Sequence[Sequence[CacheSpec]], least: int = 0) -> tuple[PrefixMatch, RequestKeys]:
+        finders.append(BackgroundLookup(HookOptions(metadata=cluster.metadata_address), groups, ConnectorCounters()))
         end_s = time.monotonic() + WAIT_S
         while True:
             keys = RequestKeys(finders[-1].chain, {})
@@ -157,7 +159,7 @@ def find(cluster: LocalCluster) -> Iterator[Callable[..., tuple[Found, RequestKe
         finder.close()
 
 
-Find = Callable[..., tuple[Found, RequestKeys]]
+Find = Callable[..., tuple[PrefixMatch, RequestKeys]]
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -169,7 +171,7 @@ def test_pages_come_back_in_other_places(cluster: LocalCluster, find: Find, laye
     found, _ = find([[spec()]], 5)
     assert found.hit_blocks == 5
     arrivals = reader.load(found, [[20, 21, 5]], layerwise=layerwise, start=2)
-    assert arrivals == (Arrivals() if layerwise else Arrivals({"r"}))
+    assert arrivals == (LoadCompletions() if layerwise else LoadCompletions({"r"}))
     assert torch.equal(reader.caches[0][:, [20, 21, 5]], writer.caches[0][:, [4, 1, 30]])
     others = [page for page in range(PAGES) if page not in {20, 21, 5}]
     assert not reader.caches[0][:, others].any(), "nothing else was touched"
@@ -271,7 +273,7 @@ def test_pages_that_are_wanted_back_do_not_wait_for_the_node(cluster: LocalClust
     assert rank.save([[9, 10]], keys, job_id=5) == set(), "later ones are stored"
     found, _ = find([[spec()]], 2)
     assert found.hit_blocks == 2
-    assert rank.load(found, [[20, 21]]) == Arrivals({"r"})
+    assert rank.load(found, [[20, 21]]) == LoadCompletions({"r"})
     assert rank.caches[0][:, 20:22].isnan().all(), "as they were when they were stored, not what had been there before"
     assert rank.side.tally.totals()["stores_dropped"] == 4
     rank.side.close()
@@ -302,7 +304,7 @@ def test_pages_that_are_wanted_back_are_waited_for_once_a_step(
 ) -> None:
     rank = Rank(cluster, [spec()], seed=9)
     waits: list[float] = []
-    monkeypatch.setattr(Saver, "drain", lambda _, timeout_s: bool(waits.append(timeout_s)))
+    monkeypatch.setattr(StoreWorker, "drain", lambda _, timeout_s: bool(waits.append(timeout_s)))
     plan = StepPlan(give_up_saves=True)
     rank.side.begin_step(plan)
     rank.side.begin_loads(plan)
@@ -345,7 +347,7 @@ def test_two_ranks_are_shards_and_a_hit_needs_both(cluster: LocalCluster, find: 
     assert found.hit_blocks == 4, "as far as both have it"
     for rank, one in enumerate(shards):
         reader = Rank(cluster, [one])
-        assert reader.load(found, [[9, 8, 7, 6]]) == Arrivals({"r"})
+        assert reader.load(found, [[9, 8, 7, 6]]) == LoadCompletions({"r"})
         writer = torch.rand(LAYERS, PAGES, *PAGE, generator=torch.Generator().manual_seed(10 + rank))
         assert torch.equal(reader.caches[0][:, [9, 8, 7, 6]], writer[:, :4])
         reader.side.close()
@@ -358,11 +360,13 @@ def test_what_ranks_compute_from_another_ranks_garbage_is_not_stored(tmp_path: P
     tokens, pages = TOKENS[: 5 * BLOCK], [9, 8, 7, 6, 5]
     with LocalCluster([NodeSpec(name, dram_bytes=16 << 20) for name in "ab"], tmp_path) as cluster:
         ranks = [Rank(cluster, [one], seed=rank, node=node) for rank, (one, node) in enumerate(zip(shards, "ab", strict=True))]
-        finder = Finder(HookOptions(metadata=cluster.metadata_address, lookup_deadline_s=5.0), [shards], Tally())
+        finder = BackgroundLookup(
+            HookOptions(metadata=cluster.metadata_address, lookup_deadline_s=5.0), [shards], ConnectorCounters()
+        )
         keys = RequestKeys(finder.chain, {})
         for rank in ranks:
             assert rank.save([[1, 2, 3]], keys) == set()
-        decides = SchedulerSide(ConnectorOptions(load_mode="layerwise"), BLOCK, workers=2)
+        decides = SchedulerConnector(ConnectorOptions(load_mode="layerwise"), BLOCK, workers=2)
         decides.connect(finder, 0, "")
         decides.bind_pool(Pool(PAGES))
         one = Request("r", tokens)
@@ -401,7 +405,7 @@ def test_what_ranks_compute_from_another_ranks_garbage_is_not_stored(tmp_path: P
             ranks[1]
             .side.clients[0]
             .load(
-                Masked(ranks[1].chain, shards[1].namespace).keys(keys.upto(tokens, 5)),
+                NamespaceKeyMask(ranks[1].chain, shards[1].namespace).keys(keys.upto(tokens, 5)),
                 torch.zeros(5, LAYERS, PAGE_BYTES, dtype=torch.uint8).numpy(),
             )
         )

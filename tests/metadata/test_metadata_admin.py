@@ -13,7 +13,7 @@ from kvproto.v1 import metadata_pb2
 from kvproto.v1.admin_pb2_grpc import MetadataAdminStub
 from kvproto.v1.common_pb2 import CacheSpec
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable
-from kvstore.metadata import lookup
+from kvstore.metadata.indexing import lookup
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
 
 KEYS = chain("k", 8)

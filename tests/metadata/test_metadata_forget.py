@@ -15,9 +15,9 @@ from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.nodes import NodeTable
+from kvstore.metadata.indexing.index_mutations import register_node
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.server import MetadataServer
-from kvstore.metadata.writes import register_node
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call_aio, connect_aio
 

@@ -14,7 +14,7 @@ from kvproto.v1.common_pb2 import DrainOrder, DrainProgress, Tier
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable, Unsupported
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.orders import MAX_LOCATED
+from kvstore.metadata.membership.node_admin import MAX_LOCATED
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
 

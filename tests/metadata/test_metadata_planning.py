@@ -26,7 +26,7 @@ from kvstore.dualpath.contract import LoadPlan
 from kvstore.dualpath.planner import DEADLINE_GRACE_S, PATIENCE_S, PLAN_LIFE_S
 from kvstore.dualpath.queues import QUEUE_S
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.planning import Planning
+from kvstore.metadata.scheduling.planner_service import Planning
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
 

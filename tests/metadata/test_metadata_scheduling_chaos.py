@@ -16,7 +16,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import KVStoreError
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import SchedulerLimits
-from kvstore.metadata.scheduling import Scheduling
+from kvstore.metadata.scheduling.scheduler_service import Scheduling
 from kvstore.observe.counters import Counters
 
 TTL_S = 1.0

@@ -11,9 +11,9 @@ from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import ManualClock
 from kvstore.core.digests import key_range
 from kvstore.core.types import BlockKey, BootId, VolumeId
-from kvstore.node.antientropy import AntiEntropy
-from kvstore.node.block import Block
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.publish.anti_entropy import AntiEntropy
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.clock import MonotonicClock
-from kvstore.node.buffers import StagingBuffer
-from kvstore.node.wanted import Wanted
+from kvstore.node.base.cancellation import Wanted
+from kvstore.node.loads.staging_budget import StagingBuffer
 from kvstore.observe.counters import Counters
 
 SOON_S = 0.02

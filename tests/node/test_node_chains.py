@@ -8,9 +8,9 @@ import pytest
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
-from kvstore.node.block import Block
-from kvstore.node.domain import Domain
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena

@@ -14,13 +14,13 @@ from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
-from kvstore.node.block import Block, Home
-from kvstore.node.checking import ENDED, Check, CheckState, VolumeChecks
-from kvstore.node.domain import Domains
-from kvstore.node.evicting import quarantine
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.durability.scrub import ENDED, Check, CheckState, VolumeChecks
+from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.eviction.on_demand import quarantine
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block, Home
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import LocalTarget
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
 from kvstore.tiers.arena import DramArena
@@ -210,7 +210,7 @@ def test_one_check_of_a_volume_at_a_time_and_it_can_be_called_off(node: Node) ->
 
 
 def test_blocks_that_left_before_their_turn_are_told_apart(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.checking.PIN_BLOCKS", 4)
+    monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 4)
     node.plan.add(Fault.HANG, operation=Operation.READ, times=1)
     check = node.checks.begin(node.home, b"1" * 16, FAST)
     assert node.plan.hanging.acquire(timeout=WAIT_S), "it reads the first four, which are pinned"
@@ -224,7 +224,7 @@ def test_blocks_that_left_before_their_turn_are_told_apart(node: Node, monkeypat
 
 
 def test_a_check_keeps_to_its_rate_and_a_cancelled_one_stops_short(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.checking.PIN_BLOCKS", 1)
+    monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 1)
     check = node.checks.begin(node.home, b"1" * 16, 1)  # the first block, then an hour of rest
     end_s = time.monotonic() + WAIT_S
     while check.good < 1:

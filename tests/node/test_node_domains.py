@@ -6,8 +6,8 @@ import pytest
 
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.spec import CacheSpec
-from kvstore.node import domain
-from kvstore.node.domain import Domains
+from kvstore.node.state import namespaces as domain
+from kvstore.node.state.namespaces import Domains
 
 MOST = 3
 

@@ -13,12 +13,12 @@ import pytest
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, VolumeId
-from kvstore.node.block import Block, Home
-from kvstore.node.domain import Domains
-from kvstore.node.evicting import evict_down_to
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.eviction.on_demand import evict_down_to
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block, Home
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import LocalTarget
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot

@@ -12,7 +12,7 @@ from test_node_table import Harness, key_of, make_harness
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockKey
-from kvstore.node.evicting import evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.on_demand import evict_down_to, evict_namespace, invalidate
 
 
 @pytest.fixture

@@ -14,19 +14,19 @@ import pytest
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, VolumeId
-from kvstore.node.block import Block, Home
-from kvstore.node.checking import CheckState, VolumeChecks
-from kvstore.node.domain import Domains
-from kvstore.node.evicting import evict_all_nvme
-from kvstore.node.last_chance import write_back
-from kvstore.node.loader import Loader, Part
-from kvstore.node.located import pin_stored
-from kvstore.node.mounts import make_mounts
-from kvstore.node.peers import Peers
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.base.volume_guard import VolumeStalled
+from kvstore.node.durability.scrub import CheckState, VolumeChecks
+from kvstore.node.durability.shutdown_flush import write_back
+from kvstore.node.durability.writeback import LocalTarget, WriteBehind
+from kvstore.node.eviction.on_demand import evict_all_nvme
+from kvstore.node.loads.loader import Loader, Part
+from kvstore.node.loads.locate import pin_stored
+from kvstore.node.loads.mounts import make_mounts
+from kvstore.node.loads.peers import Peers
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block, Home
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.volume_guard import VolumeStalled
-from kvstore.node.writebehind import LocalTarget, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
 from kvstore.tiers.arena import DramArena

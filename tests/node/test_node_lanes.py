@@ -8,7 +8,7 @@ from contextvars import copy_context
 import pytest
 
 from kvstore.core.errors import CapacityExceeded
-from kvstore.node.lanes import Lanes
+from kvstore.node.rpc.wait_threads import Lanes
 from kvstore.observe.counters import Counters
 from kvstore.rpc import access
 from kvstore.rpc.tokens import Caller, Role

@@ -13,13 +13,13 @@ from test_node_tenants import Node as TenantsNode
 
 from kvstore.core.errors import Internal
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
-from kvstore.node import last_chance
-from kvstore.node.block import Block
-from kvstore.node.domain import Domain, Domains
-from kvstore.node.last_chance import _hottest_first, make_durable
-from kvstore.node.staying import what_stays
+from kvstore.node.durability import shutdown_flush as last_chance
+from kvstore.node.durability.shutdown_flush import _hottest_first, make_durable
+from kvstore.node.durability.shutdown_selection import what_stays
+from kvstore.node.durability.writeback import Target, WriteBehind
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import Target, WriteBehind
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.slab import NvmeSlab

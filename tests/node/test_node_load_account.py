@@ -11,11 +11,11 @@ import pytest
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import NodeId, Outcome, Tier
-from kvstore.node import asked
-from kvstore.node.asked import asking
-from kvstore.node.load_account import LoadAccounts
-from kvstore.node.loader import Part
-from kvstore.node.pulse import BEAT_S, MISSED_S, Pulse
+from kvstore.node.base.process_stall import BEAT_S, MISSED_S, Pulse
+from kvstore.node.loads import peer_waits as asked
+from kvstore.node.loads.loader import Part
+from kvstore.node.loads.peer_waits import asking
+from kvstore.node.loads.timings import LoadAccounts
 from kvstore.observe.counters import Counters
 from kvstore.observe.recent import LoadRecord, RecentLoads
 

@@ -12,14 +12,14 @@ import pytest
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, NodeId, Outcome, VolumeId
-from kvstore.node.block import Home
-from kvstore.node.domain import Domains
-from kvstore.node.loader import Loader, Part
-from kvstore.node.mounts import make_mounts
-from kvstore.node.peers import Peers
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.loads.loader import Loader, Part
+from kvstore.node.loads.mounts import make_mounts
+from kvstore.node.loads.peers import Peers
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Home
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import LocalTarget
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot

@@ -10,10 +10,10 @@ import pytest
 
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
 from kvstore.lab.filled_table import BytelessVolume, FilledTable
-from kvstore.node.block import Block, Home
-from kvstore.node.domain import Domains
-from kvstore.node.leaving import Leaving
-from kvstore.node.place_map import PlaceMap
+from kvstore.node.state.eviction_reason import Leaving
+from kvstore.node.state.model import Block, Home
+from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.slot_map import PlaceMap
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.ghost_list import GhostList
 from kvstore.tiers.header import seal_of, slot_bytes

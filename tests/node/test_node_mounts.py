@@ -15,8 +15,8 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
 from kvstore.node.config import MountConfig, NodeConfig
-from kvstore.node.domain import Domain, Domains
-from kvstore.node.mounts import Answers, Mount, Mounts
+from kvstore.node.loads.mounts import Answers, Mount, Mounts
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.observe.counters import Counters
 from kvstore.testing.mount_suite import put
 from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload
@@ -122,8 +122,8 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
     tmp_path: Path, owner: NvmeSlab, domain: Domain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
-    monkeypatch.setattr("kvstore.node.mounts.THREADS", 1)
-    monkeypatch.setattr("kvstore.node.volume_guard.CHANGERS", 0)
+    monkeypatch.setattr("kvstore.node.loads.mounts.THREADS", 1)
+    monkeypatch.setattr("kvstore.node.base.volume_guard.CHANGERS", 0)
     mount = Mount(MountConfig(NAME, tmp_path / "v"), io_threads=2, counters=Counters(), clock=MonotonicClock())
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
     begun, go_on = threading.Event(), threading.Event()

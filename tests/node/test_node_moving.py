@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.types import BlockKey, NamespaceId, NodeId
-from kvstore.node.moving import Moves, free_room, plan_moves, room_of
+from kvstore.node.control.migration_plan import Moves, free_room, plan_moves, room_of
 
 NAMESPACES = [NamespaceId(bytes([number]) * 16) for number in (1, 2)]
 

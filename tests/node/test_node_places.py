@@ -16,12 +16,12 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, BootId, NamespaceId, NodeId, StoreOutcome, Tier, VolumeId
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.node.block import Home, Prepared
-from kvstore.node.domain import Domain
-from kvstore.node.places import PATIENCE
-from kvstore.node.replicas import ReplicaLog, runs_of
+from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.state.chain_conflicts import PATIENCE
+from kvstore.node.state.change_log import ReplicaLog, runs_of
+from kvstore.node.state.model import Home, Prepared
+from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import LocalTarget
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.policy import make_policy

@@ -10,9 +10,9 @@ from test_node_staging import SHAPE, SPEC, Node, Storage, keys
 
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.types import BlockRun, NamespaceId, Outcome, StoreOutcome
-from kvstore.node.loader import Part
-from kvstore.node.prompts import Prompts
-from kvstore.node.wanted import Wanted
+from kvstore.node.base.cancellation import Wanted
+from kvstore.node.loads.loader import Part
+from kvstore.node.loads.prompt_wait import Prompts
 from kvstore.testing.memory_provider import block_payload
 
 LONG_S = 20.0

@@ -10,14 +10,14 @@ import pytest
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, VolumeId
-from kvstore.node import read_rate
-from kvstore.node.block import Home
-from kvstore.node.checking import ENDED, VolumeChecks
-from kvstore.node.domain import Domains
-from kvstore.node.read_rate import ReadRate
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.durability import read_rate
+from kvstore.node.durability.read_rate import ReadRate
+from kvstore.node.durability.scrub import ENDED, VolumeChecks
+from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Home
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import LocalTarget
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
 from kvstore.tiers.arena import DramArena

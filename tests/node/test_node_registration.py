@@ -16,9 +16,9 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, VolumeId
-from kvstore.node.block import Block
-from kvstore.node.publisher import BATCHES_IN_FLIGHT, Publisher
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.publish.publisher import BATCHES_IN_FLIGHT, Publisher
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.errors import abort_arguments
@@ -61,7 +61,7 @@ def test_a_refused_node_says_so_and_keeps_trying_as_the_same_boot(caplog: pytest
         tls=None,
         anti_entropy_interval_s=60.0,
     )  # nothing is held, and what registers names no volumes: of the table only its names are read
-    with caplog.at_level(logging.WARNING, "kvstore.node.publisher"):
+    with caplog.at_level(logging.WARNING, "kvstore.node.publish.publisher"):
         publisher.start()
         assert publisher.wait_registered(PATIENCE_S)
         publisher.stop(PATIENCE_S)
@@ -111,7 +111,7 @@ class Deaf(Breaking):
 @pytest.mark.parametrize("door", [Breaking(3), Deaf(0)], ids=["broken", "never acknowledged"])
 def test_a_stream_that_fails_within_a_round_loses_none_of_it(door: Breaking, monkeypatch: pytest.MonkeyPatch) -> None:
     """More batches in one round than may be in flight: those that were never sent go out over the next stream."""
-    monkeypatch.setattr("kvstore.node.publisher.ACK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("kvstore.node.publish.publisher.ACK_TIMEOUT_S", 0.5)
     counters = Counters()
     server = grpc.server(ThreadPoolExecutor(4))
     metadata_pb2_grpc.add_MetadataServicer_to_server(door, server)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.digests import key_range
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
-from kvstore.node.replicas import ReplicaLog, runs_of
+from kvstore.node.state.change_log import ReplicaLog, runs_of
 from kvstore.observe.counters import Counters
 
 VOLUME = VolumeId("n/dram")

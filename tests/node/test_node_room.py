@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
-from kvstore.node.block import Block, Home
-from kvstore.node.domain import Domain, Domains
-from kvstore.node.replicas import ReplicaLog
-from kvstore.node.room import LOOK, Room
+from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.eviction.space import LOOK, Room
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block, Home
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import LocalTarget
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot

@@ -18,7 +18,7 @@ from test_node_tenants import BLOCK, SKIPPED, STORED, Node
 from kvproto.v1.metadata_pb2 import Retention
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import Tier
-from kvstore.node.evicting import evict_down_to, evict_namespace, invalidate
+from kvstore.node.eviction.on_demand import evict_down_to, evict_namespace, invalidate
 
 HALF_DRAM, HALF_NVME = ARENA_BYTES // BLOCK // 2, SLAB_BYTES // (2 * BLOCK) // 2  # a slot has a header
 

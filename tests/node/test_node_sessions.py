@@ -13,10 +13,10 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS, TENANT_SHARE
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
-from kvstore.node.domain import Domain, Domains
-from kvstore.node.gate import Gate
-from kvstore.node.replicas import ReplicaLog
-from kvstore.node.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
+from kvstore.node.base.admission_gate import Gate
+from kvstore.node.rpc.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc import access

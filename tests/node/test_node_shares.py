@@ -12,13 +12,13 @@ from test_node_tenants import BLOCK, SKIPPED, STORED, Node
 
 from kvproto.v1.metadata_pb2 import HeartbeatRequest
 from kvstore.core.types import BlockRun, NodeId, Tier
-from kvstore.node import tenants
-from kvstore.node.evicting import leave_nvme
-from kvstore.node.gate import Gate
-from kvstore.node.leaving import Leaving
-from kvstore.node.peers import PeerAddress
-from kvstore.node.pull import Puller
-from kvstore.node.tenants import beyond_pins, claim_durable, durable_victims, over_share, unclaim_durable
+from kvstore.node.base.admission_gate import Gate
+from kvstore.node.control.pull import Puller
+from kvstore.node.eviction import quotas as tenants
+from kvstore.node.eviction.on_demand import leave_nvme
+from kvstore.node.eviction.quotas import beyond_pins, claim_durable, durable_victims, over_share, unclaim_durable
+from kvstore.node.loads.peers import PeerAddress
+from kvstore.node.state.eviction_reason import Leaving
 
 
 @pytest.fixture(params=["gap", "lru", "s3-fifo"])

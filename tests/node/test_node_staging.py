@@ -12,16 +12,16 @@ import pytest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, NodeId, Outcome, VolumeId
-from kvstore.node import gate as node_gate
-from kvstore.node.block import Block
-from kvstore.node.buffers import StagingBuffer
-from kvstore.node.domain import Domain, Domains
-from kvstore.node.loader import Loader, Part, Source
-from kvstore.node.mounts import make_mounts
-from kvstore.node.peers import PeerAddress, Peers
-from kvstore.node.provider import NodeProvider
-from kvstore.node.replicas import ReplicaLog
-from kvstore.node.staging import Stager
+from kvstore.node.base import admission_gate as node_gate
+from kvstore.node.loads.layered import Stager
+from kvstore.node.loads.loader import Loader, Part, Source
+from kvstore.node.loads.mounts import make_mounts
+from kvstore.node.loads.peers import PeerAddress, Peers
+from kvstore.node.loads.provider import NodeProvider
+from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload

@@ -21,9 +21,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from kvstore.core.checksum import layer_checksums, verify
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
-from kvstore.node.block import Block, Home, Prepared, Vigil
-from kvstore.node.domain import Domain, Domains
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block, Home, Prepared, Vigil
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena

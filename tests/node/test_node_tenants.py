@@ -18,13 +18,13 @@ from kvproto.v1.metadata_pb2 import HeartbeatRequest, Retention
 from kvstore.core.clock import ManualClock
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, BlockRun, StoreOutcome, Tier
-from kvstore.node.block import Block, Home, Prepared
-from kvstore.node.domain import Domains
-from kvstore.node.replicas import ReplicaLog
-from kvstore.node.retention import Retainer
+from kvstore.node.control.retention import Retainer
+from kvstore.node.durability.writeback import LocalTarget
+from kvstore.node.eviction.quotas import Accounts, held_bytes
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block, Home, Prepared
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
-from kvstore.node.tenants import Accounts, held_bytes
-from kvstore.node.writebehind import LocalTarget
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.tiers.arena import DramArena

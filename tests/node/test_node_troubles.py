@@ -12,11 +12,11 @@ import pytest
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.limits import MAX_REASON
-from kvstore.node.block import Home
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.base.volume_guard import VolumeStalled, ignore
+from kvstore.node.publish.health import BEHIND_S, QUARANTINE_TOLD_S, Troubles
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Home
 from kvstore.node.table import BlockTable
-from kvstore.node.troubles import BEHIND_S, QUARANTINE_TOLD_S, Troubles
-from kvstore.node.volume_guard import VolumeStalled, ignore
 from kvstore.observe.counters import Counters
 from kvstore.observe.failing import FORGOTTEN_S, SETTLED_S, Failing
 from kvstore.tiers.contract import DurableVolume

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from kvstore.core.clock import MonotonicClock
-from kvstore.node.volume_guard import CHANGERS, VolumeGuard, VolumeStalled, ignore
+from kvstore.node.base.volume_guard import CHANGERS, VolumeGuard, VolumeStalled, ignore
 from kvstore.observe.counters import Counters
 
 STALL_S = 0.1

@@ -11,11 +11,11 @@ from test_node_staging import DRAM, SHAPE, SPEC, Node, Storage, keys
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, Outcome
-from kvstore.node.block import Block, Claim
-from kvstore.node.domain import Domain, Domains
-from kvstore.node.prompts import Prompts
-from kvstore.node.replicas import ReplicaLog
-from kvstore.node.wanted import Wanted, ending, over, result, wait
+from kvstore.node.base.cancellation import Wanted, ending, over, result, wait
+from kvstore.node.loads.prompt_wait import Prompts
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Block, Claim
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate
 from kvstore.transport.contract import ReadPart, ReadRequest

@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
-from kvstore.node.block import Block
+from kvstore.node.durability.writeback import Target, Turns, WriteBehind
+from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
-from kvstore.node.writebehind import Target, Turns, WriteBehind
 from kvstore.observe.counters import Counters
 
 

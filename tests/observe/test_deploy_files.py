@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from monitored import ALERTS, DASHBOARD, MATCHER, REPOSITORY, RUNBOOK, SCRAPES, SELECTOR, VLLM_PREFIX, alerts, panels, targets
 
-from kvclient.engines.vllm.tally import COUNTERS
+from kvclient.engines.vllm.counters import COUNTERS
 from kvstore.observe.metrics import METRICS, Kind, Limit, Metric
 from kvstore.observe.names import CONSTANT_LABELS
 

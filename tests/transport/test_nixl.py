@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.node.config import NodeConfig
-from kvstore.node.one_sided import NixlPorts
+from kvstore.node.loads.nixl import NixlPorts
 from kvstore.observe.counters import Counters
 from kvstore.transport.nixl.agent import NixlOptions, Region
 

@@ -27,8 +27,8 @@ from kvstore.core.buffers import BlockBuffer
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.node.block import Block
-from kvstore.node.domain import Domain
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import PIECE_BLOCKS
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.header import slot_bytes

@@ -17,8 +17,8 @@ from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.checksum import verify
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, NamespaceId
-from kvstore.node.block import Block
-from kvstore.node.replicas import runs_of
+from kvstore.node.state.change_log import runs_of
+from kvstore.node.state.model import Block
 
 _log = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from kvclient.near import StoredVolume
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.node.config import MountConfig
-from kvstore.node.domain import Domain
-from kvstore.node.mounts import Answers, Mount
+from kvstore.node.loads.mounts import Answers, Mount
+from kvstore.node.state.namespaces import Domain
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe import choose_gds, glance_at_gds

@@ -14,7 +14,7 @@ from kvclient.hbm import memory
 from kvclient.hbm.volume import HbmVolume
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
-from kvstore.node.block import Block
+from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog

@@ -25,8 +25,8 @@ from kvstore.core.node_id import check_node_id
 from kvstore.core.spec import CacheSpec
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
-from kvstore.node.domain import Domains
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.tokens import Shown

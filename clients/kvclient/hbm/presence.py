@@ -20,9 +20,9 @@ from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BootId
-from kvstore.node.domain import Domains
-from kvstore.node.publisher import Publisher
-from kvstore.node.replicas import ReplicaLog
+from kvstore.node.publish.publisher import Publisher
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.namespaces import Domains
 from kvstore.observe.counters import Counters
 from kvstore.rpc.access import confine
 from kvstore.rpc.address import stays_on_host

@@ -11,8 +11,8 @@ from kvclient.hbm.volume import HbmVolume
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
-from kvstore.node.block import Block
-from kvstore.node.domain import Domain, Domains
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
 PART_BYTES = 16 << 20

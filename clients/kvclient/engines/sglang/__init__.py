@@ -2,5 +2,5 @@
 
 ``backend`` is the class that SGLang loads; ``options`` what it may be told; ``host_pages`` SGLang's host pools as pages of bytes;
 ``namespaces`` what makes such bytes differ; ``page_keys`` SGLang's page hashes as keys; ``page_store`` the two ways in which
-pages lie in the store; ``pools`` a backend's pools; ``hybrid`` what several pools can restore together; ``activity`` counters.
+pages lie in the store; ``pools`` a backend's pools; ``pool_hits`` what several pools can restore together; ``stats`` counters.
 """

@@ -25,15 +25,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvclient import KVStoreError
-from kvclient.engines.sglang.activity import Activity
-from kvclient.engines.sglang.hybrid import LeadingPages, TrailingPages, restorable
 from kvclient.engines.sglang.model_facts import server_arguments
 from kvclient.engines.sglang.namespaces import KV
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import Prefix
 from kvclient.engines.sglang.page_store import SinglePages
+from kvclient.engines.sglang.pool_hits import LeadingPages, TrailingPages, restorable
 from kvclient.engines.sglang.pools import Pools
-from kvclient.engines.sglang.prefixes import tell_whole_prefixes
+from kvclient.engines.sglang.prefix_patch import tell_whole_prefixes
+from kvclient.engines.sglang.stats import BackendStats
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
@@ -53,7 +53,7 @@ class KVStoreHiCache(HiCacheStorage):
     def __init__(self, storage_config: Any, _arguments: object = None) -> None:  # noqa: ANN401
         options = BackendOptions.from_mapping(storage_config.extra_config or {})
         self._chained, self._loads = options.chained, options.hook.load
-        self._activity = Activity()
+        self._activity = BackendStats()
         self._pools = Pools(options, storage_config, _cache_dtype(), self._activity)
         if self._chained and options.mend_prefixes and not tell_whole_prefixes():
             self._activity.incidents.counters.add("sglang_prefixes_as_told_total")

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvclient import BlockBuffer, InvalidArgument, KVClient
-from kvclient.engines.sglang.activity import Activity
 from kvclient.engines.sglang.host_pages import HostPages
 from kvclient.engines.sglang.model_facts import model_text, server_arguments
 from kvclient.engines.sglang.namespaces import KV, page_spec
 from kvclient.engines.sglang.options import BackendOptions
 from kvclient.engines.sglang.page_keys import Prefix
 from kvclient.engines.sglang.page_store import ChainedPages, PageStore, SinglePages
+from kvclient.engines.sglang.stats import BackendStats
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class OpenPool:
     pages: HostPages
     client: KVClient
     store: PageStore
-    activity: Activity
+    activity: BackendStats
     loads: bool
     stores: bool
 
@@ -78,7 +78,7 @@ class Pools:
         activity: where what is done is counted.
     """
 
-    def __init__(self, options: BackendOptions, config: Any, cache_dtype: str, activity: Activity) -> None:  # noqa: ANN401
+    def __init__(self, options: BackendOptions, config: Any, cache_dtype: str, activity: BackendStats) -> None:  # noqa: ANN401
         self._options = options
         self._config = config
         self._cache_dtype = cache_dtype

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -19,16 +19,36 @@ from transformers import DynamicCache
 
 from kvclient import InvalidArgument
 from kvclient.engines.torch_blocks import KV
-from kvclient.engines.transformers.fed import Fed
-from kvclient.engines.transformers.prompts import Prompts
-from kvclient.engines.transformers.recorder import Recorder
-from kvclient.engines.transformers.writer import Chain, Offer
-
-if TYPE_CHECKING:
-    from kvclient.engines.transformers.prefix_store import PrefixStore
+from kvclient.engines.transformers.forward_hooks import ForwardHooks
+from kvclient.engines.transformers.input_tracker import InputTracker
+from kvclient.engines.transformers.model_facts import ModelFacts
+from kvclient.engines.transformers.prompts import Ids, Prompts
+from kvclient.engines.transformers.sliding_window import SlidingWindowHistory
+from kvclient.engines.transformers.writer import Offer, StoredChain, Writer
+from kvclient.incidents import Incidents
 
 _COPY_BELOW = 4
 """What is offered is copied where it is less than a quarter of the cache: a view would keep all of the old cache in memory."""
+
+
+class CacheOwner(Protocol):
+    """What a cache needs of the ``PrefixStore`` that made it."""
+
+    model: Any  # transformers is not typed
+    facts: ModelFacts
+    hooks: ForwardHooks
+    writer: Writer
+    incidents: Incidents
+    background: bool
+    stores: bool
+
+    def changed(self) -> str:
+        """Return why the model no longer computes what the namespace says, or an empty string."""
+        ...
+
+    def trailing_pads(self, ids: Ids, prompt_columns: int) -> Ids:
+        """Count the padding tokens at the end of each row."""
+        ...
 
 
 class StoredCache(DynamicCache):
@@ -39,15 +59,15 @@ class StoredCache(DynamicCache):
 
     layers: list[Any]  # transformers is not typed
 
-    def __init__(self, store: PrefixStore, prompts: Prompts, extras: dict[int, bytes]) -> None:
+    def __init__(self, store: CacheOwner, prompts: Prompts, extras: dict[int, bytes]) -> None:
         super().__init__(config=store.model.config)
         self._store = store
         self._prompts = prompts
         self._extras = extras
-        self._fed = Fed(prompts)
-        self._chains = [Chain() for _ in range(prompts.rows)]
+        self._fed = InputTracker(prompts)
+        self._chains = [StoredChain() for _ in range(prompts.rows)]
         self._offered = [0] * prompts.rows
-        self._recorders: dict[int, Recorder] = {}
+        self._recorders: dict[int, SlidingWindowHistory] = {}
         self._off: str | None = None
         self._waiting: list[Future[None]] = []
         self._next_offer = 0  # in columns: before, no row has a new full block
@@ -57,7 +77,7 @@ class StoredCache(DynamicCache):
         """The same for each row, without its padding."""
 
     @property
-    def store(self) -> PrefixStore:
+    def store(self) -> CacheOwner:
         """Whose it is."""
         return self._store
 
@@ -67,7 +87,7 @@ class StoredCache(DynamicCache):
         self._recorders.clear()
 
     # ---- from the store ----
-    def fill(self, layers: list[KV], columns: int, chains: list[Chain]) -> None:
+    def fill(self, layers: list[KV], columns: int, chains: list[StoredChain]) -> None:
         """Begins with KV out of the store. Once, before anything else.
 
         Args:
@@ -124,7 +144,7 @@ class StoredCache(DynamicCache):
         if self._off is None and torch.is_autocast_enabled(key_states.device.type):
             self._other_pass_found("computed under autocast")
         if self._off is None and self._store.facts.sliding[layer_idx]:
-            recorder = self._recorders.setdefault(layer_idx, Recorder(self.layers[layer_idx].get_seq_length()))
+            recorder = self._recorders.setdefault(layer_idx, SlidingWindowHistory(self.layers[layer_idx].get_seq_length()))
             recorder.append(key_states, value_states)
         states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
@@ -204,7 +224,7 @@ class StoredCache(DynamicCache):
             if getattr(old, "record_past", False):  # assisted decoding has asked for it, to go back past a window
                 new.activate_past_recording()
         self.layers = empty
-        self._fed = Fed(self._prompts)
+        self._fed = InputTracker(self._prompts)
         self.loaded_tokens, self.hit_tokens = 0, [0] * self._prompts.rows
         self._store.incidents.report(
             "hook_prefix_unused_total", "the model was fed its whole prompt (assisted decoding?): what was loaded is not used"
@@ -235,7 +255,7 @@ class StoredCache(DynamicCache):
             super().batch_repeat_interleave(times)
             self._prompts = self._prompts.repeated(times)
             self._fed.widen(self._prompts)
-            self._chains = [Chain(list(chain.keys), chain.stored) for chain in self._chains for _ in range(times)]
+            self._chains = [StoredChain(list(chain.keys), chain.stored) for chain in self._chains for _ in range(times)]
             self._offered = [offered for offered in self._offered for _ in range(times)]
             self.hit_tokens = [tokens for tokens in self.hit_tokens for _ in range(times)]
 
@@ -283,7 +303,7 @@ class StoredCache(DynamicCache):
         other.layers = copy.deepcopy(self.layers, memo)
         other._fed = copy.deepcopy(self._fed, memo)
         other._recorders = copy.deepcopy(self._recorders, memo)
-        other._chains = [Chain(list(chain.keys), chain.stored) for chain in self._chains]
+        other._chains = [StoredChain(list(chain.keys), chain.stored) for chain in self._chains]
         other._offered = list(self._offered)
         other._off = self._off
         other.loaded_tokens, other.hit_tokens = self.loaded_tokens, list(self.hit_tokens)

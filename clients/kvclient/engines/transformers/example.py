@@ -42,7 +42,7 @@ class Shape:
         return self.heads * self.head_dim
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal self-attention that keeps the keys and values of all tokens it has seen."""
 
     def __init__(self, shape: Shape) -> None:
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         self.tokens = nn.Embedding(shape.vocab, shape.width)
         self.positions = nn.Embedding(shape.positions, shape.width)
         self.norms = nn.ModuleList(nn.LayerNorm(shape.width) for _ in range(shape.layers))
-        self.attentions = nn.ModuleList(Attention(shape) for _ in range(shape.layers))
+        self.attentions = nn.ModuleList(CausalAttention(shape) for _ in range(shape.layers))
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
 
     @torch.no_grad()

@@ -7,30 +7,30 @@ that of its weights. A hook may as well do nothing but look; which, cannot be to
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
-if TYPE_CHECKING:
-    from kvclient.engines.transformers.prefix_store import PrefixStore
+ForwardObserver = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
+"""Called before a forward pass with its arguments; returns other arguments, or None to keep them."""
 
 _HARMLESS = ("accelerate.", "transformers.")
 """Modules whose hooks move, capture or mark what passes, or act in training only."""
 
 
-class Feed:
-    """Tells a store what its model is about to be fed. A copy of the model, or one read back from a file, has no store."""
+class ForwardObserverHook:
+    """A forward hook that calls a bound method, held weakly. A copy of the model, or one that was pickled, has no observer."""
 
-    def __init__(self, store: PrefixStore | None = None) -> None:
-        self._store = None if store is None else weakref.ref(store)
+    def __init__(self, observer: ForwardObserver | None = None) -> None:
+        self._observer = None if observer is None else weakref.WeakMethod(observer)
 
     def __call__(self, _model: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        store = None if self._store is None else self._store()
-        return None if store is None else store.before_forward(args, kwargs)
+        observer = None if self._observer is None else self._observer()
+        return None if observer is None else observer(args, kwargs)
 
-    def __reduce__(self) -> tuple[type[Feed], tuple[()]]:
+    def __reduce__(self) -> tuple[type[ForwardObserverHook], tuple[()]]:
         return type(self), ()
 
 
@@ -84,7 +84,7 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[str, Mapping[Any, Any]]]:
 
 
 def _is_harmless(hook: object) -> bool:
-    return isinstance(hook, Feed) or str(getattr(hook, "__module__", "")).startswith(_HARMLESS)
+    return isinstance(hook, ForwardObserverHook) or str(getattr(hook, "__module__", "")).startswith(_HARMLESS)
 
 
 def _name_of(hook: object) -> str:

@@ -15,12 +15,12 @@ from kvclient import CacheSpec, InvalidArgument, LoadHandle, Lookup
 from kvclient.engines.options import HookOptions
 from kvclient.engines.torch_blocks import KV, import_blocks
 from kvclient.engines.transformers.cache import StoredCache
-from kvclient.engines.transformers.fed import tokens_here
-from kvclient.engines.transformers.forward_hooks import Feed, ForwardHooks
+from kvclient.engines.transformers.forward_hooks import ForwardHooks, ForwardObserverHook
+from kvclient.engines.transformers.input_tracker import tokens_here
 from kvclient.engines.transformers.model_facts import ModelFacts, has_adapters, study
 from kvclient.engines.transformers.prompts import Ids, Prompts, common_columns, read_prompts, usable_blocks
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
-from kvclient.engines.transformers.writer import Chain, Writer, extras_of
+from kvclient.engines.transformers.writer import StoredChain, Writer, extras_of
 from kvclient.incidents import Incidents
 from kvstore.core.clock import MonotonicClock
 
@@ -59,7 +59,7 @@ class PrefixStore:
         self.incidents.counters.add("hook_loaded_tokens_total", 0)  # who asks at once finds it, and not a KeyError
         self.writer = Writer(self._client, facts.layout, self.incidents, options.store_deadline_s, max_pending_bytes)
         self.hooks = ForwardHooks(model)
-        self._watch = model.register_forward_pre_hook(Feed(self), with_kwargs=True)
+        self._watch = model.register_forward_pre_hook(ForwardObserverHook(self.before_forward), with_kwargs=True)
 
     @classmethod
     def connect(
@@ -184,7 +184,7 @@ class PrefixStore:
         count("hook_prompts_total", prompts.rows)
         count("hook_prompt_tokens_total", prompts.ids.size - int(prompts.pads.sum()))
         chains = [
-            Chain(self._client.keys(prompts.tokens(row)[: blocks * tokens].astype(np.uint32), extras))
+            StoredChain(self._client.keys(prompts.tokens(row)[: blocks * tokens].astype(np.uint32), extras))
             for row, blocks in enumerate(wanted)
         ]
         lookups = [self._look_up(chain) for chain in chains]
@@ -199,15 +199,15 @@ class PrefixStore:
         cache.fill(self._join(rooms, prompts, columns), columns, chains)
         count("hook_loaded_tokens_total", sum(cache.hit_tokens))
 
-    def _look_up(self, chain: Chain) -> Lookup:
+    def _look_up(self, chain: StoredChain) -> Lookup:
         """The hit of one row. Without an index, whatever this host's node has may be one."""
         found = self._client.lookup(chain.keys, deadline_s=self.options.lookup_deadline_s)
         if self.options.metadata and found.error is None:
             return found
         return Lookup(chain.keys, hit_blocks=len(chain.keys))
 
-    def _load_rows(self, lookups: Sequence[Lookup], chains: Sequence[Chain], needed: Sequence[int]) -> list[torch.Tensor]:
-        """Loads the first blocks of each row, several rows at once; ``Chain.stored`` says how many came."""
+    def _load_rows(self, lookups: Sequence[Lookup], chains: Sequence[StoredChain], needed: Sequence[int]) -> list[torch.Tensor]:
+        """Loads the first blocks of each row, several rows at once; ``StoredChain.stored`` says how many came."""
         rooms = [self.facts.layout.room(blocks) for blocks in needed]
         end_s = self._clock.now_s() + self.options.load_deadline_s
         for first in range(0, len(rooms), _LOADS_AT_ONCE):

@@ -19,7 +19,7 @@ _STAGING_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
-class Chain:
+class StoredChain:
     """One sequence as the store knows it. Belongs to the writer's thread once blocks of it are offered.
 
     Attributes:
@@ -45,7 +45,7 @@ class Offer:
         layers: keys and values of just these tokens, ``[1, heads, tokens, dim]``; nobody changes them any more.
     """
 
-    chain: Chain
+    chain: StoredChain
     first: int
     tokens: npt.NDArray[np.uint32]
     extras: dict[int, bytes]

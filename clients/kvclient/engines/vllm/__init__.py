@@ -1,10 +1,10 @@
-"""The vLLM connector: prefixes that any engine computed are loaded from the store, and new blocks are stored.
+"""The vLLM connector: loads prefixes that any engine computed from the store, and stores new blocks.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "kvclient.engines.vllm.connector",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"metadata": "127.0.0.1:7400"}}'
 
-``connector`` is the facade that vLLM talks to, ``scheduler_side`` decides (which blocks are loaded and stored in each step),
-``worker_side`` moves (pages from and to the store, in the background); what passes between them is a ``plan``.
-Only ``connector``, ``engine_view`` and ``metrics`` know vLLM's types.
+``connector`` (and ``pd_connector``, for prefill/decode disaggregation) is the facade that vLLM loads. ``scheduler`` decides which
+blocks are loaded and stored in each step, ``plan`` is what it sends to ``worker``, which moves pages. ``identity`` knows what the
+engine's KV is; ``memory`` knows where it lies. Only the facades, ``identity.engine_facts`` and ``metrics`` import vLLM.
 """

@@ -1,4 +1,4 @@
-"""The facade that vLLM talks to. Everything is decided in ``scheduler_side`` and moved in ``worker_side``; here it is handed on.
+"""The facade that vLLM loads. ``scheduler_connector`` makes the decisions, ``worker_connector`` moves the pages.
 
 Loaded out of tree: ``kv_connector`` is ``KVStoreConnector``, ``kv_connector_module_path`` this module. vLLM makes two instances:
 one in each worker, one in the scheduler's process.
@@ -27,19 +27,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Tier
-from kvclient.engines.vllm.device_pages import make_pages
-from kvclient.engines.vllm.engine_view import check_steps, group_facts, has_replica_of_lower_rank, read_groups, whole_prompts_only
-from kvclient.engines.vllm.epochs import Epochs
 from kvclient.engines.vllm.events import stored_events
-from kvclient.engines.vllm.lookups import Finder
+from kvclient.engines.vllm.identity.engine_facts import (
+    check_steps,
+    group_facts,
+    has_replica_of_lower_rank,
+    read_groups,
+    whole_prompts_only,
+)
+from kvclient.engines.vllm.identity.namespaces import group_spec
+from kvclient.engines.vllm.identity.weights_epoch import WeightsEpoch
+from kvclient.engines.vllm.memory.device_pages import make_pages
+from kvclient.engines.vllm.memory.pages import Pages
 from kvclient.engines.vllm.metrics import StorePromMetrics, StoreStats
-from kvclient.engines.vllm.namespaces import group_spec
 from kvclient.engines.vllm.options import RECONNECT_S, RESET_GRACE_S, ConnectorOptions
-from kvclient.engines.vllm.pages import Pages
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
-from kvclient.engines.vllm.processors import unbound
-from kvclient.engines.vllm.scheduler_side import SchedulerSide
-from kvclient.engines.vllm.worker_side import Arrivals, WorkerSide
+from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
+from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
+from kvclient.engines.vllm.worker.cpu_affinity import unbound
+from kvclient.engines.vllm.worker.worker_connector import LoadCompletions, WorkerConnector
 
 _log = logging.getLogger(__name__)
 _MAX_PENDING = 1_024
@@ -99,19 +105,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._options.check_groups(len(self._groups))
         if self._options.load_mode == "layerwise":
             check_steps(vllm_config)
-        self._epochs = Epochs(self._options)
+        self._epochs = WeightsEpoch(self._options)
         self._pages: Sequence[Pages] = ()
         self._specs: list[CacheSpec] = []
         self._shards: list[list[CacheSpec]] = []
         self._whole_prompts_only = ""
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        self._arrivals = Arrivals()
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
+        self._arrivals = LoadCompletions()
         self._raised_before: BaseException | None = None
         """What whoever called for the step is handling, if anything."""
         if role == KVConnectorRole.SCHEDULER:
             events = vllm_config.kv_events_config
-            self._scheduler = SchedulerSide(
+            self._scheduler = SchedulerConnector(
                 self._options,
                 self._groups[0].block_tokens,
                 workers=vllm_config.parallel_config.world_size,
@@ -136,7 +142,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         layers = [group.layers for group in self._groups]
         stores = self._options.hook.store and not has_replica_of_lower_rank(config)
         with unbound():
-            self._worker = WorkerSide(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
+            self._worker = WorkerConnector(self._options, self._connect_worker, epoch, pages, layers, stores=stores)
             self._worker.wait_pinned()  # vLLM captures graphs next, and what is asked of the driver meanwhile may be refused
 
     def _make_pages(self, groups: Sequence[Sequence[Any]]) -> Sequence[Pages]:
@@ -183,7 +189,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         name = self._epochs.name
         shards = [[replace(spec, weights_epoch=name) for spec in group] for group in self._shards]
         running = self._side.finder is not None
-        finder = Finder(self._options.hook, shards, self._side.tally, running=running)
+        finder = BackgroundLookup(self._options.hook, shards, self._side.tally, running=running)
         self._side.connect(finder, self._epochs.number, name)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401
@@ -205,7 +211,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._vllm_config.parallel_config.world_size > 1 or not has_kv_transfer_group():
             return None
         worker = getattr(get_kv_transfer_group(), "_worker", None)
-        return partial(worker.hand_back, RESET_GRACE_S, _RESET_WAIT_S) if isinstance(worker, WorkerSide) else None
+        return partial(worker.hand_back, RESET_GRACE_S, _RESET_WAIT_S) if isinstance(worker, WorkerConnector) else None
 
     # ---- scheduler ----
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
@@ -279,7 +285,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     @property
-    def _side(self) -> SchedulerSide:
+    def _side(self) -> SchedulerConnector:
         assert self._scheduler is not None
         return self._scheduler
 
@@ -330,7 +336,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.plan
 
     @property
-    def _moves(self) -> WorkerSide:
+    def _moves(self) -> WorkerConnector:
         assert self._worker is not None
         return self._worker
 

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvclient.engines.vllm.scheduler_side import StoredBlocks
+from kvclient.engines.vllm.scheduler.scheduler_connector import StoredBlocks
 
 MEDIUM = "KVSTORE"
 

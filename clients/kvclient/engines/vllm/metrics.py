@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvclient.engines.vllm.tally import COUNTERS
+from kvclient.engines.vllm.counters import COUNTERS
 
 _LOGGED_MB = 1e6
 

@@ -1,6 +1,6 @@
 """The facade for engines that prefill for others, or decode what others have prefilled: ``KVStorePDConnector``.
 
-It is the connector, and beyond that it looks at each request's ``kv_transfer_params`` (``pd_params``). Without any, a request is
+It is the connector, and beyond that it looks at each request's ``kv_transfer_params`` (``pd.params``). Without any, a request is
 served as by the connector itself, so an engine may do both.
 """
 
@@ -21,15 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvclient import ClientOptions, InvalidArgument
 from kvclient.engines.vllm.connector import KVStoreConnector, StepMetadata, WorkerMetadata
-from kvclient.engines.vllm.keys import is_hashable
-from kvclient.engines.vllm.pd_options import PdOptions
-from kvclient.engines.vllm.pd_params import Role, Transfer, read_transfer
-from kvclient.engines.vllm.pd_plan import PdAnswer, PdPlan
-from kvclient.engines.vllm.pd_receive import Receiver
-from kvclient.engines.vllm.pd_scheduler import PdScheduler, Stage
-from kvclient.engines.vllm.pd_send import Sender
+from kvclient.engines.vllm.identity.keys import is_hashable
+from kvclient.engines.vllm.pd.options import PdOptions
+from kvclient.engines.vllm.pd.params import Role, Transfer, read_transfer
+from kvclient.engines.vllm.pd.plan import PdAnswer, PdPlan
+from kvclient.engines.vllm.pd.receiver import Receiver
+from kvclient.engines.vllm.pd.scheduler import PdScheduler, Stage
+from kvclient.engines.vllm.pd.sender import Sender
 from kvclient.engines.vllm.plan import StepAnswer
-from kvclient.engines.vllm.processors import unbound
+from kvclient.engines.vllm.worker.cpu_affinity import unbound
 
 _log = logging.getLogger(__name__)
 

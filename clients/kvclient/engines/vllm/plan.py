@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvclient import BlockKey, Lookup, Paths
-from kvclient.engines.vllm.adapters import AdapterWeights
+from kvclient.engines.vllm.identity.adapters import AdapterWeights
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class SaveJob:
         request_id: whose.
         first_block: position of the first block in its chain.
         parent: key before the first block, None at the head of the chain.
-        keys: of the blocks, one after the other, in the request's chain; ``Masked`` makes those of a namespace.
+        keys: of the blocks, one after the other, in the request's chain; ``NamespaceKeyMask`` makes those of a namespace.
         block_ids: by group: their pages.
         adapter: the weights that the keys name, if the request has an adapter.
     """

@@ -1,0 +1,61 @@
+"""What the backend did: counters of its own beside the clients', and the samples that SGLang's metrics take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvclient.incidents import Incidents
+from kvstore.core.clock import MonotonicClock
+
+_MOST_SAMPLES = 4_096
+"""Of each kind, kept until they are fetched; then the oldest go."""
+_GB = 1e9
+_LOG_INTERVAL_S = 10.0
+
+
+@dataclass(slots=True)
+class Samples:
+    """Operations since the samples were last taken.
+
+    Attributes:
+        pages: pages that each operation moved.
+        gigabytes_per_second: how fast.
+    """
+
+    pages: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
+    gigabytes_per_second: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
+
+
+class BackendStats:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self.incidents = Incidents(MonotonicClock(), _LOG_INTERVAL_S)
+        self._lock = threading.Lock()
+        self._samples = {"get": Samples(), "set": Samples()}
+
+    def taken(self, kind: str) -> Samples:
+        """The samples of ``get`` or ``set``, and begins anew."""
+        with self._lock:
+            samples, self._samples[kind] = self._samples[kind], Samples()
+        return samples
+
+    @contextmanager
+    def moving(self, kind: str, asked: int, page_bytes: int) -> Iterator[list[bool]]:
+        """Times and counts one operation; its body puts which pages moved into the list."""
+        moved: list[bool] = []
+        began_s = time.monotonic()
+        yield moved
+        seconds, good = max(time.monotonic() - began_s, 1e-9), sum(moved)
+        counters = self.incidents.counters
+        counters.add(f"sglang_{kind}_calls_total")
+        counters.add(f"sglang_{kind}_pages_total", asked)
+        counters.add(f"sglang_{kind}_good_pages_total", good)
+        with self._lock:
+            self._samples[kind].pages.append(good)
+            self._samples[kind].gigabytes_per_second.append(good * page_bytes / _GB / seconds)

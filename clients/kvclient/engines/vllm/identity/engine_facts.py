@@ -1,0 +1,266 @@
+"""What the connector needs to know of a vLLM engine, read from vLLM's own objects in one place.
+
+A model whose state is not all in pages that are addressed by tokens (recurrent state, encoder attention) is refused: a hook that
+restored a part of it would be wrong.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvclient import InvalidArgument
+from kvclient.engines.vllm.identity.namespaces import GroupFacts, digest
+from kvclient.engines.vllm.memory.pages import Pages, page_order
+from kvclient.engines.weights import WeightsSource
+
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+_ROPE_OF_ANY_LENGTH = {"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"}
+"""Of these vLLM's positions do not depend on ``max_model_len``; of others they may (``longrope`` does)."""
+_WHOLE_PROMPTS_ONLY = {"CPU_MLA"}
+"""Backends that do not look at what lies in pages before a prompt's new tokens: behind a prefix they compute wrong ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One KV cache group as the engine describes it.
+
+    Attributes:
+        layers: names of the layers, in order.
+        block_tokens: tokens of a page.
+        kind: see ``GroupFacts.kind``.
+        dtype: numbers in the pages.
+    """
+
+    layers: tuple[str, ...]
+    block_tokens: int
+    kind: str
+    dtype: str
+
+    @property
+    def window(self) -> int:
+        """How many tokens it looks back; 0: all."""
+        windows = [int(one.partition(":")[2] or 0) for one in self.kind.split("+")]
+        return max(windows) if all(windows) else 0
+
+
+def read_groups(vllm_config: Any, kv_cache_config: Any) -> list[GroupView]:  # noqa: ANN401  # vLLM's types
+    """The KV cache groups of an engine.
+
+    Raises:
+        InvalidArgument: the connector cannot serve this model or this way of running it.
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise InvalidArgument("context parallelism spreads the tokens of a page over ranks: not supported", option=name)
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise InvalidArgument("scales that an engine finds out by itself are not in its pages: not supported")
+    groups = [
+        GroupView(tuple(group.layer_names), spec.block_size, _kind(spec), str(getattr(spec, "dtype", "")).removeprefix("torch."))
+        for group in kv_cache_config.kv_cache_groups
+        for spec in (group.kv_cache_spec,)
+    ]
+    if not groups:
+        raise InvalidArgument("the model has no KV cache")
+    sizes = {group.block_tokens for group in groups}
+    if len(sizes) != 1:
+        raise InvalidArgument("KV cache groups of different block sizes are not supported", sizes=sorted(sizes))
+    return groups
+
+
+def _kind(spec: Any) -> str:  # noqa: ANN401
+    """What a group attends to."""
+    from vllm.v1 import kv_cache_interface as interface  # heavy, and there is none in most processes
+
+    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
+        kinds = {_kind(one) for one in spec.kv_cache_specs.values()}
+        return "+".join(sorted(kinds))
+    mode = getattr(spec, "kv_quant_mode", interface.KVQuantMode.NONE)
+    if mode not in {interface.KVQuantMode.NONE, interface.KVQuantMode.FP8_PER_TENSOR}:
+        raise InvalidArgument("this quantization of the KV cache is not supported", mode=mode.name)
+    plain = (interface.FullAttentionSpec, interface.MLAAttentionSpec)
+    if type(spec) in plain:
+        window = spec.sliding_window or spec.attention_chunk_size or 0
+        return f"{'mla' if isinstance(spec, interface.MLAAttentionSpec) else 'full'}{f':{window}' if window else ''}"
+    if type(spec) is interface.SlidingWindowSpec:
+        return f"sliding:{spec.sliding_window}"
+    raise InvalidArgument("this kind of KV cache is not supported", kind=type(spec).__name__)
+
+
+def check_steps(vllm_config: Any) -> None:  # noqa: ANN401
+    """Whether it is known what became of a step's layer-wise loads before anything builds on the pages that they fill.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    if getattr(scheduler, "async_scheduling", False) or getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        # the next step is on its way before this one has told, and computes behind its pages
+        raise InvalidArgument(
+            "layerwise loads need steps one after the other: use load_mode async, or neither asynchronous scheduling "
+            "(--no-async-scheduling) nor pipeline parallelism"
+        )
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        # vLLM asks what failed before it says that the step is over, and takes what a load that failed has left for drafts
+        raise InvalidArgument("layerwise loads do not go with speculative decoding: use load_mode async")
+
+
+def group_facts(
+    vllm_config: Any,  # noqa: ANN401
+    kv_cache_config: Any,  # noqa: ANN401
+    groups: Sequence[GroupView],
+    pages: Sequence[Pages],
+    kv_caches: Mapping[str, Any],
+    *,
+    sample_weights: bool,
+) -> list[GroupFacts]:
+    """What distinguishes the pages of this worker, a group each. In the worker, once its KV cache is there.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's configuration of the KV cache.
+        groups: from ``read_groups``.
+        pages: by group: its memory.
+        kv_caches: by layer: its tensor.
+        sample_weights: look at the files of the weights; not where the user has named them.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    from vllm import __version__
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    model = vllm_config.model_config
+    replicas = max(1, int(getattr(kv_cache_config, "kv_tp_replicas", 1)))
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    common = {
+        "model": str(model.served_model_name if isinstance(model.served_model_name, str) else model.model),
+        "model_digest": model_digest(model, vllm_config.cache_config, weights_text(vllm_config, sample=sample_weights)),
+        "engine": ".".join(__version__.split(".")[:2]),
+        "shard_rank": rank // replicas,
+        "shard_count": max(1, ranks // replicas),
+    }
+    facts = []
+    for group, memory in zip(groups, pages, strict=True):
+        backend, isa = _kernel(vllm_config, group)
+        order = page_order(kv_caches[group.layers[0]])
+        facts.append(
+            GroupFacts(
+                dtype=group.dtype or str(kv_caches[group.layers[0]].dtype).removeprefix("torch."),
+                block_tokens=group.block_tokens,
+                layers=group.layers,
+                page_bytes=memory.shape.layer_block_bytes,
+                page_shape=tuple(kv_caches[group.layers[0]].shape[1:]),
+                page_order=() if order == tuple(range(len(order))) else order,
+                kind=group.kind,
+                backend=backend,
+                isa=isa,
+                **common,
+            )
+        )
+    return facts
+
+
+def weights_text(vllm_config: Any, *, sample: bool) -> str:  # noqa: ANN401
+    """What tells an engine's weights from others of the same name; where they have a name of their own, only how they were read.
+
+    Raises:
+        OSError: their files cannot be read.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    source = WeightsSource(
+        str(model.model),
+        str(load.load_format),
+        str(load.model_loader_extra_config or ""),
+        revision="" if Path(model.model).exists() else getattr(model.hf_config, "_commit_hash", None) or "",
+        asked=model.revision or "",
+        elsewhere=str(getattr(model, "model_weights", "") or ""),
+        cache=str(load.download_dir or ""),
+    )
+    return source.digest(lambda: secrets.token_hex(8)) if sample else source.way
+
+
+def _revision(model: Any) -> str | None:  # noqa: ANN401
+    revision: str | None = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    return revision
+
+
+def _rope_kinds(config: Any) -> set[str]:  # noqa: ANN401
+    """All ways in which a model's configuration says that positions are turned."""
+    if isinstance(config, Mapping):
+        own = {str(config[name]) for name in ("rope_type", "type") if isinstance(config.get(name), str)}
+        return own.union(
+            *(_rope_kinds(value) for name, value in config.items() if "rope" in str(name) or isinstance(value, Mapping))
+        )
+    return set()
+
+
+def model_digest(model: Any, cache: Any, weights: str) -> str:  # noqa: ANN401
+    """A digest of what computes the KV.
+
+    Args:
+        model: vLLM's configuration of the model: as it is in force, with overrides, quantization and revision.
+        cache: vLLM's configuration of the cache.
+        weights: what tells the weights apart, beyond the model's name.
+    """
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
+    return digest(
+        {
+            "config": config,
+            "revision": _revision(model),
+            "weights": weights,
+            "quantization": model.quantization,
+            "dtype": str(model.dtype),
+            "cache": cache.cache_dtype,
+            # some models turn all positions by other factors where longer contexts are allowed
+            "max_model_len": 0 if _rope_kinds(config) <= _ROPE_OF_ANY_LENGTH else model.max_model_len,
+        }
+    )
+
+
+def _layer(vllm_config: Any, group: GroupView) -> Any:  # noqa: ANN401
+    return vllm_config.compilation_config.static_forward_context[group.layers[0]]
+
+
+def _backend(vllm_config: Any, group: GroupView) -> str:  # noqa: ANN401
+    return str(_layer(vllm_config, group).get_attn_backend().get_name())
+
+
+def _kernel(vllm_config: Any, group: GroupView) -> tuple[str, str]:  # noqa: ANN401
+    """Names of the attention backend and of its kernel."""
+    backend = _backend(vllm_config, group)
+    if not backend.startswith("CPU"):
+        return backend, "device"
+    layer = _layer(vllm_config, group)
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    head_size = int(getattr(layer, "head_size", 0)) or None
+    isa = _get_attn_isa(vllm_config.model_config.dtype, group.block_tokens, head_size, vllm_config.cache_config.cache_dtype)
+    return backend, str(isa)
+
+
+def whole_prompts_only(vllm_config: Any, groups: Sequence[GroupView]) -> str:  # noqa: ANN401
+    """What makes a prompt one that is computed as a whole or not at all; empty: nothing. In the worker, as ``group_facts``.
+
+    Attention backends that cannot go on behind a prefix; and what vLLM itself keeps no prefixes for: pooling over all tokens of a
+    prompt (MEAN, CLS, STEP), which fails in the engine where some were not computed.
+    """
+    model = vllm_config.model_config
+    if not model.is_prefix_caching_supported:
+        pooler = model.pooler_config
+        pooling = [] if pooler is None else [pooler.seq_pooling_type, pooler.tok_pooling_type]
+        return f"a model of kind {model.attn_type}, pooling {'/'.join(str(kind) for kind in pooling if kind) or 'none'},"
+    names = (_backend(vllm_config, group) for group in groups)
+    return next((f"attention backend {name}" for name in names if name in _WHOLE_PROMPTS_ONLY), "")
+
+
+def has_replica_of_lower_rank(kv_cache_config: Any) -> bool:  # noqa: ANN401
+    """Whether another rank before this one holds the same bytes, and stores them."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    replicas = max(1, int(getattr(kv_cache_config, "kv_tp_replicas", 1)))
+    return bool(get_tensor_model_parallel_rank() % replicas)

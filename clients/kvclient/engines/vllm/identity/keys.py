@@ -1,0 +1,120 @@
+"""Block keys of a request, made from its token ids and from what else its KV depends on, as blocks fill.
+
+One chain a request, that of ``namespaces.chain_spec``; whoever knows the tokens (a router) can make it. Keys in the namespaces of
+other groups and shards follow from it by a mask, so that nothing is hashed twice and no key is in two namespaces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvclient import BlockKey, KeyChain, encode_extra
+from kvclient.engines.vllm.identity.adapters import AdapterWeights
+
+
+class VllmRequest(Protocol):
+    """What of vLLM's ``Request`` is used here."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_tokens: int
+    all_token_ids: Sequence[int]
+    mm_features: Sequence[Any]
+    lora_request: Any
+    cache_salt: str | None
+    prompt_embeds: Any
+
+
+def is_hashable(request: VllmRequest, adapter: AdapterWeights | None) -> bool:
+    """Whether tokens and extras say all that the KV of a request depends on.
+
+    Embeddings in place of tokens do not, nor an adapter whose weights nobody knows.
+    """
+    return request.prompt_embeds is None and (request.lora_request is None or adapter is not None)
+
+
+def request_extras(request: VllmRequest, adapter: AdapterWeights | None, block_tokens: int) -> dict[int, bytes]:
+    """What the blocks of a request depend on besides tokens, by position of the block; empty for most requests.
+
+    The adapter, with its weights, and the salt go into the first block, and by the chain into all; an image into each block that
+    it reaches into, with its place there.
+
+    Args:
+        request: one that ``is_hashable``.
+        adapter: the weights of its adapter, if it has one.
+        block_tokens: tokens of a block.
+    """
+    parts: dict[int, list[tuple[str, bytes]]] = {}
+    lora = request.lora_request
+    if lora is not None:
+        named = ("lora", lora.lora_name), ("lora-path", lora.lora_path), ("lora-weights", adapter.digest if adapter else "")
+        parts.setdefault(0, []).extend((name, value.encode()) for name, value in named)
+    if request.cache_salt:
+        parts.setdefault(0, []).append(("salt", request.cache_salt.encode()))
+    for feature in request.mm_features:
+        offset, length = feature.mm_position.offset, feature.mm_position.length
+        identity = str(feature.identifier).encode()
+        for block in range(offset // block_tokens, -(-(offset + length) // block_tokens)):
+            place = (offset - block * block_tokens).to_bytes(8, "little", signed=True)
+            parts.setdefault(block, []).append(("mm", place + identity))
+    return {block: encode_extra(pairs) for block, pairs in parts.items()}
+
+
+class RequestKeys:
+    """The keys of one request's full blocks, extended as tokens come. Thread-safe.
+
+    An engine that does not wait for a lookup (vLLM does not, where a request reads no prefix) plans stores of a request while the
+    lookup is still making its keys.
+
+    Args:
+        chain: makes the keys.
+        extras: see ``request_extras``.
+    """
+
+    def __init__(self, chain: KeyChain, extras: Mapping[int, bytes]) -> None:
+        self._chain = chain
+        self._extras = extras
+        self._block_tokens = chain.spec.block_tokens
+        self._lock = threading.Lock()
+        self._keys: list[BlockKey] = []
+
+    def upto(self, tokens: Sequence[int], blocks: int) -> list[BlockKey]:
+        """The first keys of the chain, ``blocks`` of them, or as many as there are full blocks of ``tokens``."""
+        with self._lock:
+            have = len(self._keys)
+            blocks = min(blocks, len(tokens) // self._block_tokens)
+            if blocks > have:
+                new = np.asarray(tokens[have * self._block_tokens : blocks * self._block_tokens], np.int64)
+                parent = self._keys[-1] if have else None
+                self._keys += self._chain.keys(new, extras=self._extras, parent=parent, first_block=have)
+            return self._keys[:blocks]
+
+    def tail(self, tokens: Sequence[int], parent: BlockKey | None) -> BlockKey:
+        """The key of a partial last block; see ``KeyChain.tail``."""
+        return self._chain.tail(np.asarray(tokens, np.int64), parent)
+
+
+class NamespaceKeyMask:
+    """Turns keys of a request's chain into keys of one namespace: XOR with what tells the two namespaces apart.
+
+    Args:
+        chain: the namespace whose chain makes the keys; its own keys stay as they are.
+        namespace: the other.
+    """
+
+    def __init__(self, chain: bytes, namespace: bytes) -> None:
+        mask = np.frombuffer(chain, np.uint64) ^ np.frombuffer(namespace, np.uint64)
+        self._mask = mask if mask.any() else None
+
+    def keys(self, keys: Sequence[BlockKey]) -> bytes:
+        """The same blocks' keys in the namespace, packed."""
+        packed = b"".join(keys)
+        if self._mask is None:
+            return packed
+        return (np.frombuffer(packed, np.uint64).reshape(-1, 2) ^ self._mask).tobytes()

@@ -1,0 +1,1 @@
+"""Prefill/decode disaggregation: prompts that one engine computes and another one continues."""

@@ -1,0 +1,127 @@
+"""What the scheduler side tells the worker side about prompts that change engines, and what comes back. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvclient import BlockKey
+from kvclient.engines.vllm.identity.adapters import AdapterWeights
+from kvclient.engines.vllm.plan import StepAnswer
+
+
+@dataclass(slots=True)
+class SendJob:
+    """Blocks of a prompt that one step completes, handed over layer by layer while it computes.
+
+    Attributes:
+        job_id: names it in the answer.
+        decode_node: where to.
+        first_block: position of the first block in its chain.
+        parent: key before it; None at the head of the chain.
+        keys: of the blocks; with ``tail`` the last is that of a partial block.
+        tail: whether it is.
+        block_ids: by group: their pages, from the first that the group still has (a sliding window has left the others behind).
+        adapter: the weights that the keys name, if the request has an adapter.
+    """
+
+    job_id: int
+    decode_node: str
+    first_block: int
+    parent: BlockKey | None
+    keys: list[BlockKey]
+    tail: bool
+    block_ids: Sequence[list[int]]
+    adapter: AdapterWeights | None = None
+
+
+@dataclass(slots=True)
+class AbandonJob:
+    """A prompt that will not reach its decode engine whole.
+
+    Attributes:
+        decode_node: who is told.
+        transfer_id: names it there.
+    """
+
+    decode_node: str
+    transfer_id: str
+
+
+@dataclass(slots=True)
+class AwaitJob:
+    """A prompt that another engine hands over.
+
+    Attributes:
+        request_id: whose.
+        keys: all of its blocks, a partial last one included.
+        first_needed: by group: the first of them that decoding needs.
+        transfer_id: by which the other engine may end the wait.
+    """
+
+    request_id: str
+    keys: list[BlockKey]
+    first_needed: Sequence[int]
+    transfer_id: str = ""
+
+
+@dataclass(slots=True)
+class TakeJob:
+    """A prompt that has arrived, to be copied into the engine's pages.
+
+    Attributes:
+        request_id: whose.
+        first_blocks: by group: position of the first block that is copied; those before it the engine has, or needs no more.
+        block_ids: by group: pages from there on.
+    """
+
+    request_id: str
+    first_blocks: Sequence[int]
+    block_ids: Sequence[list[int]]
+
+
+@dataclass(slots=True)
+class PdPlan:
+    """One step's.
+
+    Attributes:
+        sends: what this step hands over.
+        awaits: prompts to wait for from now on.
+        takes: prompts to copy.
+        drops: requests whose prompts nobody wants any more.
+        abandons: prompts of ours that will not be handed over whole.
+    """
+
+    sends: list[SendJob] = field(default_factory=list)
+    awaits: list[AwaitJob] = field(default_factory=list)
+    takes: list[TakeJob] = field(default_factory=list)
+    drops: list[str] = field(default_factory=list)
+    abandons: list[AbandonJob] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.awaits or self.takes or self.drops or self.abandons)
+
+
+@dataclass(slots=True)
+class PdAnswer:
+    """What workers have finished since their last answer.
+
+    Attributes:
+        sent: as ``StepAnswer`` says it of stores: hand-overs that are over, and those among them that failed.
+        came: by request: how many workers know what became of its prompt.
+        incomplete: requests whose prompt did not come whole to some worker.
+    """
+
+    sent: StepAnswer = field(default_factory=StepAnswer)
+    came: dict[str, int] = field(default_factory=dict)
+    incomplete: set[str] = field(default_factory=set)
+
+    def merge(self, other: PdAnswer) -> None:
+        """Adds another worker's answer."""
+        self.sent.merge(other.sent)
+        for request_id, count in other.came.items():
+            self.came[request_id] = self.came.get(request_id, 0) + count
+        self.incomplete |= other.incomplete
+
+    def __bool__(self) -> bool:
+        return bool(self.sent.saved or self.came)

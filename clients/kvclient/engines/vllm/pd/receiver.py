@@ -1,0 +1,184 @@
+"""The decode engine's worker: waits for prompts in its host's decode buffer, and copies them into the engine's pages.
+
+The engine's own memory is not needed before a prompt is complete. A prompt that does not come whole in time is given up; what
+came of it stays in the store, where an ordinary load finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvclient import KVClient, KVStoreError
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
+from kvclient.engines.vllm.memory.pages import Mark, Pages
+from kvclient.engines.vllm.pd.plan import AwaitJob, TakeJob
+from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
+
+if TYPE_CHECKING:
+    from kvclient.handoff import AwaitedPrompt
+    from kvclient.options import Verify
+
+_log = logging.getLogger(__name__)
+_THREADS = 4
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that is waited for: by group, what is awaited and from which block on."""
+
+    parts: list[AwaitedPrompt] = field(default_factory=list)
+    first_needed: Sequence[int] = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is known what became of it."""
+        return all(part.done for part in self.parts)
+
+    def whole(self) -> bool:
+        """Whether all of it is here."""
+        return bool(self.parts) and all(part.wait(0) for part in self.parts)
+
+
+class Receiver:
+    """Awaited prompts of a worker. Called by the worker's one thread.
+
+    Args:
+        pages: by group: its memory.
+        deadline_s: how long a prompt is waited for.
+        verify: when checksums are compared after the copy.
+        tally: where prompts are counted.
+    """
+
+    def __init__(self, pages: Sequence[Pages], deadline_s: float, tally: ConnectorCounters, *, verify: Verify) -> None:
+        self._pages = pages
+        self._deadline_s = deadline_s
+        self._verify = verify
+        self._tally = tally
+        self._waiting: dict[str, Prompt] = {}
+        self._here: dict[str, Prompt] = {}
+        self._taking: dict[str, tuple[TakeJob, Future[list[list[int]]]]] = {}
+        self._changed = threading.Condition()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-prompt")
+
+    def begin(self, jobs: Sequence[AwaitJob], chain: bytes, clients: Sequence[KVClient]) -> None:
+        """Waits for prompts from now on.
+
+        Args:
+            jobs: which.
+            chain: the namespace whose chain their keys are of.
+            clients: by group.
+        """
+        for job in jobs:
+            prompt = Prompt(first_needed=job.first_needed)
+            self._waiting[job.request_id] = prompt
+            try:
+                for client, first in zip(clients, job.first_needed, strict=True):
+                    keys = NamespaceKeyMask(chain, client.spec.namespace).keys(job.keys[first:])
+                    prompt.parts.append(client.await_prompt(keys, transfer_id=job.transfer_id, deadline_s=self._deadline_s))
+            except KVStoreError as error:
+                _log.warning("a prompt cannot be waited for: %s", error)
+                self._give_up(prompt)
+                prompt.parts.clear()
+
+    def came(self) -> tuple[set[str], set[str]]:
+        """Requests of whose prompts it is known since the last call what became of them, and those among them that lack some."""
+        known, incomplete = set(), set()
+        for request_id in [request_id for request_id, prompt in self._waiting.items() if prompt.done]:
+            prompt = self._waiting.pop(request_id)
+            known.add(request_id)
+            if prompt.whole():
+                self._tally.add("prompts")
+                self._here[request_id] = prompt
+            else:
+                self._tally.add("prompts_incomplete")
+                incomplete.add(request_id)
+                self._give_up(prompt)
+        return known, incomplete
+
+    def take(self, jobs: Sequence[TakeJob]) -> None:
+        """Copies prompts into pages, in the background."""
+        after = self._pages[0].mark() if jobs else None  # others may still be computed with in these pages
+        for job in jobs:
+            future = self._threads.submit(self._take, self._here.pop(job.request_id, None), job, after)
+            future.add_done_callback(self._tell)
+            self._taking[job.request_id] = job, future
+
+    def _tell(self, _future: Future[list[list[int]]]) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _take(self, prompt: Prompt | None, job: TakeJob, after: Mark) -> list[list[int]]:
+        """Copies one prompt; by group the pages that are not filled."""
+        missing: list[list[int]] = []
+        with ExitStack() as stack:
+            parts = prompt.parts if prompt is not None else ()
+            for part in parts:
+                stack.enter_context(part)
+            for group, ids in enumerate(job.block_ids):
+                skip = job.first_blocks[group] - prompt.first_needed[group] if prompt is not None else -1
+                if prompt is None or skip < 0:
+                    self._tally.add("bugs")
+                    _log.error("a prompt of request %s that is not here, or lacks its beginning, is to be copied", job.request_id)
+                    missing.append(list(ids))
+                    continue
+                result = parts[group].take(self._pages[group].buffer(ids, after), skip=skip, verify=self._verify)
+                self._tally.add("prompt_bytes", result.bytes_loaded)
+                missing.append(ids[max(0, result.hit_blocks - skip) :])
+        return missing
+
+    def arrivals(self) -> LoadCompletions:
+        """Copies that have ended since the last call."""
+        arrivals = LoadCompletions()
+        for request_id in [request_id for request_id, (_, future) in self._taking.items() if future.done()]:
+            job, future = self._taking.pop(request_id)
+            arrivals.received.add(request_id)
+            if future.exception() is not None:
+                self._tally.add("bugs")
+                _log.error("a prompt could not be copied", exc_info=future.exception())
+                missing = [list(ids) for ids in job.block_ids]
+            else:
+                missing = future.result()
+            for pages, ids in zip(self._pages, missing, strict=True):
+                if ids:
+                    pages.clear(ids)  # here, for the engine's thread says what of the device comes before what
+                    arrivals.failed.add(request_id)
+                    arrivals.missing.update(ids)
+        return arrivals
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Nobody wants these prompts any more. A copy under way goes on: it is short, and the engine waits for it."""
+        for request_id in request_ids:
+            prompt = self._waiting.pop(request_id, None) or self._here.pop(request_id, None)
+            if prompt is not None:
+                self._give_up(prompt)
+
+    def _give_up(self, prompt: Prompt) -> None:
+        for part in prompt.parts:
+            self._threads.submit(part.cancel)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is waited for or copied."""
+        return bool(self._waiting or self._taking)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits a moment for something to happen, if anything may."""
+        if self._taking:
+            with self._changed:
+                self._changed.wait_for(lambda: any(future.done() for _, future in self._taking.values()), timeout_s)
+            return
+        unfinished = [part for prompt in self._waiting.values() for part in prompt.parts if not part.done]
+        if unfinished and len(unfinished) == sum(len(prompt.parts) for prompt in self._waiting.values()):
+            unfinished[0].wait(timeout_s)
+
+    def close(self) -> None:
+        """Gives everything up."""
+        self.drop([*self._waiting, *self._here])
+        self._threads.shutdown(wait=True)

@@ -1,0 +1,379 @@
+"""The decisions about prompts that change engines. No vLLM types, and no waiting.
+
+On the prefill engine, each step that completes blocks of such a prompt hands them over, the prefix that was loaded or cached
+included, and a partial last block with the last step. The pages are pinned until then. Such a request is not stored here: its
+blocks lie on the decode host now, which makes them durable. Once it is certain that some of them will not get there, the decode
+host is told, so that nobody waits for them: the transfer is abandoned.
+
+On the decode engine a request goes through these stages:
+
+1. AWAITED: its prompt is waited for, in memory of the node's; the engine has given nothing to it. Asked how much can be loaded,
+   the answer is *ask again*.
+2. HERE: the prompt is complete. All of it can be loaded.
+3. TAKEN: pages exist, and are being filled.
+4. OVER: it is as any other request. Where the prompt did not come, or could not be copied, it begins here: the store is asked,
+   and the rest is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from kvclient import KeyChain
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.adapters import AdapterWeights
+from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, request_extras
+from kvclient.engines.vllm.pd.params import Role, Transfer
+from kvclient.engines.vllm.pd.plan import AbandonJob, AwaitJob, PdAnswer, PdPlan, SendJob, TakeJob
+from kvclient.engines.vllm.plan import StepAnswer
+from kvclient.engines.vllm.scheduler.scheduler_connector import BlockPool
+
+_log = logging.getLogger(__name__)
+_SEND_FAILURES = 2
+"""Hand-overs of a request that may fail before no more of it is handed over."""
+
+
+class Stage(Enum):
+    """Where an awaited prompt is; see the module."""
+
+    AWAITED = auto()
+    HERE = auto()
+    TAKEN = auto()
+    OVER = auto()
+
+
+@dataclass(slots=True)
+class Sending:
+    """A request that is prefilled here and decoded elsewhere."""
+
+    request: VllmRequest
+    transfer: Transfer
+    keys: RequestKeys
+    adapter: AdapterWeights | None = None
+    sent_blocks: int = 0
+    """Leading full blocks that are handed over or on their way."""
+    tail_sent: bool = False
+    failures: int = 0
+    abandoned: bool = False
+    """The decode host is told that not all of it will come."""
+
+
+@dataclass(slots=True)
+class Receiving:
+    """A request that is prefilled elsewhere and decoded here."""
+
+    request: VllmRequest
+    keys: RequestKeys
+    job: AwaitJob
+    stage: Stage = Stage.AWAITED
+    answers: int = 0
+    whole: bool = True
+    pages: set[int] = field(default_factory=set)
+    """Those being filled."""
+
+
+@dataclass(slots=True)
+class Pins:
+    """Pages that a hand-over reads, and how many workers have not answered yet."""
+
+    request_id: str
+    transfer: Transfer
+    first: int
+    blocks: list[Any]
+    workers: int
+    failed: bool = False
+
+
+class PdScheduler:
+    """Called by the scheduler's one thread.
+
+    Args:
+        block_tokens: tokens of a page.
+        windows: by group: tokens that it looks back; 0: all.
+        pinned_share: the part of the engine's pages that may wait to be handed over; one hand-over may be larger.
+        workers: how many workers answer each job.
+        tally: where it is counted.
+        null_block: id of the page that stands for no page.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        windows: Sequence[int],
+        pinned_share: float,
+        tally: ConnectorCounters,
+        *,
+        workers: int = 1,
+        null_block: int = 0,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._windows = windows
+        self._pinned_share = pinned_share
+        self._tally = tally
+        self._workers = workers
+        self._null_block = null_block
+        self._pool: BlockPool | None = None
+        self._sending: dict[str, Sending] = {}
+        self._receiving: dict[str, Receiving] = {}
+        self._plan = PdPlan()
+        self._held: list[SendJob] = []
+        """Pinned, and not planned before the step's loads are known to be whole."""
+        self._pins: dict[int, Pins] = {}
+        self._pinned_blocks = 0
+        self._next_job = 0
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """The engine's block pool; without it nothing is handed over."""
+        self._pool = pool
+
+    # ---- arrival ----
+    def arrived(self, request: VllmRequest, transfer: Transfer, chain: KeyChain, adapter: AdapterWeights | None = None) -> None:
+        """A request that is prefilled in one engine and decoded in another; ``adapter``: the weights of its adapter, if any."""
+        keys = RequestKeys(chain, request_extras(request, adapter, self._block_tokens))
+        if transfer.role is Role.PREFILL:
+            self._sending[request.request_id] = Sending(request, transfer, keys, adapter)
+            return
+        tokens = request.num_tokens
+        packed = list(keys.upto(request.all_token_ids, tokens // self._block_tokens))
+        if tokens % self._block_tokens:
+            packed.append(_tail_key(request, transfer, keys, self._block_tokens))
+        needed = [max(0, tokens - window) // self._block_tokens if window else 0 for window in self._windows]
+        job = AwaitJob(request.request_id, packed, needed, transfer.transfer_id)
+        self._receiving[request.request_id] = Receiving(request, keys, job)
+        self._plan.awaits.append(job)
+
+    def is_sending(self, request_id: str) -> Transfer | None:
+        """The transfer of a request that is handed over from here."""
+        sending = self._sending.get(request_id)
+        return sending.transfer if sending is not None else None
+
+    def stage(self, request_id: str) -> Stage:
+        """How far the prompt of a request is."""
+        receiving = self._receiving.get(request_id)
+        return receiving.stage if receiving is not None else Stage.OVER
+
+    # ---- the decode engine ----
+    def gave_up(self, request_id: str) -> bool:
+        """Whether a prompt is not coming; said once: from then on the request is as any other."""
+        receiving = self._receiving.get(request_id)
+        if receiving is None or receiving.stage is not Stage.OVER:
+            return False
+        del self._receiving[request_id]
+        return True
+
+    def matched(self, request: VllmRequest, computed_tokens: int) -> int:
+        """How many tokens of a prompt that is HERE can be loaded beyond those computed."""
+        return max(0, request.num_prompt_tokens - computed_tokens)
+
+    def allocated(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Pages exist for a prompt that is HERE."""
+        receiving = self._receiving[request.request_id]
+        start = (request.num_prompt_tokens - external_tokens) // self._block_tokens
+        stop = len(receiving.job.keys)
+        first_blocks, pages = [], []
+        for ids in block_ids:
+            first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)
+            first_blocks.append(first)
+            pages.append(list(ids[first:stop]))
+        receiving.stage = Stage.TAKEN
+        receiving.pages = {page for ids in pages for page in ids}
+        self._plan.takes.append(TakeJob(request.request_id, first_blocks, pages))
+
+    def takes_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
+        """Pages that were not filled, and requests of which any was not."""
+        for request_id, receiving in self._receiving.items():
+            if receiving.stage is Stage.TAKEN and (
+                request_id in failed_requests or not receiving.pages.isdisjoint(invalid_blocks)
+            ):
+                receiving.whole = False
+                self._tally.add("prompts_failed")
+
+    def takes_done(self, request_ids: Iterable[str]) -> list[tuple[VllmRequest, int]]:
+        """Copies that have ended: requests, and how many leading blocks of each the store holds for sure; none: it failed."""
+        done = []
+        for request_id in request_ids:
+            receiving = self._receiving.get(request_id)
+            if receiving is not None and receiving.stage is Stage.TAKEN:
+                del self._receiving[request_id]
+                full = receiving.request.num_prompt_tokens // self._block_tokens
+                done.append((receiving.request, full if receiving.whole else 0))
+        return done
+
+    # ---- the prefill engine ----
+    def plan_step(
+        self,
+        scheduled: Mapping[str, int],
+        drafts: Mapping[str, Sequence[int]],
+        resolve: Callable[[str], Any],
+        *,
+        hold: bool = False,
+    ) -> PdPlan:
+        """What the workers are to do in this step; arguments as for ``SchedulerConnector.plan_step``.
+
+        With ``hold`` what this step completes goes with the next one, unless ``drop_held`` is called before.
+        """
+        sends = list(self._completed(scheduled, drafts, resolve)) if self._pool is not None else []
+        held, self._held = self._held, sends if hold else []
+        self._plan.sends += held if hold else [*held, *sends]
+        plan, self._plan = self._plan, PdPlan()
+        return plan
+
+    def _completed(
+        self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], resolve: Callable[[str], Any]
+    ) -> Iterator[SendJob]:
+        for request_id, tokens in scheduled.items():
+            sending = self._sending.get(request_id)
+            if sending is None or sending.tail_sent or sending.abandoned:
+                continue
+            request = sending.request
+            computed = request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
+            if (job := self._plan_send(sending, min(computed, request.num_prompt_tokens), resolve)) is not None:
+                yield job
+
+    def _plan_send(self, sending: Sending, computed: int, resolve: Callable[[str], Any]) -> SendJob | None:
+        """Pins what a step completes of a prompt, and plans its hand-over."""
+        request, first = sending.request, sending.sent_blocks
+        full = computed // self._block_tokens
+        last = computed == request.num_prompt_tokens
+        tail = last and computed % self._block_tokens > 0
+        stop = full + tail
+        if stop <= first:
+            sending.tail_sent = last
+            return None
+        ids = [self._from_first_page(group[first:stop]) for group in resolve(request.request_id)]
+        count = sum(map(len, ids))
+        assert self._pool is not None
+        # one may always: its pages are its request's as long as that runs, however large a part of the engine's they are
+        if self._pinned_blocks and self._pinned_blocks + count > len(self._pool.blocks) * self._pinned_share:
+            self._tally.add("handoffs_skipped")
+            _log.warning("the prompt of request %s is not handed over: too many pages wait already", request.request_id)
+            self._abandon(sending)
+            return None
+        keys = list(sending.keys.upto(request.all_token_ids, full))
+        if tail:
+            keys.append(_tail_key(request, sending.transfer, sending.keys, self._block_tokens))
+        blocks = [self._pool.blocks[page] for group in ids for page in group]
+        self._pool.touch(blocks)
+        self._next_job += 1
+        self._pins[self._next_job] = Pins(request.request_id, sending.transfer, first, blocks, self._workers)
+        self._pinned_blocks += count
+        sending.sent_blocks, sending.tail_sent = full, last
+        self._tally.add("handoff_blocks", stop - first)
+        parent = keys[first - 1] if first else None
+        return SendJob(self._next_job, sending.transfer.decode_node, first, parent, keys[first:], tail, ids, sending.adapter)
+
+    def _from_first_page(self, ids: Sequence[int]) -> list[int]:
+        """Without the leading blocks that a sliding window has left behind."""
+        first = next((at for at, page in enumerate(ids) if page != self._null_block), len(ids))
+        return list(ids[first:])
+
+    # ---- answers ----
+    def drop_held(self) -> None:
+        """What waits to be planned is not handed over: it may be wrong, as a load of its step failed."""
+        held, self._held = self._held, []
+        jobs = [job.job_id for job in held]
+        self.answered(PdAnswer(StepAnswer(dict.fromkeys(jobs, self._workers), set(jobs))))
+
+    def answered(self, answer: PdAnswer) -> None:
+        """What workers know of hand-overs and prompts."""
+        for job_id in answer.sent.not_saved:
+            pins = self._pins[job_id]
+            if not pins.failed:
+                pins.failed = True
+                self._send_failed(pins)
+        for job_id, workers in answer.sent.saved.items():
+            pins = self._pins[job_id]
+            pins.workers -= workers
+            if pins.workers <= 0:
+                del self._pins[job_id]
+                self._pinned_blocks -= len(pins.blocks)
+                assert self._pool is not None
+                self._pool.free_blocks(reversed(pins.blocks))
+        for request_id, workers in answer.came.items():
+            receiving = self._receiving.get(request_id)
+            if receiving is None:
+                continue
+            receiving.answers += workers
+            receiving.whole &= request_id not in answer.incomplete
+            if receiving.answers >= self._workers:
+                self._came(receiving)
+
+    def _came(self, receiving: Receiving) -> None:
+        """All workers know what became of a prompt."""
+        if receiving.whole:
+            receiving.stage = Stage.HERE
+            return
+        receiving.stage = Stage.OVER
+        request_id = receiving.request.request_id
+        self._plan.drops.append(request_id)  # some workers may have it
+        _log.warning("the prompt of request %s did not come whole: it is loaded or computed here", request_id)
+
+    def _send_failed(self, pins: Pins) -> None:
+        """The blocks are handed over once more with the next step, if there is one."""
+        self._tally.add("handoffs_failed")
+        sending = self._sending.get(pins.request_id)
+        if sending is None:
+            self._tell(pins.transfer)
+            return
+        sending.failures += 1
+        sending.sent_blocks = min(sending.sent_blocks, pins.first)
+        sending.tail_sent = False
+        if sending.failures >= _SEND_FAILURES:
+            self._abandon(sending)
+
+    def _abandon(self, sending: Sending) -> None:
+        """Some of a prompt will not get to its decode host."""
+        if not sending.abandoned:
+            sending.abandoned = True
+            self._tell(sending.transfer)
+
+    def _tell(self, transfer: Transfer) -> None:
+        self._tally.add("transfers_abandoned")
+        self._plan.abandons.append(AbandonJob(transfer.decode_node, transfer.transfer_id))
+
+    # ---- ends ----
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """The end of a request, whatever the reason; of one that was prefilled here, what its decode engine is to be given."""
+        receiving = self._receiving.pop(request_id, None)
+        if receiving is not None and receiving.stage in {Stage.AWAITED, Stage.HERE}:
+            self._plan.drops.append(request_id)
+        sending = self._sending.pop(request_id, None)
+        if sending is None:
+            return None
+        if not sending.tail_sent:
+            self._abandon(sending)
+        return sending.transfer.for_decode(whole=not sending.abandoned)
+
+    def forget(self) -> None:
+        """The weights have changed: prompts on their way are of the old ones."""
+        self.drop_held()
+        for request_id, receiving in self._receiving.items():
+            if receiving.stage in {Stage.AWAITED, Stage.HERE}:
+                receiving.stage = Stage.OVER
+                self._plan.drops.append(request_id)
+        self._plan.awaits.clear()
+        for sending in self._sending.values():
+            self._abandon(sending)
+        self._sending.clear()
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether pages wait to be handed over."""
+        return bool(self._pins)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether decode hosts are to be told, with the next step, of prompts that will not come."""
+        return bool(self._plan.abandons)
+
+
+def _tail_key(request: VllmRequest, transfer: Transfer, keys: RequestKeys, block_tokens: int) -> Any:  # noqa: ANN401
+    """The key of a prompt's partial last block."""
+    full = request.num_prompt_tokens // block_tokens
+    before = keys.upto(request.all_token_ids, full)
+    tokens = list(request.all_token_ids[full * block_tokens : request.num_prompt_tokens])
+    return transfer.tail_key(keys.tail(tokens, before[-1] if before else None))

@@ -1,0 +1,276 @@
+"""The prefill engine's worker: what a step computes goes to the decode engine's host, layer by layer, while the step computes.
+
+A hand-over has a thread for as long as it lasts; the model's thread only says which layers are complete. Nothing counts on the
+other side before the whole step has turned out well: blocks computed after a load that failed are never handed over. Pages are
+pinned until their job is answered: so a hand-over that failed, because the other host did not answer for a moment, is tried
+again a few times within its deadline, by threads that no first try waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from kvclient import BlockKey, DeadlineExceeded, KVClient, KVStoreError, StoreOutcome, StoreResult
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask
+from kvclient.engines.vllm.memory.pages import Mark, Pages
+from kvclient.engines.vllm.pd.plan import AbandonJob, SendJob
+from kvclient.engines.vllm.plan import StepAnswer
+
+if TYPE_CHECKING:
+    from kvclient.handoff import Handoff
+
+_log = logging.getLogger(__name__)
+_THREADS = 8
+_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Before each further try."""
+
+Layer = tuple[int, int]
+"""Group, and layer within it."""
+
+
+class Send:
+    """One hand-over: ``layer`` and ``end`` by the model's thread, ``run`` and ``again`` by others."""
+
+    def __init__(
+        self, job: SendJob, chain: bytes, clients: Sequence[KVClient], pages: Sequence[Pages], deadline_s: float
+    ) -> None:
+        self.job = job
+        self.good = False
+        """Whether the step turned out well, as known once ``run`` has returned: else there is nothing to hand over."""
+        self._chain = chain
+        self._clients = clients
+        self._pages = pages
+        self._events: queue.SimpleQueue[Layer | bool] = queue.SimpleQueue()
+        self._marks: dict[Layer, Mark] = {}
+        self._end_mark: Mark = None
+        """When each layer is computed, and all of them are."""
+        self._end_s = time.monotonic() + deadline_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is given up."""
+        return max(0.0, self._end_s - time.monotonic())
+
+    def layer(self, layer: Layer, after: Mark) -> None:
+        """A layer of this step is complete, at a mark."""
+        self._marks[layer] = after
+        self._events.put(layer)
+
+    def end(self, after: Mark, *, good: bool) -> None:
+        """The step is over, at a mark."""
+        self._end_mark = after
+        self._events.put(good)
+
+    def run(self, tally: ConnectorCounters) -> bool:
+        """Hands it over while the step computes; whether the decode host has all of it."""
+        with self._handoffs() as handoffs:
+            put: set[Layer] = set()
+            while not isinstance(event := self._next(), bool):
+                self._put(handoffs, event)
+                put.add(event)
+            self.good = event
+            if not event:
+                return False
+            results = self._commit(handoffs, put, tally)
+        return self._held(results)
+
+    def _next(self) -> Layer | bool:
+        try:
+            return self._events.get(timeout=self.left_s)
+        except queue.Empty:
+            raise DeadlineExceeded("the step that computes a prompt has not ended in time") from None
+
+    def again(self, tally: ConnectorCounters) -> bool:
+        """Hands it over once more, the step being over; whether the decode host has all of it.
+
+        What somebody else is said to bring does not count here: most likely that is the try before, of which that host does
+        not know yet that it failed.
+        """
+        with self._handoffs() as handoffs:
+            results = self._commit(handoffs, set(), tally)
+        return self._held(results) and not any(result.count(StoreOutcome.IN_PROGRESS) for result in results)
+
+    @contextmanager
+    def _handoffs(self) -> Iterator[list[Handoff]]:
+        """By group; given up where they are left before their commit."""
+        job = self.job
+        with ExitStack() as stack:
+            handoffs = []
+            for client, ids in zip(self._clients, job.block_ids, strict=True):
+                masked = NamespaceKeyMask(self._chain, client.spec.namespace)
+                packed = masked.keys(job.keys)
+                left_behind = len(job.keys) - len(ids)
+                before = job.keys[left_behind - 1] if left_behind else job.parent
+                handoff = client.begin_handoff(
+                    packed[left_behind * len(job.keys[0]) :],
+                    job.decode_node,
+                    parent=BlockKey(masked.keys([before])) if before is not None else None,
+                    depth=job.first_block + left_behind,
+                    tail=job.tail,
+                    deadline_s=max(0.001, self.left_s),
+                )
+                handoffs.append(stack.enter_context(handoff))
+            yield handoffs
+
+    def _put(self, handoffs: Sequence[Handoff], layer: Layer) -> None:
+        group, number = layer
+        after = self._marks.get(layer, self._end_mark)
+        handoffs[group].put_layer(number, self._pages[group].layer_buffer(number, self.job.block_ids[group], after))
+
+    def _commit(self, handoffs: Sequence[Handoff], put: Collection[Layer], tally: ConnectorCounters) -> list[StoreResult]:
+        """Puts the layers that are not ``put`` yet, and ends it."""
+        for group, pages in enumerate(self._pages):
+            for layer in range(pages.shape.layers):
+                if (group, layer) not in put:
+                    self._put(handoffs, (group, layer))
+        results = [handoff.commit() for handoff in handoffs]
+        for result in results:
+            tally.add("handoff_bytes", result.bytes_stored)
+            tally.add("handoff_seconds", result.seconds)
+        return results
+
+    def _held(self, results: Sequence[StoreResult]) -> bool:
+        return all(
+            result.error is None and result.held_blocks == len(ids)
+            for result, ids in zip(results, self.job.block_ids, strict=True)
+        )
+
+
+class Sender:
+    """Hand-overs of a worker. Called by the worker's one thread.
+
+    Args:
+        pages: by group: its memory.
+        place: where a layer is, by name.
+        deadline_s: bound of one hand-over, all tries together.
+        tally: where they are counted.
+    """
+
+    def __init__(self, pages: Sequence[Pages], place: Mapping[str, Layer], deadline_s: float, tally: ConnectorCounters) -> None:
+        self._pages = pages
+        self._place = place
+        self._deadline_s = deadline_s
+        self._tally = tally
+        self._in_step: list[Send] = []
+        self._changed = threading.Condition()
+        self._answer = StepAnswer()
+        self._pending = 0
+        self._closing = threading.Event()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-handoff")
+        self._later = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-handoff-again")
+
+    def begin(self, jobs: Sequence[SendJob], chain: bytes, clients: Sequence[KVClient]) -> None:
+        """A step begins that will complete some blocks.
+
+        Args:
+            jobs: what it hands over.
+            chain: the namespace whose chain the keys are of.
+            clients: by group.
+        """
+        for job in jobs:
+            send = Send(job, chain, clients, self._pages, self._deadline_s)
+            self._in_step.append(send)
+            with self._changed:
+                self._pending += 1
+            self._threads.submit(self._run, send)
+
+    def layer(self, name: str) -> None:
+        """The forward pass has completed a layer."""
+        if self._in_step and (place := self._place.get(name)) is not None:
+            after = self._pages[place[0]].mark()
+            for send in self._in_step:
+                send.layer(place, after)
+
+    def end_step(self, *, good: bool) -> None:
+        """The forward pass is over. Not ``good``: some of what it computed is wrong."""
+        sends, self._in_step = self._in_step, []
+        after: Mark = None
+        computed = False
+        try:
+            if good and sends:
+                after = self._pages[0].mark()  # fails where the device has: whoever waits is told nevertheless
+            computed = good
+        finally:
+            for send in sends:
+                adapter = send.job.adapter
+                sure = adapter is None or adapter.unchanged()  # else the engine may have computed with others than the keys say
+                if not sure:
+                    self._tally.add("stores_unsure")
+                send.end(after, good=computed and sure)
+
+    def abandon(self, jobs: Sequence[AbandonJob], clients: Sequence[KVClient]) -> None:
+        """Tells decode hosts, in the background, that prompts will not come whole."""
+        for job in jobs:
+            self._later.submit(self._tell, job, clients[0])
+
+    def _tell(self, job: AbandonJob, client: KVClient) -> None:
+        try:
+            client.abandon_prompt(job.transfer_id, job.decode_node, deadline_s=self._deadline_s)
+        except KVStoreError as error:
+            _log.warning("a decode host is not told of a prompt that will not come: %s", error)
+
+    def _run(self, send: Send) -> None:
+        done = self._tried(send.run)
+        if not done and send.good and not self._closing.is_set():
+            self._later.submit(self._retry, send)
+        else:
+            self._over(send, good=done)
+
+    def _retry(self, send: Send) -> None:
+        done = False
+        for pause_s in _PAUSES_S:
+            if self._closing.wait(min(pause_s, send.left_s)) or not send.left_s:
+                break
+            self._tally.add("handoffs_retried")
+            if done := self._tried(send.again):
+                break
+        self._over(send, good=done)
+
+    def _tried(self, attempt: Callable[[ConnectorCounters], bool]) -> bool:
+        try:
+            return attempt(self._tally)
+        except KVStoreError as error:
+            _log.warning("a prompt is not handed over: %s", error)
+        except Exception:  # noqa: BLE001  # the edge of a thread: whatever it is, pins must be given back, and the engine goes on
+            self._tally.add("bugs")
+            _log.exception("a hand-over failed in a way that it should not")
+        return False
+
+    def _over(self, send: Send, *, good: bool) -> None:
+        with self._changed:
+            self._pending -= 1
+            self._answer.saved[send.job.job_id] = 1
+            if not good:
+                self._answer.not_saved.add(send.job.job_id)
+            self._changed.notify_all()
+
+    def take(self) -> StepAnswer:
+        """What is over since the last call."""
+        with self._changed:
+            answer, self._answer = self._answer, StepAnswer()
+            return answer
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way."""
+        return self._pending > 0
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits a moment for something to be over, if there is anything."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._answer.saved or not self._pending, timeout_s)
+
+    def close(self) -> None:
+        """Gives up what is under way."""
+        self._closing.set()
+        self.end_step(good=False)
+        self._threads.shutdown(wait=True)
+        self._later.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,1 @@
+"""The scheduler side: which blocks are loaded and stored in each step."""

@@ -1,0 +1,123 @@
+"""Lookups in the background: the scheduler asks whether the answer is there, and never waits for a server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from kvclient import BlockKey, CacheSpec, KeyChain, KVClient, Lookup
+from kvclient.engines.options import HookOptions
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.keys import NamespaceKeyMask, RequestKeys
+from kvclient.engines.vllm.identity.namespaces import chain_spec
+from kvclient.engines.vllm.options import RECONNECT_S
+
+_log = logging.getLogger(__name__)
+_REQUESTS_AT_ONCE = 2
+_MOST_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What the store holds of a request.
+
+    Attributes:
+        hit_blocks: leading blocks that every group and shard has.
+        by_group: by group and namespace: who holds what.
+    """
+
+    hit_blocks: int
+    by_group: Sequence[Mapping[bytes, Lookup]]
+
+
+NOTHING = PrefixMatch(0, ())
+
+
+class BackgroundLookup:
+    """Finds what the store holds of requests, over all groups and shards. Thread-safe.
+
+    Args:
+        options: where the store is.
+        groups: by group: the namespaces of its shards.
+        tally: where lookups are counted.
+        running: the engine runs already, and does not wait for the store.
+
+    Raises:
+        KVStoreError: the store does not answer, and the options insist on it.
+    """
+
+    def __init__(
+        self, options: HookOptions, groups: Sequence[Sequence[CacheSpec]], tally: ConnectorCounters, *, running: bool = False
+    ) -> None:
+        self.groups = groups
+        self.chain = KeyChain(chain_spec([shards[0] for shards in groups]))
+        self._tally = tally
+        self._places: list[tuple[int, KVClient, NamespaceKeyMask]] = []
+        client_options = replace(options.client_options(), client_name="vllm-scheduler")
+        if running:
+            client_options = replace(client_options, require_store=False, connect_deadline_s=RECONNECT_S)
+        server_only = replace(options, node="none") if options.metadata else options
+        try:
+            for group, shards in enumerate(groups):
+                for spec in shards:
+                    client = server_only.connect(spec, client_options)
+                    self._places.append((group, client, NamespaceKeyMask(self.chain.spec.namespace, spec.namespace)))
+        except BaseException:
+            self._close_clients()
+            raise
+        self._requests = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="kvstore-find")
+        others = min(_MOST_THREADS, (len(self._places) - 1) * _REQUESTS_AT_ONCE)
+        self._others = ThreadPoolExecutor(others, thread_name_prefix="kvstore-lookup") if others else None
+
+    def begin(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> Future[PrefixMatch]:
+        """Looks up the first blocks of a request. Whoever wants its keys meanwhile may wait until they are made. It never fails.
+
+        Args:
+            keys: the request's.
+            tokens: its token ids; a list of its own, for it is read in another thread.
+            blocks: how many.
+        """
+        return self._requests.submit(self._find, keys, tokens, blocks)
+
+    def _find(self, keys: RequestKeys, tokens: Sequence[int], blocks: int) -> PrefixMatch:
+        try:
+            return self._found(keys.upto(tokens, blocks))
+        except Exception:  # noqa: BLE001  # the edge to the engine, which must not end by a failure of ours: a miss
+            self._tally.add("bugs")
+            _log.exception("a lookup failed in a way that it should not: a miss")
+            return NOTHING
+
+    def _found(self, keys: Sequence[BlockKey]) -> PrefixMatch:
+        """Asks in all namespaces at once: each answer takes a round trip."""
+        first, *others = self._places
+        futures = []
+        if self._others is not None:
+            futures = [self._others.submit(self._look_up, client, masked, keys) for _, client, masked in others]
+        answers = [self._look_up(*first[1:], keys), *(future.result() for future in futures)]
+        by_group: list[dict[bytes, Lookup]] = [{} for _ in self.groups]
+        for (group, client, _), answer in zip(self._places, answers, strict=True):
+            by_group[group][client.spec.namespace] = answer
+        hit = min(answer.hit_blocks for answer in answers)
+        self._tally.add("lookups")
+        self._tally.add("lookup_blocks", len(keys))
+        self._tally.add("hit_blocks", hit)
+        if any(answer.error is not None for answer in answers):
+            self._tally.add("lookup_failures")
+        return PrefixMatch(hit, by_group)
+
+    @staticmethod
+    def _look_up(client: KVClient, masked: NamespaceKeyMask, keys: Sequence[BlockKey]) -> Lookup:
+        return client.lookup(masked.keys(keys))  # failures of ours are misses, not exceptions
+
+    def close(self) -> None:
+        """Ends connections, and then threads: what still asks gets no answer."""
+        self._close_clients()
+        for threads in (self._requests, self._others):
+            if threads is not None:
+                threads.shutdown(wait=True)
+
+    def _close_clients(self) -> None:
+        for _, client, _ in self._places:
+            client.close()

@@ -1,0 +1,475 @@
+"""The decisions: which blocks of which request are loaded and stored in each step. No vLLM types, and no waiting for a server.
+
+Life of a request, as seen here:
+
+1. ``arrived``: a lookup begins in the background.
+2. ``matched``: the scheduler asks how many tokens can be loaded. *None*, ask again, until the lookup is answered.
+3. ``allocated``: pages for them exist. The load is planned for this step.
+4. ``plan_step``: each step, blocks that fill in it are planned to be stored. They are pinned in the engine's own block pool, as
+   another request with the same prefix would pin them, so that neither preemption nor the end of the request nor a sliding window
+   can hand the pages to others before they are read; ``answered`` unpins them when the workers are done.
+
+A load that failed is remembered: the request is not offered its prefix again, so it is computed, and cannot fail in a circle.
+The engine enters the pages of a layer-wise load into its prefix cache before they are loaded, and with the policy ``recompute``
+leaves them there: so they are taken out here, with all that the step computed behind them, before another request finds them.
+
+Where several workers compute a step together, a layer-wise load that fails in one makes wrong what the others compute: hidden
+states are mixed. A worker knows of its own loads alone. So what such a step completes waits until all have told, and goes with
+the next step's plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvclient import Tier
+from kvclient.engines.vllm.counters import ConnectorCounters
+from kvclient.engines.vllm.identity.adapters import Adapters, AdapterWeights
+from kvclient.engines.vllm.identity.keys import RequestKeys, VllmRequest, is_hashable, request_extras
+from kvclient.engines.vllm.options import ConnectorOptions
+from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepAnswer, StepPlan
+from kvclient.engines.vllm.scheduler.prefix_lookup import NOTHING, BackgroundLookup, PrefixMatch
+
+_log = logging.getLogger(__name__)
+_STORE_FAILURES = 2
+"""Stores of a request that may fail before nothing more of it is stored."""
+MOST_EVENTS = 65_536
+"""Runs of stored blocks kept for whoever wants events of them."""
+
+
+class BlockPool(Protocol):
+    """What of the engine's block pool is used here."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """One more user of each."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """One user less of each."""
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """No request finds them by their tokens any more; who has them keeps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Blocks ``[first, stop)`` of a request, which the store holds now."""
+
+    request: Any
+    first: int
+    stop: int
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request from its arrival to its end."""
+
+    request: VllmRequest
+    keys: RequestKeys
+    adapter: AdapterWeights | None = None
+    lookup: Future[PrefixMatch] | None = None
+    found: PrefixMatch = NOTHING
+    preemptions: int = 0
+    first_offered: int = 0
+    """The first block that a load would bring."""
+    loading: dict[int, list[int]] = field(default_factory=dict)
+    """By group: pages that a load fills, until it is known what became of it."""
+    load_failed: bool = False
+    stored_blocks: int = 0
+    """Leading blocks that the store holds, or that are on their way there."""
+    store_failures: int = 0
+    store_ended: bool = False
+    """The chain is broken: what comes later would not be found."""
+
+
+@dataclass(slots=True)
+class Pins:
+    """Pages that a store reads, and how many workers have not answered yet."""
+
+    request: VllmRequest
+    first: int
+    stop: int
+    blocks: list[Any]
+    workers: int
+
+
+class SchedulerConnector:
+    """The connector's half in the scheduler. Called by one thread.
+
+    Args:
+        options: choices.
+        block_tokens: tokens of a page.
+        workers: how many workers answer each job.
+        events: whether ``take_stored`` will be asked.
+        null_block: id of the page that stands for no page.
+    """
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        block_tokens: int,
+        *,
+        workers: int = 1,
+        events: bool = False,
+        null_block: int = 0,
+    ) -> None:
+        self.tally = ConnectorCounters()
+        self.adapters = Adapters(self.tally)
+        self._options = options
+        self._block_tokens = block_tokens
+        self._workers = workers
+        self._events = events
+        self._null_block = null_block
+        self._finder: BackgroundLookup | None = None
+        self._pool: BlockPool | None = None
+        self._requests: dict[str, RequestState] = {}
+        self._loads: list[LoadJob] = []
+        self._pins: dict[int, Pins] = {}
+        self._pinned_blocks = 0
+        self._stored: list[StoredBlocks] = []
+        self._next_job = 0
+        self._held: list[SaveJob] = []
+        """Pinned, and not planned before the step's loads are known to be whole."""
+        self._wait_left_s = options.lookup_wait_s
+        self._pending: dict[str, Future[PrefixMatch]] = {}
+        """Lookups that the scheduler asked for in this step and that are not answered."""
+        self._layerwise = options.load_mode == "layerwise"
+        self._in_step: list[Sequence[Sequence[int]]] = []
+        """By request of a step with layer-wise loads: its pages, by group."""
+        self._epoch = 0
+        self._weights_epoch = ""
+        self._give_up_saves = False
+
+    def connect(self, finder: BackgroundLookup, epoch: int, weights_epoch: str) -> None:
+        """Which namespaces there are is known, or they have changed with the weights.
+
+        Requests that hold KV of other weights are neither loaded nor stored any more; the others begin anew.
+        """
+        self._drop_held()
+        old, self._finder = self._finder, finder
+        self._epoch, self._weights_epoch = epoch, weights_epoch
+        self._loads = []
+        states, self._requests, self._pending = self._requests, {}, {}
+        if old is not None:
+            old.close()
+        for state in states.values():
+            if state.request.num_computed_tokens == 0:
+                self.arrived(state.request)
+
+    @property
+    def finder(self) -> BackgroundLookup | None:
+        """What finds requests in the store, once connected."""
+        return self._finder
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """The engine's block pool; without it nothing is stored."""
+        self._pool = pool
+
+    # ---- arrival and match ----
+    def arrived(self, request: VllmRequest, *, look_up: bool = True) -> None:
+        """A new request: its lookup begins, unless nothing of it is to be loaded before it may have been preempted."""
+        if self._finder is None:
+            return
+        adapter = self.adapters.of_request(request.lora_request) if request.lora_request is not None else None
+        if not is_hashable(request, adapter):
+            return
+        keys = RequestKeys(self._finder.chain, request_extras(request, adapter, self._block_tokens))
+        state = self._requests[request.request_id] = RequestState(request, keys, adapter)
+        state.preemptions = request.num_preemptions
+        if self._options.hook.load and look_up:
+            self._begin_lookup(state)
+
+    def held(self, request_id: str, blocks: int) -> None:
+        """The store is known to hold the leading blocks of a request."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.stored_blocks = max(state.stored_blocks, blocks)
+
+    def store_nothing(self, request_id: str) -> None:
+        """What a request computes is somebody else's to store."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.store_ended = True
+
+    def _begin_lookup(self, state: RequestState) -> None:
+        assert self._finder is not None
+        request = state.request
+        state.preemptions = request.num_preemptions
+        state.found, state.loading = NOTHING, {}
+        blocks = (request.num_tokens - 1) // self._block_tokens  # at least one token is computed
+        state.lookup = self._finder.begin(state.keys, list(request.all_token_ids), blocks) if blocks else None
+
+    def matched(self, request: VllmRequest, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded beyond those computed; None: not known yet. And whether outside of the batch."""
+        state = self._requests.get(request.request_id)
+        if state is None or not self._options.hook.load:
+            return 0, False
+        if self._layerwise and self._shares_a_load(state, computed_tokens):
+            self.tally.add("waits_for_shared_loads")
+            return None, False
+        if state.load_failed:
+            return 0, False
+        if request.num_preemptions != state.preemptions:  # by now there is more of it in the store
+            self._begin_lookup(state)
+        if state.lookup is not None:
+            if not self._is_answered(state.lookup):
+                self.tally.add("lookups_asked_again")
+                self._pending[request.request_id] = state.lookup
+                return None, False
+            state.found = state.lookup.result()
+            state.lookup = None
+            state.stored_blocks = max(state.stored_blocks, state.found.hit_blocks)
+        tokens = state.found.hit_blocks * self._block_tokens - computed_tokens
+        if tokens <= 0 or tokens < self._options.min_load_tokens or computed_tokens % self._block_tokens:
+            return 0, False
+        state.first_offered = computed_tokens // self._block_tokens
+        return tokens, not self._layerwise
+
+    def _shares_a_load(self, state: RequestState, computed_tokens: int) -> bool:
+        """Whether what the engine takes for computed of a request is only being loaded, layer by layer, in this very step.
+
+        Should that load fail, the engine has one request compute it and believes it for all that share it, even if that one
+        computes it in pieces, or ends. A step later it is known.
+        """
+        for load in self._loads:
+            first = min((part.first_block for part in load.groups), default=0)
+            other = self._requests.get(load.request_id)
+            if other is not None and other is not state and computed_tokens > first * self._block_tokens:
+                mine, theirs = (each.keys.upto(each.request.all_token_ids, first + 1) for each in (state, other))
+                if mine[first:] == theirs[first:]:
+                    return True
+        return False
+
+    def _is_answered(self, lookup: Future[PrefixMatch]) -> bool:
+        """Whether it is, after a moment that all lookups of a step share."""
+        if not lookup.done() and self._wait_left_s > 0:
+            began_s = time.monotonic()
+            wait((lookup,), self._wait_left_s)
+            self._wait_left_s -= time.monotonic() - began_s
+        return lookup.done()
+
+    # ---- loads ----
+    def allocated(self, request: VllmRequest, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Pages exist for what was matched; ``external_tokens`` of them are to be loaded."""
+        state = self._requests.get(request.request_id)
+        if state is None or external_tokens == 0:
+            return
+        start, found = state.first_offered, state.found
+        stop = start + external_tokens // self._block_tokens
+        parts = []
+        for group, ids in enumerate(block_ids):
+            # a sliding window has pages at the end only
+            first = next((at for at in range(start, stop) if ids[at] != self._null_block), stop)
+            if first < stop:
+                lookups = {name: lookup.part(first, stop) for name, lookup in found.by_group[group].items()}
+                parts.append(GroupLoad(group, list(ids[first:stop]), first, lookups, list(ids[stop:])))
+        state.loading = {part.group: part.block_ids for part in parts}
+        self._loads.append(LoadJob(request.request_id, parts, self._layerwise))
+        self.tally.add("loads")
+        self.tally.add("load_tokens", external_tokens)
+
+    def hits_by_tier(self, request: VllmRequest, tokens: int) -> Mapping[Tier, int]:
+        """How many of the tokens of a load lie in which tier now, as the index knows it; the rest is not known."""
+        state = self._requests.get(request.request_id)
+        if state is None or not state.found.by_group:
+            return {}
+        start = state.first_offered
+        stop = start + tokens // self._block_tokens
+        nearest: dict[int, Tier] = {}
+        lookup = next(iter(state.found.by_group[0].values()))
+        for run in sorted(lookup.runs, key=lambda run: run.tier, reverse=True):
+            nearest.update(dict.fromkeys(range(max(start, run.start), min(stop, run.end)), run.tier))
+        counts: dict[Tier, int] = {}
+        for tier in nearest.values():
+            counts[tier] = counts.get(tier, 0) + self._block_tokens
+        return counts
+
+    # ---- stores ----
+    def plan_step(
+        self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], resolve: Callable[[str], Any]
+    ) -> StepPlan:
+        """What the workers are to do in this step.
+
+        Args:
+            scheduled: by request: tokens that this step computes.
+            drafts: by request: those among them that may be rejected.
+            resolve: gives the pages of a request, by group.
+        """
+        if not scheduled and self._pending and not self._loads:  # nothing else to do: rather than spin
+            wait(self._pending.values(), self._options.idle_wait_s, FIRST_COMPLETED)
+        chain = self._finder.chain.spec.namespace if self._finder is not None else b""
+        held, self._held = self._held, []
+        plan = StepPlan(self._epoch, self._weights_epoch, chain, self._loads, held, bool(scheduled))
+        saves = self._held if self.holds(plan) else plan.saves
+        plan.give_up_saves, self._give_up_saves = self._give_up_saves, False
+        self._in_step = [resolve(request_id) for request_id in scheduled] if self._layerwise and self._loads else []
+        self._loads, self._pending = [], {}
+        self._wait_left_s = self._options.lookup_wait_s
+        if self._pool is not None and self._options.hook.store:
+            for request_id, tokens in scheduled.items():
+                state = self._requests.get(request_id)
+                if state is None or state.store_ended:
+                    continue
+                request = state.request
+                computed = request.num_computed_tokens + tokens
+                if computed < (state.stored_blocks + 1) * self._block_tokens or not self._settled(state):
+                    continue  # nearly every step of a request that decodes
+                computed -= len(drafts.get(request_id, ()))
+                full = min(computed, request.num_tokens) // self._block_tokens
+                if full > state.stored_blocks and (job := self._plan_store(state, full, resolve(request_id))) is not None:
+                    saves.append(job)
+        return plan
+
+    def holds(self, plan: StepPlan) -> bool:
+        """Whether nobody may have what a step completes before all workers have told what became of its loads."""
+        return self._workers > 1 and any(job.layerwise for job in plan.loads)
+
+    def _drop_held(self) -> None:
+        """What waits to be planned is not stored: it may be wrong, or is of other weights."""
+        held, self._held = self._held, []
+        jobs = [job.job_id for job in held]
+        self.answered(StepAnswer(dict.fromkeys(jobs, self._workers), set(jobs)))
+
+    def _settled(self, state: RequestState) -> bool:
+        """Whether it is known what the store holds of a request: until then, later steps store what this one computes.
+
+        vLLM computes a request that reads no prefix (one that wants logprobs of its prompt) without waiting for the lookup.
+        """
+        if state.lookup is not None and state.lookup.done():
+            state.stored_blocks = max(state.stored_blocks, state.lookup.result().hit_blocks)
+            state.lookup = None
+        return state.lookup is None
+
+    def _plan_store(self, state: RequestState, full: int, block_ids: Sequence[Sequence[int]]) -> SaveJob | None:
+        """Pins the blocks ``[stored_blocks, full)`` of a request, and plans their store."""
+        first = state.stored_blocks
+        ids = [list(group[first:full]) for group in block_ids]
+        assert self._pool is not None
+        count = sum(map(len, ids))
+        if any(self._null_block in group or len(group) != full - first for group in ids):
+            self._end_store(state, "stores_broken")  # a sliding window has passed blocks that the store lacks
+            return None
+        if self._pinned_blocks + count > len(self._pool.blocks) * self._options.pinned_share:
+            self._end_store(state, "stores_skipped")
+            return None
+        keys = state.keys.upto(state.request.all_token_ids, full)
+        blocks = [self._pool.blocks[block] for group in ids for block in group]
+        self._pool.touch(blocks)
+        self._next_job += 1
+        self._pins[self._next_job] = Pins(state.request, first, full, blocks, self._workers)
+        self._pinned_blocks += count
+        state.stored_blocks = full
+        self.tally.add("store_blocks", full - first)
+        parent = keys[first - 1] if first else None
+        return SaveJob(self._next_job, state.request.request_id, first, parent, keys[first:full], ids, state.adapter)
+
+    def _end_store(self, state: RequestState, counter: str) -> None:
+        state.store_ended = True
+        self.tally.add(counter)
+        _log.info("nothing more of request %s is stored (%s)", state.request.request_id, counter)
+
+    # ---- answers ----
+    def answered(self, answer: StepAnswer) -> None:
+        """Workers have stored blocks, or given them up: nobody reads their pages any more."""
+        for job_id in answer.not_saved:
+            self._store_failed(self._pins[job_id])
+        for job_id, workers in answer.saved.items():
+            pins = self._pins[job_id]
+            pins.workers -= workers
+            if pins.workers > 0:
+                continue
+            del self._pins[job_id]
+            self._pinned_blocks -= len(pins.blocks)
+            assert self._pool is not None
+            self._pool.free_blocks(reversed(pins.blocks))
+            if self._events and pins.stop > pins.first and len(self._stored) < MOST_EVENTS:
+                self._stored.append(StoredBlocks(pins.request, pins.first, pins.stop))
+
+    def _store_failed(self, pins: Pins) -> None:
+        """The next blocks would have no parent: these are planned once more, together with the next ones."""
+        pins.stop = pins.first  # no event
+        self.tally.add("stores_failed")
+        state = self._requests.get(pins.request.request_id)
+        if state is None:
+            return
+        state.stored_blocks = min(state.stored_blocks, pins.first)
+        state.store_failures += 1
+        if state.store_failures == _STORE_FAILURES:
+            self._end_store(state, "stores_given_up")
+
+    def loads_failed(self, invalid_blocks: set[int], failed_requests: set[str]) -> None:
+        """Pages that were not loaded, and requests of which any was not: they are computed, and not offered again."""
+        self._uncache(invalid_blocks)
+        self._drop_held()
+        for request_id, state in self._requests.items():
+            if state.loading and (
+                request_id in failed_requests or any(not invalid_blocks.isdisjoint(ids) for ids in state.loading.values())
+            ):
+                state.load_failed = True
+                state.loading = {}
+                state.stored_blocks = 0  # what was promised is not all there: the store says itself what it lacks
+                self.tally.add("loads_failed")
+
+    def _uncache(self, invalid_blocks: set[int]) -> None:
+        """Takes out of the engine's prefix cache what a layer-wise load did not bring, and what was computed behind it."""
+        spoiled: set[int] = set()
+        for groups in self._in_step:
+            for pages in groups:
+                first = next((at for at, page in enumerate(pages) if page in invalid_blocks), len(pages))
+                spoiled.update(pages[first:])
+        spoiled.discard(self._null_block)
+        if spoiled and self._pool is not None:
+            self.tally.add("pages_uncached", len(spoiled))
+            self._pool.evict_blocks(spoiled)
+
+    def loads_done(self, request_ids: Iterable[str]) -> None:
+        """Loads outside of the batch that have ended, well or not."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.loading = {}
+
+    def take_stored(self) -> list[StoredBlocks]:
+        """Blocks that were stored since the last call."""
+        taken, self._stored = self._stored, []
+        return taken
+
+    # ---- ends ----
+    def finished(self, request: VllmRequest) -> None:
+        """The end of a request, whatever the reason."""
+        self._requests.pop(request.request_id, None)
+
+    def wants_pages(self, hand_back: Callable[[], StepAnswer] | None) -> None:
+        """The engine wants all of its pages: those that are pinned, too.
+
+        Args:
+            hand_back: ends the stores and answers; None: the workers are elsewhere, and end them in the next step.
+        """
+        self._drop_held()
+        if not self._pins:
+            return
+        if hand_back is None:
+            self._give_up_saves = True
+        else:
+            self.answered(hand_back())
+
+    @property
+    def pinned_pages(self) -> set[int]:
+        """Pages that wait to be stored."""
+        return {block.block_id for pins in self._pins.values() for block in pins.blocks}
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether pages wait to be stored: steps go on until they are, and they will be free soon."""
+        return bool(self._pins)
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._finder is not None:
+            self._finder.close()

@@ -1,0 +1,1 @@
+"""The worker side: moves pages to and from the store in the background."""

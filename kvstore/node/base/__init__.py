@@ -1,0 +1,1 @@
+"""Parts of a node without knowledge of blocks: cancellation, stall detection, guarded volume I/O."""

@@ -1,0 +1,48 @@
+"""Whether this node takes anything new. It does not while it drains, nor once it ends; what it holds it serves all the same.
+
+Shut, it answers stores with skips, brings nothing here for anybody (the caller asks the other nodes itself) and stages nothing.
+Let in is only what was promised before: bytes for a prompt that somebody here already waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstore.core.types import BlockKey, BlockRun, StoreOutcome
+from kvstore.node.state.model import Prepared
+from kvstore.node.state.namespaces import Domain
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+
+
+class Gate:
+    """Asked by whatever would begin something new. Plain attributes, each set by one thread."""
+
+    def __init__(self, table: BlockTable, counters: Counters) -> None:
+        self.draining = False
+        self.stopping = False
+        self._table = table
+        self._counters = counters
+
+    @property
+    def shut(self) -> bool:
+        """Whether nothing new is taken."""
+        return self.draining or self.stopping
+
+    def refuse(self, domain: Domain, run: BlockRun) -> Prepared:
+        """A store that gets no slots: up to the first block that is not held, EXISTS, from there on SKIPPED."""
+        held = self._table.held(domain, run.keys)
+        first = held.index(False) if False in held else len(held)
+        outcomes = [StoreOutcome.EXISTS] * first + [StoreOutcome.SKIPPED] * (len(held) - first)
+        self._counters.add("store_skipped_shut_blocks_total", len(held) - first)
+        return Prepared(domain, run, outcomes)
+
+    def stores_under_way(self) -> int:
+        """Blocks whose slots somebody is writing to."""
+        with self._table._lock:
+            return len(self._table._preparing)
+
+    def awaits(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether somebody here already waits for one of the keys."""
+        with self._table._lock:
+            return any(key in self._table._vigils for key in keys)

@@ -1,0 +1,288 @@
+"""All I/O of one volume, done in threads of its own: a disk that stops answering stalls no load, store or flush.
+
+Theory of operation.
+
+1. A caller hands over an I/O and waits for it. The I/O runs in one of the volume's threads.
+2. While the volume answers, however slowly, the caller waits until the I/O ends, or until a time that the caller chose.
+3. Once the volume is *stalled* (``volume_stall``), every caller leaves at once with ``VolumeStalled``, and new I/Os are refused.
+   An I/O that had not begun is cancelled. One that had begun cannot be cancelled: the kernel may still use its memory.
+4. When an I/O ends after its caller left, its thread calls the caller's ``late``. Until then memory and slots of the I/O stay
+   reserved. Every ``VolumeStalled`` means exactly one call of ``late``, perhaps before it is raised.
+5. Windows of loads run as a whole in reader threads of the volume (``submit``, ``timed``), because a switch of threads for each
+   read costs more than a small read. Their loads leave them in the same way.
+6. The end of an outstanding I/O is the probe that closes this circuit breaker. No other I/O is sent to a stalled volume, so a
+   hung disk blocks at most the threads of its own volume.
+7. *Changes* (writes and commits) are refused until every change whose caller left has ended and its ``late`` has returned. So
+   changes reach the catalog in the order in which the table learned of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any, Final, TypeVar
+
+from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.core.errors import Unavailable
+from kvstore.node.base.volume_stall import StallDetector, VolumeState
+from kvstore.observe.counters import Counters
+
+log = logging.getLogger(__name__)
+
+STALL_S: Final = 1.0
+"""Default of ``node.volume_stall``."""
+READERS: Final = 8
+"""Windows of loads that one volume reads at once, unless its owner says otherwise."""
+CHANGERS: Final = 4
+"""Changes of one volume at once: the batches of write-behind and one eviction."""
+CHANGE_PATIENCE: Final = 2.5
+"""A change may be outstanding for this many times ``volume_stall``: a disk that syncs slowly is not hung."""
+POLL_S: Final = 0.25
+"""A caller that waits looks at the state so often."""
+LOOK_S: Final = 0.05
+"""A state this old is good enough: most I/Os end before anybody looks, and loads with many windows ask often."""
+GAP_S: Final = 0.5
+"""Of a longer time between two looks, only so much counts as silence of the volume: the process stood still."""
+
+T = TypeVar("T")
+Late = Callable[[BaseException | None], None]
+"""Called with the exception of an I/O, or None, when it ends after its caller left."""
+
+
+class VolumeStalled(Unavailable):
+    """The volume did not answer an I/O in time. The I/O may still be outstanding."""
+
+
+def ignore(_: BaseException | None) -> None:
+    """A ``late`` for I/Os that hold nothing."""
+
+
+class VolumeGuard:
+    """The threads and the circuit breaker of one volume. Thread-safe.
+
+    Args:
+        name: of the volume, for the log.
+        counters: events.
+        clock: a real clock: waits are real.
+        answered_s: when the device answered last, by the same clock; None: only whole I/Os show that it answers.
+        stall_s: an I/O may be outstanding for so long while the volume answers nothing.
+        readers: windows of loads at once, and as many other reads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        counters: Counters | None = None,
+        clock: Clock | None = None,
+        *,
+        answered_s: Callable[[], float] | None = None,
+        stall_s: float = STALL_S,
+        readers: int = READERS,
+    ) -> None:
+        self._name = name
+        self._counters = counters or Counters()
+        self._clock = clock or MonotonicClock()
+        self._device_answered_s = answered_s
+        self.stall_s = stall_s
+        self._lock = threading.Lock()
+        self._detector = StallDetector(gap_s=GAP_S)
+        self._since_s = 0.0
+        self.stalls = 0
+        """Number of stalls since the start."""
+        self._left_reads = 0
+        self._left_changes = 0
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kvstore-volume-read")
+        self._others = ThreadPoolExecutor(readers + CHANGERS, thread_name_prefix="kvstore-volume")
+        self._submitted: set[Future[Any]] = set()
+
+    # ---- state
+    @property
+    def stalled(self) -> bool:
+        """Whether the volume has stopped answering. Memory only."""
+        detector = self._detector
+        fresh = not detector.outstanding or self._clock.now_s() - detector.looked_s < LOOK_S
+        if fresh and detector.state is VolumeState.ANSWERING:
+            return False
+        self._look()
+        return detector.state is VolumeState.STALLED
+
+    @property
+    def takes_changes(self) -> bool:
+        """Whether a change would be tried now."""
+        return not self._left_changes and not self.stalled
+
+    @property
+    def left(self) -> int:
+        """I/Os that have not ended and whose callers left."""
+        return self._left_reads + self._left_changes
+
+    @property
+    def outstanding(self) -> int:
+        """I/Os that have begun and not ended."""
+        return self._detector.outstanding
+
+    @property
+    def windows(self) -> int:
+        """Windows of loads that were submitted and have not ended."""
+        return len(self._submitted)
+
+    def why(self) -> str:
+        """Why the volume is refused I/O now, in words; empty if it answers."""
+        if not self.stalled:
+            return ""
+        return f"does not answer I/O since {max(0.0, self._clock.now_s() - self._since_s):.0f} s"
+
+    # ---- I/O
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run something in a reader thread of the volume. It does its reads there by ``timed``."""
+        future = self._readers.submit(work)
+        self._submitted.add(future)
+        future.add_done_callback(self._submitted.discard)
+        return future
+
+    def timed(self, work: Callable[[], T]) -> T:
+        """Do a read in the calling thread, which may never come back: a reader thread of this volume."""
+        return self._timed(work, self.stall_s)
+
+    def read(self, work: Callable[[], T], late: Late, until_s: float = math.inf) -> T:
+        """Do something that changes nothing on the volume, and wait for it.
+
+        Args:
+            work: the I/O.
+            late: releases memory of the I/O, if this raises ``VolumeStalled``.
+            until_s: leave at this time, also while the volume answers.
+
+        Raises:
+            VolumeStalled: it did not end in time, or was refused.
+        """
+        return self._run(work, late, until_s, self.stall_s, change=False)
+
+    def look_up(self, work: Callable[[], T]) -> T:
+        """Do something that the kernel may answer from its caches, such as ``stat``. Its end does not count as an answer.
+
+        Raises:
+            VolumeStalled: it did not end in time, or was refused.
+        """
+        return self._run(work, ignore, math.inf, self.stall_s, change=False, answered=False)
+
+    def begin(self, work: Callable[[], object], late: Late) -> None:
+        """Do something that changes nothing on the volume, in the background. ``late`` is called once it has ended."""
+        future = None if self.stalled else self._submit(work, self.stall_s)
+        if future is None:
+            late(self._refusal())
+        else:
+            self._leave(future, late, change=False)
+
+    def change(self, work: Callable[[], T], late: Late) -> T:
+        """Do something that changes the volume, and wait for it.
+
+        Args:
+            work: the I/O.
+            late: settles the change, if this raises ``VolumeStalled``.
+
+        Raises:
+            VolumeStalled: it did not end in time, or was refused.
+        """
+        if self._left_changes:
+            late(error := self._refusal())
+            raise error
+        return self._run(work, late, math.inf, CHANGE_PATIENCE * self.stall_s, change=True)
+
+    def close(self) -> None:
+        """Refuse all I/O from now on, and wait for windows under way, unless the volume is stalled."""
+        for pool in (self._readers, self._others):
+            pool.shutdown(wait=False, cancel_futures=True)
+        while (under_way := self._submitted.copy()) and not self.stalled:
+            wait(under_way, POLL_S)
+
+    # ---- inside
+    def _run(
+        self, work: Callable[[], T], late: Late, until_s: float, patience_s: float, *, change: bool, answered: bool = True
+    ) -> T:
+        future = None if self.stalled else self._submit(work, patience_s, answered=answered)
+        while future is not None and not self._ended(future, until_s):
+            if self.stalled or self._clock.now_s() >= until_s:
+                future.cancel()  # no effect once it has begun
+                self._leave(future, late, change=change)
+                raise VolumeStalled("the volume did not answer in time", volume_id=self._name)
+        if future is None or future.cancelled():  # refused, or closed before its turn came
+            late(error := self._refusal())
+            raise error
+        return future.result()
+
+    def _submit(self, work: Callable[[], T], patience_s: float, *, answered: bool = True) -> Future[T] | None:
+        try:
+            return self._others.submit(self._timed, work, patience_s, answered=answered)
+        except RuntimeError:  # closed
+            return None
+
+    def _refusal(self) -> VolumeStalled:
+        return VolumeStalled("the volume does not answer: nothing is asked of it", volume_id=self._name)
+
+    def _ended(self, future: Future[T], until_s: float) -> bool:
+        """Wait for the end of an I/O, but not beyond the next look at the state. Whether it ended."""
+        if future.done():
+            return True
+        now_s = self._clock.now_s()
+        with self._lock:
+            due_s = self._detector.due_s()
+        try:
+            future.exception(max(0.0, min(POLL_S, due_s - now_s, until_s - now_s)))
+        except TimeoutError:
+            return future.done()
+        except CancelledError:
+            pass
+        return True
+
+    def _timed(self, work: Callable[[], T], patience_s: float, *, answered: bool = True) -> T:
+        with self._lock:
+            number = self._detector.begin(self._clock.now_s(), patience_s)
+        try:
+            return work()
+        finally:
+            with self._lock:
+                self._detector.end(number, self._clock.now_s(), answered=answered)
+            if self._detector.state is VolumeState.STALLED:
+                self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            now_s = self._clock.now_s()
+            if self._device_answered_s is not None:
+                self._detector.answer(self._device_answered_s())
+            silent_s = self._detector.silent_s(now_s)
+            if not self._detector.look(now_s):
+                return
+            stalled = self._detector.state is VolumeState.STALLED
+            outstanding = self._detector.outstanding
+            if stalled:
+                self._since_s = now_s - silent_s
+                self.stalls += 1
+            stalled_s = now_s - self._since_s
+        if stalled:
+            self._counters.add("volume_stalls_total")
+            log.warning("volume stalled: %s (silent=%.1f s, outstanding=%d)", self._name, silent_s, outstanding)
+        else:
+            log.warning("volume answers again: %s (stalled=%.1f s, outstanding=%d)", self._name, stalled_s, outstanding)
+
+    def _leave(self, future: Future[T], late: Late, *, change: bool) -> None:
+        """Note that the caller of an I/O has left, and have ``late`` called when the I/O ends."""
+        self._count_left(1, change=change)
+
+        def ended(_: Future[T]) -> None:
+            try:
+                late(self._refusal() if future.cancelled() else future.exception())
+            finally:
+                self._count_left(-1, change=change)
+
+        future.add_done_callback(ended)
+
+    def _count_left(self, by: int, *, change: bool) -> None:
+        with self._lock:
+            if change:
+                self._left_changes += by
+            else:
+                self._left_reads += by

@@ -1,0 +1,1 @@
+"""Operations that the metadata server or an operator orders: drain, migration, retention."""

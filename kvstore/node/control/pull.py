@@ -1,0 +1,143 @@
+"""Takes over blocks of another node, which drains: reads them from it, verifies them, and says which are durable here now.
+
+It is a store like any other, but that this node fetches the bytes itself, and that it takes free room alone: on a volume, and in
+its tenant's share. What is refused for the share is asked for again, and the share follows what is held here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvstore.core.buffers import ScatteredBlocks
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import BlockRun, Outcome, StoreOutcome
+from kvstore.node.base.admission_gate import Gate
+from kvstore.node.control.migration_plan import free_room, room_of
+from kvstore.node.eviction.quotas import Account, free_durable
+from kvstore.node.loads.peers import PeerAddress, Peers
+from kvstore.node.loads.provider import NodeProvider
+from kvstore.node.state.namespaces import Domain
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.transport.contract import ReadRequest, WriteRequest
+
+log = logging.getLogger(__name__)
+_limited = LimitedLog(log)
+
+
+class Puller:
+    """One node's part in the draining of others. Thread-safe."""
+
+    def __init__(self, table: BlockTable, provider: NodeProvider, peers: Peers, gate: Gate, counters: Counters) -> None:
+        self._table = table
+        self._provider = provider
+        self._peers = peers
+        self._gate = gate
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._coming: Counter[Account | None] = Counter()  # bytes that pulls under way bring to a tenant with a quota
+
+    def pull(
+        self, domain: Domain, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
+    ) -> tuple[list[StoreOutcome], str]:
+        """Copies runs, in order; waits until they are durable, or the deadline.
+
+        Returns:
+            One outcome a key, run after run: STORED and EXISTS are durable here; and why not all are, empty if they are.
+        """
+        outcomes: list[StoreOutcome] = []
+        why = ""
+        for run in runs:
+            refusal = self._refusal(domain, run)
+            with self._within_share(domain, run) as fits:
+                if refusal or not fits:
+                    came, reason = [StoreOutcome.SKIPPED] * len(run.keys), refusal or "no free room in the tenant's quota here"
+                else:
+                    came, reason = self._pull(domain, run, source, deadline_s)
+            outcomes += came
+            why = why or reason
+        good = sum(outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS) for outcome in outcomes)
+        self._counters.add("drain_pulled_blocks_total", good)
+        self._counters.add("drain_not_pulled_blocks_total", len(outcomes) - good)
+        if why:
+            _limited.warning("did not take over all blocks of node %s, which drains: %s", source.node_id, why)
+        return outcomes, why
+
+    def _refusal(self, domain: Domain, run: BlockRun) -> str:
+        """Why the volumes here do not take a run; empty: they do."""
+        if self._gate.shut:
+            return "this node drains or ends too"
+        volumes = [home.volume for home in self._table.homes if home.volume.read_only is None]
+        if not volumes:
+            return "no volume here takes blocks"
+        usages = [volume.usage() for volume in volumes]
+        if max(free_room(one.capacity_bytes, one.used_bytes) for one in usages) < len(run.keys) * room_of(
+            domain.shape.block_bytes
+        ):
+            return "no free room on a volume here"
+        return ""
+
+    @contextmanager
+    def _within_share(self, domain: Domain, run: BlockRun) -> Iterator[bool]:
+        """Whether a run fits what is free in its tenant's share, with all others that come meanwhile."""
+        size = self._table.nvme_homes(domain, run.keys).count(None) * domain.shape.block_bytes
+        account = domain.account
+        with self._lock:
+            free = free_durable(self._table, domain)
+            fits = not size or free is None or self._coming[account] + size <= free
+            if fits:
+                self._coming[account] += size
+        try:
+            yield fits
+        finally:
+            if fits:
+                with self._lock:
+                    self._coming[account] -= size
+
+    def _pull(self, domain: Domain, run: BlockRun, source: PeerAddress, deadline_s: float) -> tuple[list[StoreOutcome], str]:
+        shape = domain.shape
+        try:
+            grant = self._provider.write(WriteRequest(run, shape, durable=True, deadline_s=deadline_s))
+        except KVStoreError as error:  # a key is held at another place here
+            return [StoreOutcome.SKIPPED] * len(run.keys), str(error)
+        outcomes = list(grant.outcomes)
+        granted = [at for at, outcome in enumerate(outcomes) if outcome is StoreOutcome.STORED]
+        if not granted:
+            grant.abort()
+            return outcomes, _reason(outcomes)
+        request = ReadRequest(domain.namespace, [run.keys[at] for at in granted], 0, shape.layers, 0, deadline_s)
+        try:
+            answer = self._peers.peer(source, domain).read(request, ScatteredBlocks(list(grant.views), shape))
+        except KVStoreError as error:
+            grant.abort()
+            for at in granted:
+                outcomes[at] = StoreOutcome.LOST
+            return outcomes, str(error)
+        except BaseException:
+            grant.abort()
+            raise
+        if answer.checksums is None:
+            grant.abort()
+            stored: Sequence[StoreOutcome] = [StoreOutcome.LOST] * len(granted)
+        else:
+            stored = grant.commit(answer.checksums, [outcome is Outcome.HIT for outcome in answer.outcomes])
+        for at, outcome, read in zip(granted, stored, answer.outcomes, strict=True):
+            missed = read not in (Outcome.HIT, Outcome.CORRUPT)
+            outcomes[at] = StoreOutcome.LOST if missed else outcome
+        return outcomes, _reason(outcomes)
+
+
+def _reason(outcomes: Sequence[StoreOutcome]) -> str:
+    """Why not all are durable here, in a few words."""
+    words = {
+        StoreOutcome.SKIPPED: "no room here, or not durable in time",
+        StoreOutcome.IN_PROGRESS: "being written here by somebody else",
+        StoreOutcome.LOST: "the draining node did not deliver",
+        StoreOutcome.CORRUPT: "corrupt at the draining node",
+    }
+    return next((said for outcome, said in words.items() if outcome in outcomes), "")

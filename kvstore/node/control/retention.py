@@ -1,0 +1,350 @@
+"""Keeps what this node holds to what operators ordered: tenants' quotas, namespaces' times to live and pins.
+
+The orders come with answers of the metadata server (``told``), what tenants hold goes out with heartbeats (``report``). A thread
+of its own looks every ``TICK_S``: whose namespaces are, where nobody has shown their specs (blocks found at start); which
+tenants hold more than their share, and brings them down. Each round does a bounded number of batches, and the table's lock is
+held for one.
+
+Without the metadata server the orders heard last go on; rules do so over a restart, too (``kvstore.node.control.rules_file``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from kvproto.v1.common_pb2 import CacheSpec
+from kvproto.v1.metadata_pb2 import HeartbeatRequest, NamespaceRule, Retention, TenantUsage
+from kvstore.core.errors import KVStoreError
+from kvstore.core.limits import MAX_TENANTS_TOLD
+from kvstore.core.types import NamespaceId, Tier
+from kvstore.node.control.rules_file import read_rules, write_rules
+from kvstore.node.eviction.on_demand import leave_nvme
+from kvstore.node.eviction.quotas import (
+    MOST_GIVEN,
+    TIERS,
+    Share,
+    SideOrder,
+    durable_victims,
+    enter,
+    give_dram,
+    held_bytes,
+    join,
+    over_share,
+)
+from kvstore.node.eviction.ttl import MOST_EXPIRED, UseOrder, expired
+from kvstore.node.state.model import Block
+from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc.codec import spec_from_proto
+from kvstore.tiers.policy import LruPolicy
+
+log = logging.getLogger(__name__)
+_limited = LimitedLog(log)
+
+TICK_S: Final = 0.5
+BATCHES: Final = 16
+"""Of 1,024 blocks, for each tenant and tier in one round."""
+KEEP_S: Final = 5.0
+"""Between attempts to write rules to a disk that fails."""
+ASK_S: Final = 5.0
+"""Between questions for specs that the metadata server does not know either."""
+
+
+class Retainer:
+    """``report`` and ``told`` from one thread; ``start`` and ``stop`` once each.
+
+    Args:
+        table: what this node holds.
+        domains: its namespaces.
+        specs: asks for the specs of all namespaces; raises ``KVStoreError``.
+        counters: events.
+        rules_file: where rules are kept over restarts; None: nothing outlives this process.
+    """
+
+    def __init__(
+        self,
+        table: BlockTable,
+        domains: Domains,
+        specs: Callable[[], Iterable[CacheSpec]],
+        counters: Counters,
+        rules_file: Path | None = None,
+    ) -> None:
+        self._table = table
+        self._domains = domains
+        self._specs = specs
+        self._counters = counters
+        self._rules_file = rules_file
+        self._kept: dict[NamespaceId, tuple[float, bool]] = {}
+        self._keep_at_s = 0.0
+        self._asked_s = -ASK_S
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._shares: dict[str, Share] = {}
+        self._reported = self._heard = 0  # reports made, and the one that the shares in force were made of
+        self._joining: dict[Domain, int] = {}  # namespaces that do not count yet, and the report that told of them first
+        self._rules: dict[NamespaceId, tuple[float, bool]] = {}
+        self._ruled: set[Domain] = set()
+        self._thread = threading.Thread(target=self._run, name="kvstore-retention", daemon=True)
+
+    def start(self) -> None:
+        """Begins to keep to the orders."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends; a batch under way is finished."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def recall(self) -> None:
+        """The rules that were kept hold again, for what was found on volumes. Before ``start``, and before anything is served."""
+        if self._rules_file is None:
+            return
+        try:
+            kept = read_rules(self._rules_file)
+        except (OSError, ValueError) as error:
+            self._counters.add("retention_rules_unreadable_total")
+            log.warning("%s is ignored (%s): pins and times to live hold once the metadata server tells", self._rules_file, error)
+            return
+        self._rules = self._kept = _rules_of(kept)
+        if self._rules:
+            log.info("%d rules of namespaces hold as they were heard last", len(self._rules))
+            self._apply_rules()
+
+    def _keep_rules(self) -> None:
+        now_s = self._table._clock.now_s()
+        rules = self._rules
+        if self._rules_file is None or rules == self._kept or now_s < self._keep_at_s:
+            return
+        told = (
+            NamespaceRule(namespace_id=one, ttl_ms=round(ttl_s * 1000), pinned=pinned) for one, (ttl_s, pinned) in rules.items()
+        )
+        try:
+            write_rules(self._rules_file, told)
+        except OSError as error:
+            self._keep_at_s = now_s + KEEP_S
+            self._counters.add("retention_rules_unwritten_total")
+            _limited.warning("rules of namespaces cannot be kept for the next start, trying again: %s", error)
+        else:
+            self._kept = rules
+
+    def told(self, orders: Retention) -> None:
+        """What the metadata server says; the same again changes nothing."""
+        shares = {
+            one.tenant: Share(
+                one.dram_bytes if one.HasField("dram_bytes") else None, one.nvme_bytes if one.HasField("nvme_bytes") else None
+            )
+            for one in orders.shares
+        }
+        rules = _rules_of(orders.rules)
+        if rules != self._rules:
+            self._rules = rules
+            self._wake.set()
+        if orders.report > self._reported or 0 < orders.report < self._heard:
+            return  # shares of a report that was overtaken on its way, of a worker that lags behind, or of another life
+        self._heard = orders.report
+        known = [domain for domain, report in self._joining.items() if report <= orders.report]
+        if shares == self._shares and not known:
+            return
+        with self._table._lock:
+            self._domains.accounts.told(shares)
+            for domain in known:
+                domain.counted = True
+                del self._joining[domain]
+        self._shares = shares
+        self._wake.set()
+
+    def report(self, heartbeat: HeartbeatRequest) -> None:
+        """Puts what tenants hold here into a heartbeat: of very many those with a quota, then those that hold most.
+
+        One thread calls this and ``told``.
+        """
+        joining = [domain for domain in self._domains.all() if domain.account is not None and not domain.counted]
+        told = []  # counts are read as they are: a block that comes or leaves meanwhile is told at the next heartbeat
+        for account in self._domains.accounts.all():
+            dram, nvme = (held_bytes(self._table, account.domains, tier) for tier in TIERS)
+            told.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
+        nobodys = [domain for domain in self._domains.all() if domain.account is None]
+        dram, nvme = (held_bytes(self._table, nobodys, tier) for tier in TIERS)
+        told.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
+        told = [one for one in told if one.dram_bytes or one.nvme_bytes]
+        told.sort(key=lambda one: (one.tenant not in self._shares, -max(one.dram_bytes, one.nvme_bytes)))
+        left_out = {one.tenant for one in told[MAX_TENANTS_TOLD:]}
+        self._reported += 1
+        heartbeat.report = self._reported
+        heartbeat.tenants.extend(told[:MAX_TENANTS_TOLD])
+        for domain in joining:
+            if domain.account is not None and domain.account.tenant not in left_out:
+                self._joining.setdefault(domain, self._reported)
+
+    # ---- rounds ----
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.round()
+            except (KVStoreError, OSError) as error:
+                self._counters.add("retention_failed_total")
+                _limited.warning("keeping to quotas was cut short, trying again: %s", error)
+            except Exception:  # process edge: without this thread quotas would hold for new stores alone
+                self._counters.add("retention_bugs_total")
+                log.exception("keeping to quotas failed, trying again")
+            self._wake.wait(TICK_S)
+            self._wake.clear()
+
+    def round(self) -> None:
+        """Once through everything.
+
+        Raises:
+            KVStoreError: a volume's catalog could not be changed, or the metadata server does not answer. Tried again next time.
+            OSError: likewise.
+        """
+        if any(self._domains.accounts.limited.values()):
+            self._join_all()
+        if self._rules or self._ruled:
+            self._apply_rules()
+        self._keep_rules()
+        self._bring_down()
+        self._drop_expired()
+        self._learn_specs()
+
+    def _join_all(self) -> None:
+        """Namespaces that came to a tenant with a quota, or whose tenant was given one, go by its orders."""
+        table = self._table
+        fresh = []
+        for account in self._domains.accounts.all():
+            for domain in account.domains if account.orders else ():
+                with table._lock:
+                    if join(table, domain):
+                        fresh.append(domain)
+        for domain, blocks in self._held_of(fresh).items():
+            enter(table, {tier: order for tier, order in domain.in_account.items() if order is not None}, blocks)
+
+    def _held_of(self, domains: Sequence[Domain]) -> dict[Domain, list[Block]]:
+        """The blocks of some namespaces, as they came."""
+        held: dict[Domain, list[Block]] = {domain: [] for domain in domains}
+        for block in self._table.snapshot() if held else ():
+            if block.domain in held:
+                held[block.domain].append(block)
+        return held
+
+    def _apply_rules(self) -> None:
+        """Times to live and pins begin and end. A namespace that came here since gets its own."""
+        table = self._table
+        begun: list[tuple[Domain, dict[Tier, SideOrder]]] = []
+        unpinned = []
+        for domain in self._domains.all():
+            ttl_s, pinned = self._rules.get(domain.namespace, (0.0, False))
+            if (ttl_s, pinned) == (domain.uses.ttl_s if domain.uses is not None else 0.0, domain.pinned):
+                continue
+            with table._lock:
+                if domain.uses is not None and ttl_s:
+                    domain.uses.ttl_s = ttl_s
+                elif domain.uses is not None:
+                    for tier in TIERS:
+                        domain.drop_order(tier, domain.uses)
+                    domain.uses = None
+                elif ttl_s:
+                    domain.uses = UseOrder(table._clock, ttl_s)
+                    begun.append((domain, dict.fromkeys(TIERS, domain.uses)))
+                if pinned and not domain.pinned:
+                    domain.pin_orders = {tier: SideOrder(LruPolicy(), of_pins=True) for tier in TIERS}
+                    begun.append((domain, domain.pin_orders))
+                elif domain.pinned and not pinned:
+                    for tier, order in domain.pin_orders.items():
+                        domain.drop_order(tier, order)
+                    unpinned.append(domain)
+                domain.pinned = pinned
+                table.accounts.pinned = tuple(one for one in {*table.accounts.pinned, domain} if one.pinned)
+        for domain, orders in begun:
+            with table._lock:
+                for tier, order in orders.items():
+                    order.entering = 1
+                    domain.add_order(tier, order)
+        held = self._held_of([*(domain for domain, _ in begun), *unpinned])
+        for domain, orders in begun:
+            enter(table, orders, held[domain])
+        for domain in unpinned:
+            keys = [block.key for block in held[domain]]
+            for first in range(0, len(keys), MOST_GIVEN):
+                with table._lock:
+                    table._arena.restore(domain, keys[first : first + MOST_GIVEN])
+                    table._durable.restore(domain, keys[first : first + MOST_GIVEN])
+        self._ruled = {domain for domain in self._domains.all() if domain.pinned or domain.uses is not None}
+
+    def _bring_down(self) -> None:
+        table = self._table
+        for _ in range(BATCHES):
+            with table._lock:
+                given = sum([give_dram(table, order, excess) for order, excess in over_share(table, Tier.DRAM)])
+                victims = [
+                    block for order, excess in over_share(table, Tier.NVME) for block in durable_victims(table, order, excess)
+                ]
+                if given:
+                    table._changed.notify_all()
+            self._leave(victims)
+            if self._stopping.is_set() or not (given or victims):
+                return
+
+    def _drop_expired(self) -> None:
+        table = self._table
+        for domain in self._ruled:
+            for _ in range(BATCHES):
+                with table._lock:
+                    victims = expired(table, domain.uses) if domain.uses is not None and not domain.pinned else []
+                try:
+                    self._leave([block for block in victims if block.nvme is not None])
+                finally:
+                    with table._lock:
+                        for block in victims:
+                            if block.nvme is None and block.dram is not None and table._idle(block):
+                                table._evict_dram(block)
+                        table._changed.notify_all()
+                self._counters.add("evicted_unused_blocks_total", len(victims))
+                if self._stopping.is_set() or len(victims) < MOST_EXPIRED:
+                    break
+
+    def _leave(self, victims: Sequence[Block]) -> None:
+        """Blocks marked as leaving leave their volumes; one volume whose catalog cannot be changed holds up no other."""
+        failed: OSError | KVStoreError | None = None
+        for home in self._table.homes:
+            try:
+                leave_nvme(self._table, home, [block for block in victims if block.nvme_home is home])
+            except (OSError, KVStoreError) as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def _learn_specs(self) -> None:
+        """Whose the namespaces are that were found at start, and that no engine has opened since."""
+        now_s = self._table._clock.now_s()
+        unknown = {domain.namespace for domain in self._domains.all() if domain.spec is None}
+        if not unknown or now_s < self._asked_s + ASK_S:
+            return
+        self._asked_s = now_s
+        for told in self._specs():
+            spec = spec_from_proto(told)
+            if spec.namespace in unknown:
+                self._domains.of_spec(spec)
+
+    def by_tenant(self, held: dict[Domain, int], tier: Tier) -> list[TenantUsage]:
+        """Blocks of namespaces on a volume as bytes of tenants, by name; of very many those that hold most."""
+        known: Counter[tuple[bool, str]] = Counter()
+        for domain, blocks in held.copy().items():
+            whose = (True, "") if domain.account is None else (False, domain.account.tenant)
+            known[whose] += blocks * domain.shape.block_bytes
+        field = "dram_bytes" if tier is Tier.DRAM else "nvme_bytes"
+        most = sorted((whose for whose, size in known.most_common(MAX_TENANTS_TOLD) if size), key=lambda whose: whose)
+        return [TenantUsage(tenant=tenant, unknown=nobodys, **{field: known[nobodys, tenant]}) for nobodys, tenant in most]
+
+
+def _rules_of(told: Iterable[NamespaceRule]) -> dict[NamespaceId, tuple[float, bool]]:
+    """By namespace: time to live in seconds (0: none), and whether it is pinned."""
+    return {NamespaceId(one.namespace_id): (one.ttl_ms / 1000, one.pinned) for one in told}

@@ -1,0 +1,1 @@
+"""Write-back, recovery and verification of durable volumes."""

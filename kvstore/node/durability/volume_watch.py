@@ -1,0 +1,89 @@
+"""Supervision of a node's durable volumes.
+
+A thread notices missing files, resumes read-only volumes, and writes blocks back that were given up during a stall.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from kvstore.node.base.volume_guard import VolumeStalled, ignore
+from kvstore.node.durability.shutdown_flush import write_back
+from kvstore.node.state.model import Home
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S: Final = 2.0
+"""How often a read-only volume is tried again."""
+
+
+class VolumeWatch:
+    """The thread. ``start`` and ``stop`` once each.
+
+    Args:
+        table: whose volumes are looked after.
+        counters: where failures are counted.
+        measure: called after each look: measures how fast the volumes are read, as soon as they hold enough.
+    """
+
+    def __init__(self, table: BlockTable, counters: Counters, measure: Callable[[], object]) -> None:
+        self._table = table
+        self._measure = measure
+        self._counters = counters
+        self._stalls = [0] * len(table.homes)
+        """Stalls of each volume that were seen."""
+        self._dirty = [0] * len(table.homes)
+        """For each volume that was stalled: blocks in DRAM only at the last look. 0: nothing to write back."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-volumes", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End, without waiting longer than this."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def look(self) -> None:
+        """Look after each volume once."""
+        homes: Sequence[Home] = self._table.homes
+        for number, home in enumerate(homes):
+            try:
+                self._keep_open(home)
+                self._write_back(number, home)
+            except Exception:  # process edge: the other volumes are to be looked after
+                self._counters.add("nvme_watch_bugs_total")
+                log.exception("looking after volume %s failed, trying again", home.volume.volume_id)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(INTERVAL_S):
+            self.look()
+            self._measure()
+
+    def _keep_open(self, home: Home) -> None:
+        volume = home.volume
+        with suppress(VolumeStalled):
+            if volume.read_only is not None or not home.look_in_place():
+                home.guard.change(volume.resume, ignore)
+
+    def _write_back(self, number: int, home: Home) -> None:
+        """Send blocks again that write-behind gave up during a stall, a part at each look."""
+        if home.guard.stalls != self._stalls[number]:
+            self._stalls[number], self._dirty[number] = home.guard.stalls, sys.maxsize
+        if not self._dirty[number] or not home.guard.takes_changes:
+            return
+        dirty = write_back(self._table)
+        if dirty:
+            log.info("blocks sent to write-behind again: %s answers again (dirty=%d)", home.volume.volume_id, dirty)
+        # if they become no fewer, the volume is full or fails: the rest is tried again when the node stops
+        self._dirty[number] = dirty if dirty < self._dirty[number] else 0

@@ -1,0 +1,441 @@
+"""Write-behind: takes completed blocks from DRAM to where they are durable, in batches, in the order of their completion.
+
+Order is what makes it safe. Per batch: verify the bytes in DRAM against the producer's checksums, write header and data, commit
+(sync data, then the catalog's transaction), and only then does the table call the blocks durable. ``WRITERS`` batches are
+written at once, so that the disk has work while one of them ends and commits; but they commit and are reported in the order of
+completion: a batch waits for its *turn*. Where room is needed, victims leave the catalog first, in a commit of their own, and
+only then are their slots used again: at no instant does the catalog name a slot with other content.
+
+A target that fails is left alone for ``REST_S``; blocks that come meanwhile stay in DRAM only, counted: stores are skipped, reads
+go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.core.buffers import ScatteredBlocks
+from kvstore.core.checksum import verify
+from kvstore.core.clock import Clock
+from kvstore.core.errors import Conflict, KVStoreError
+from kvstore.core.types import BlockKey, StoreOutcome
+from kvstore.node.base.volume_guard import VolumeStalled
+from kvstore.node.eviction.on_demand import leave_nvme
+from kvstore.node.eviction.quotas import Leave, claim_durable, unclaim_durable
+from kvstore.node.loads.peers import PeerAddress, Peers
+from kvstore.node.state.change_log import runs_of
+from kvstore.node.state.model import Block, Home
+from kvstore.node.state.namespaces import Domain
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.failing import Failing
+from kvstore.observe.limited_log import LimitedLog
+from kvstore.tiers.contract import Slot
+from kvstore.transport.contract import WriteRequest
+
+log = logging.getLogger(__name__)
+_limited = LimitedLog(log)
+
+BATCH_BLOCKS = 1024
+BATCH_BYTES = 32 << 20
+PAUSE_EVERY_BYTES = 1 << 20
+PAUSE_S = 1e-5
+WRITERS = 3
+"""Batches written at once."""
+REST_S = 2.0
+_STALL_LOG_S = 10.0
+IDLE_WAIT_S = 0.5
+REMOTE_DEADLINE_S = 30.0
+CLAIM_TRIES = 8
+"""Times that a tenant's coldest blocks leave for a batch of it, while others of it take what they left."""
+EVICT_AHEAD = 4
+"""Room is made for so many batches at once, so that few commits only remove."""
+
+
+class Target(Protocol):
+    """Where blocks become durable."""
+
+    def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+        """Makes blocks of one namespace durable and tells the table, exactly once for each, what became of it.
+
+        Called by several threads at once. ``turn`` returns once all that was handed over before is done and reported; it comes
+        before a block is made durable or reported.
+        """
+
+
+class LocalTarget:
+    """This node's own NVMe volumes; each batch goes to the one with the most room, of those that can hold such blocks at all."""
+
+    def __init__(self, table: BlockTable, counters: Counters, clock: Clock) -> None:
+        self._table = table
+        self._counters = counters
+        self._clock = clock
+
+    def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+        domain = blocks[0].domain
+        leave = self._claim(domain, len(blocks))
+        try:
+            self._persist(blocks[: leave.blocks], turn)
+        finally:
+            unclaim_durable(self._table, leave)
+        if denied := blocks[leave.blocks :]:
+            turn()
+            self._counters.add("write_behind_beyond_quota_blocks_total", len(denied))
+            for block in denied:
+                self._table.not_persisted(block, denied=True)
+
+    def _claim(self, domain: Domain, wanted: int) -> Leave:
+        """How many leading blocks their tenant's share lets come to the volumes; its coldest have left for them."""
+        for _ in range(CLAIM_TRIES):
+            leave = claim_durable(self._table, domain, wanted)
+            if not leave.victims:
+                return leave
+            self._leave(None, leave.victims)
+        return Leave(0)
+
+    def _persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+        if not blocks:
+            return
+        shape = blocks[0].domain.shape
+        homes = [home for home in self._table.homes if home.volume.fits(shape)]
+        if not homes:
+            self._counters.add("write_behind_unfit_blocks_total", len(blocks))
+            _limited.warning("blocks of %d bytes fit no volume of this node: they stay in DRAM only", shape.block_bytes)
+        for home in sorted(homes, key=self._room, reverse=True):
+            if home.resting_until_s > self._clock.now_s() or not home.guard.takes_changes:
+                continue
+            left = self._write(home, blocks, turn)
+            if not left:
+                return
+            blocks = left
+        turn()
+        self._counters.add("write_behind_dropped_blocks_total", len(blocks))
+        for block in blocks:
+            self._table.not_persisted(block)
+
+    @staticmethod
+    def _room(home: Home) -> int:
+        usage = home.volume.usage()
+        return usage.capacity_bytes - usage.used_bytes
+
+    def _write(self, home: Home, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Block]:
+        """Writes to one volume; returns the blocks it did not take."""
+        slots = self._slots(home, blocks, turn)
+        taken, left = blocks[: len(slots)], list(blocks[len(slots) :])
+        if not taken:
+            return left
+        view = self._table.dram.view
+        items = []
+        for block, slot in zip(taken, slots, strict=True):
+            assert block.dram is not None  # pending blocks do not leave DRAM
+            items.append((slot, block.record(), view(block.dram, block.domain.shape.block_bytes)))
+        try:
+            errors = home.guard.change(lambda: home.volume.write(items), lambda _: home.volume.free(slots))
+        except VolumeStalled as error:
+            self._stalled(home, error)
+            return list(blocks)
+        written = [(block, slot) for block, slot, error in zip(taken, slots, errors, strict=True) if error is None]
+        failed = [(block, slot, error) for block, slot, error in zip(taken, slots, errors, strict=True) if error is not None]
+        turn()
+        outdated = home.outdated.take()
+        stored = {block.key for block, _ in written}
+
+        def late(error: BaseException | None) -> None:
+            """The commit ended after its blocks were given up: the next commit removes its entries from the catalog."""
+            if error is None:
+                home.volume.free(list(outdated.values()))
+                _put_back(home, {block.key: slot for block, slot in written})
+            else:
+                _put_back(home, outdated)
+                home.volume.free([slot for _, slot in written])
+
+        entries = [(slot, block.record()) for block, slot in written]
+        removed = [key for key in outdated if key not in stored]
+        try:
+            home.guard.change(lambda: home.volume.commit(entries, removed), late)
+        except VolumeStalled as error:
+            self._stalled(home, error)
+            home.volume.free([slot for _, slot, _ in failed])
+            return list(blocks)
+        except (OSError, KVStoreError) as error:
+            _put_back(home, outdated)
+            failed += [(block, slot, error) for block, slot in written]
+            written = []
+        else:
+            home.volume.free(list(outdated.values()))
+            if written:
+                home.failing.worked(self._clock.now_s())
+        for block, slot in written:
+            self._table.persisted(block, home, slot)
+        self._counters.add("write_behind_blocks_total", len(written))
+        if failed:
+            self._rest(home, failed[0][2])
+            home.volume.free([slot for _, slot, _ in failed])
+            left += [block for block, _, _ in failed]
+        return left
+
+    def _slots(self, home: Home, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Slot]:
+        """Slots for as many leading blocks as room can be made for."""
+        shape, count = blocks[0].domain.shape, len(blocks)
+        while count:
+            slots, victims = self._table.allocate_nvme(home, shape, count, ahead=EVICT_AHEAD)
+            if slots is not None:
+                return slots
+            if not victims:
+                if home.outdated.slots():
+                    turn()  # what of them was stored anew since is committed: no commit of it may come between
+                    if self._forget_outdated(home):
+                        continue
+                count //= 2
+                continue
+            if not self._leave(home, victims):
+                return []
+        return []
+
+    def _leave(self, home: Home | None, victims: Sequence[Block]) -> bool:
+        """Victims leave their volumes, for the sake of room on ``home``, if that is why. False: that one's do not."""
+        left = True
+        for each in self._table.homes:
+            theirs = [block for block in victims if block.nvme_home is each]
+            try:
+                leave_nvme(self._table, each, theirs)
+            except VolumeStalled as error:
+                self._stalled(each, error)
+                left = left and each is not home
+            except (OSError, KVStoreError) as error:
+                self._rest(each, error)
+                left = left and each is not home
+        return left
+
+    def _forget_outdated(self, home: Home) -> bool:
+        """Frees the slots of displaced blocks. Whether there were some."""
+        outdated = home.outdated.take()
+
+        def settle(error: BaseException | None) -> None:
+            if error is None:
+                home.volume.free(list(outdated.values()))
+            else:
+                _put_back(home, outdated)
+
+        try:
+            home.guard.change(lambda: home.volume.commit([], list(outdated)), settle)
+        except VolumeStalled as error:
+            self._stalled(home, error)
+            return False
+        except (OSError, KVStoreError) as error:
+            settle(error)
+            self._rest(home, error)
+            return False
+        settle(None)
+        return bool(outdated)
+
+    def _stalled(self, home: Home, error: VolumeStalled) -> None:
+        """Count a stall. The volume's guard refuses writes until it answers, so no rest is needed."""
+        self._counters.add("write_behind_errors_total")
+        _limited.warning("%s does not take blocks: %s", home.volume.volume_id, error)
+
+    def _rest(self, home: Home, error: Exception) -> None:
+        self._counters.add("write_behind_errors_total")
+        log.warning("%s does not take blocks (%s); it is left alone for %.0f s", home.volume.volume_id, error, REST_S)
+        now_s = self._clock.now_s()
+        home.failing.failed(now_s, error)
+        home.resting_until_s = now_s + REST_S
+
+
+def _put_back(home: Home, outdated: Mapping[BlockKey, Slot]) -> None:
+    for key, slot in outdated.items():
+        home.outdated.add(key, slot)
+
+
+class RemoteTarget:
+    """A storage node: blocks are durable once it says so."""
+
+    def __init__(
+        self, table: BlockTable, peers: Peers, find: FindNode, counters: Counters, clock: Clock, failing: Failing
+    ) -> None:
+        self._failing = failing
+        self._table = table
+        self._peers = peers
+        self._find = find
+        self._counters = counters
+        self._clock = clock
+        self._resting_until = 0.0
+
+    def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
+        turn()  # the storage node, too, takes parents before their children
+        durable: set[int] = set()
+        if self._resting_until <= self._clock.now_s():
+            try:
+                durable = self._send(blocks[0].domain, blocks)
+            except KVStoreError as error:
+                self._counters.add("write_behind_errors_total")
+                log.warning("the storage node does not take blocks (%s); it is left alone for %.0f s", error, REST_S)
+                self._failing.failed(self._clock.now_s(), error)
+                self._resting_until = self._clock.now_s() + REST_S
+            else:
+                self._failing.worked(self._clock.now_s())
+        self._counters.add("write_behind_blocks_total", len(durable))
+        self._counters.add("write_behind_dropped_blocks_total", len(blocks) - len(durable))
+        for block in blocks:
+            if id(block) in durable:
+                self._table.persisted(block, None, None)
+            else:
+                self._table.not_persisted(block)
+
+    def _send(self, domain: Domain, blocks: Sequence[Block]) -> set[int]:
+        peer = self._peers.peer(self._find(), domain)
+        shape = domain.shape
+        by_key = {block.key: block for block in blocks}
+        durable: set[int] = set()
+        for run in runs_of(blocks):
+            parts = [by_key[key] for key in run.keys]
+            source = ScatteredBlocks(
+                [self._table.dram.view(block.dram, shape.block_bytes) for block in parts if block.dram is not None], shape
+            )
+            checksums = np.frombuffer(b"".join(block.checksums for block in parts), "<u8").reshape(len(parts), shape.layers)
+            request = WriteRequest(run, shape, durable=True, deadline_s=self._clock.now_s() + REMOTE_DEADLINE_S)
+            try:
+                outcomes = peer.write(request, source, checksums)
+            except Conflict as error:  # these blocks' affair, not the storage node's
+                self._counters.add("write_behind_conflicts_total")
+                _limited.warning("the storage node holds a block elsewhere: %s", error)
+                continue
+            kept = (StoreOutcome.STORED, StoreOutcome.EXISTS)
+            durable |= {id(block) for block, outcome in zip(parts, outcomes, strict=True) if outcome in kept}
+        return durable
+
+
+class FindNode(Protocol):
+    """Finds the storage node."""
+
+    def __call__(self) -> PeerAddress:
+        """Its addresses now.
+
+        Raises:
+            KVStoreError: it is not known or not alive.
+        """
+
+
+class Turns:
+    """Who comes when: batches are numbered as they are handed over, and done in that order."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._done = 0
+        self._changed = threading.Condition()
+
+    def wait(self, number: int) -> None:
+        """Waits until all before ``number`` are done: as long as their I/O takes, which ends in some way."""
+        with self._changed:
+            while self._done < number:
+                if not self._changed.wait(_STALL_LOG_S):
+                    self._counters.add("write_behind_stalls_total")
+                    log.warning("write-behind waits for a batch that has not ended for %.0f s", _STALL_LOG_S)
+
+    def done(self, number: int) -> None:
+        """``number`` is done, and so is all before it."""
+        self.wait(number)
+        with self._changed:
+            self._done = number + 1
+            self._changed.notify_all()
+
+
+class WriteBehind:
+    """The threads that carry blocks to the target: one checks their bytes while the others write those before."""
+
+    def __init__(self, table: BlockTable, target: Target, counters: Counters) -> None:
+        self._table = table
+        self._target = target
+        self._counters = counters
+        self._stopping = threading.Event()
+        self._checked: queue.Queue[tuple[int, list[Block]] | None] = queue.Queue(maxsize=1)
+        self._turns = Turns(counters)
+        writers = [
+            threading.Thread(target=self._persist_for_ever, name=f"kvstore-write-behind-{number}", daemon=True)
+            for number in range(WRITERS)
+        ]
+        self._threads = [
+            threading.Thread(target=self._check_for_ever, name="kvstore-write-behind-check", daemon=True),
+            *writers,
+        ]
+
+    def start(self) -> None:
+        """Begins."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Finishes the batches under way and ends; what still waits stays in DRAM."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _check_for_ever(self) -> None:
+        number = 0
+        while not self._stopping.is_set():
+            blocks = self._table.take_pending(BATCH_BLOCKS, BATCH_BYTES, IDLE_WAIT_S)
+            try:
+                sound = self._sound_of(blocks)
+            except Exception as bug:  # noqa: BLE001  # process edge, as below
+                self._failed(blocks, bug)
+                continue
+            if sound:
+                self._checked.put((number, sound))
+                number += 1
+        for _ in range(WRITERS):
+            self._checked.put(None)
+
+    def _persist_for_ever(self) -> None:
+        while (batch := self._checked.get()) is not None:
+            number, blocks = batch
+            try:
+                self._target.persist(blocks, partial(self._turns.wait, number))
+            except Exception as bug:  # noqa: BLE001  # process edge: it must not end write-behind for good
+                self._turns.wait(number)
+                self._failed(blocks, bug)
+            self._turns.done(number)
+
+    def _failed(self, blocks: Sequence[Block], bug: Exception) -> None:
+        """None of them stays pending."""
+        self._counters.add("write_behind_bugs_total")
+        log.error("write-behind of %d blocks failed", len(blocks), exc_info=bug)
+        for block in blocks:
+            if block.pending:
+                self._table.not_persisted(block)
+
+    def _sound_of(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those whose bytes match; with pauses that let the writers go on.
+
+        A thread that hashes short Layer Blocks lets go of the interpreter lock and takes it again before anybody has woken
+        up: the writers would get it every few milliseconds only. A pause, however short, hands it over. Measured: a durable
+        store is a seventh faster.
+        """
+        sound = []
+        since_pause = 0
+        for block in blocks:
+            if since_pause >= PAUSE_EVERY_BYTES:
+                time.sleep(PAUSE_S)
+                since_pause = 0
+            since_pause += block.domain.shape.block_bytes
+            if self._sound(block):
+                sound.append(block)
+        return sound
+
+    def _sound(self, block: Block) -> bool:
+        """Whether the bytes in DRAM are those that the producer summed; if not, the block leaves at once."""
+        shape = block.domain.shape
+        assert block.dram is not None
+        if verify(self._table.dram.view(block.dram, shape.block_bytes), shape, block.checksums):
+            return True
+        self._counters.add("write_behind_corrupt_blocks_total")
+        log.error("block %s in DRAM does not match its checksums: dropped", block.key.hex())
+        self._table.not_persisted(block, corrupt=True)
+        return False

@@ -1,0 +1,1 @@
+"""Eviction: which blocks leave the arena and the volumes, and why."""

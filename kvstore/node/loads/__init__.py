@@ -1,0 +1,1 @@
+"""Loads: from DRAM, volumes, mounts and other nodes into the arena."""

@@ -1,0 +1,1 @@
+"""What a node reports to the metadata server: replicas, health, anti-entropy."""

@@ -1,0 +1,1 @@
+"""gRPC services of a node and what they keep per engine session."""

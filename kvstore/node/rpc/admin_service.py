@@ -1,0 +1,312 @@
+"""The NodeAdmin service: what operators see of a node and change at it. A thin shell, beside the Node service."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import kvstore
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import admin_pb2_grpc
+from kvstore.core.clock import Clock
+from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.core.in_force import InForce
+from kvstore.core.types import NamespaceId, Tier, VolumeId
+from kvstore.node.base.cancellation import apart
+from kvstore.node.control.retention import Retainer
+from kvstore.node.durability.scrub import Check, CheckState, VolumeChecks
+from kvstore.node.eviction.on_demand import Evicted, evict_down_to, evict_namespace, invalidate
+from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.publish.health import Troubles
+from kvstore.node.publish.publisher import Publisher
+from kvstore.node.rpc.gauges import Links
+from kvstore.node.rpc.sessions import Sessions
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.model import Home
+from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.table import BlockTable
+from kvstore.observe.counters import Counters
+from kvstore.observe.metrics import EVENTS, PREFIX
+from kvstore.observe.recent import SHOWN, RecentLoads
+from kvstore.rpc.codec import check_id, tier_to_proto
+from kvstore.tiers.contract import Volume
+from kvstore.transport.shaping.traffic import KvTraffic
+
+Result = TypeVar("Result")
+Context = Any  # grpc.aio.ServicerContext, generic in request and response
+
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["NodeAdmin"].full_name
+THREADS: Final = 2
+"""Calls at work at once; others wait their turn, within their deadlines: people ask, not programs."""
+MAX_WAIT_S: Final = 60.0
+_CHECK_STATES: Final = {
+    CheckState.WAITING: pb.CHECK_STATE_WAITING,
+    CheckState.RUNNING: pb.CHECK_STATE_RUNNING,
+    CheckState.DONE: pb.CHECK_STATE_DONE,
+    CheckState.CANCELLED: pb.CHECK_STATE_CANCELLED,
+    CheckState.FAILED: pb.CHECK_STATE_FAILED,
+}
+_LOAD_SECONDS: Final = f"{PREFIX}node_load_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class AdminParts:
+    """What the handlers look at and change."""
+
+    table: BlockTable
+    domains: Domains
+    sessions: Sessions
+    replica_log: ReplicaLog
+    buffers: Mapping[str, StagingBuffer]
+    recent: RecentLoads
+    traffic: KvTraffic
+    publisher: Callable[[], Publisher | None]
+    """None: the node publishes to nobody."""
+    io_engines: Callable[[], Sequence[str]]
+    clock: Clock
+    in_force: Sequence[InForce]
+    counters: Counters
+    links: Links
+    checks: VolumeChecks
+    retainer: Retainer
+    troubles: Troubles
+
+
+class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
+    """Handlers; their names and comments are those of ``proto/kvstore/v1/admin.proto``."""
+
+    def __init__(self, parts: AdminParts) -> None:
+        self._parts = parts
+        self._began_s = parts.clock.now_s()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-node-admin")
+
+    def close(self) -> None:
+        """Ends the pool; waits in it are ended by ``BlockTable.close``."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._parts.checks.close()
+
+    async def _apart(self, work: Callable[[], Result]) -> Result:
+        return await apart(self._pool, work)
+
+    # ---------------------------------------------------------------- looking
+    async def DescribeNode(self, request: pb.DescribeNodeRequest, context: Context) -> pb.DescribeNodeResponse:  # noqa: N802, ARG002
+        parts = self._parts
+        blocks, waiting = parts.table.counts()
+        return pb.DescribeNodeResponse(
+            version=kvstore.__version__,
+            uptime_ms=int((parts.clock.now_s() - self._began_s) * 1000),
+            volumes=self._volumes(),
+            sessions=parts.sessions.count(),
+            blocks=blocks,
+            write_behind_waiting_blocks=waiting,
+            publish_waiting_events=parts.replica_log.waiting(),
+            staging=[
+                pb.StagingDescription(name=name, used_bytes=buffer.used_bytes, waiting_loads=buffer.waiting)
+                for name, buffer in parts.buffers.items()
+            ],
+            cap_bytes_per_s=parts.traffic.cap_bytes_per_s,
+            io_engines=list(parts.io_engines()),
+            settings=[
+                pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
+                for one in parts.in_force
+            ],
+            links=[
+                pb.LinkTraffic(network=network, received_bytes=received, sent_bytes=sent)
+                for network, (received, sent) in parts.links.carried().items()
+            ],
+            loads=_load_times(parts.counters),
+        )
+
+    def _volumes(self) -> list[pb.VolumeDescription]:
+        table, by_tenant = self._parts.table, self._parts.retainer.by_tenant
+        described = [_volume(table.dram)]
+        described[0].tenants.extend(by_tenant(table._arena.room.held, Tier.DRAM))
+        for home in table.homes:
+            described.append(_volume(home.volume, self._parts.troubles.why_no_blocks(home), home.quarantined))
+            described[-1].tenants.extend(by_tenant(table._durable.held_on(home), Tier.NVME))
+        return described
+
+    async def DescribeUsage(self, request: pb.DescribeUsageRequest, context: Context) -> pb.DescribeUsageResponse:  # noqa: N802, ARG002
+        domain = self._domain(request.namespace_id) if request.namespace_id else None
+        if request.namespace_id and domain is None:
+            return pb.DescribeUsageResponse()
+        return await self._apart(lambda: self._usage(domain))
+
+    def _usage(self, only: Domain | None) -> pb.DescribeUsageResponse:
+        """Counted over a copy of the table: blocks that move meanwhile are counted where they were or where they are."""
+        table = self._parts.table
+        found: Counter[tuple[Domain, Volume]] = Counter()
+        for block in table.snapshot():
+            if only is None or block.domain is only:
+                if block.dram is not None:
+                    found[block.domain, table.dram] += 1
+                home = block.nvme_home
+                if home is not None:
+                    found[block.domain, home.volume] += 1
+        return pb.DescribeUsageResponse(
+            usages=[
+                pb.NamespaceUsage(
+                    namespace_id=domain.namespace,
+                    volume_id=volume.volume_id,
+                    tier=tier_to_proto(volume.tier),
+                    blocks=count,
+                    bytes=count * domain.shape.block_bytes,
+                )
+                for (domain, volume), count in found.items()
+            ]
+        )
+
+    async def ListSlowLoads(self, request: pb.ListSlowLoadsRequest, context: Context) -> pb.ListSlowLoadsResponse:  # noqa: N802, ARG002
+        records = self._parts.recent.slowest(most=min(request.limit or SHOWN, SHOWN))
+        return pb.ListSlowLoadsResponse(
+            loads=[
+                pb.SlowLoad(
+                    request_id=record.request_id,
+                    seconds=record.seconds,
+                    blocks=record.blocks,
+                    hit_blocks=record.hit_blocks,
+                    reason=record.reason,
+                    figures={name: float(value) for name, value in record.parts.items() if isinstance(value, int | float)},
+                    ago_seconds=record.ago_s,
+                )
+                for record in records
+            ]
+        )
+
+    # ---------------------------------------------------------------- changing
+    async def EvictBlocks(self, request: pb.EvictBlocksRequest, context: Context) -> pb.EvictBlocksResponse:  # noqa: N802, ARG002
+        check_id(request.operation_id, "operation_id")  # evicting twice is harmless
+        table = self._parts.table
+        if request.namespace_id and request.down_to_bytes:
+            raise InvalidArgument("evict a namespace, or a volume down to a fill: not both")
+        if not request.namespace_id and not request.volume_id:
+            raise InvalidArgument("evict what: a namespace, or a volume?")
+        home = self._home(request.volume_id) if request.volume_id else None
+        in_dram = not request.volume_id or home is None
+        if not request.namespace_id:
+            done = await self._apart(lambda: evict_down_to(table, home, request.down_to_bytes))
+        else:
+            domain = self._domain(request.namespace_id)
+            if domain is None:
+                return pb.EvictBlocksResponse()
+            nvme = not request.volume_id or home is not None
+            done = await self._apart(lambda: evict_namespace(table, domain, home, dram=in_dram, nvme=nvme))
+        used = 0
+        if request.volume_id:
+            used = (table.dram if home is None else home.volume).usage().used_bytes
+        return pb.EvictBlocksResponse(evicted_blocks=done.blocks, kept_blocks=done.kept, used_bytes=used)
+
+    async def InvalidateNamespace(  # noqa: N802
+        self, request: pb.InvalidateNamespaceRequest, context: Context
+    ) -> pb.InvalidateNamespaceResponse:
+        check_id(request.operation_id, "operation_id")
+        domain = self._domain(request.namespace_id)
+        done = Evicted(0, 0)
+        if domain is not None:
+            left_s = context.time_remaining()
+            wait_s = min(request.wait_ms / 1000, MAX_WAIT_S, MAX_WAIT_S if left_s is None else left_s)
+            deadline_s = self._parts.clock.now_s() + wait_s
+            done = await self._apart(lambda: invalidate(self._parts.table, domain, deadline_s))
+        return pb.InvalidateNamespaceResponse(dropped_blocks=done.blocks, kept_blocks=done.kept)
+
+    async def CheckVolume(self, request: pb.CheckVolumeRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
+        operation_id = check_id(request.operation_id, "operation_id")
+        home = self._durable(request.volume_id)
+        return self._told(home, self._parts.checks.begin(home, operation_id, request.bytes_per_s))
+
+    async def DescribeCheck(self, request: pb.DescribeCheckRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
+        home = self._durable(request.volume_id)
+        return self._told(home, self._parts.checks.last(home))
+
+    async def CancelCheck(self, request: pb.CancelCheckRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
+        home = self._durable(request.volume_id)
+        return self._told(home, self._parts.checks.cancel(home))
+
+    async def SetTrafficCap(self, request: pb.SetTrafficCapRequest, context: Context) -> pb.SetTrafficCapResponse:  # noqa: N802, ARG002
+        expected = request.expected if request.HasField("expected") else None
+        before = self._parts.traffic.change_cap(request.bytes_per_s, expected)
+        return pb.SetTrafficCapResponse(bytes_per_s=request.bytes_per_s, before=before)
+
+    async def CompareIndex(self, request: pb.CompareIndexRequest, context: Context) -> pb.CompareIndexResponse:  # noqa: N802, ARG002
+        publisher = self._parts.publisher()
+        if publisher is None:
+            raise Conflict("this node has no metadata server to compare notes with: set node.metadata")
+        return pb.CompareIndexResponse(repaired_ranges=await self._apart(publisher.compare_now))
+
+    # ---------------------------------------------------------------- inside
+    def _domain(self, namespace_id: bytes) -> Domain | None:
+        return self._parts.domains.find(NamespaceId(check_id(namespace_id, "namespace_id")))
+
+    def _durable(self, volume_id: str) -> Home:
+        """A durable volume.
+
+        Raises:
+            NotFound: there is none of that id.
+            InvalidArgument: it is the arena, whose bytes no disk can lose.
+        """
+        home = self._home(volume_id)
+        if home is None:
+            raise InvalidArgument("the arena is no durable volume: there is nothing to check", volume_id=volume_id[:64])
+        return home
+
+    def _told(self, home: Home, check: Check | None) -> pb.VolumeCheck:
+        volume_id = home.volume.volume_id
+        if check is None:
+            return pb.VolumeCheck(volume_id=volume_id, state=pb.CHECK_STATE_NONE)
+        now_s = self._parts.clock.now_s()
+        return pb.VolumeCheck(
+            volume_id=volume_id,
+            state=_CHECK_STATES[check.state],
+            blocks=check.blocks,
+            checked_blocks=check.checked_blocks,
+            good_blocks=check.good,
+            bad_blocks=check.bad,
+            unreadable_blocks=check.unreadable,
+            gone_blocks=check.gone,
+            rewritten_blocks=check.rewritten_blocks,
+            checked_bytes=check.checked_bytes,
+            bytes_per_s=check.bytes_per_s,
+            began_ago_ms=int((now_s - check.began_s) * 1000),
+            took_ms=int(((now_s if check.ended_s is None else check.ended_s) - check.began_s) * 1000),
+            why=check.why,
+        )
+
+    def _home(self, volume_id: str) -> Home | None:
+        """A durable volume; None: the arena.
+
+        Raises:
+            NotFound: neither.
+        """
+        if VolumeId(volume_id) == self._parts.table.dram.volume_id:
+            return None
+        for home in self._parts.table.homes:
+            if home.volume.volume_id == volume_id:
+                return home
+        raise NotFound("this node has no such volume", volume_id=volume_id[:64])
+
+
+def _load_times(counters: Counters) -> list[pb.LoadTimes]:
+    """The distributions of ``node_load_seconds``."""
+    return [
+        pb.LoadTimes(
+            reach=EVENTS[name].events[name][0], bounds_seconds=found.bounds, counts=found.counts, total_seconds=found.total
+        )
+        for name, found in counters.distributions().items()
+        if name in EVENTS and EVENTS[name].name == _LOAD_SECONDS
+    ]
+
+
+def _volume(volume: Volume, read_only: str = "", quarantined: int = 0) -> pb.VolumeDescription:
+    usage = volume.usage()
+    return pb.VolumeDescription(
+        volume_id=volume.volume_id,
+        tier=tier_to_proto(volume.tier),
+        capacity_bytes=usage.capacity_bytes,
+        used_bytes=usage.used_bytes,
+        blocks=usage.blocks,
+        read_only=read_only,
+        quarantined_blocks=quarantined,
+    )

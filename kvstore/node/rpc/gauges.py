@@ -1,0 +1,124 @@
+"""What a node shows beside its totals: how full it is, what waits, what its links carried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import kvstore
+from kvproto.v1.common_pb2 import NODE_STATE_DRAIN_BLOCKED
+from kvstore.core.errors import Unsupported
+from kvstore.node.control.drain import Drainer
+from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.publish.health import Troubles
+from kvstore.node.rpc.sessions import Sessions
+from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.table import BlockTable
+from kvstore.observe.exposition import Sample
+from kvstore.transport.addresses import interface_of
+
+_RECEIVED, _SENT = 0, 8
+"""Columns of /proc/net/dev."""
+_NET_DEV: Final = Path("/proc/self/net/dev")
+
+
+class Links:
+    """The NICs that hold the addresses of a node's data planes.
+
+    Args:
+        networks: address of the data plane on each network. One that listens everywhere, or whose interface the kernel does not
+            name, is left out.
+    """
+
+    def __init__(self, networks: Mapping[str, str]) -> None:
+        self._interfaces: dict[str, str] = {}
+        for network, address in networks.items():
+            with suppress(Unsupported, ValueError):
+                self._interfaces[network] = interface_of(address.rpartition(":")[0].strip("[]"))
+
+    def carried(self) -> dict[str, tuple[int, int]]:
+        """Network -> bytes received and sent, all traffic, since the host's start."""
+        known = _interface_bytes() if self._interfaces else {}
+        return {network: known[interface] for network, interface in self._interfaces.items() if interface in known}
+
+
+class NodeGauges:
+    """Read at each scrape.
+
+    Args:
+        table: the blocks and their volumes.
+        sessions: the engines.
+        replica_log: what the index is still to be told.
+        buffers: staging buffers by name.
+        registered: whether the metadata server answers.
+        links: the NICs of its data planes.
+        drainer: how far it is, where the node drains.
+        troubles: what fails.
+    """
+
+    def __init__(
+        self,
+        table: BlockTable,
+        sessions: Sessions,
+        replica_log: ReplicaLog,
+        buffers: Mapping[str, StagingBuffer],
+        registered: Callable[[], bool],
+        links: Links,
+        drainer: Drainer,
+        troubles: Troubles,
+    ) -> None:
+        self._troubles = troubles
+        self._drainer = drainer
+        self._table = table
+        self._sessions = sessions
+        self._log = replica_log
+        self._buffers = buffers
+        self._registered = registered
+        self._links = links
+
+    def __call__(self) -> Iterator[Sample]:
+        yield Sample("build_info", 1, {"version": kvstore.__version__})
+        read_only = {home.volume.volume_id for home in self._table.homes if self._troubles.why_no_blocks(home)}
+        stalled = {home.volume.volume_id for home in self._table.homes if home.guard.stalled}
+        for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
+            labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
+            usage = volume.usage()
+            yield Sample("volume_capacity_bytes", usage.capacity_bytes, labels)
+            yield Sample("volume_used_bytes", usage.used_bytes, labels)
+            yield Sample("volume_blocks", usage.blocks, labels)
+            yield Sample("volume_read_only", int(volume.volume_id in read_only), labels)
+            yield Sample("node_volume_stalled", int(volume.volume_id in stalled), labels)
+        blocks, waiting = self._table.counts()
+        yield Sample("node_sessions", self._sessions.count())
+        yield Sample("node_blocks", blocks)
+        yield Sample("node_write_behind_waiting_blocks", waiting)
+        yield Sample("node_publish_waiting_events", self._log.waiting())
+        yield Sample("node_publish_failing_seconds", self._troubles.publish_failing_s())
+        yield Sample("node_registered", int(self._registered()))
+        drain = self._drainer.progress()
+        yield Sample("node_draining", int(drain is not None))
+        yield Sample("node_drain_blocked", int(drain is not None and drain.state == NODE_STATE_DRAIN_BLOCKED))
+        yield Sample("node_drain_left_blocks", drain.left_blocks if drain is not None else 0)
+        yield Sample("node_drain_not_durable_blocks", drain.not_durable_blocks if drain is not None else 0)
+        for name, buffer in self._buffers.items():
+            yield Sample("node_staging_used_bytes", buffer.used_bytes, {"buffer": name})
+            yield Sample("node_staging_waiting_loads", buffer.waiting, {"buffer": name})
+        yield from self._networks()
+
+    def _networks(self) -> Iterator[Sample]:
+        for network, (received, sent) in self._links.carried().items():
+            yield Sample("network_bytes_total", received, {"network": network, "direction": "received"})
+            yield Sample("network_bytes_total", sent, {"network": network, "direction": "sent"})
+
+
+def _interface_bytes() -> dict[str, tuple[int, int]]:
+    """Bytes received and sent by each interface of this network namespace."""
+    found = {}
+    for line in _NET_DEV.read_text().splitlines():
+        name, colon, fields = line.partition(":")
+        if colon:
+            numbers = fields.split()
+            found[name.strip()] = int(numbers[_RECEIVED]), int(numbers[_SENT])
+    return found

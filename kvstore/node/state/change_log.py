@@ -1,0 +1,305 @@
+"""The log of what came and went in each volume, between the table that writes it and the publisher that sends it.
+
+Written under the table's lock, so the order is the order of truth. Bounded: where the metadata server stays away too long, a
+volume's log is dropped and its whole inventory is sent instead. Beside the log stand each volume's digests, for anti-entropy:
+XOR of xxh3-64 over the keys in each of 4,096 ranges of key space, and how many keys that is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import xxhash
+
+from kvstore.core.clock import Clock
+from kvstore.core.digests import key_range
+from kvstore.core.limits import DIGEST_RANGES
+from kvstore.core.types import BlockKey, BlockRun, NamespaceId, VolumeId
+from kvstore.node.base.cancellation import wait
+from kvstore.observe.counters import Counters
+
+LOG_BOUND = 1_000_000
+"""Events kept a volume while nobody takes them."""
+GATHER_S = 0.002
+"""What is logged within so much time is published together ..."""
+BURST_S = 0.02
+"""... and in a burst, what is logged within this. A batch costs node and server most of a millisecond of CPU, whatever is in it;
+a store of 16 blocks takes five, over TCP. Who waits to be visible does not wait for this."""
+
+
+class Described(Protocol):
+    """A block as the log needs it: where it stands in its chain."""
+
+    key: BlockKey
+    parent: BlockKey | None
+
+    @property
+    def depth(self) -> int:
+        """Position in its chain."""
+
+    @property
+    def namespace(self) -> NamespaceId:
+        """Whose it is."""
+
+
+Found = TypeVar("Found", bound=Described)
+
+
+def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
+    """Joins blocks, in their order, to runs of consecutive blocks of one chain."""
+    runs: list[BlockRun] = []
+    keys: list[BlockKey] = []
+    first: Described | None = None
+    for block in blocks:
+        if (
+            first is not None
+            and block.parent == keys[-1]
+            and block.depth == first.depth + len(keys)
+            and block.namespace == first.namespace
+        ):
+            keys.append(block.key)
+            continue
+        if first is not None:
+            runs.append(BlockRun(first.namespace, first.parent, first.depth, tuple(keys)))
+        first, keys = block, [block.key]
+    if first is not None:
+        runs.append(BlockRun(first.namespace, first.parent, first.depth, tuple(keys)))
+    return runs
+
+
+def in_chains(blocks: Sequence[Found]) -> list[Found]:
+    """Orders blocks (given by depth) chain after chain, each block after its parent, so that they join to long runs.
+
+    Those that are each other's parents, as a client may say, come last, with all below them, in the order given.
+    """
+    children: dict[bytes | None, list[Found]] = {}
+    keys = {block.key for block in blocks}
+    roots: list[Found] = []
+    for block in blocks:
+        if block.parent is not None and block.parent in keys:
+            children.setdefault(block.parent, []).append(block)
+        else:
+            roots.append(block)
+    ordered: list[Found] = []
+    stack = roots[::-1]
+    while stack:
+        block = stack.pop()
+        ordered.append(block)
+        stack.extend(reversed(children.get(block.key, ())))
+    if len(ordered) < len(blocks):
+        met = {block.key for block in ordered}
+        ordered += (block for block in blocks if block.key not in met)
+    return ordered
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a round changed in one volume, to be applied removals first: a key in both was removed and came back."""
+
+    volume: VolumeId
+    stored: Sequence[BlockRun]
+    removed: Sequence[BlockKey]
+    events: int
+    """How many events the index shows once it shows this batch."""
+
+
+class _Net:
+    """What a round's events come to, in one volume."""
+
+    __slots__ = ("events", "last", "removed")
+
+    def __init__(self) -> None:
+        self.last: dict[BlockKey, Described | None] = {}  # in the order of the first events: a parent came before its child
+        self.removed: dict[BlockKey, None] = {}
+        self.events = 0
+
+    def add(self, key: BlockKey, block: Described | None) -> None:
+        self.last[key] = block
+        self.events += 1
+        if block is None:
+            self.removed[key] = None
+
+    def taken(self, volume: VolumeId) -> Taken:
+        return Taken(volume, runs_of(block for block in self.last.values() if block is not None), list(self.removed), self.events)
+
+
+def _never_hidden(takes: Sequence[Taken]) -> Iterator[Taken]:
+    """Orders a round's batches so that no block is shown nowhere on its way.
+
+    A block moves by being stored in one volume before it is removed from another. Sent the other way round, it would be a miss
+    for whoever asks in between. So a removal that another batch must come before goes out by itself at the end.
+    """
+    left = list(takes)
+    at_the_end: list[Taken] = []
+    while left:
+        taken = left.pop(0)
+        to_come = {key for other in left for run in other.stored for key in run.keys} if taken.removed else set()
+        if to_come.isdisjoint(taken.removed):
+            yield taken
+            continue
+        own = {key for run in taken.stored for key in run.keys}
+        first = [key for key in taken.removed if key in own]
+        if taken.stored:
+            yield replace(taken, removed=first, events=0)
+        at_the_end.append(replace(taken, stored=[], removed=[key for key in taken.removed if key not in own]))
+    yield from at_the_end
+
+
+class _VolumeLog:
+    __slots__ = ("acknowledged", "appended", "changes", "counts", "digests", "gathered", "inventory_needed", "taken")
+
+    def __init__(self) -> None:
+        self.appended = 0
+        self.taken = 0
+        self.gathered = 0  # of those appended, when ``wait`` last returned
+        self.acknowledged = 0
+        self.inventory_needed = False
+        self.digests = [0] * DIGEST_RANGES
+        self.counts = [0] * DIGEST_RANGES
+        self.changes = [0] * DIGEST_RANGES
+
+
+class ReplicaLog:
+    """Events of all volumes of a node. Thread-safe."""
+
+    def __init__(
+        self, volumes: Sequence[VolumeId], counters: Counters, clock: Clock, *, keep: bool = True, bound: int = LOG_BOUND
+    ) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._keep = keep  # False: nobody publishes, so nothing is kept
+        self._bound = bound
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._urgent = threading.Condition(self._lock)
+        self._hurry = False  # somebody waits until what is logged is published, or the publisher is to look around
+        self._gathered_s = 0.0  # when ``wait`` last said that there is something to take
+        self._acknowledged = threading.Condition(self._lock)
+        self._volumes = {volume: _VolumeLog() for volume in volumes}
+        self._events: deque[tuple[VolumeId, BlockKey, Described | None]] = deque()  # of all volumes, in the order of truth
+
+    def stored(self, volume: VolumeId, block: Described) -> None:
+        """A volume holds a block from now on."""
+        self._append(volume, block.key, block, 1)
+
+    def removed(self, volume: VolumeId, key: BlockKey) -> None:
+        """A volume no longer holds a block."""
+        self._append(volume, key, None, -1)
+
+    def _append(self, volume: VolumeId, key: BlockKey, block: Described | None, step: int) -> None:
+        where = key_range(key)
+        digest = xxhash.xxh3_64_intdigest(key)
+        with self._lock:
+            log = self._volumes[volume]
+            log.digests[where] ^= digest
+            log.counts[where] += step
+            log.changes[where] += 1
+            if not self._keep or log.inventory_needed:
+                return
+            if log.appended - log.taken >= self._bound:
+                self._events = deque(event for event in self._events if event[0] != volume)
+                log.acknowledged += log.appended - log.taken  # what was taken is acknowledged when the index shows it
+                log.taken = log.appended
+                log.inventory_needed = True
+                self._counters.add("publish_log_overflow_total")
+                return
+            self._events.append((volume, key, block))
+            log.appended += 1
+            self._wake.notify()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until there may be something to take: not at once, for what comes together is to be taken together."""
+        with self._lock:
+            if not self._hurry and not self._events:
+                self._wake.wait(timeout_s)
+            if not self._hurry and self._events:
+                now_s = self._clock.now_s()
+                self._urgent.wait(max(now_s + GATHER_S, self._gathered_s + BURST_S) - now_s)
+            self._gathered_s = self._clock.now_s()
+            self._hurry = False
+            for log in self._volumes.values():
+                log.gathered = log.appended
+
+    def wake(self) -> None:
+        """Ends a ``wait``."""
+        with self._lock:
+            self._hurry_up()
+
+    def _hurry_up(self) -> None:
+        self._hurry = True
+        self._urgent.notify_all()
+        self._wake.notify_all()
+
+    def take(self, limit: int) -> list[Taken]:
+        """The next round: the oldest events of all volumes, ``limit`` at most, as batches to be sent in this order.
+
+        A round is one stretch of history, the same for all volumes: a round with a removal has, or came after, the store in
+        another volume that made the removal harmless. Taken from each volume by itself, the one could be cut off before it.
+        """
+        nets: dict[VolumeId, _Net] = {}
+        with self._lock:
+            for _ in range(min(limit, len(self._events))):
+                volume, key, block = self._events.popleft()
+                nets.setdefault(volume, _Net()).add(key, block)
+            for volume, net in nets.items():
+                self._volumes[volume].taken += net.events
+        return list(_never_hidden([net.taken(volume) for volume, net in nets.items()]))
+
+    def behind(self, volume: VolumeId) -> bool:
+        """Whether events that were there when ``wait`` returned are still to be taken."""
+        with self._lock:
+            log = self._volumes[volume]
+            return log.taken < log.gathered
+
+    def waiting(self) -> int:
+        """Events that the index does not show yet."""
+        with self._lock:
+            return sum(log.appended - log.acknowledged for log in self._volumes.values()) if self._keep else 0
+
+    def needs_inventory(self, volume: VolumeId) -> bool:
+        """Whether the volume's log overflowed; asking takes the mark away."""
+        with self._lock:
+            log = self._volumes[volume]
+            needed, log.inventory_needed = log.inventory_needed, False
+            return needed
+
+    def acknowledge(self, volume: VolumeId, events: int) -> None:
+        """The index shows so many more events of a volume."""
+        with self._lock:
+            log = self._volumes[volume]
+            log.acknowledged = min(log.appended, log.acknowledged + events)
+            self._acknowledged.notify_all()
+
+    def wait_published(self, volumes: Sequence[VolumeId], deadline_s: float) -> bool:
+        """Waits until the index shows everything logged for some volumes so far. False where the deadline came first."""
+        if not self._keep:
+            return False
+        with self._lock:
+            marks = [(self._volumes[volume], self._volumes[volume].appended) for volume in volumes]
+            self._hurry_up()
+            while any(log.acknowledged < mark for log, mark in marks):
+                left_s = deadline_s - self._clock.now_s()
+                if left_s <= 0 or not wait(self._acknowledged, left_s, self._counters):
+                    return all(log.acknowledged >= mark for log, mark in marks)
+            return True
+
+    def settled_digests(self, volume: VolumeId) -> tuple[list[int], list[int]] | None:
+        """Digest and count of every range, or None while the index does not show everything: then nothing can be compared."""
+        with self._lock:
+            log = self._volumes[volume]
+            return None if log.acknowledged < log.appended else (list(log.digests), list(log.counts))
+
+    def digests(self, volume: VolumeId) -> tuple[list[int], list[int]]:
+        """Digest and count of every range, now."""
+        with self._lock:
+            log = self._volumes[volume]
+            return list(log.digests), list(log.counts)
+
+    def changes(self, volume: VolumeId) -> list[int]:
+        """How often each range has changed: a block that leaves and comes back leaves the digest as it was, and not this."""
+        with self._lock:
+            return list(self._volumes[volume].changes)

@@ -1,0 +1,52 @@
+"""Rows of the eviction policy of the volumes, kept in the blocks themselves: a dict of keys beside the table's would double it.
+
+A policy also knows keys that no block of the table has (parents that left before their children): those are in a dict here.
+Guarded by the table's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvstore.core.types import BlockKey
+from kvstore.node.state.model import Block
+
+
+class BlockRows:
+    """See ``kvstore.tiers.contract.Rows``.
+
+    Args:
+        blocks: the table's, by key.
+    """
+
+    __slots__ = ("_blocks", "_of_absent")
+
+    def __init__(self, blocks: Mapping[BlockKey, Block]) -> None:
+        self._blocks = blocks
+        self._of_absent: dict[BlockKey, int] = {}
+
+    def get(self, key: BlockKey, default: int, /) -> int:
+        """The row of a key, or ``default``."""
+        block = self._blocks.get(key)
+        if block is None:
+            return self._of_absent.get(key, default)
+        row = block.row
+        if not row and key in self._of_absent:  # it came after its children
+            row = block.row = self._of_absent.pop(key)
+        return row or default
+
+    def __setitem__(self, key: BlockKey, row: int, /) -> None:
+        block = self._blocks.get(key)
+        if block is None:
+            self._of_absent[key] = row
+        else:
+            block.row = row
+
+    def __delitem__(self, key: BlockKey, /) -> None:
+        if self._of_absent.pop(key, None) is None:
+            self._blocks[key].row = 0
+
+    def keep(self, block: Block) -> None:
+        """A block may leave the table from now on: its row, where it still has one, is kept here."""
+        if block.row:
+            self._of_absent[block.key], block.row = block.row, 0
