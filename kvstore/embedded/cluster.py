@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
-from kvstore.core.node_id import check_node_id
 from kvstore.embedded.children import Children, Launcher
 from kvstore.embedded.temp_dirs import ScratchFolder
+from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
 
 START_TIMEOUT_S = 30.0
