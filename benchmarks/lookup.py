@@ -34,8 +34,8 @@ from kvproto.v1.metadata_pb2_grpc import MetadataStub
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.config import MetadataConfig
+from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.metadata.main import run
-from kvstore.metadata.writes import register_node
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import tier_to_proto
 from peers import PeerMissingError

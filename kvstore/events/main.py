@@ -19,7 +19,7 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import NamespaceId
 from kvstore.events.config import EventsConfig
 from kvstore.events.publisher import Publisher
-from kvstore.events.translate import Translator, last_eight_bytes, whole_key
+from kvstore.events.translation import Translator, last_eight_bytes, whole_key
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector
 from kvstore.observe.http import serve

@@ -21,7 +21,7 @@ from kvclient.events import BlockMirror, Change
 from kvstore.core import limits
 from kvstore.core.errors import Unavailable
 from kvstore.events.config import EventsConfig
-from kvstore.events.translate import Translator
+from kvstore.events.translation import Translator
 from kvstore.events.wire import END_OF_REPLAY, SEQUENCE_BYTES, AllBlocksCleared, BlockStored, Event, KVEventBatch, encode, number
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog

@@ -9,9 +9,9 @@ A *probe* looks at one position of the chain and answers ``{life: run_start}`` o
 3. **Discover**: a life at ``low`` that is not known to reach ``high`` ends somewhere between: bisect until its last block is
    probed. So a volume that holds just the first 40 of 100 blocks is found, from its record at the head.
 
-Where the caller guesses where runs end (``kvstore.index.ends``), all guesses are probed first: the last block of each run and
-the one after it. Nearly always they are right, and then what was probed satisfies 1 to 3 as it is, without any search; else the
-search goes on from there, and bisections look around the guesses first. Guesses choose where to look, never what to answer.
+If the caller guesses where runs end (``kvstore.index.run_end_cache``), all guesses are probed first: the last block of each run
+and the one after it. Nearly always they are right, and then what was probed satisfies 1 to 3 as it is, without any search; else
+the search goes on from there, and bisections look around the guesses first. Guesses choose where to look, never what to answer.
 
 What holds, whatever the index contains:
 

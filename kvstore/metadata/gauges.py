@@ -1,4 +1,4 @@
-"""What a metadata server shows beside its totals: the index, who lives, what is under way."""
+"""Gauges of the metadata server: index size, live nodes, load plans and requests in progress."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final
 
 import kvstore
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.feed import BlockFeed
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.planning import Planning
-from kvstore.metadata.scheduling import Scheduling
+from kvstore.metadata.events.event_log import BlockFeed
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.scheduling.planner_service import Planning
+from kvstore.metadata.scheduling.scheduler_service import Scheduling
 from kvstore.observe.exposition import Sample
 
 _ANSWER_S: Final = 2.0

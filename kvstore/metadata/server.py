@@ -13,27 +13,27 @@ from kvstore.core.types import NamespaceId
 from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.metadata.admin import SERVICE_NAME as METADATA_ADMIN
-from kvstore.metadata.admin import AdminParts, MetadataAdminServicer
+from kvstore.metadata.admin_service import SERVICE_NAME as METADATA_ADMIN
+from kvstore.metadata.admin_service import AdminParts, MetadataAdminServicer
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.feed import BlockFeed
+from kvstore.metadata.events.event_log import BlockFeed
+from kvstore.metadata.events.subscription import tell_served
 from kvstore.metadata.gauges import MetadataGauges
-from kvstore.metadata.lookup import Lookups
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.orders import NodeOrders
-from kvstore.metadata.orders_file import OrdersFile
-from kvstore.metadata.planning import Planning
-from kvstore.metadata.retention import RetentionOrders
-from kvstore.metadata.scheduling import Scheduling
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.indexing.lookup import Lookups
+from kvstore.metadata.membership.maintenance import Upkeep
+from kvstore.metadata.membership.node_admin import NodeOrders
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.retention.policies import RetentionOrders
+from kvstore.metadata.retention.settings_store import OrdersFile
+from kvstore.metadata.scheduling.planner_service import Planning
+from kvstore.metadata.scheduling.scheduler_service import Scheduling
 from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_to_server
-from kvstore.metadata.upkeep import Upkeep
-from kvstore.metadata.watching import tell_served
-from kvstore.metadata.writer import IndexThread
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.http import MetricsServer, serve
+from kvstore.rpc.auth.tokens import tokens_file
 from kvstore.rpc.server import BoundServer, build_aio_server
-from kvstore.rpc.tokens import tokens_file
 
 logger = logging.getLogger(__name__)
 

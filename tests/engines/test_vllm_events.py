@@ -18,7 +18,7 @@ from kvproto.v1.common_pb2 import BlockRun, Tier
 from kvstore.events import wire as ours
 from kvstore.events.config import EventsConfig
 from kvstore.events.publisher import Publisher
-from kvstore.events.translate import MEDIA, Translator, last_eight_bytes
+from kvstore.events.translation import MEDIA, Translator, last_eight_bytes
 from kvstore.observe.counters import Counters
 from kvstore.testing.index_model import Chain
 

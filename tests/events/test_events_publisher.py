@@ -15,7 +15,7 @@ from kvproto.v1.common_pb2 import BlockRun, Tier
 from kvstore.core.errors import InvalidArgument, Unavailable
 from kvstore.events.config import EventsConfig
 from kvstore.events.publisher import Publisher
-from kvstore.events.translate import Translator, last_eight_bytes
+from kvstore.events.translation import Translator, last_eight_bytes
 from kvstore.observe.counters import Counters
 from kvstore.testing.index_model import Chain
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import BlockRun, Tier
-from kvstore.events.translate import MEDIA, Translator, last_eight_bytes, whole_key
+from kvstore.events.translation import MEDIA, Translator, last_eight_bytes, whole_key
 from kvstore.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvstore.testing.index_model import Chain
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId
-from kvstore.index.ends import MAX_ENDS, ChainEnds
+from kvstore.index.run_end_cache import MAX_ENDS, ChainEnds
 
 NAMESPACE = NamespaceId(b"n" * 16)
 

@@ -20,10 +20,10 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.metadata import watching
-from kvstore.metadata.feed import BlockFeed
-from kvstore.metadata.watching import BlockWatch
-from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.events import subscription as watching
+from kvstore.metadata.events.event_log import BlockFeed
+from kvstore.metadata.events.subscription import BlockWatch
+from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.observe.counters import Counters
 from kvstore.testing.index_machine import CHAINS, LENGTH, choices, positions
 from kvstore.testing.index_model import Chain

@@ -12,7 +12,7 @@ from kvproto.v1.common_pb2 import (
     BandwidthSource,
     NodeInfo,
 )
-from kvstore.metadata.link_rates import LinkRates, link_rates
+from kvstore.metadata.scheduling.link_rates import LinkRates, link_rates
 
 ASSUMED, CONFIGURED = BANDWIDTH_SOURCE_ASSUMED, BANDWIDTH_SOURCE_CONFIGURED
 LINK, MEASURED = BANDWIDTH_SOURCE_LINK, BANDWIDTH_SOURCE_MEASURED

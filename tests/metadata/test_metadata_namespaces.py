@@ -15,8 +15,8 @@ from kvstore.core.errors import CapacityExceeded, NotFound
 from kvstore.core.spec import CacheSpec as Spec
 from kvstore.core.types import NamespaceId
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.metadata import tenants
-from kvstore.metadata.tenants import Tenants
+from kvstore.metadata.retention import tenants
+from kvstore.metadata.retention.tenants import Tenants
 from kvstore.rpc.client import call_aio
 from kvstore.rpc.codec import spec_to_proto
 

@@ -13,9 +13,9 @@ from kvproto.v1.metadata_pb2 import PublishRequest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.publishing import PublishStream
-from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.indexing.publish_stream import PublishStream
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 
 

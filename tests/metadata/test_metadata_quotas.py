@@ -19,10 +19,10 @@ from kvproto.v1.common_pb2 import CacheSpec
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId
 from kvstore.metadata.config import MetadataConfig
-from kvstore.metadata.orders_file import Orders, OrdersFile, Quota, Rule
-from kvstore.metadata.quotas import HEADROOM, shares
+from kvstore.metadata.retention.quota_shares import REST_TIMES
+from kvstore.metadata.retention.quotas import HEADROOM, shares
+from kvstore.metadata.retention.settings_store import Orders, OrdersFile, Quota, Rule
 from kvstore.metadata.server import MetadataServer
-from kvstore.metadata.sharing import REST_TIMES
 from kvstore.rpc.client import call_aio, connect_aio
 
 GIB = 1 << 30
@@ -265,7 +265,7 @@ async def test_sharing_out_rests_after_it_took_long_and_is_done_for_nobody_silen
         running.clock.advance(0.0025)  # so little that nobody is taken for dead meanwhile
         return shares(*arguments, **more)
 
-    monkeypatch.setattr("kvstore.metadata.sharing.shares", slow)
+    monkeypatch.setattr("kvstore.metadata.retention.quota_shares.shares", slow)
     first, second = running.peer("a"), running.peer("b")
     for peer in (first, second):
         await peer.register()

@@ -14,8 +14,8 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, InvalidArgument, NotFound
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import SchedulerLimits
-from kvstore.metadata import scheduling as module
-from kvstore.metadata.scheduling import Scheduling
+from kvstore.metadata.scheduling import scheduler_service as module
+from kvstore.metadata.scheduling.scheduler_service import Scheduling
 from kvstore.observe.counters import Counters
 
 ALPHA, BETA = 1_000, 100

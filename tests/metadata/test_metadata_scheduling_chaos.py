@@ -1,4 +1,4 @@
-"""Whatever is lost on the way and whoever dies, each request is served by one attempt; and hostile calls change nothing."""
+"""Scheduling under lost messages and dead engines: one attempt serves each request. Hostile calls change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import KVStoreError
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import SchedulerLimits
-from kvstore.metadata.scheduling import Scheduling
+from kvstore.metadata.scheduling.scheduler_service import Scheduling
 from kvstore.observe.counters import Counters
 
 TTL_S = 1.0

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.types import BootId
-from kvstore.metadata.sequence import Mode, SequenceState, Verdict
+from kvstore.metadata.indexing.publish_sequence import Mode, SequenceState, Verdict
 
 BOOT, OTHER = BootId(b"b" * 16), BootId(b"o" * 16)
 EVENTS = st.lists(st.one_of(st.just("register"), st.integers(1, 8)), max_size=40)

@@ -11,10 +11,10 @@ import pytest
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.metadata import upkeep
-from kvstore.metadata.nodes import NodeTable
-from kvstore.metadata.upkeep import Upkeep
-from kvstore.metadata.writer import IndexThread
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership import maintenance as upkeep
+from kvstore.metadata.membership.maintenance import Upkeep
+from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 

@@ -1,9 +1,10 @@
 """Tenants on this node: what each holds here, and how much of its quota this node may give it.
 
 A quota holds for the whole cluster; the metadata server tells each node its *share* with every heartbeat
-(``kvstore.metadata.quotas``). Here the shares are kept: a store beyond it makes its own tenant's coldest blocks leave, and is
-skipped as far as none can; where room is needed, tenants over their share give first; and who is over it for another reason (a
-share that became smaller, loads, which are never refused for it) is brought down soon after. No engine sees an error of it.
+(``kvstore.metadata.retention.quotas``). Here the shares are kept: a store beyond it makes its own tenant's coldest blocks
+leave, and is skipped as far as none can; where room is needed, tenants over their share give first; and who is over it for
+another reason (a share that became smaller, loads, which are never refused for it) is brought down soon after.
+No engine sees an error of it.
 
 What is held is counted in blocks a namespace and volume (``Room.held``), whether there are quotas or not. Only tenants with a
 quota have an order of eviction of their own, beside the common one, in which their blocks stay: so finding a tenant's coldest
@@ -29,7 +30,7 @@ from kvstore.node.state.eviction_reason import Leaving
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import EvictionPolicy
-from kvstore.tiers.policy import LruPolicy
+from kvstore.tiers.eviction.policy import LruPolicy
 
 if TYPE_CHECKING:
     from kvstore.node.state.model import Block, StoreGrant

@@ -1,0 +1,259 @@
+# ruff: noqa: N802, ARG002  # names and signatures of the handlers are gRPC's
+"""The MetadataAdmin service: what operators see of the metadata server and change at it. A thin shell, beside Metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import kvstore
+from kvproto.v1 import admin_pb2 as pb
+from kvproto.v1 import admin_pb2_grpc
+from kvproto.v1.common_pb2 import BANDWIDTH_SOURCE_UNSPECIFIED, BandwidthSource, CacheSpec
+from kvstore.core.clock import Clock
+from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.core.limits import MAX_REASON
+from kvstore.core.types import NamespaceId
+from kvstore.dualpath.contract import LoadPlan, NodeState, PlanUnderWay
+from kvstore.dualpath.planner import DECISIONS_KEPT
+from kvstore.dualpath.policies import POLICIES
+from kvstore.index.contract import IndexStats, PrefixIndex
+from kvstore.metadata.indexing.explain import describe_blocks
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.indexing.lookup import Lookups
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.retention.policies import RetentionOrders
+from kvstore.metadata.retention.settings_store import OrdersFile
+from kvstore.metadata.scheduling.planner_service import SIDES, Planning
+from kvstore.process.effective_config import InForce
+from kvstore.rpc.codec import check_id, keys_from_packed
+
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["MetadataAdmin"].full_name
+MOST_NAMESPACES: Final = 1_000
+MOST_LIVE: Final = 1_000
+SETTABLE_POLICIES: Final = tuple(name for name in POLICIES if name != "oracle")
+"""``oracle`` reads nothing, for measuring: as everybody's policy it would make every load a miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdminParts:
+    """What the handlers look at and change.
+
+    Args:
+        index: the index.
+        nodes: who is registered and alive.
+        reads: the thread for long reads of the index.
+        lookups: how they fared.
+        planning: load plans.
+        clock: the planner's.
+        workers: server processes that share the port.
+        configured_policy: path policy as the server was started.
+        in_force: the configuration, for those who ask.
+        rebuild: gives the index up, so that it is made anew.
+        retention: what may stay on nodes.
+        orders: where that is kept.
+    """
+
+    index: PrefixIndex
+    nodes: NodeTable
+    reads: IndexThread
+    lookups: Lookups
+    planning: Planning
+    clock: Clock
+    workers: int
+    configured_policy: str
+    in_force: Sequence[InForce]
+    rebuild: Callable[[], None]
+    retention: RetentionOrders
+    orders: OrdersFile
+
+
+class MetadataAdminServicer(admin_pb2_grpc.MetadataAdminServicer):
+    """Handlers; their names and comments are those of ``proto/kvstore/v1/admin.proto``."""
+
+    def __init__(self, parts: AdminParts) -> None:
+        self._parts = parts
+        self._began_s = parts.clock.now_s()
+
+    # ---- looking ----
+    async def DescribeServer(self, request: pb.DescribeServerRequest, context: object) -> pb.DescribeServerResponse:
+        parts = self._parts
+        stats, statuses = parts.index.stats(), parts.nodes.statuses()
+        alive = sum(status.alive for status in statuses)
+        refused = sum(bool(status.refused) for status in statuses)
+        return pb.DescribeServerResponse(
+            version=kvstore.__version__,
+            index_epoch=parts.index.epoch,
+            blocks=stats.blocks,
+            index_bytes=stats.bytes,
+            namespaces=len(parts.index.namespaces()),
+            nodes_alive=alive,
+            nodes_silent=len(statuses) - alive - refused,
+            nodes_refused=refused,
+            live_plans=len(parts.planning.planner),
+            workers=parts.workers,
+            uptime_ms=int((parts.clock.now_s() - self._began_s) * 1000),
+            path_policy=parts.planning.default_policy,
+            settings=[
+                pb.SettingInForce(key=one.key, value=one.value, source=one.source, detail=one.detail, description=one.description)
+                for one in parts.in_force
+            ],
+            problems=self._problems(stats),
+        )
+
+    def _problems(self, stats: IndexStats) -> list[str]:
+        """What is wrong with this process's index and files, in words."""
+        found = []
+        if stats.failing:
+            since = f"since {stats.failing_s:.0f} s"
+            found.append(f"the index takes no changes {since}, and what is new is not found: {stats.failing}"[:MAX_REASON])
+        if self._parts.orders.now() is None:
+            why = f"{self._parts.orders.path} cannot be read ({self._parts.orders.wrong})"
+            found.append(f"{why}: nodes go on with the quotas, times to live and pins that they heard last")
+        return found
+
+    async def DescribeNamespaces(self, request: pb.DescribeNamespacesRequest, context: object) -> pb.DescribeNamespacesResponse:
+        entries = self._parts.index.namespaces()
+        if request.namespace_id:
+            wanted = check_id(request.namespace_id, "namespace_id")
+            entries = [entry for entry in entries if entry[0] == wanted]
+        elif request.after:
+            after = check_id(request.after, "after")
+            found = next((position for position, entry in enumerate(entries) if entry[0] == after), None)
+            if found is None:
+                raise NotFound("the namespace to go on behind is not known any more: begin again", namespace=after.hex())
+            entries = entries[found + 1 :]
+        limit = min(request.limit or MOST_NAMESPACES, MOST_NAMESPACES)
+        return pb.DescribeNamespacesResponse(
+            namespaces=[self._namespace(namespace, spec) for namespace, spec in entries[:limit]], more=len(entries) > limit
+        )
+
+    def _namespace(self, namespace: NamespaceId, spec: bytes) -> pb.NamespaceDescription:
+        asked, rule = self._parts.lookups.asked(namespace), self._parts.retention.rule(namespace)
+        return pb.NamespaceDescription(
+            namespace_id=namespace,
+            spec=CacheSpec.FromString(spec),
+            lookups=asked.lookups,
+            asked_blocks=asked.blocks,
+            hit_blocks=asked.hits,
+            ttl_ms=rule.ttl_ms,
+            pinned=rule.pinned,
+        )
+
+    async def DescribeBlocks(self, request: pb.DescribeBlocksRequest, context: object) -> pb.DescribeBlocksResponse:
+        namespace = NamespaceId(check_id(request.namespace_id, "namespace_id")) if request.namespace_id else None
+        keys = keys_from_packed(request.keys)
+        return await describe_blocks(self._parts.index, self._parts.nodes, self._parts.reads, namespace, keys)
+
+    async def DescribePlanning(self, request: pb.DescribePlanningRequest, context: object) -> pb.DescribePlanningResponse:
+        planning, now_s = self._parts.planning, self._parts.clock.now_s()
+        planner = planning.planner
+        live = [plan for plan in planner.live() if plan.plan_id > request.after_plan]
+        most = min(request.live, MOST_LIVE)
+        kept = min(request.decisions, DECISIONS_KEPT)
+        states = [planner.queues.state(node, now_s) for node in sorted(planner.queues.nodes())]
+        return pb.DescribePlanningResponse(
+            path_policy=planning.default_policy,
+            configured_policy=self._parts.configured_policy,
+            live=[_live(plan, now_s) for plan in live[:most]],
+            more=len(live) > most,
+            decisions=[_decision(plan, now_s) for plan in reversed(planner.decisions()[-kept:] if kept else [])],
+            queues=[_queue(state, *planning.sources(state.node, now_s)) for state in states if state is not None],
+        )
+
+    async def DescribeTenants(self, request: pb.DescribeTenantsRequest, context: object) -> pb.DescribeTenantsResponse:
+        return self._parts.retention.describe(request)
+
+    async def ListNamespaceRules(self, request: pb.ListNamespaceRulesRequest, context: object) -> pb.ListNamespaceRulesResponse:
+        return pb.ListNamespaceRulesResponse(rules=self._parts.retention.rules())
+
+    # ---- changing ----
+    async def SetTenantQuota(self, request: pb.SetTenantQuotaRequest, context: object) -> pb.SetTenantQuotaResponse:
+        return await self._parts.retention.set_quota(request)
+
+    async def SetNamespaceRule(self, request: pb.SetNamespaceRuleRequest, context: object) -> pb.SetNamespaceRuleResponse:
+        return await self._parts.retention.set_rule(request)
+
+    async def SetPathPolicy(self, request: pb.SetPathPolicyRequest, context: object) -> pb.SetPathPolicyResponse:
+        planning = self._parts.planning
+        if request.policy not in SETTABLE_POLICIES:
+            raise InvalidArgument("no such path policy", got=request.policy[:64], known=", ".join(SETTABLE_POLICIES))
+        if self._parts.workers > 1:
+            raise Conflict("each of several workers plans by itself: set metadata.path_policy, and start the server again")
+        before = planning.default_policy
+        if request.HasField("expected") and request.expected != before:
+            raise Conflict("another path policy is in force", policy=before, expected=request.expected[:64])
+        planning.default_policy = request.policy
+        return pb.SetPathPolicyResponse(policy=request.policy, before=before)
+
+    async def RebuildIndex(self, request: pb.RebuildIndexRequest, context: object) -> pb.RebuildIndexResponse:
+        expected, epoch = check_id(request.expected_epoch, "expected_epoch"), self._parts.index.epoch
+        if expected != epoch:
+            raise Conflict("the index has another epoch: it was made anew already", epoch=epoch.hex(), expected=expected.hex())
+        self._parts.rebuild()
+        return pb.RebuildIndexResponse(dropped_epoch=epoch)
+
+
+def _queue(
+    state: NodeState,
+    storage_source: BandwidthSource = BANDWIDTH_SOURCE_UNSPECIFIED,
+    compute_source: BandwidthSource = BANDWIDTH_SOURCE_UNSPECIFIED,
+) -> pb.ReadQueue:
+    return pb.ReadQueue(
+        node_id=state.node,
+        alive=state.alive,
+        pending_bytes=state.pending_bytes,
+        pending_tokens=state.pending_tokens,
+        storage_bytes_per_s=state.snic,
+        compute_bytes_per_s=state.cnic,
+        sending_bytes=state.sending_bytes,
+        receiving_bytes=state.receiving_bytes,
+        storage_source=storage_source,
+        compute_source=compute_source,
+    )
+
+
+def _live(plan: PlanUnderWay, now_s: float) -> pb.LivePlan:
+    return pb.LivePlan(
+        plan_id=plan.plan_id,
+        attempt=plan.attempt,
+        policy=plan.policy,
+        prefill_node=plan.request.prefill_node,
+        decode_node=plan.request.decode_node or "",
+        blocks=plan.request.blocks,
+        block_bytes=plan.request.block_bytes,
+        parts=[
+            pb.LivePlanPart(
+                index=part.index,
+                start=part.start,
+                count=part.count,
+                side=SIDES[part.side],
+                node_id=part.node,
+                left=left or 0,
+                failed=left is None,
+            )
+            for part, left in plan.parts
+        ],
+        expires_in_ms=max(0, int((plan.deadline - now_s) * 1000)),
+    )
+
+
+def _decision(plan: LoadPlan, now_s: float) -> pb.PlanDecision:
+    return pb.PlanDecision(
+        plan_id=plan.plan_id,
+        attempt=plan.attempt,
+        ago_ms=max(0, int((now_s - plan.reasons.now) * 1000)),
+        policy=plan.reasons.policy,
+        prefill_node=plan.request.prefill_node,
+        decode_node=plan.request.decode_node or "",
+        blocks=plan.request.blocks,
+        block_bytes=plan.request.block_bytes,
+        predicted_seconds=plan.reasons.predicted_seconds,
+        considered=[_queue(state) for state in plan.reasons.nodes],
+        excluded=plan.reasons.excluded,
+        parts=[
+            pb.PlannedPart(index=part.index, start=part.start, count=part.count, side=SIDES[part.side], node_id=part.node)
+            for part in plan.parts
+        ],
+    )

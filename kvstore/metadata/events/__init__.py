@@ -1,0 +1,1 @@
+"""Block events: the in-memory log and the subscriptions that read it."""

@@ -1,0 +1,143 @@
+"""The publish stream: batches come in order, are applied in groups, and are acknowledged once they are in the index.
+
+A reader task takes messages off the stream, checks them and puts them into a short queue; what has gathered there while the
+index thread was busy is applied as one group. So a burst of small batches costs few transactions, a slow index slows the
+node (gRPC flow control), and what a peer can make this process hold is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc.aio
+
+from kvproto.v1.metadata_pb2 import PublishRequest
+from kvstore.core import limits
+from kvstore.core.errors import Internal, InvalidArgument, KVStoreError
+from kvstore.core.types import KEY_BYTES, BootId, NodeId, VolumeId
+from kvstore.index.contract import PrefixIndex
+from kvstore.metadata.indexing.index_mutations import Applied, Batch, apply_batches
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.observe.counters import Counters
+from kvstore.rpc.codec import check_id, check_name, keys_from_packed, runs_from_proto
+
+logger = logging.getLogger(__name__)
+
+_QUEUED_BATCHES: Final = 8
+"""Messages checked and not yet applied, per stream."""
+_GROUP_KEYS: Final = limits.MAX_KEYS_PER_CALL
+"""Keys after which a group is closed: longer transactions would make other nodes wait."""
+
+
+class PublishStream:
+    """One node's stream, from its first message to its end."""
+
+    def __init__(self, index: PrefixIndex, thread: IndexThread, nodes: NodeTable, counters: Counters) -> None:
+        self._index = index
+        self._thread = thread
+        self._nodes = nodes
+        self._counters = counters
+        self._identity: tuple[NodeId, BootId] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
+        # None is the end of the stream; an error comes after the batches before it
+        self._queue: asyncio.Queue[Batch | KVStoreError | None] = asyncio.Queue(_QUEUED_BATCHES)
+
+    async def run(self, requests: AsyncIterator[PublishRequest]) -> AsyncIterator[int]:
+        """Yields sequence numbers: every batch up to it is in the index.
+
+        Raises:
+            InvalidArgument: a malformed message, or one of another node than the stream's first.
+            NotFound: the boot or the volume is not registered (any more).
+            Conflict: a batch is missing before this one.
+        """
+        reader = self._reader = asyncio.create_task(self._read(requests))
+        try:
+            ended = False
+            while not ended:
+                group, ended, refusal = self._gather(await self._queue.get())
+                if group:
+                    applied = await self._apply(group)
+                    if applied.error is not None:
+                        raise applied.error
+                    yield applied.sequence
+                if refusal is not None:
+                    raise refusal
+        finally:
+            tasks = [reader] if self._end is None else [reader, self._end]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end(self) -> None:
+        """Takes nothing more from the node: what was taken is applied and acknowledged, then the stream ends."""
+        if self._reader is not None and self._end is None:
+            self._reader.cancel()
+            self._end = asyncio.create_task(self._queue.put(None))
+
+    def _gather(self, first: Batch | KVStoreError | None) -> tuple[list[Batch], bool, KVStoreError | None]:
+        """What may be applied now: the first item and what is in the queue behind it, up to a bound."""
+        group: list[Batch] = []
+        keys = 0
+        item = first
+        while isinstance(item, Batch):
+            group.append(item)
+            keys += item.key_count
+            if keys >= _GROUP_KEYS or self._queue.empty():
+                return group, False, None
+            item = self._queue.get_nowait()
+        return group, item is None, item
+
+    async def _apply(self, group: list[Batch]) -> Applied:
+        assert self._identity is not None
+        applied = await self._thread.run(apply_batches, self._index, *self._identity, group)
+        self._counters.add("metadata_publish_batches_total", len(group))
+        self._counters.add("metadata_publish_groups_total")
+        self._counters.add("metadata_blocks_published_total", applied.blocks_stored)
+        self._counters.add("metadata_blocks_unpublished_total", applied.blocks_removed)
+        if applied.duplicates:
+            self._counters.add("metadata_publish_duplicates_total", applied.duplicates)
+        if applied.error is not None:
+            self._counters.add("metadata_publish_gaps_total")
+        return applied
+
+    async def _read(self, requests: AsyncIterator[PublishRequest]) -> None:
+        try:
+            async for request in requests:
+                await self._queue.put(self._check(request))
+        except KVStoreError as error:
+            await self._queue.put(error)
+        except grpc.aio.UsageError as error:  # how gRPC says that the server has stopped, or the call is over: nobody waits
+            logger.info("a publish stream ended: %s", error)
+            await self._queue.put(None)
+        except Exception as error:  # process edge: the stream would wait for ever for what is not read any more
+            logger.exception("a publish stream cannot be read")
+            await self._queue.put(Internal("the publish stream cannot be read", cause=type(error).__name__))
+        else:
+            await self._queue.put(None)
+
+    def _check(self, request: PublishRequest) -> Batch:
+        """One message, checked: shape first, then whether the boot may speak of the volume."""
+        identity = NodeId(check_name(request.node_id, "node_id")), BootId(check_id(request.boot_id, "boot_id"))
+        if self._identity is None:
+            self._identity = identity
+        elif self._identity != identity:
+            raise InvalidArgument("a publish stream belongs to one boot of one node", node_id=request.node_id)
+        if request.sequence < 1:
+            raise InvalidArgument("sequence numbers begin at 1")
+        volume_id = VolumeId(check_name(request.volume_id, "volume_id"))
+        removed_count = len(request.removed) // KEY_BYTES
+        if removed_count > limits.MAX_KEYS_PER_CALL:
+            raise InvalidArgument("too many keys in one call", got=removed_count, limit=limits.MAX_KEYS_PER_CALL)
+        return Batch(
+            sequence=request.sequence,
+            volume_id=volume_id,
+            life=self._nodes.life(*identity, volume_id),
+            stored=runs_from_proto(request.stored, limits.MAX_KEYS_PER_CALL - removed_count),
+            removed=keys_from_packed(request.removed, "removed"),
+            sync_end=request.sync_end,
+        )

@@ -1,0 +1,1 @@
+"""Nodes of the cluster: registrations, heartbeats, liveness, drain orders."""

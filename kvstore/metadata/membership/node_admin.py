@@ -1,0 +1,218 @@
+"""What operators order of nodes, and what nodes say when they end: drain, undrain, remove, unregister; and where blocks lie.
+
+Orders are notes beside the registrations, so they survive restarts and all workers see them; what a node has made of its order
+comes with its heartbeats. Changes run in the thread that changes the index and read what they decide on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvproto.v1 import metadata_pb2 as pb
+from kvproto.v1.common_pb2 import NODE_STATE_DRAINED, DrainOrder, DrainProgress, NodeInfo, Tier
+from kvstore.core.clock import Clock
+from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unsupported
+from kvstore.core.limits import MAX_REASON
+from kvstore.core.types import BootId, NamespaceId, NodeId
+from kvstore.index.contract import Life, PrefixIndex
+from kvstore.metadata.indexing.index_mutations import forget_node
+from kvstore.metadata.indexing.index_thread import IndexThread
+from kvstore.metadata.membership.node_table import NodeTable
+from kvstore.metadata.membership.records import (
+    REMOVED_PREFIX,
+    decode_removed,
+    drain_note,
+    encode_removed,
+    left_note,
+    node_note,
+    removed_note,
+)
+from kvstore.observe.counters import Counters
+from kvstore.rpc.codec import check_id, check_name, keys_from_packed
+
+logger = logging.getLogger(__name__)
+
+MAX_LOCATED = 4_096
+"""Keys that one call locates."""
+KEEP_REMOVED_S = 86_400.0
+"""A boot that was removed while it lived is kept away so long at least; then its note goes with the next removal."""
+
+
+class NodeOrders:
+    """Handlers of the calls that concern whole nodes.
+
+    Args:
+        index: the index.
+        nodes: who is registered and alive.
+        writes: the thread that changes the index.
+        reads: the thread for long reads of it.
+        counters: events of this process.
+        clock: the host's monotonic clock.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, nodes: NodeTable, writes: IndexThread, reads: IndexThread, counters: Counters, clock: Clock
+    ) -> None:
+        self._index = index
+        self._nodes = nodes
+        self._writes = writes
+        self._reads = reads
+        self._counters = counters
+        self._clock = clock
+
+    async def drain(self, request: pb.DrainNodeRequest) -> pb.NodeStatus:
+        """Orders a node to drain.
+
+        Raises:
+            NotFound: no such node.
+            InvalidArgument: malformed.
+        """
+        operation, node_id = check_id(request.operation_id, "operation_id"), NodeId(check_name(request.node_id, "node_id"))
+        if await self._writes.run(_put_order, self._index, node_id, DrainOrder(operation_id=operation, move=request.move)):
+            self._counters.add("metadata_drains_ordered_total")
+            logger.warning("node %s is to drain%s", node_id, ", and its blocks to move" if request.move else "")
+        return self._nodes.status(node_id)
+
+    async def undrain(self, request: pb.UndrainNodeRequest) -> pb.NodeStatus:
+        """Lifts the order.
+
+        Raises:
+            NotFound: no such node.
+            InvalidArgument: malformed.
+        """
+        check_id(request.operation_id, "operation_id")
+        node_id = NodeId(check_name(request.node_id, "node_id"))
+        if await self._writes.run(_put_order, self._index, node_id, None):
+            self._counters.add("metadata_drains_lifted_total")
+            logger.warning("node %s no longer drains", node_id)
+        return self._nodes.status(node_id)
+
+    async def remove(self, request: pb.RemoveNodeRequest) -> bool:
+        """Forgets a node. False: there is none of this name.
+
+        Raises:
+            Conflict: it lives, is not drained, and the call does not force it.
+            InvalidArgument: malformed.
+        """
+        check_id(request.operation_id, "operation_id")
+        node_id = NodeId(check_name(request.node_id, "node_id"))
+        record = self._nodes.view().nodes.get(node_id)
+        if record is None:
+            return False
+        alive = self._nodes.is_alive(node_id)
+        if alive and not request.force and self._nodes.state(node_id) != NODE_STATE_DRAINED:
+            raise Conflict("the node lives and is not drained: drain it first, or force it", node_id=node_id)
+        boot_id = BootId(record.boot_id)
+        removed_s = self._clock.now_s() if alive else None
+        await self._writes.run(_remove_node, self._index, node_id, boot_id, removed_s)
+        self._nodes.view()
+        self._counters.add("metadata_nodes_removed_total")
+        logger.warning("node %s was removed, with all that it published%s", node_id, "; it still runs" if alive else "")
+        return True
+
+    async def unregister(self, request: pb.UnregisterNodeRequest) -> bool:
+        """A boot ends in order. False: it is not the one registered.
+
+        Raises:
+            InvalidArgument: malformed.
+        """
+        check_id(request.operation_id, "operation_id")
+        node_id = NodeId(check_name(request.node_id, "node_id"))
+        known = await self._writes.run(_put_left, self._index, node_id, BootId(check_id(request.boot_id, "boot_id")))
+        self._nodes.view()
+        if known:
+            self._counters.add("metadata_nodes_left_total")
+        return known
+
+    async def locate(self, request: pb.LocateBlocksRequest) -> pb.LocateBlocksResponse:
+        """Which volumes hold some keys.
+
+        Raises:
+            InvalidArgument: malformed, or too many keys.
+        """
+        namespace = NamespaceId(check_id(request.namespace_id, "namespace_id"))
+        keys = keys_from_packed(request.keys, limit=MAX_LOCATED)
+        held = await self._reads.run(self._index.holders, namespace, keys)
+        places = self._nodes.view().places
+        answer = pb.LocateBlocksResponse()
+        known: dict[Life, int] = {}
+        for position, lives in enumerate(held):
+            for life in lives:
+                if life not in places:  # of a node that has just left
+                    continue
+                if life not in known:
+                    known[life] = len(answer.volumes)
+                    answer.volumes.append(self._volume(life))
+                answer.replicas.add(key=position, volume=known[life])
+        return answer
+
+    def _volume(self, life: Life) -> pb.LocatedVolume:
+        place = self._nodes.last_view.places[life]
+        volume = self._nodes.last_view.nodes[place.node_id].volumes[place.volume]
+        return pb.LocatedVolume(
+            node_id=place.node_id,
+            volume_id=volume.volume_id,
+            tier=volume.tier or Tier.TIER_UNSPECIFIED,
+            alive=self._nodes.is_alive(place.node_id),
+            state=self._nodes.state(place.node_id),
+        )
+
+
+def check_progress(progress: DrainProgress) -> None:
+    """What a node says of its draining.
+
+    Raises:
+        InvalidArgument: malformed.
+    """
+    check_id(progress.operation_id, "operation_id")
+    if len(progress.why) > MAX_REASON:
+        raise InvalidArgument("a reason takes a few words", got=len(progress.why), limit=MAX_REASON)
+
+
+def refuse_removed(index: PrefixIndex, info: NodeInfo) -> None:
+    """A boot that was removed while it lived does not come back.
+
+    Raises:
+        Conflict: it is this one.
+    """
+    removed = decode_removed(index.note(removed_note(NodeId(info.node_id))))
+    if removed is not None and removed[0] == info.boot_id:
+        raise Conflict("this node was removed: stop it, or start it anew to let it come back", node_id=info.node_id)
+
+
+# ---- in the thread that changes the index ----
+def _put_order(index: PrefixIndex, node_id: NodeId, order: DrainOrder | None) -> bool:
+    """Whether anything changed. An order that asks for the same stays, with the operation that its progress names."""
+    node = index.note(node_note(node_id))
+    if node is None:
+        raise NotFound("no such node", node_id=node_id)
+    volumes = NodeInfo.FromString(node).volumes
+    if order is not None and volumes and all(volume.tier == Tier.TIER_HBM for volume in volumes):
+        raise Unsupported("an engine's pool is not drained: it ends with its engine", node_id=node_id)
+    name = drain_note(node_id)
+    note = index.note(name)
+    if order is None:
+        index.put_note(name, None)
+        return note is not None
+    if note is not None and DrainOrder.FromString(note).move == order.move:
+        return False
+    index.put_note(name, order.SerializeToString(deterministic=True))
+    return True
+
+
+def _put_left(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> bool:
+    note = index.note(node_note(node_id))
+    if note is None or NodeInfo.FromString(note).boot_id != boot_id:
+        return False
+    index.put_note(left_note(node_id), boot_id)
+    return True
+
+
+def _remove_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId, removed_s: float | None) -> None:
+    if removed_s is not None:  # first: it may call at any moment
+        for name, note in index.notes().items():
+            removed = decode_removed(note) if name.startswith(REMOVED_PREFIX) else None
+            if removed is not None and not removed_s - KEEP_REMOVED_S <= removed[1] <= removed_s:
+                index.put_note(name, None, announce=False)
+        index.put_note(removed_note(node_id), encode_removed(boot_id, removed_s), announce=False)
+    forget_node(index, node_id, boot_id)

@@ -1,0 +1,158 @@
+"""The server's own small records, kept beside the index so that they survive a restart and all workers see them.
+
+======================  =========================================================  ==========
+name                    value                                                      announced
+======================  =========================================================  ==========
+``node/<node id>``      NodeInfo of the last registration                          yes
+``drain/<node id>``     DrainOrder, while the node is to drain                     yes
+``left/<node id>``      the boot that ended in order                               yes
+``removed/<node id>``   the living boot that was removed, and when                 no
+``synced/<volume id>``  the life whose inventory is known in full                  yes
+``beat/<node id>``      boot, host-wide monotonic time, host and last heartbeat    no
+``refused/<node id>``   host-wide monotonic time and reason of the last refusal    no
+``sequence/<node id>``  how far the boot has published (``publish_sequence``)      no
+======================  =========================================================  ==========
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from kvproto.v1.metadata_pb2 import HeartbeatRequest
+from kvstore.core.types import BootId, NodeId, VolumeId
+from kvstore.index.contract import Life
+
+NODE_PREFIX: Final = "node/"
+SYNCED_PREFIX: Final = "synced/"
+BEAT_PREFIX: Final = "beat/"
+DRAIN_PREFIX: Final = "drain/"
+LEFT_PREFIX: Final = "left/"
+REFUSED_PREFIX: Final = "refused/"
+REMOVED_PREFIX: Final = "removed/"
+SEQUENCE_PREFIX: Final = "sequence/"
+
+_LIFE: Final = struct.Struct("<Q")
+_BEAT: Final = struct.Struct("<16sdB")
+_REFUSED: Final = struct.Struct("<d")
+_MOST_HOST_BYTES: Final = 255
+_REMOVED: Final = struct.Struct("<16sd")
+
+
+def node_note(node_id: NodeId) -> str:
+    """Name of a registration."""
+    return NODE_PREFIX + node_id
+
+
+def synced_note(volume_id: VolumeId) -> str:
+    """Name of the record that a volume's inventory is known in full."""
+    return SYNCED_PREFIX + volume_id
+
+
+def drain_note(node_id: NodeId) -> str:
+    """Name of the order that a node is to drain."""
+    return DRAIN_PREFIX + node_id
+
+
+def left_note(node_id: NodeId) -> str:
+    """Name of the boot of a node that ended in order."""
+    return LEFT_PREFIX + node_id
+
+
+def removed_note(node_id: NodeId) -> str:
+    """Name of the boot of a node that was removed while it lived."""
+    return REMOVED_PREFIX + node_id
+
+
+def encode_removed(boot_id: BootId, at_s: float) -> bytes:
+    """A removed boot as a note."""
+    return _REMOVED.pack(boot_id, at_s)
+
+
+def decode_removed(note: bytes | None) -> tuple[BootId, float] | None:
+    """(boot, host-wide monotonic time) from a note; None where it is none."""
+    if note is None or len(note) != _REMOVED.size:
+        return None
+    boot_id, at_s = _REMOVED.unpack(note)
+    return BootId(boot_id), at_s
+
+
+def beat_note(node_id: NodeId) -> str:
+    """Name of a node's last heartbeat."""
+    return BEAT_PREFIX + node_id
+
+
+def refused_note(node_id: NodeId) -> str:
+    """Name of the last refusal of a node's calls."""
+    return REFUSED_PREFIX + node_id
+
+
+def sequence_note(node_id: NodeId) -> str:
+    """Name of a node's place in its publish order."""
+    return SEQUENCE_PREFIX + node_id
+
+
+def encode_life(life: Life) -> bytes:
+    """A life as a note."""
+    return _LIFE.pack(life)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A node's last heartbeat.
+
+    Args:
+        boot_id: who called.
+        at_s: when, on the host's monotonic clock.
+        report: the heartbeat itself: its usages are shown to people.
+        host: where it came from; empty: that is not known.
+    """
+
+    boot_id: BootId
+    at_s: float
+    report: HeartbeatRequest
+    host: str = ""
+
+    def encode(self) -> bytes:
+        """As a note."""
+        host = self.host.encode()[:_MOST_HOST_BYTES]
+        return _BEAT.pack(self.boot_id, self.at_s, len(host)) + host + self.report.SerializeToString()
+
+    @classmethod
+    def decode(cls, note: bytes) -> Beat | None:
+        """From a note; None where it is none."""
+        try:
+            boot_id, at_s, host_bytes = _BEAT.unpack_from(note)
+            end = _BEAT.size + host_bytes
+            return cls(BootId(boot_id), at_s, HeartbeatRequest.FromString(note[end:]), note[_BEAT.size : end].decode())
+        except (struct.error, DecodeError, UnicodeDecodeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The last call in a node's name that was refused.
+
+    Args:
+        at_s: when, on the host's monotonic clock.
+        why: what is wrong with the caller's token.
+    """
+
+    at_s: float
+    why: str
+
+    def encode(self) -> bytes:
+        """As a note."""
+        return _REFUSED.pack(self.at_s) + self.why.encode()
+
+    @classmethod
+    def decode(cls, note: bytes) -> Refusal | None:
+        """From a note; None where it is none."""
+        try:
+            (at_s,) = _REFUSED.unpack_from(note)
+            return cls(at_s, note[_REFUSED.size :].decode())
+        except (struct.error, UnicodeDecodeError):
+            return None

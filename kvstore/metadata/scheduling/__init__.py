@@ -1,0 +1,1 @@
+"""Load plans and request scheduling over prefill and decode engines."""
