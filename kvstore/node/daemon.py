@@ -55,7 +55,7 @@ from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import KnownNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -298,7 +298,7 @@ class NodeDaemon:
         else:
             volume.free([slot])
 
-    def _make_peer(self, address: PeerAddress, namespace: Namespace) -> BlockPeer:
+    def _make_peer(self, address: PeerAddress, namespace: NodeNamespace) -> BlockPeer:
         spec = namespace.spec
         if spec is None:
             raise NotFound("the spec of the namespace is not known here", namespace=namespace.namespace_id.hex())

@@ -9,7 +9,7 @@ Invariants (``check`` asserts them; every test calls it):
 * a block is in the table exactly while it has a replica; a slot belongs to one block, one prepared store or one mover;
 * nothing with ``pins`` > 0 leaves any tier; a block that is nowhere else leaves DRAM only after it was written behind, or that
   was given up (cascade before drop);
-* a parent leaves DRAM, or the durable volumes, only after its children there (the eviction policies see to it);
+* a parent leaves DRAM, or the durable volumes, only after its children there;
 * a slot given to a writer is reused only after ``complete`` or ``abandon``: never because time has passed.
 Threads: any. Waiting ends at the caller's deadline, or if the caller has gone (``kvstore.node.base.cancellation``).
 """
@@ -32,7 +32,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.eviction_reason import Leaving
 from kvstore.node.state.invariants import check_invariants
 from kvstore.node.state.model import Block, Claim, KeyWaiter, NodeVolume, Recent, StoreGrant
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.eviction.policy import LruPolicy
@@ -92,7 +92,7 @@ class BlockTable:
         self._closed = False
 
     # ---------------------------------------------------------------- recovery
-    def restore(self, node_volume: NodeVolume, namespace: Namespace, record: BlockRecord, slot: Slot) -> bool:
+    def restore(self, node_volume: NodeVolume, namespace: NodeNamespace, record: BlockRecord, slot: Slot) -> bool:
         """Takes over a durable block found at start. False where the table knows the key already (the slot is not taken)."""
         with self._lock:
             block = self._blocks.get(record.key)
@@ -104,7 +104,7 @@ class BlockTable:
             return True
 
     # ---------------------------------------------------------------- storing
-    def prepare(self, namespace: Namespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> StoreGrant:
+    def prepare(self, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> StoreGrant:
         """Grants slots for the blocks of a run that are neither held nor being written.
 
         Grants are prefix-first: from the first block without room on, everything is SKIPPED; a caller that got a part completes
@@ -221,7 +221,7 @@ class BlockTable:
             prepared.guarded = None
 
     # ---------------------------------------------------------------- reading
-    def pin_resident(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[Block | None]:
+    def pin_resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Block | None]:
         """Pins those of the keys that lie in DRAM, and marks them used. One entry a key."""
         get = self._blocks.get
         with self._lock:
@@ -253,7 +253,7 @@ class BlockTable:
             for block in blocks:
                 block.pins += 1
 
-    def held(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[bool]:
+    def held(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of the keys this node holds in any tier. A hint."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
@@ -268,13 +268,13 @@ class BlockTable:
                     self._let_go(block)
             self._changed.notify_all()
 
-    def volumes_of(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[NodeVolume | None]:
+    def volumes_of(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[NodeVolume | None]:
         """On which durable volume each of the keys lies. A hint: ``claim`` decides."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
             return [block.nvme_volume if block is not None and block.namespace is namespace else None for block in found]
 
-    def claim(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Claim:
+    def claim(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> Claim:
         """Reserves the right to bring keys into DRAM, so that two loads do not read the same block twice."""
         claim = Claim()
         with self._lock:
@@ -300,7 +300,7 @@ class BlockTable:
                     claim.claimed_absent.append(position)
         return claim
 
-    def await_resident(self, namespace: Namespace, key: BlockKey, deadline_s: float) -> Block | None:
+    def await_resident(self, namespace: NodeNamespace, key: BlockKey, deadline_s: float) -> Block | None:
         """Waits while another load or store brings a key in; then pins it, or None where it did not come."""
         with self._lock:
             while key in self._loading or key in self._preparing:
@@ -312,7 +312,7 @@ class BlockTable:
             block.pins += 1
             return block
 
-    def watch(self, namespace: Namespace, keys: Sequence[BlockKey]) -> KeyWaiter:
+    def watch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> KeyWaiter:
         """Waits for keys, whoever brings them: each block is pinned the moment it lies in DRAM. End it with ``unwatch``."""
         vigil = KeyWaiter(namespace)
         with self._lock:
@@ -349,8 +349,10 @@ class BlockTable:
             came, vigil.came, vigil.missing = vigil.came, [], {}
         self.unpin([block for _, block in came])
 
-    def reserve(self, shape: BlockShape, count: int, deadline_s: float, namespace: Namespace | None = None) -> list[Slot] | None:
-        """Takes DRAM slots to load into, all or none, evicting and waiting as needed; ``namespace``'s tenant first."""
+    def reserve(
+        self, shape: BlockShape, count: int, deadline_s: float, namespace: NodeNamespace | None = None
+    ) -> list[Slot] | None:
+        """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
         with self._lock:
             if namespace is not None and not make_own_room(self, namespace, count):
                 self._counters.add("load_beyond_quota_blocks_total", count)  # never refused: it leaves again soon
@@ -515,7 +517,7 @@ class BlockTable:
         mine = [one for one in self.snapshot() if tenant is None or (one.namespace.spec and one.namespace.spec.tenant == tenant)]
         return sum(block.ours and not block.durable for block in mine)
 
-    def write_again(self, namespace: Namespace, keys: Sequence[BlockKey]) -> int:
+    def write_again(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> int:
         """Sends those of the keys to write-behind that lie in DRAM only: given up before, or not meant to be kept. How many."""
         if not self._writes_behind:
             return 0
@@ -593,11 +595,11 @@ class BlockTable:
             self._has_pending.notify_all()
 
     def check(self) -> None:
-        """Asserts the invariants. For tests."""
+        """Asserts the invariants."""
         with self._lock:
             check_invariants(self)
 
-    # ---------------------------------------------------------------- inside the lock
+    # ---- inside the lock
     def _wait(self, condition: threading.Condition, deadline_s: float) -> bool:
         left_s = deadline_s - self._clock.now_s()
         return left_s > 0 and not self._closed and wait(condition, left_s, self._counters)

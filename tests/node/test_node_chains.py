@@ -10,14 +10,14 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
 
 SHAPE = BlockShape(1, 4096)
-NAMESPACE = Namespace(NamespaceId(bytes(16)), SHAPE, None)
+NAMESPACE = NodeNamespace(NamespaceId(bytes(16)), SHAPE, None)
 ROOM = 128
 CHAIN = 16
 

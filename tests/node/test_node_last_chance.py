@@ -18,7 +18,7 @@ from kvstore.node.durability.shutdown_flush import _hottest_first, make_durable
 from kvstore.node.durability.shutdown_selection import what_stays
 from kvstore.node.durability.writeback import Target, WriteBehind
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
@@ -174,7 +174,7 @@ def test_a_tenant_keeps_to_its_share_with_its_hottest(tmp_path: Path, policy: st
     assert len(durable & {*old, *hot, *node.keys(3, 15)}) == 20
 
 
-def chain_of(namespace: Namespace, name: int, length: int) -> list[Block]:
+def chain_of(namespace: NodeNamespace, name: int, length: int) -> list[Block]:
     keys = [key_of(name, depth) for depth in range(length)]
     return [Block(namespace, key, keys[depth - 1] if depth else None, depth, b"") for depth, key in enumerate(keys)]
 

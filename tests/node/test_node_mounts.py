@@ -16,7 +16,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
 from kvstore.node.config import MountConfig, NodeConfig
 from kvstore.node.loads.mounts import Answers, Mount, Mounts
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.testing.mount_suite import put
 from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload
@@ -44,7 +44,7 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def namespace() -> Namespace:
+def namespace() -> NodeNamespace:
     return NamespaceRegistry().of_shape(NAMESPACE, SHAPE)
 
 
@@ -55,7 +55,7 @@ def mount(tmp_path: Path, counters: Counters) -> Iterator[Mount]:
     mount.close()
 
 
-def read(mount: Mount, namespace: Namespace, number: int, left_s: float, back: threading.Event) -> bytes | None:
+def read(mount: Mount, namespace: NodeNamespace, number: int, left_s: float, back: threading.Event) -> bytes | None:
     """Reads one block that the mount knows of; its bytes where it came."""
     [slot] = mount.find(namespace, [block_key(number)])
     assert slot is not None
@@ -64,7 +64,7 @@ def read(mount: Mount, namespace: Namespace, number: int, left_s: float, back: t
     return bytes(memory) if answers is not None and answers[0][0] is Outcome.HIT else None
 
 
-def test_what_is_known_is_read(owner: NvmeSlab, mount: Mount, namespace: Namespace) -> None:
+def test_what_is_known_is_read(owner: NvmeSlab, mount: Mount, namespace: NodeNamespace) -> None:
     put(owner, [1, 2], SHAPE)
     assert mount.find(namespace, [block_key(1)]) == [None]
     assert "not read yet" in mount.describe()
@@ -77,7 +77,7 @@ def test_what_is_known_is_read(owner: NvmeSlab, mount: Mount, namespace: Namespa
 
 
 def test_a_read_that_hangs_is_left_behind_and_its_memory_rests(
-    owner: NvmeSlab, mount: Mount, namespace: Namespace, counters: Counters, monkeypatch: pytest.MonkeyPatch
+    owner: NvmeSlab, mount: Mount, namespace: NodeNamespace, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
@@ -102,7 +102,7 @@ def test_a_read_that_hangs_is_left_behind_and_its_memory_rests(
 
 
 def test_closing_does_not_wait_for_what_hangs(
-    owner: NvmeSlab, mount: Mount, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+    owner: NvmeSlab, mount: Mount, namespace: NodeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
@@ -119,7 +119,7 @@ def test_closing_does_not_wait_for_what_hangs(
 
 
 def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
-    tmp_path: Path, owner: NvmeSlab, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, owner: NvmeSlab, namespace: NodeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
     monkeypatch.setattr("kvstore.node.loads.mounts.THREADS", 1)
@@ -151,7 +151,7 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
 
 
 def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(
-    tmp_path: Path, namespace: Namespace, counters: Counters
+    tmp_path: Path, namespace: NodeNamespace, counters: Counters
 ) -> None:
     config = MountConfig(NAME, tmp_path / "v")
     mount = Mount(config, io_threads=2, counters=counters, clock=MonotonicClock(), rest_s=0.0)

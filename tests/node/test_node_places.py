@@ -20,7 +20,7 @@ from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.state.chain_conflicts import PATIENCE
 from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
 from kvstore.node.state.model import NodeVolume, StoreGrant
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -28,8 +28,8 @@ from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(1, 4096)
-NAMESPACE = Namespace(NamespaceId(b"n" * 16), SHAPE, None)
-OTHER = Namespace(NamespaceId(b"o" * 16), SHAPE, None)
+NAMESPACE = NodeNamespace(NamespaceId(b"n" * 16), SHAPE, None)
+OTHER = NodeNamespace(NamespaceId(b"o" * 16), SHAPE, None)
 DRAM, NVME = VolumeId("n/dram"), VolumeId("n/nvme0")
 BLOCKS = 24
 KEYS = tuple(BlockKey(hashlib.sha256(bytes([number])).digest()[:16]) for number in range(BLOCKS))
@@ -56,7 +56,7 @@ class Node:
             volume: index.open_life(volume, NodeId("n"), tier, BootId(bytes([boot]) * 16)) for volume, tier in tiers.items()
         }
 
-    def begin(self, run: BlockRun, namespace: Namespace = NAMESPACE) -> StoreGrant:
+    def begin(self, run: BlockRun, namespace: NodeNamespace = NAMESPACE) -> StoreGrant:
         return self.table.prepare(namespace, run, self.clock.now_s())
 
     def end(self, prepared: StoreGrant) -> None:

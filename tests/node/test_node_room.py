@@ -19,7 +19,7 @@ from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.eviction.space import LOOK, Room
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -151,7 +151,7 @@ class Full:
         self.arena.view(slot, LARGE.block_bytes)[:] = bytes(LARGE.block_bytes)
         return bytes(8)
 
-    def durable(self, namespace: Namespace) -> dict[BlockKey, tuple[Block, NodeVolume]]:
+    def durable(self, namespace: NodeNamespace) -> dict[BlockKey, tuple[Block, NodeVolume]]:
         found = (block for block in self.table.snapshot() if block.namespace is namespace)
         return {block.key: (block, block.nvme_volume) for block in found if block.nvme_volume is not None}
 

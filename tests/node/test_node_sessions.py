@@ -16,7 +16,7 @@ from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Oper
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.rpc.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
 from kvstore.node.state.change_log import ReplicaChangeLog
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth import interceptor
@@ -36,7 +36,7 @@ class Node:
         self.table = BlockTable(self.arena, make_policy("lru"), [], log, self.counters, self.clock, writes_behind=False)
         self.gate = Gate(self.table, self.counters)
         self.sessions = Sessions(self.table, self.gate, self.counters, self.clock, lease_s=5.0, prepare_ttl_s=30.0)
-        self.namespace: Namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
+        self.namespace: NodeNamespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
 
     def open(self) -> Session:
         session = self.sessions.open(self.namespace, "test")

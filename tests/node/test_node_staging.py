@@ -20,7 +20,7 @@ from kvstore.node.loads.provider import NodeProvider
 from kvstore.node.loads.staging_budget import StagingBuffer
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload
@@ -65,7 +65,7 @@ class Node:
             self.arena, make_policy("lru"), [], log, self.counters, self.clock, writes_behind=False, keep_loaded=keep
         )
         self.namespaces = NamespaceRegistry()
-        self.namespace: Namespace = self.namespaces.of_spec(SPEC)
+        self.namespace: NodeNamespace = self.namespaces.of_spec(SPEC)
         self.peers = Peers(lambda address, _: TcpPeer(address.data_address, breaker_failures=1000))
         name = NodeId("n")
         mounts = make_mounts((), io_threads=1, counters=self.counters, clock=self.clock)

@@ -23,7 +23,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, KeyWaiter, NodeVolume, StoreGrant
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -47,7 +47,7 @@ def payload_of(key: BlockKey, shape: BlockShape) -> bytes:
 @dataclass
 class Harness:
     table: BlockTable
-    namespaces: list[Namespace]
+    namespaces: list[NodeNamespace]
     log: ReplicaChangeLog
     counters: Counters
     clock: ManualClock

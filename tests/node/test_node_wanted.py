@@ -15,7 +15,7 @@ from kvstore.node.base.cancellation import Wanted, ending, over, result, wait
 from kvstore.node.loads.prompt_wait import Prompts
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, Claim
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate
 from kvstore.transport.contract import ReadPart, ReadRequest
@@ -117,7 +117,7 @@ def test_what_other_windows_brought_is_given_back_where_one_fails(node: Node, mo
     storage.provider.put(SPEC.namespace, range(4))
     claim, begun = node.table.claim, threading.Event()
 
-    def failing(namespace: Namespace, wanted: Sequence[BlockKey]) -> Claim:
+    def failing(namespace: NodeNamespace, wanted: Sequence[BlockKey]) -> Claim:
         if wanted[0] == keys(1)[0]:
             assert begun.wait(20.0)  # a window that has not begun would be cancelled instead
             raise RuntimeError("a bug")

@@ -28,7 +28,7 @@ from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import PIECE_BLOCKS
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.slot_header import slot_bytes
@@ -59,7 +59,9 @@ class Pinned:
 class PoolBlocks:
     """One namespace in the pool; ``kvclient.near.NearBlocks``, and beyond it what an engine needs that stays on its device."""
 
-    def __init__(self, parts: PoolParts, disks: NodeDisks, namespace: Namespace, detach: Callable[[PoolBlocks], None]) -> None:
+    def __init__(
+        self, parts: PoolParts, disks: NodeDisks, namespace: NodeNamespace, detach: Callable[[PoolBlocks], None]
+    ) -> None:
         self._parts = parts
         self._disks = disks
         self._namespace = namespace

@@ -29,7 +29,7 @@ from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.node.config import MountConfig
 from kvstore.node.loads.mounts import Answers, Mount
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe import choose_gds, glance_at_gds
@@ -214,7 +214,7 @@ class NodeDisks:
 
     # ---- reads ----
     def read(
-        self, namespace: Namespace, volumes: Sequence[StoredVolume], wanted: Sequence[DiskRead], deadline_s: float
+        self, namespace: NodeNamespace, volumes: Sequence[StoredVolume], wanted: Sequence[DiskRead], deadline_s: float
     ) -> list[bytes]:
         """Reads blocks into slots of the pool that the caller holds.
 

@@ -12,7 +12,7 @@ from kvstore.core.buffers import DenseBlocks
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
 PART_BYTES = 16 << 20
@@ -36,7 +36,7 @@ class PoolProvider(BlockProvider):
         for first in range(0, len(request.keys), step):
             yield self._part(namespace, first, request.keys[first : first + step])
 
-    def _part(self, namespace: Namespace, first: int, keys: Sequence[BlockKey]) -> ReadPart:
+    def _part(self, namespace: NodeNamespace, first: int, keys: Sequence[BlockKey]) -> ReadPart:
         parts, shape = self._parts, namespace.shape
         # a pool that is to be emptied lends nothing more: else readers could keep it from giving memory back
         found = parts.table.pin_resident(namespace, keys) if parts.open else [None] * len(keys)

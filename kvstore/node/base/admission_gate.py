@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from kvstore.core.types import BlockKey, BlockRun, StoreOutcome
 from kvstore.node.state.model import StoreGrant
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
@@ -29,7 +29,7 @@ class Gate:
         """Whether nothing new is taken."""
         return self.draining or self.stopping
 
-    def refuse(self, namespace: Namespace, run: BlockRun) -> StoreGrant:
+    def refuse(self, namespace: NodeNamespace, run: BlockRun) -> StoreGrant:
         """A store that gets no slots: up to the first block that is not held, EXISTS, from there on SKIPPED."""
         held = self._table.held(namespace, run.keys)
         first = held.index(False) if False in held else len(held)

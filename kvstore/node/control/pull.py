@@ -20,7 +20,7 @@ from kvstore.node.control.migration_plan import free_room, room_of
 from kvstore.node.eviction.quotas import Account, free_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -43,7 +43,7 @@ class Puller:
         self._coming: Counter[Account | None] = Counter()  # bytes that pulls under way bring to a tenant with a quota
 
     def pull(
-        self, namespace: Namespace, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
+        self, namespace: NodeNamespace, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
     ) -> tuple[list[StoreOutcome], str]:
         """Copies runs, in order; waits until they are durable, or the deadline.
 
@@ -68,7 +68,7 @@ class Puller:
             _limited.warning("did not take over all blocks of node %s, which drains: %s", source.node_id, why)
         return outcomes, why
 
-    def _refusal(self, namespace: Namespace, run: BlockRun) -> str:
+    def _refusal(self, namespace: NodeNamespace, run: BlockRun) -> str:
         """Why the volumes here do not take a run; empty: they do."""
         if self._gate.shut:
             return "this node drains or ends too"
@@ -83,7 +83,7 @@ class Puller:
         return ""
 
     @contextmanager
-    def _within_share(self, namespace: Namespace, run: BlockRun) -> Iterator[bool]:
+    def _within_share(self, namespace: NodeNamespace, run: BlockRun) -> Iterator[bool]:
         """Whether a run fits what is free in its tenant's share, with all others that come meanwhile."""
         size = self._table.volumes_of(namespace, run.keys).count(None) * namespace.shape.block_bytes
         account = namespace.account
@@ -100,7 +100,7 @@ class Puller:
                     self._coming[account] -= size
 
     def _pull(
-        self, namespace: Namespace, run: BlockRun, source: PeerAddress, deadline_s: float
+        self, namespace: NodeNamespace, run: BlockRun, source: PeerAddress, deadline_s: float
     ) -> tuple[list[StoreOutcome], str]:
         shape = namespace.shape
         try:

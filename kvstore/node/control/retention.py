@@ -28,7 +28,7 @@ from kvstore.node.eviction.quotas import (
     MOST_GIVEN,
     TIERS,
     EvictionOrder,
-    Share,
+    QuotaShare,
     durable_victims,
     enter,
     give_dram,
@@ -38,7 +38,7 @@ from kvstore.node.eviction.quotas import (
 )
 from kvstore.node.eviction.ttl import MOST_EXPIRED, TtlOrder, expired
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -86,11 +86,11 @@ class Retainer:
         self._asked_s = -ASK_S
         self._stopping = threading.Event()
         self._wake = threading.Event()
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, QuotaShare] = {}
         self._reported = self._heard = 0  # reports made, and the one that the shares in force were made of
-        self._joining: dict[Namespace, int] = {}  # namespaces that do not count yet, and the report that told of them first
+        self._joining: dict[NodeNamespace, int] = {}  # namespaces that do not count yet, and the report that told of them first
         self._rules: dict[NamespaceId, tuple[float, bool]] = {}
-        self._ruled: set[Namespace] = set()
+        self._ruled: set[NodeNamespace] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-retention", daemon=True)
 
     def start(self) -> None:
@@ -139,7 +139,7 @@ class Retainer:
     def told(self, orders: Retention) -> None:
         """What the metadata server says; the same again changes nothing."""
         shares = {
-            one.tenant: Share(
+            one.tenant: QuotaShare(
                 one.dram_bytes if one.HasField("dram_bytes") else None, one.nvme_bytes if one.HasField("nvme_bytes") else None
             )
             for one in orders.shares
@@ -227,9 +227,9 @@ class Retainer:
         for namespace, blocks in self._held_of(fresh).items():
             enter(table, {tier: order for tier, order in namespace.in_account.items() if order is not None}, blocks)
 
-    def _held_of(self, namespaces: Sequence[Namespace]) -> dict[Namespace, list[Block]]:
+    def _held_of(self, namespaces: Sequence[NodeNamespace]) -> dict[NodeNamespace, list[Block]]:
         """The blocks of some namespaces, as they came."""
-        held: dict[Namespace, list[Block]] = {namespace: [] for namespace in namespaces}
+        held: dict[NodeNamespace, list[Block]] = {namespace: [] for namespace in namespaces}
         for block in self._table.snapshot() if held else ():
             if block.namespace in held:
                 held[block.namespace].append(block)
@@ -238,7 +238,7 @@ class Retainer:
     def _apply_rules(self) -> None:
         """Times to live and pins begin and end. A namespace that came here since gets its own."""
         table = self._table
-        begun: list[tuple[Namespace, dict[Tier, EvictionOrder]]] = []
+        begun: list[tuple[NodeNamespace, dict[Tier, EvictionOrder]]] = []
         unpinned = []
         for namespace in self._namespaces.all():
             ttl_s, pinned = self._rules.get(namespace.namespace_id, (0.0, False))
@@ -334,7 +334,7 @@ class Retainer:
             if spec.namespace in unknown:
                 self._namespaces.of_spec(spec)
 
-    def by_tenant(self, held: dict[Namespace, int], tier: Tier) -> list[TenantUsage]:
+    def by_tenant(self, held: dict[NodeNamespace, int], tier: Tier) -> list[TenantUsage]:
         """Blocks of namespaces on a volume as bytes of tenants, by name; of very many those that hold most."""
         known: Counter[tuple[bool, str]] = Counter()
         for namespace, blocks in held.copy().items():

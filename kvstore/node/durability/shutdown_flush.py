@@ -36,7 +36,7 @@ from kvstore.node.durability.shutdown_selection import what_stays
 from kvstore.node.durability.writeback import BATCH_BLOCKS, BATCH_BYTES
 from kvstore.node.state.change_log import in_chains
 from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ HAND_OVER_S = 1e-5
 """Between two holds: whoever waits for the lock gets it then."""
 
 
-def by_namespace(blocks: Iterable[Block]) -> list[tuple[Namespace, list[BlockKey]]]:
+def by_namespace(blocks: Iterable[Block]) -> list[tuple[NodeNamespace, list[BlockKey]]]:
     """Keys of blocks, namespace by namespace, each in the order given."""
-    found: dict[Namespace, list[BlockKey]] = {}  # one object a namespace
+    found: dict[NodeNamespace, list[BlockKey]] = {}  # one object a namespace
     for block in blocks:
         found.setdefault(block.namespace, []).append(block.key)
     return list(found.items())
@@ -186,7 +186,7 @@ def _write_again(table: BlockTable, blocks: Sequence[Block]) -> None:
 def _what_stays(table: BlockTable, node_volumes: Sequence[NodeVolume], clock: Clock, until_s: float) -> dict[BlockKey, Block]:
     """As ``what_stays``; without volumes, all that lies in DRAM. What time does not suffice for comes at the end, uncounted."""
     blocks = {block.key: block for block in table.snapshot()}
-    fits: dict[Namespace, bool] = {}
+    fits: dict[NodeNamespace, bool] = {}
     for block in blocks.values():
         if block.namespace not in fits:
             fits[block.namespace] = not node_volumes or _fits(block.namespace, node_volumes)
@@ -239,7 +239,7 @@ def _above(block: Block, blocks: Mapping[BlockKey, Block]) -> Block | None:
     return found if found is not None and found.namespace is block.namespace else None
 
 
-def _fits(namespace: Namespace, node_volumes: Iterable[NodeVolume]) -> bool:
+def _fits(namespace: NodeNamespace, node_volumes: Iterable[NodeVolume]) -> bool:
     """Whether some volume can hold blocks of a namespace at all."""
     return any(node_volume.volume.fits(namespace.shape) for node_volume in node_volumes)
 

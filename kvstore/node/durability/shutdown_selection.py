@@ -13,7 +13,7 @@ from math import inf
 from kvstore.core.types import BlockKey
 from kvstore.node.eviction.quotas import PIN_PART, Account, durable_share
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 
 Above = Callable[[Block], Block | None]
 
@@ -23,7 +23,7 @@ def what_stays(
     above: Above,
     room_bytes: int,
     room_for: Callable[[Block], int],
-    share_of: Callable[[Namespace], int | None] = durable_share,
+    share_of: Callable[[NodeNamespace], int | None] = durable_share,
     *,
     may_lie_elsewhere: bool = False,
 ) -> dict[BlockKey, Block]:
@@ -58,7 +58,7 @@ class _Plan:
         above: Above,
         room_bytes: int,
         room_for: Callable[[Block], int],
-        share_of: Callable[[Namespace], int | None],
+        share_of: Callable[[NodeNamespace], int | None],
         may_lie_elsewhere: bool,
     ) -> None:
         self._above = above

@@ -33,7 +33,7 @@ from kvstore.node.eviction.quotas import Leave, claim_durable, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import Failing
@@ -92,7 +92,7 @@ class LocalTarget:
             for block in denied:
                 self._table.not_persisted(block, denied=True)
 
-    def _claim(self, namespace: Namespace, wanted: int) -> Leave:
+    def _claim(self, namespace: NodeNamespace, wanted: int) -> Leave:
         """How many leading blocks their tenant's share lets come to the volumes; its coldest have left for them."""
         for _ in range(CLAIM_TRIES):
             leave = claim_durable(self._table, namespace, wanted)
@@ -290,7 +290,7 @@ class RemoteTarget:
             else:
                 self._table.not_persisted(block)
 
-    def _send(self, namespace: Namespace, blocks: Sequence[Block]) -> set[int]:
+    def _send(self, namespace: NodeNamespace, blocks: Sequence[Block]) -> set[int]:
         peer = self._peers.peer(self._find(), namespace)
         shape = namespace.shape
         by_key = {block.key: block for block in blocks}

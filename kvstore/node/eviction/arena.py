@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstore.core.types import BlockKey, BlockShape
-from kvstore.node.eviction.space import Room
+from kvstore.node.eviction.space import SpaceReclaimer
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
 
 CASCADE_AT_ONCE = 256
@@ -30,7 +30,7 @@ class ArenaEvictor:
         self._blocks = blocks
         self._policy = policy
         self._idle = idle
-        self.room = Room(dram, blocks, policy)
+        self.room = SpaceReclaimer(dram, blocks, policy)
 
     def insert(self, block: Block, slot: Slot) -> None:
         """A block has come."""
@@ -46,13 +46,13 @@ class ArenaEvictor:
         for order in block.namespace.dram_orders:
             order.remove(block)
 
-    def touch(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    def touch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace were used in DRAM."""
         self._policy.touch(keys)
         for order in namespace.dram_orders:
             order.touch(keys)
 
-    def restore(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace that is not pinned any more may leave again."""
         self._policy.restore(keys)
         for order in namespace.dram_orders:

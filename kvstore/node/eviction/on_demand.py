@@ -20,7 +20,7 @@ from kvstore.core.types import BlockKey
 from kvstore.node.base.cancellation import over
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
 from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
@@ -68,7 +68,7 @@ def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_byt
     return Evicted(evicted, volume.usage().blocks if excess > 0 else 0)
 
 
-def evict_namespace(table: BlockTable, namespace: Namespace, only: NodeVolume | None, *, dram: bool, nvme: bool) -> Evicted:
+def evict_namespace(table: BlockTable, namespace: NodeNamespace, only: NodeVolume | None, *, dram: bool, nvme: bool) -> Evicted:
     """Evicts a namespace's blocks from the tiers named: from DRAM first, while their durable copies let them leave.
 
     Args:
@@ -89,7 +89,7 @@ def evict_namespace(table: BlockTable, namespace: Namespace, only: NodeVolume | 
     return Evicted(sum(part.blocks for part in parts), sum(part.kept for part in parts))
 
 
-def invalidate(table: BlockTable, namespace: Namespace, deadline_s: float) -> Evicted:
+def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -> Evicted:
     """Drops all blocks of a namespace that are there now, from all tiers, durable or not.
 
     Those in use, or on their way to a durable volume, are waited for until the deadline. What is stored meanwhile stays.
@@ -191,7 +191,7 @@ def evict_all_nvme(table: BlockTable) -> int:
     return evicted
 
 
-def _of(table: BlockTable, namespace: Namespace) -> list[Block]:
+def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:
     """A namespace's blocks, children before their parents."""
     return sorted((block for block in table.snapshot() if block.namespace is namespace), key=lambda block: -block.depth)
 

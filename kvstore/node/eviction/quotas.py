@@ -6,13 +6,13 @@ leave, and is skipped as far as none can; where room is needed, tenants over the
 another reason (a share that became smaller, loads, which are never refused for it) is brought down soon after.
 No engine sees an error of it.
 
-What is held is counted in blocks a namespace and volume (``Room.held``), whether there are quotas or not. Only tenants with a
+What is held is counted in blocks a namespace and volume (``held``), whether there are quotas or not. Only tenants with a
 quota have an order of eviction of their own, beside the common one, in which their blocks stay: so finding a tenant's coldest
 looks at nobody else's, and the common order is as it is without quotas.
 
 Decisions count what will be there once all that is on its way out of a volume has left it: who looks meanwhile, in another
 thread, finds no excess twice. What a node found on its volumes counts only once the share was made with knowledge of it
-(``Namespace.counted``): a share of a tenant that seems to hold nothing here is small.
+(``NodeNamespace.counted``): a share of a tenant that seems to hold nothing here is small.
 
 Bytes are payload, as in all that is said of usage; slots may be somewhat larger. All but ``Accounts.of`` under the table's lock.
 """
@@ -34,7 +34,7 @@ from kvstore.tiers.eviction.policy import LruPolicy
 
 if TYPE_CHECKING:
     from kvstore.node.state.model import Block, StoreGrant
-    from kvstore.node.state.namespaces import Namespace
+    from kvstore.node.state.namespaces import NodeNamespace
     from kvstore.node.table import BlockTable
 
 _limited: Final = LimitedLog(logging.getLogger(__name__))
@@ -75,7 +75,7 @@ class EvictionOrder:
         self.policy.touch(keys)
 
 
-class Share(NamedTuple):
+class QuotaShare(NamedTuple):
     """The most that a tenant may hold on this node, in bytes of payload; None: no quota."""
 
     dram: int | None = None
@@ -93,8 +93,8 @@ class Account:
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
-        self.namespaces: list[Namespace] = []
-        self.share = Share()
+        self.namespaces: list[NodeNamespace] = []
+        self.share = QuotaShare()
         self.orders: dict[Tier, EvictionOrder] = {}
         """Of the tiers that it has a quota in."""
         self.claimed_bytes = 0
@@ -112,7 +112,7 @@ class Accounts:
         self._make_order = make_order
         self._lock = threading.Lock()
         self._accounts: dict[str, Account] = {}
-        self.pinned: tuple[Namespace, ...] = ()
+        self.pinned: tuple[NodeNamespace, ...] = ()
         """Namespaces that are pinned."""
         self.limited: dict[Tier, tuple[Account, ...]] = dict.fromkeys(TIERS, ())
         """Those with a quota in a tier."""
@@ -123,12 +123,12 @@ class Accounts:
         return bool(self.pinned or any(self.limited.values()))
 
     def count_pinned(self, leaving: Sequence[Block], counters: Counters) -> None:
-        """Counts those of pinned namespaces among blocks that make room (``Room.among_pins``)."""
+        """Counts those of pinned namespaces among blocks that make room (``SpaceReclaimer.among_pins``)."""
         if self.pinned and (pinned := sum(block.namespace.pinned for block in leaving)):
             counters.add("evicted_pinned_blocks_total", pinned)
             _limited.warning("%d blocks of pinned namespaces made room: their size had no place at all", pinned)
 
-    def of(self, namespace: Namespace, tenant: str) -> Account:
+    def of(self, namespace: NodeNamespace, tenant: str) -> Account:
         """The account of a tenant, which a namespace turns out to belong to. Thread-safe; once a namespace."""
         with self._lock:
             account = self._accounts.get(tenant)
@@ -142,13 +142,13 @@ class Accounts:
         with self._lock:
             return list(self._accounts.values())
 
-    def told(self, shares: Mapping[str, Share]) -> None:
+    def told(self, shares: Mapping[str, QuotaShare]) -> None:
         """The shares in force from now on. Tenants without one have no quota."""
         before = {account.tenant for limited in self.limited.values() for account in limited}
         with self._lock:
             concerned = [self._accounts.setdefault(tenant, Account(tenant)) for tenant in shares.keys() | before]
         for account in concerned:
-            account.share = shares.get(account.tenant, Share())
+            account.share = shares.get(account.tenant, QuotaShare())
             for tier in TIERS:
                 if account.share.of(tier) is None:
                     if account.orders.pop(tier, None) is not None:
@@ -159,7 +159,7 @@ class Accounts:
         self.limited = {tier: tuple(one for one in concerned if tier in one.orders) for tier in TIERS}
 
 
-def held_bytes(table: BlockTable, namespaces: Iterable[Namespace], tier: Tier) -> int:
+def held_bytes(table: BlockTable, namespaces: Iterable[NodeNamespace], tier: Tier) -> int:
     """What some namespaces hold in a tier, with what is granted to stores under way there."""
     total = 0
     for namespace in namespaces:
@@ -176,17 +176,17 @@ def _taken_bytes(table: BlockTable, account: Account, tier: Tier) -> int:
     return held_bytes(table, namespaces, tier) - leaving
 
 
-def _limit(namespace: Namespace, tier: Tier) -> int | None:
+def _limit(namespace: NodeNamespace, tier: Tier) -> int | None:
     """The share that a namespace's blocks are held to; None: there is none, or they do not count yet."""
     return namespace.account.share.of(tier) if namespace.account is not None and namespace.counted else None
 
 
-def durable_share(namespace: Namespace) -> int | None:
+def durable_share(namespace: NodeNamespace) -> int | None:
     """Bytes that a namespace's tenant may hold on durable volumes; None: no quota holds for it."""
     return _limit(namespace, Tier.NVME)
 
 
-def join(table: BlockTable, namespace: Namespace, *, empty: bool = False) -> bool:
+def join(table: BlockTable, namespace: NodeNamespace, *, empty: bool = False) -> bool:
     """A namespace's blocks go by its tenant's orders from now on.
 
     Args:
@@ -208,7 +208,7 @@ def join(table: BlockTable, namespace: Namespace, *, empty: bool = False) -> boo
     return True
 
 
-def make_own_room(table: BlockTable, namespace: Namespace, count: int) -> bool:
+def make_own_room(table: BlockTable, namespace: NodeNamespace, count: int) -> bool:
     """Whether a tenant's share has room for ``count`` blocks more in DRAM; its own coldest leave for them."""
     account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
@@ -221,7 +221,7 @@ def make_own_room(table: BlockTable, namespace: Namespace, count: int) -> bool:
     return excess <= 0 or give_dram(table, account.orders[Tier.DRAM], excess) >= excess
 
 
-def is_full(table: BlockTable, namespace: Namespace) -> bool:
+def is_full(table: BlockTable, namespace: NodeNamespace) -> bool:
     """Whether one block more in DRAM would be beyond the tenant's share."""
     account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
@@ -229,7 +229,7 @@ def is_full(table: BlockTable, namespace: Namespace) -> bool:
     return _taken_bytes(table, account, Tier.DRAM) + namespace.shape.block_bytes > share
 
 
-def holds_nothing(namespace: Namespace) -> bool:
+def holds_nothing(namespace: NodeNamespace) -> bool:
     """Whether the tenant's share of DRAM is smaller than a block: there is nothing to wait for."""
     share = _limit(namespace, Tier.DRAM)
     return share is not None and share < namespace.shape.block_bytes
@@ -339,7 +339,7 @@ def beyond_pins(table: BlockTable, tier: Tier) -> Iterator[tuple[EvictionOrder, 
         excess -= taken[namespace]
 
 
-def _slot_bytes(table: BlockTable, namespace: Namespace, tier: Tier) -> int:
+def _slot_bytes(table: BlockTable, namespace: NodeNamespace, tier: Tier) -> int:
     """What a namespace takes of the room of a tier: whole slots, without what is on its way out."""
     if tier is Tier.DRAM:
         return held_bytes(table, [namespace], tier)
@@ -361,7 +361,7 @@ def first_victims(table: BlockTable) -> list[Block]:
     return found
 
 
-def free_durable(table: BlockTable, namespace: Namespace) -> int | None:
+def free_durable(table: BlockTable, namespace: NodeNamespace) -> int | None:
     """Bytes that may come to durable volumes without anything's leaving for the tenant's quota; None: any; takes the lock."""
     with table._lock:
         account, share = namespace.account, _limit(namespace, Tier.NVME)
@@ -381,7 +381,7 @@ class Leave(NamedTuple):
     claimed_bytes: int = 0
 
 
-def claim_durable(table: BlockTable, namespace: Namespace, count: int) -> Leave:
+def claim_durable(table: BlockTable, namespace: NodeNamespace, count: int) -> Leave:
     """Leave to bring ``count`` blocks of a namespace to durable volumes, or some, within the tenant's share; takes the lock."""
     if _limit(namespace, Tier.NVME) is None:
         return Leave(count)

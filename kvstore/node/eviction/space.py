@@ -16,7 +16,7 @@ from math import inf
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.slot_map import PlaceMap
 from kvstore.tiers.contract import EvictionPolicy, Slot, Vacancy, Volume
 
@@ -32,7 +32,7 @@ WARM = 2
 """What it costs that a block leaves which is not among the coldest, against one that is."""
 
 
-class Room:
+class SpaceReclaimer:
     """One volume's blocks by where they lie, and the search for those that leave it.
 
     Args:
@@ -46,7 +46,7 @@ class Room:
         self._blocks = blocks
         self._policy = policy
         self.by_place = PlaceMap()
-        self.held: dict[Namespace, int] = {}
+        self.held: dict[NodeNamespace, int] = {}
         """Blocks of each namespace here."""
 
     def insert(self, block: Block, slot: Slot) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockShape
-from kvstore.node.eviction.space import PLAN_LIMIT, Room
+from kvstore.node.eviction.space import PLAN_LIMIT, SpaceReclaimer
 from kvstore.node.state.model import Block, NodeVolume
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.policy_rows import BlockRows
 from kvstore.node.state.slot_map import PlaceMap
 from kvstore.tiers.contract import EvictionPolicy, Rows, Slot
@@ -45,7 +45,7 @@ class VolumeEvictor:
         policy = self._policy = make_policy(self._rows)
         self._node_volumes = node_volumes
         self._clock = clock
-        self._rooms = {id(node_volume): Room(node_volume.volume, blocks, policy) for node_volume in node_volumes}
+        self._rooms = {id(node_volume): SpaceReclaimer(node_volume.volume, blocks, policy) for node_volume in node_volumes}
 
     def __len__(self) -> int:
         return len(self._policy) + sum(len(node_volume.aside) for node_volume in self._node_volumes)
@@ -71,23 +71,23 @@ class VolumeEvictor:
         self._policy.remove(block.key)
         self._rows.keep(block)
 
-    def touch(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    def touch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace were used on their volumes."""
         self._policy.touch(keys)
         for order in namespace.nvme_orders:
             order.touch(keys)
 
-    def restore(self, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
+    def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace that is not pinned any more may leave again."""
         self._policy.restore(keys)
         for order in namespace.nvme_orders:
             order.policy.restore(keys)
 
-    def held(self, namespace: Namespace) -> int:
+    def held(self, namespace: NodeNamespace) -> int:
         """Blocks of a namespace on all volumes."""
         return sum(room.held.get(namespace, 0) for room in self._rooms.values())
 
-    def held_on(self, node_volume: NodeVolume) -> dict[Namespace, int]:
+    def held_on(self, node_volume: NodeVolume) -> dict[NodeNamespace, int]:
         """Blocks of each namespace on one."""
         return self._rooms[id(node_volume)].held
 

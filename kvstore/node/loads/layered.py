@@ -36,7 +36,7 @@ from kvstore.node.loads.peer_waits import asking
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.staging_budget import StagingBuffer
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import tenant
@@ -147,7 +147,7 @@ class Stager:
 
     # ---------------------------------------------------------------- for the data plane
     def ready(
-        self, namespace: Namespace, keys: Sequence[BlockKey], first_layer: int, layer_count: int
+        self, namespace: NodeNamespace, keys: Sequence[BlockKey], first_layer: int, layer_count: int
     ) -> tuple[list[Block], Checksums] | None:
         """Blocks on their way that have all of layers ``[first_layer, first_layer + layer_count)``, pinned; and their checksums.
 
@@ -175,7 +175,7 @@ class Stager:
     # ---------------------------------------------------------------- loads
     def load(
         self,
-        namespace: Namespace,
+        namespace: NodeNamespace,
         keys: Sequence[BlockKey],
         deadline_s: float,
         *,
@@ -218,7 +218,7 @@ class Stager:
             yield from self._stage(_Chain(namespace, keys, parent, depth, deadline_s), staged, sources, layer_group, first_layer)
 
     def _split(
-        self, namespace: Namespace, keys: Sequence[BlockKey], sources: Sequence[Source]
+        self, namespace: NodeNamespace, keys: Sequence[BlockKey], sources: Sequence[Source]
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Positions to stage, and the rest as (start, count): what is here already, or is said to be nowhere else."""
         here = self._table.held(namespace, keys)
@@ -447,7 +447,7 @@ class Stager:
 class _Chain:
     """The keys of one load and their place in their chain."""
 
-    namespace: Namespace
+    namespace: NodeNamespace
     keys: Sequence[BlockKey]
     parent: BlockKey | None
     depth: int

@@ -38,7 +38,7 @@ from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peer_waits import asking
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.model import Block, Claim, NodeVolume
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
@@ -155,7 +155,7 @@ class _InFlight:
 class _Chain:
     """The keys of one load and their place in their chain."""
 
-    namespace: Namespace
+    namespace: NodeNamespace
     keys: Sequence[BlockKey]
     parent: BlockKey | None
     depth: int
@@ -198,7 +198,7 @@ class Loader:
         """Whether the volume that a source names is mounted here."""
         return self._mounts.get(source.volume_id) is not None
 
-    def resident(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Part | None:
+    def resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> Part | None:
         """All keys as one pinned part where all lie in DRAM, else None. Never waits."""
         blocks = self._table.pin_resident(namespace, keys)
         part = Part(0, [Outcome.HIT] * len(keys), blocks, Tier.DRAM, self._node_id)
@@ -209,7 +209,7 @@ class Loader:
 
     def load(
         self,
-        namespace: Namespace,
+        namespace: NodeNamespace,
         keys: Sequence[BlockKey],
         deadline_s: float,
         *,

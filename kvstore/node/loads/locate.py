@@ -14,7 +14,7 @@ from itertools import groupby
 from kvproto.v1 import node_pb2
 from kvstore.core.types import BlockKey
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.rpc.codec import pack_u64
 from kvstore.tiers.contract import Slot
@@ -23,7 +23,7 @@ Located = tuple[int, Block, int, Slot]
 """Position among the keys, the block (pinned), position of its volume among the table's, its slot there."""
 
 
-def pin_stored(table: BlockTable, namespace: Namespace, keys: Sequence[BlockKey]) -> list[Located]:
+def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Located]:
     """Pins those of the keys that lie on NVMe and nowhere nearer, and marks them used there."""
     found: list[Located] = []
     used: list[BlockKey] = []

@@ -24,7 +24,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.node.base.volume_guard import STALL_S, VolumeGuard, VolumeStalled, ignore
 from kvstore.node.config import MountConfig
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
@@ -103,7 +103,7 @@ class Mount:
         state = self._trouble if opened is None else f"{opened.volume.io_engine}, {opened.volume.blocks} blocks known"
         return f"{self.volume_id} mounted at {self._config.path}: {state}"
 
-    def find(self, namespace: Namespace, keys: Sequence[BlockKey]) -> list[Slot | None]:
+    def find(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Slot | None]:
         """Where blocks are said to lie, as far as is known. Memory only; nothing while the mount is in trouble."""
         opened = self._opened
         if opened is None or not self.usable:
@@ -119,7 +119,7 @@ class Mount:
         if self.usable:
             self._guard.begin(lambda: self._do(lambda volume: volume.catch_up()), ignore)
 
-    def read(self, namespace: Namespace, wanted: Wanted, deadline_s: float, when_back: Callable[[], None]) -> Answers | None:
+    def read(self, namespace: NodeNamespace, wanted: Wanted, deadline_s: float, when_back: Callable[[], None]) -> Answers | None:
         """Reads blocks into memory.
 
         Returns:
@@ -134,7 +134,7 @@ class Mount:
         )
 
     def read_device(
-        self, namespace: Namespace, wanted: WantedOnDevice, deadline_s: float, when_back: Callable[[], None]
+        self, namespace: NodeNamespace, wanted: WantedOnDevice, deadline_s: float, when_back: Callable[[], None]
     ) -> Answers | None:
         """As ``read``, into device memory and as ``MountedSlab.read_device``."""
         return self._bounded(

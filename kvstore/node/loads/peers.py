@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvstore.core.errors import NotFound
 from kvstore.core.types import NamespaceId, NodeId
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.transport.contract import BlockPeer
 
 MAX_PEERS = 64
@@ -24,7 +24,7 @@ class PeerAddress:
     data_address: str
 
 
-MakePeer = Callable[[PeerAddress, Namespace], BlockPeer]
+MakePeer = Callable[[PeerAddress, NodeNamespace], BlockPeer]
 
 
 class Peers:
@@ -41,7 +41,7 @@ class Peers:
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[PeerAddress, NamespaceId], BlockPeer] = OrderedDict()
 
-    def peer(self, address: PeerAddress, namespace: Namespace) -> BlockPeer:
+    def peer(self, address: PeerAddress, namespace: NodeNamespace) -> BlockPeer:
         """The peer to move blocks of a namespace with.
 
         Raises:

@@ -19,7 +19,7 @@ from kvstore.node.loads.loader import Loader, Part
 from kvstore.node.loads.provider import runs_of_equal
 from kvstore.node.loads.staging_budget import StagingBuffer
 from kvstore.node.state.model import Block, Recent
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import tenant
@@ -38,7 +38,9 @@ class Prompts:
         self._awaiting: dict[str, tuple[tuple[Wanted, str | None], ...]] = {}  # with the tenant whose namespace it is
         self._abandoned: Recent[tuple[str | None, str]] = Recent()
 
-    def arrive(self, namespace: Namespace, keys: Sequence[BlockKey], deadline_s: float, transfer_id: str = "") -> Iterator[Part]:
+    def arrive(
+        self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float, transfer_id: str = ""
+    ) -> Iterator[Part]:
         """Yields the prompt's blocks, once all are resident or the deadline has passed. Their pins are the caller's.
 
         Nothing is yielded before, so that the time in which the caller must have copied begins when it can. The wait also ends
@@ -79,7 +81,7 @@ class Prompts:
         return len(awaiting)
 
     @contextmanager
-    def _abandonable(self, namespace: Namespace, transfer_id: str) -> Iterator[Wanted]:
+    def _abandonable(self, namespace: NodeNamespace, transfer_id: str) -> Iterator[Wanted]:
         """What ends with the call that awaits a prompt, and with its transfer."""
         wanted = Wanted()
         if not transfer_id:
@@ -98,7 +100,7 @@ class Prompts:
                 if others:
                     self._awaiting[transfer_id] = others
 
-    def _gather(self, namespace: Namespace, keys: Sequence[BlockKey], deadline_s: float) -> list[Block | None]:
+    def _gather(self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float) -> list[Block | None]:
         """The prompt's blocks, pinned; None for those that did not come."""
         found: list[Block | None] = [None] * len(keys)
         left = len(keys)
@@ -113,7 +115,7 @@ class Prompts:
             self._table.unwatch(vigil)
         return found
 
-    def _bring(self, namespace: Namespace, keys: Sequence[BlockKey], deadline_s: float) -> None:
+    def _bring(self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float) -> None:
         """Reads what lies on NVMe here into DRAM, where the vigil pins it."""
         durable = [node_volume is not None for node_volume in self._table.volumes_of(namespace, keys)]
         for start, stop in ((start, stop) for start, stop in runs_of_equal(durable) if durable[start]):

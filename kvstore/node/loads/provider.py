@@ -12,7 +12,7 @@ from kvstore.node.base.admission_gate import Gate
 from kvstore.node.loads.layered import Stager
 from kvstore.node.loads.loader import Loader, Part
 from kvstore.node.state.model import Block, StoreGrant
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
@@ -74,7 +74,7 @@ class NodeProvider(BlockProvider):
             self._hold_to_durability(namespace, prepared, request)
         return _Grant(self._table, prepared, request)
 
-    def _hold_to_durability(self, namespace: Namespace, prepared: StoreGrant, request: WriteRequest) -> None:
+    def _hold_to_durability(self, namespace: NodeNamespace, prepared: StoreGrant, request: WriteRequest) -> None:
         """A block that is held, but not durable, does not count as existing for a durable write."""
         held = [at for at, outcome in enumerate(prepared.outcomes) if outcome is StoreOutcome.EXISTS]
         keys = [request.run.keys[at] for at in held]

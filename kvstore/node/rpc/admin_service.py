@@ -25,7 +25,7 @@ from kvstore.node.rpc.gauges import Links
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
-from kvstore.node.state.namespaces import Namespace, NamespaceRegistry
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metrics import EVENTS, PREFIX
@@ -137,10 +137,10 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             return pb.DescribeUsageResponse()
         return await self._apart(lambda: self._usage(namespace))
 
-    def _usage(self, only: Namespace | None) -> pb.DescribeUsageResponse:
+    def _usage(self, only: NodeNamespace | None) -> pb.DescribeUsageResponse:
         """Counted over a copy of the table: blocks that move meanwhile are counted where they were or where they are."""
         table = self._parts.table
-        found: Counter[tuple[Namespace, Volume]] = Counter()
+        found: Counter[tuple[NodeNamespace, Volume]] = Counter()
         for block in table.snapshot():
             if only is None or block.namespace is only:
                 if block.dram is not None:
@@ -239,7 +239,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         return pb.CompareIndexResponse(repaired_ranges=await self._apart(publisher.compare_now))
 
     # ---------------------------------------------------------------- inside
-    def _namespace(self, namespace_id: bytes) -> Namespace | None:
+    def _namespace(self, namespace_id: bytes) -> NodeNamespace | None:
         return self._parts.namespaces.find(NamespaceId(check_id(namespace_id, "namespace_id")))
 
     def _durable(self, volume_id: str) -> NodeVolume:

@@ -20,7 +20,7 @@ from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.state.model import Block, StoreGrant
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.tenant_limits import Shares
@@ -53,7 +53,7 @@ class Session:
     """One engine. Its methods are those of ``Sessions``, under the one lock."""
 
     def __init__(
-        self, session_id: SessionId, namespace: Namespace, name: str, now_s: float, *, remote: bool, over_tcp: bool = False
+        self, session_id: SessionId, namespace: NodeNamespace, name: str, now_s: float, *, remote: bool, over_tcp: bool = False
     ) -> None:
         self.session_id = session_id
         self.namespace = namespace
@@ -94,7 +94,7 @@ class Sessions:
         self._next_lease = 1
 
     # ---------------------------------------------------------------- life
-    def open(self, namespace: Namespace, name: str, *, remote: bool = False, over_tcp: bool = False) -> Session:
+    def open(self, namespace: NodeNamespace, name: str, *, remote: bool = False, over_tcp: bool = False) -> Session:
         """Begins a session. The engine must come to the arena door soon; one of another host (``remote``) must merely use it.
 
         Those that were asked for over TCP (``over_tcp``) take half of the places at most: whoever reaches that port cannot keep

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Namespace
 from kvstore.observe.limited_log import LimitedLog
 
 if TYPE_CHECKING:
+    from kvstore.node.state.namespaces import NodeNamespace
     from kvstore.node.table import BlockTable
 
 _limited = LimitedLog(logging.getLogger(__name__))
@@ -54,7 +54,7 @@ class PlaceConflict:
         return Conflict(f"the key {self.reason}: {hint}", key=self.key.hex(), depth=self.depth)
 
 
-def make_way(table: BlockTable, namespace: Namespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> int:
+def make_way(table: BlockTable, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> int:
     """How many leading keys of a run may be stored where it says. The caller holds the table's lock.
 
     What is in the way leaves. Where it cannot leave now and is in the way of the first key, waits for it, holding nothing; a
@@ -74,7 +74,7 @@ def make_way(table: BlockTable, namespace: Namespace, run: BlockRun, deadline_s:
     return len(run.keys)
 
 
-def _first_conflict(table: BlockTable, namespace: Namespace, run: BlockRun, *, heads: bool) -> PlaceConflict | None:
+def _first_conflict(table: BlockTable, namespace: NodeNamespace, run: BlockRun, *, heads: bool) -> PlaceConflict | None:
     """The first key of a run that cannot be stored there; blocks before it that stood in the way have left."""
     parent, depth = run.parent, run.depth
     for position, key in enumerate(run.keys):
@@ -99,7 +99,7 @@ def _first_conflict(table: BlockTable, namespace: Namespace, run: BlockRun, *, h
     return None
 
 
-def _stands(table: BlockTable, namespace: Namespace, key: BlockKey | None, depth: int) -> bool:
+def _stands(table: BlockTable, namespace: NodeNamespace, key: BlockKey | None, depth: int) -> bool:
     """Whether a key is held, or being written, at a depth."""
     if key is None:
         return False

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.base.volume_guard import READERS, STALL_S, VolumeGuard, VolumeStalled
 from kvstore.node.state.eviction_reason import Leaving
-from kvstore.node.state.namespaces import Namespace
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import Failing
 from kvstore.tiers.allocator import ALIGNMENT
@@ -77,7 +77,7 @@ class Block:
     transient = _Flag(_ARRIVING | _PASSING)
     """It lives by its pins."""
 
-    def __init__(self, namespace: Namespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
+    def __init__(self, namespace: NodeNamespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
         self.namespace = namespace
         self.key = key
         self.parent = parent
@@ -279,7 +279,7 @@ class NodeVolume:
 class StoreGrant:
     """Slots granted to one store, until it is completed or abandoned."""
 
-    namespace: Namespace
+    namespace: NodeNamespace
     run: BlockRun
     outcomes: list[StoreOutcome]
     slots: dict[BlockKey, Slot] = field(default_factory=dict)
@@ -296,7 +296,7 @@ class StoreGrant:
 class KeyWaiter:
     """Keys that somebody waits for. Guarded by the table's lock."""
 
-    namespace: Namespace
+    namespace: NodeNamespace
     missing: dict[BlockKey, list[int]] = field(default_factory=dict)
     """Positions of each key that is not there yet."""
     came: list[tuple[int, Block]] = field(default_factory=list)

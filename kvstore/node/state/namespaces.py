@@ -14,7 +14,7 @@ from kvstore.node.eviction.ttl import TtlOrder
 from kvstore.tiers.nvme.slot_header import slot_bytes
 
 
-class Namespace:
+class NodeNamespace:
     """One namespace. There is one object a namespace and node, so that ``is`` compares them."""
 
     __slots__ = (
@@ -87,10 +87,10 @@ class NamespaceRegistry:
     def __init__(self, accounts: Accounts | None = None) -> None:
         self.accounts = Accounts() if accounts is None else accounts
         self._lock = threading.Lock()
-        self._known: dict[NamespaceId, Namespace] = {}
+        self._known: dict[NamespaceId, NodeNamespace] = {}
         self._of_tenant: Counter[str] = Counter()  # as many as have shown a namespace of theirs
 
-    def of_spec(self, spec: CacheSpec) -> Namespace:
+    def of_spec(self, spec: CacheSpec) -> NodeNamespace:
         """The namespace of a spec.
 
         Raises:
@@ -113,7 +113,7 @@ class NamespaceRegistry:
                     namespace.spec = spec
         return namespace
 
-    def of_shape(self, namespace_id: NamespaceId, shape: BlockShape) -> Namespace:
+    def of_shape(self, namespace_id: NamespaceId, shape: BlockShape) -> NodeNamespace:
         """A namespace whose spec is not known here (a recovered volume, a peer's write).
 
         Raises:
@@ -123,26 +123,26 @@ class NamespaceRegistry:
         with self._lock:
             return self._of_shape(namespace_id, shape)
 
-    def _of_shape(self, namespace_id: NamespaceId, shape: BlockShape) -> Namespace:
+    def _of_shape(self, namespace_id: NamespaceId, shape: BlockShape) -> NodeNamespace:
         namespace = self._known.get(namespace_id)
         if namespace is None:
             if len(self._known) >= MAX_NAMESPACES:
                 raise CapacityExceeded("this node knows too many namespaces", limit=MAX_NAMESPACES)
-            namespace = self._known[namespace_id] = Namespace(namespace_id, shape, None)
+            namespace = self._known[namespace_id] = NodeNamespace(namespace_id, shape, None)
         elif namespace.shape != shape:
             raise Conflict("this namespace has blocks of another shape", known=namespace.shape, given=shape)
         return namespace
 
-    def find(self, namespace_id: NamespaceId) -> Namespace | None:
+    def find(self, namespace_id: NamespaceId) -> NodeNamespace | None:
         """A namespace already known, or None."""
         return self._known.get(namespace_id)
 
-    def all(self) -> list[Namespace]:
+    def all(self) -> list[NodeNamespace]:
         """A look at them."""
         with self._lock:
             return list(self._known.values())
 
-    def get(self, namespace_id: NamespaceId) -> Namespace:
+    def get(self, namespace_id: NamespaceId) -> NodeNamespace:
         """A namespace already known.
 
         Raises:
