@@ -107,10 +107,8 @@ class BlockTable:
     def prepare(self, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> StoreGrant:
         """Grants slots for the blocks of a run that are neither held nor being written.
 
-        Grants are prefix-first: from the first block without room on, everything is SKIPPED; a caller that got a part completes
-        it, and asks again for the rest. Where there is room for none, waits for some until the deadline. What is held at another
-        place makes way, or ends the run: ``Conflict`` where that is its first key (``kvstore.node.state.chain_conflicts``).
-        ``heads``: the keys are no run: each is the head of a chain of its own.
+        Grants are prefix-first: from the first block without room on, everything is SKIPPED. Where there is room for none, waits
+        for some until the deadline. ``heads``: each key is the head of a chain of its own.
         """
         prepared = StoreGrant(namespace, run, [])
         with self._lock:
