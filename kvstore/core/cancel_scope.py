@@ -49,7 +49,7 @@ class CancelCallback:
     def unregister(self) -> None:
         """Make sure that a later cancellation does not call the callback. A call that has begun may still run. Idempotent."""
         if self._scope is not None:
-            self._scope._unregister(self)
+            self._scope.discard(self)
             self._scope = None
 
     def __enter__(self) -> Self:
@@ -84,7 +84,7 @@ class CancelScope:
         enclosing = _current.get(None)
         if enclosing is not None:
             self.deadline_s = min(self.deadline_s, enclosing.deadline_s)
-            enclosing._adopt(self)
+            enclosing.adopt(self)
 
     @classmethod
     def after(cls, timeout_s: float, clock: Clock = _MONOTONIC) -> Self:
@@ -199,11 +199,12 @@ class CancelScope:
             self._callbacks[registered] = None
         return registered
 
-    def _unregister(self, registered: CancelCallback) -> None:
+    def discard(self, registered: CancelCallback) -> None:
+        """Forget a registration."""
         with self._lock:
             self._callbacks.pop(registered, None)
 
-    def _adopt(self, child: CancelScope) -> None:
+    def adopt(self, child: CancelScope) -> None:
         """Cancel a nested scope together with this one. The reference is weak: nobody waits in a scope that is not referenced."""
         with self._lock:
             if not self._cancelled:
