@@ -23,8 +23,8 @@ from kvclient.hbm import HbmPool
 from kvclient.scheduling.client import SchedulerClient
 from kvclient.scheduling.types import EngineRequest
 from kvstore.core.errors import KVStoreError
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, Tier
+from kvstore.process.tls import TlsConfig
 from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.workload.payload import Payloads

@@ -39,9 +39,9 @@ from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.stub_cuda import build_stub, with_stub
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
-from kvstore.tiers.mounted import MountedSlab
-from kvstore.tiers.slab import NvmeSlab
-from kvstore.tiers.superblock import DATA_START
+from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.superblock import DATA_START
 from support.wait import wait_until
 
 HERE = Path(__file__).parent

@@ -25,13 +25,13 @@ from kvclient.events.mirror import BlockMirror, Change, Volume
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, Tier
 from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import connect
 from kvstore.rpc.codec import tier_to_proto
 from kvstore.rpc.errors import FailedCall, from_rpc_error
-from kvstore.rpc.tokens import Shown
 
 _log = logging.getLogger(__name__)
 

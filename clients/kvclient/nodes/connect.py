@@ -12,8 +12,8 @@ from kvclient.nodes.metadata_client import Directory, by_roles
 from kvclient.options import ClientOptions
 from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.transport.liveness import LivenessMonitor
