@@ -4,7 +4,7 @@ The words are trio's. A scope is created for a call and passed along, or made cu
 
 * checks ``ended`` before each new step;
 * registers with ``on_cancel`` how to end a wait for something outside, or uses ``wait`` and ``result``;
-* bounds each wait by ``left_s``: no timer watches the deadline.
+* bounds each wait by ``left_s``, because no timer watches the deadline.
 
 Scopes nest. A scope that is created while another one is current is cancelled together with that one, and its deadline is not
 later. The current scope is a context variable: a pool thread sees the scope of a call if its work runs in ``scope.context()``.
@@ -216,7 +216,7 @@ class CancelScope:
 
 
 class _RootScope(CancelScope):
-    """The current scope where none was set: never cancelled, without a deadline."""
+    """The current scope if none was set. It is never cancelled and has no deadline."""
 
     __slots__ = ()
 
@@ -232,7 +232,7 @@ _ROOT: Final = _RootScope()
 
 
 def current() -> CancelScope:
-    """Return the scope of this context; one that never ends if none was set."""
+    """Return the scope of this context. If none was set, return one that never ends."""
     return _current.get(_ROOT)
 
 

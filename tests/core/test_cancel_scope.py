@@ -1,4 +1,4 @@
-"""Cancel scopes: what ends an enclosing scope ends the nested ones, and wakes everything that waits in them, once."""
+"""Cancel scopes: cancelling a scope cancels all nested scopes and calls each registered callback once."""
 
 from __future__ import annotations
 
