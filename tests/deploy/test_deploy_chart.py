@@ -129,7 +129,7 @@ def test_the_claim_has_room_for_the_index() -> None:
         (claim,) = metadata["spec"]["volumeClaimTemplates"]
         size = claim["spec"]["resources"]["requests"]["storage"]
         assert size.endswith("Gi")
-        assert int(size.removesuffix("Gi")) << 30 > chart_daemon(metadata).config.metadata.index_size
+        assert int(size.removesuffix("Gi")) << 30 > chart_daemon(metadata).config.metadata.index_size_bytes
 
 
 def test_tls_reaches_every_process_and_its_probes() -> None:

@@ -25,9 +25,9 @@ from typing import Literal, NamedTuple, get_args
 from kvclient.hbm.parts import PoolParts
 from kvclient.memory.device_buffer import Stuck
 from kvclient.memory.engine_pool import StoredVolume
+from kvstore.config.node import MountSection
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
-from kvstore.node.config import MountConfig
 from kvstore.node.loads.mounts import Answers, Mount
 from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import Slot
@@ -171,7 +171,7 @@ class NodeDisks:
                     return
             if kvikio is not None:
                 self._register(kvikio)
-            config = MountConfig(volume.volume_id, volume.path)
+            config = MountSection(volume=volume.volume_id, path=volume.path)
             mount = Mount(
                 config,
                 io_threads=self._in_flight,
