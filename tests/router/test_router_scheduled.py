@@ -53,7 +53,7 @@ async def scheduler(store: LocalCluster) -> AsyncIterator[Scheduler]:
 
 
 def scheduled(store: LocalCluster, **config: Any) -> dict[str, Any]:
-    return {"policy": "scheduler", "metadata": store.metadata_address, "health": QUICK, **config}
+    return {"policy": "scheduler", "metadata": store.metadata_address, **QUICK, **config}
 
 
 async def known(router: Bed, scheduler: Scheduler, engines: int) -> None:
