@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import Life, PrefixIndex, ReplicaRun
-from kvstore.testing.index_model import Chain, IndexModel
+from kvstore.testing.index.model import Chain, IndexModel
 
 LENGTH = 24
 _ONE, _OTHER = NamespaceId(b"1" * 16), NamespaceId(b"2" * 16)

@@ -1,4 +1,4 @@
-"""Conformance suite of ``PrefixIndex``: a backend exists only when it passes this, and the machines of ``index_machine``.
+"""Conformance suite of ``PrefixIndex``: a backend exists only when it passes this, and the machines of ``state_machine``.
 
 Subclass it in a test module of your own and give it ``open_index``; say by the class attributes what the backend can do::
 
@@ -23,8 +23,8 @@ from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import IndexedBlock, Life, LifeInfo, PrefixHit, PrefixIndex, Removed, ReplicaRun
-from kvstore.testing.index_model import Chain, IndexModel
-from kvstore.testing.index_process import IndexProcess
+from kvstore.testing.index.model import Chain, IndexModel
+from kvstore.testing.index.process import IndexProcess
 
 NAMESPACE = NamespaceId(b"n" * 16)
 CHAIN = Chain.of(NAMESPACE, range(100))
