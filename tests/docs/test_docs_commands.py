@@ -31,7 +31,9 @@ SHOWN = ("mermaid", "toml", "python")
 
 def has_commands(page: Path) -> bool:
     """Whether a reader of the page runs something that the tests can run."""
-    return any(fence.language == "sh" and not fence.title.startswith(NOT_RUN) for fence in fences(page.read_text(encoding="utf-8")))
+    return any(
+        fence.language == "sh" and not fence.title.startswith(NOT_RUN) for fence in fences(page.read_text(encoding="utf-8"))
+    )
 
 
 FOLLOWED = [page for page in ALL if has_commands(page)]
