@@ -32,7 +32,11 @@ _DIRECTIVE: Final = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
 _DESCRIBED: Final = (
     "kvstore/__init__.py",
     "kvstore/core",
-    *(f"clients/kvclient/{name}" for name in ("*.py", "device", "events", "hbm", "load", "memory", "nodes", "scheduling", "store")),
+    "kvstore/process",
+    *(
+        f"clients/kvclient/{name}"
+        for name in ("*.py", "device", "events", "hbm", "load", "memory", "nodes", "scheduling", "store")
+    ),
 )
 """Packages with public names. Parsing all packages would take as long as all the rest."""
 _sources = tempfile.TemporaryDirectory(prefix="kvstore-docs-")
