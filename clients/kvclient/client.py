@@ -24,7 +24,7 @@ from kvclient.calls import Call, Caller
 from kvclient.connecting import NodeFinder, attempt, check_types, watch_servers
 from kvclient.core import Core, check_keys, check_place
 from kvclient.directory import Directory, by_roles
-from kvclient.far import ArenaWatcher, FarBlocks
+from kvclient.far import ArenaPinner, FarBlocks
 from kvclient.handoff import AwaitedPrompt, Handoff, abandon_prompt, check_transfer_id, find_decode_node
 from kvclient.hits import LoadAccounts
 from kvclient.incidents import Incidents
@@ -101,7 +101,7 @@ class KVClient:
         tls: TlsConfig | None = None,
         options: ClientOptions | None = None,
         hbm: NearPool | None = None,
-        device: ArenaWatcher | None = None,
+        device: ArenaPinner | None = None,
     ) -> Self:
         """Makes the namespace known and opens a session with the node of this host.
 
@@ -125,7 +125,7 @@ class KVClient:
         options = options or ClientOptions()
         check_types(metadata, spec, node, tls, options, hbm)
         if device is not None:
-            if not isinstance(device, ArenaWatcher):
+            if not isinstance(device, ArenaPinner):
                 raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
             device.check(spec)
         clock = MonotonicClock()

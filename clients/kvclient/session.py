@@ -19,7 +19,7 @@ from pathlib import Path
 import grpc
 
 from kvclient.arena import ClientArena
-from kvclient.far import ArenaWatcher
+from kvclient.far import ArenaPinner
 from kvclient.incidents import Incidents
 from kvclient.near import StoredVolume
 from kvclient.options import ClientOptions, Verify
@@ -233,7 +233,7 @@ class LocalNode:
         options: ClientOptions,
         incidents: Incidents,
         liveness: LivenessMonitor,
-        watcher: ArenaWatcher | None = None,
+        watcher: ArenaPinner | None = None,
     ) -> None:
         self._find = find
         self._liveness = liveness
