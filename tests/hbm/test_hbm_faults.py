@@ -156,9 +156,7 @@ def test_memory_that_is_short_for_a_moment_does_not_end_the_pool(
     assert (pool.stats()["hbm_out_of_memory_total"], pool.stats()["hbm_lost"]) == (1, 0)
 
 
-def test_a_size_that_there_is_no_memory_for_is_refused_before_blocks_leave(
-    pool: HbmPool, near: NamespaceView, below: Below
-) -> None:
+def test_pool_resize_beyond_memory_keeps_blocks(pool: HbmPool, near: NamespaceView, below: Below) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
     before = pool.usage()

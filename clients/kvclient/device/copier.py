@@ -54,8 +54,8 @@ class DeviceCopier:
 
     Args:
         cache: the engine's pages.
-        strategy: the way copies go, see ``kvclient.device.copy_strategies``; ``auto``: ``batched`` where the driver has it, else ``staged``:
-            both leave the multiprocessors to those who compute.
+        strategy: one of ``kvclient.device.copy_strategies``. ``auto`` is ``batched`` if the driver supports it, else ``staged``;
+            neither uses multiprocessors.
         fp8: store a 16-bit cache as 8-bit floats; see ``kvclient.device.fp8``. Whoever shares blocks must choose the same.
         staging_bytes: of each of four staging buffers, made when first used.
         pin: pin arenas for the device as they are mapped.
