@@ -14,7 +14,7 @@ import torch
 from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.driver import Addresses
 from kvclient.device.streams import Event
-from kvclient.far import DeviceHung, FarBlocks, Offsets, PoolMemory
+from kvclient.memory.device_buffer import DeviceHung, FarBlocks, Offsets, PoolMemory
 from kvstore.core.errors import Internal
 from kvstore.transport.layout import address_of
 

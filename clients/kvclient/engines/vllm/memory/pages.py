@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
 
 if TYPE_CHECKING:
-    from kvclient.far import ArenaPinner
+    from kvclient.memory.device_buffer import ArenaPinner
 
 LAYOUTS = "LBNHC, LBHNC, BLNHC, BLHNC"
 """Of vLLM's layouts (``VLLM_KV_CACHE_LAYOUT``) those whose pages are in one piece."""
