@@ -33,15 +33,15 @@ from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unsupported
 from kvstore.core.types import BlockKey, Outcome, VolumeId
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.stub_cuda import build_stub, with_stub
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, connect
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.stub_cuda import build_stub, with_stub
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
-from kvstore.tiers.mounted import MountedSlab
-from kvstore.tiers.slab import NvmeSlab
-from kvstore.tiers.superblock import DATA_START
+from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.superblock import DATA_START
 from support.wait import wait_until
 
 HERE = Path(__file__).parent

@@ -13,9 +13,9 @@ import pytest
 from metadata_harness import Peer, ServerProcess, chain, run_of, server_process
 
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.main import run
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect_aio
 from support.wait import wait_until_async
 

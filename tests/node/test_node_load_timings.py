@@ -17,7 +17,7 @@ from kvstore.node.loads.loader import Part
 from kvstore.node.loads.peer_waits import waiting_for
 from kvstore.node.loads.timings import LoadTimings
 from kvstore.observe.counters import Counters
-from kvstore.observe.recent import LoadRecord, RecentLoads
+from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 HOME = NodeId("n")
 

@@ -25,7 +25,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
+from kvstore.tiers.eviction.policy import make_policy
 from kvstore.transport.contract import ReadRequest
 from kvstore.transport.tcp.peer import TcpPeer
 from kvstore.transport.tcp.server import TcpServer

@@ -10,8 +10,8 @@ import pytest
 from kvstore.core.errors import CapacityExceeded
 from kvstore.node.rpc.wait_threads import WaitThreads
 from kvstore.observe.counters import Counters
-from kvstore.rpc import access
-from kvstore.rpc.tokens import Caller, Role
+from kvstore.rpc.auth import interceptor
+from kvstore.rpc.auth.tokens import Caller, Role
 
 
 def test_wait_threads_in_use_refuse_further_calls() -> None:
@@ -34,7 +34,7 @@ def test_wait_threads_tenant_limit_is_a_quarter() -> None:
     def acquire(name: str, role: Role = Role.TENANT) -> Callable[[], None]:
         """Acquire as a caller with a token."""
         context = copy_context()
-        context.run(access._caller.set, Caller(name, role))
+        context.run(interceptor._caller.set, Caller(name, role))
         return context.run(threads.acquire)
 
     acme = [acquire("acme"), acquire("acme")]

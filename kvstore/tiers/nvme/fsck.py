@@ -1,0 +1,368 @@
+"""Offline check and repair of a volume: what ``kvstore volume check`` does.
+
+Checking changes nothing: it reads every catalogued slot whole, compares headers and checksums, and looks for entries that
+overlap, lie outside or are misplaced, and for blocks whose parent is gone (*orphans*: unreachable, harmless, they age out).
+
+Repair drops what is bad from the catalog (its slot counts as free from then on) and mends what a volume cannot open without:
+
+* a slab that was cut off gets its length back (the lost blocks are bad, and are dropped);
+* damaged superblocks come back from the catalog's copy;
+* a lost, damaged or foreign catalog is moved aside and rebuilt from the slab: each slot header carries everything a catalog entry
+  holds, so the slab is scanned at every 4 KiB for the magic (slot sizes vary, and no table that could be lost with the catalog
+  is needed). A header counts only with the volume's secret uid, at the place it names, with a payload that matches all its
+  checksums: bytes that someone stored as a payload cannot pose as a block. Where two overlap, the younger generation wins. A
+  rebuilt catalog may bring back blocks that had been evicted but not yet overwritten: valid, verified content.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.core import limits
+from kvstore.core.errors import CorruptBlock, NotFound
+from kvstore.core.types import BlockKey, Outcome, VolumeId
+from kvstore.observe.counters import Counters
+from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
+from kvstore.tiers.nvme.catalog import CATALOG_FILE, Catalog, map_bytes_for
+from kvstore.tiers.nvme.slab_io import SlabFile, SlotIO
+from kvstore.tiers.nvme.slot_header import MAGIC, SlotHeader, header_bytes, pack_header, parse_header
+from kvstore.tiers.nvme.superblock import (
+    DATA_START,
+    GENERATION_BITS,
+    SUPERBLOCK_BYTES,
+    Superblock,
+    newest_superblock,
+    pack_superblock,
+)
+from kvstore.tiers.nvme.volume_open import CATALOG_FOLDER, SLAB_FILE, VolumeLock, reserve
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""``progress(done, total)``: how much was looked at; blocks of the catalog, or bytes of a scan."""
+
+_BATCH_BYTES = 32 << 20
+_SCAN_BYTES = 8 << 20
+_LARGEST_HEADER_BYTES = header_bytes(limits.MAX_LAYERS)
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What a check found, and what a repair did about it."""
+
+    path: Path
+    volume_id: VolumeId
+    capacity_bytes: int
+    blocks: int = 0
+    """Blocks looked at: catalog entries, or headers found by a scan."""
+    good: int = 0
+    bytes_read: int = 0
+    bad: dict[str, int] = field(default_factory=dict)
+    """Blocks that cannot be served, by what is wrong with them."""
+    orphans: int = 0
+    """Good blocks whose parent is not in the volume."""
+    dropped: int = 0
+    """Bad blocks taken out of the catalog."""
+    damage: list[str] = field(default_factory=list)
+    """What keeps the volume from opening, in words."""
+    mended: list[str] = field(default_factory=list)
+    """What of that was repaired."""
+
+    @property
+    def ok(self) -> bool:
+        """Nothing bad is left."""
+        return sum(self.bad.values()) == self.dropped and len(self.damage) == len(self.mended)
+
+
+def check_volume(
+    path: Path, *, repair: bool = False, progress: Progress | None = None, io_threads: int = 4, direct: bool = True
+) -> CheckReport:
+    """Checks a volume that nobody has open.
+
+    Args:
+        path: folder of the volume.
+        repair: drop what is bad, and mend what can be mended.
+        progress: told now and then.
+        io_threads: I/O requests under way at once.
+        direct: use O_DIRECT where it works.
+
+    Raises:
+        NotFound: there is no volume here.
+        Conflict: a process has it open.
+        CorruptBlock: nothing is left to tell what volume this was.
+        OSError: the file system does not answer.
+    """
+    if not (path / SLAB_FILE).exists():
+        raise NotFound("no slab of a volume here", path=path)
+    lock = VolumeLock(path)
+    try:
+        file = SlabFile(path / SLAB_FILE, io_threads=io_threads, direct=direct, writable=repair, counters=Counters())
+        try:
+            return _Check(path, file, repair, progress or _silent).run()
+        finally:
+            file.close()
+    finally:
+        lock.close()
+
+
+def _silent(_done: int, _total: int) -> None:
+    pass
+
+
+class _Check:
+    """One check under way."""
+
+    def __init__(self, path: Path, file: SlabFile, repair: bool, progress: Progress) -> None:
+        self._path = path
+        self._file = file
+        self._repair = repair
+        self._progress = progress
+        self._bad: Counter[str] = Counter()
+
+    def run(self) -> CheckReport:
+        catalog, catalog_damage = self._open_catalog()
+        try:
+            superblock, superblock_damage = self._superblock(catalog)
+            report = CheckReport(self._path, superblock.volume_id, superblock.capacity_bytes)
+            self._report = report
+            self._superblock_in_force = superblock
+            self._allocator = SlotAllocator(superblock.capacity_bytes, chunk_bytes=superblock.chunk_bytes)
+            if superblock_damage:
+                self._mend(superblock_damage, "superblock written anew from the catalog's copy", self._rewrite_superblock)
+            self._check_length()
+            if catalog is not None:
+                noted = catalog.superblock()
+                if noted is None or noted.uid != superblock.uid:
+                    catalog.close()
+                    catalog, catalog_damage = None, "the catalog belongs to another volume"
+            if catalog is not None:
+                try:
+                    self._check_catalog(catalog)
+                except CorruptBlock as error:  # a page deep within: the slab knows better than what is left
+                    catalog.close()
+                    catalog, catalog_damage = None, str(error)
+                    self._begin_again()
+            if catalog is None:
+                self._rebuild(catalog_damage)
+        finally:
+            if catalog is not None:
+                catalog.close()
+        report.bad = dict(self._bad)
+        return report
+
+    def _begin_again(self) -> None:
+        """Forgets what was learnt of blocks."""
+        self._bad.clear()
+        self._report.blocks = self._report.good = self._report.orphans = self._report.dropped = 0
+        superblock = self._superblock_in_force
+        self._allocator = SlotAllocator(superblock.capacity_bytes, chunk_bytes=superblock.chunk_bytes)
+
+    def _mend(self, damage: str, remedy: str, action: Callable[[], None]) -> None:
+        self._report.damage.append(damage)
+        if self._repair:
+            action()
+            self._report.mended.append(remedy)
+            _log.warning("volume %s: %s: %s", self._path, damage, remedy)
+
+    # ---- what a volume cannot open without ----
+    def _open_catalog(self) -> tuple[Catalog | None, str]:
+        folder = self._path / CATALOG_FOLDER
+        if not (folder / CATALOG_FILE).exists():
+            return None, "the catalog is lost"
+        try:
+            size = map_bytes_for(os.fstat(self._file.fd).st_size)
+            catalog = Catalog(folder, map_bytes=size, readonly=not self._repair)
+        except CorruptBlock as error:
+            return None, str(error)
+        try:
+            catalog.superblock()
+        except CorruptBlock as error:
+            catalog.close()
+            return None, str(error)
+        return catalog, ""
+
+    def _superblock(self, catalog: Catalog | None) -> tuple[Superblock, str]:
+        noted = catalog.superblock() if catalog is not None else None
+        try:
+            current, _ = newest_superblock(self._file.pread(0, 2 * SUPERBLOCK_BYTES))
+        except CorruptBlock as error:
+            if noted is None:
+                raise CorruptBlock(
+                    f"neither the slab nor the catalog says what volume this is: {error.message}", path=self._path
+                ) from error
+            return noted, f"no good superblock: {error.message}"
+        if noted is not None and noted.uid == current.uid and noted.epoch > current.epoch:
+            return noted, ""
+        return current, ""
+
+    def _rewrite_superblock(self) -> None:
+        page = pack_superblock(self._superblock_in_force)
+        self._file.pwrite(0, page)
+        self._file.pwrite(SUPERBLOCK_BYTES, page)
+        self._file.sync()
+
+    def _check_length(self) -> None:
+        expected = self._superblock_in_force.file_bytes
+        size = os.fstat(self._file.fd).st_size
+        if size < expected:
+            self._mend(
+                f"the slab was cut off: {size} of {expected} bytes", "length restored", lambda: reserve(self._file.fd, expected)
+            )
+
+    # ---- blocks ----
+    def _check_catalog(self, catalog: Catalog) -> None:
+        bad: list[BlockKey] = []
+        good: dict[bytes, bytes | None] = {}
+        total = len(catalog)
+        for batch in _batches(self._placed(catalog, bad)):
+            for header, matches in self._read(batch):
+                if matches:
+                    good[header.record.key] = header.record.parent
+                else:
+                    bad.append(header.record.key)
+            self._progress(self._report.blocks, total)
+        self._count(good)
+        if self._repair:
+            catalog.put_superblock(self._superblock_in_force)  # damage to the list of free pages shows only when one writes
+            if bad:
+                catalog.commit((), bad)
+                self._report.dropped = len(bad)
+
+    def _placed(self, catalog: Catalog, bad: list[BlockKey]) -> Iterator[SlotHeader]:
+        """Entries that can be; the others are counted and named in ``bad``."""
+        for key, value in catalog.entries():
+            self._report.blocks += 1
+            header = self._fitting(key, value)
+            if header is None:
+                bad.append(BlockKey(key))
+            else:
+                yield header
+
+    def _fitting(self, key: bytes, value: bytes) -> SlotHeader | None:
+        try:
+            header = parse_header(value)
+        except CorruptBlock:
+            self._bad["malformed entry"] += 1
+            return None
+        if header.record.key != key or header.volume_uid != self._superblock_in_force.uid:
+            self._bad["foreign entry"] += 1
+            return None
+        if not self._allocator.take(header.slot, header.first_chunk, header.chunks):
+            self._bad["misplaced or overlapping entry"] += 1
+            return None
+        return header
+
+    def _read(self, headers: list[SlotHeader]) -> list[tuple[SlotHeader, bool]]:
+        """Reads slots whole; whether each is what its header says. What is wrong is counted."""
+        memory = memoryview(mmap.mmap(-1, sum(header.slot.size for header in headers)))
+        slots: list[SlotIO] = []
+        at = 0
+        for header in headers:
+            record, slot = header.record, header.slot
+            payload = memory[at : at + record.shape.block_bytes]
+            packed = _repack(header)
+            slots.append(SlotIO(slot.offset, slot.size, packed, header_bytes(record.shape.layers), record, payload))
+            at += slot.size
+        self._file.read(slots, verify=True)
+        results: list[tuple[SlotHeader, bool]] = []
+        for header, io in zip(headers, slots, strict=True):
+            self._report.bytes_read += header.slot.size
+            if io.outcome is Outcome.UNAVAILABLE:
+                self._bad["cannot be read"] += 1
+            elif io.outcome is not Outcome.HIT:
+                self._bad["header or payload differs"] += 1
+            results.append((header, io.outcome is Outcome.HIT))
+        return results
+
+    def _count(self, good: dict[bytes, bytes | None]) -> None:
+        self._report.good = len(good)
+        self._report.orphans = sum(1 for parent in good.values() if parent is not None and parent not in good)
+
+    # ---- without a catalog ----
+    def _rebuild(self, damage: str) -> None:
+        found = sorted(self._scan(), key=lambda header: -header.slot.generation)
+        self._report.blocks = len(found)
+        good: dict[bytes, bytes | None] = {}
+        entries: list[tuple[BlockKey, bytes]] = []
+        for batch in _batches(iter(found)):
+            for header, matches in self._read(batch):
+                record = header.record
+                if not matches or record.key in good:
+                    continue
+                if self._allocator.take(header.slot, header.first_chunk, header.chunks):
+                    good[record.key] = record.parent
+                    entries.append((record.key, _repack(header)))
+        self._bad.clear()  # leftovers of earlier generations are no damage
+        self._count(good)
+        # both copies of the superblock may be older than the newest slot: generations must not come back
+        epoch = max([self._superblock_in_force.epoch, *(header.slot.generation >> GENERATION_BITS for header in found)]) + 1
+        self._superblock_in_force = replace(self._superblock_in_force, epoch=epoch)
+        self._mend(damage, f"catalog rebuilt from {len(entries)} slot headers", lambda: self._write_catalog(entries))
+
+    def _scan(self) -> Iterator[SlotHeader]:
+        """Every header in the slab that names this volume and its own place."""
+        uid = self._superblock_in_force.uid
+        capacity = self._superblock_in_force.capacity_bytes
+        wanted = int.from_bytes(MAGIC, "little")
+        for start in range(0, capacity, _SCAN_BYTES):
+            data = self._file.pread(DATA_START + start, min(_SCAN_BYTES, capacity - start))
+            self._report.bytes_read += len(data)
+            self._progress(start + len(data), capacity)
+            words = np.frombuffer(data, "<u8", len(data) // 8)[:: ALIGNMENT // 8]
+            for page in np.flatnonzero(words == wanted).tolist():
+                at = page * ALIGNMENT
+                piece = data[at : at + _LARGEST_HEADER_BYTES]
+                if len(piece) < _LARGEST_HEADER_BYTES:  # it may go on in the next piece
+                    piece = self._file.pread(DATA_START + start + at, _LARGEST_HEADER_BYTES)
+                try:
+                    header = parse_header(piece)
+                except CorruptBlock:
+                    continue
+                if (
+                    header.volume_uid == uid
+                    and header.slot.offset == start + at
+                    and header.slot.offset + header.slot.size <= capacity
+                ):
+                    yield header
+
+    def _write_catalog(self, entries: list[tuple[BlockKey, bytes]]) -> None:
+        folder = self._path / CATALOG_FOLDER
+        if folder.exists():
+            number = 0
+            while (aside := self._path / f"{CATALOG_FOLDER}.damaged.{number}").exists():
+                number += 1
+            folder.rename(aside)
+        folder.mkdir(mode=0o700)
+        catalog = Catalog(folder, map_bytes=map_bytes_for(self._superblock_in_force.capacity_bytes))
+        try:
+            catalog.commit(entries, ())
+            catalog.put_superblock(self._superblock_in_force)
+        finally:
+            catalog.close()
+        self._rewrite_superblock()
+
+
+def _batches(headers: Iterator[SlotHeader]) -> Iterator[list[SlotHeader]]:
+    """Headers in groups that take a bounded amount of memory to read."""
+    batch: list[SlotHeader] = []
+    size = 0
+    for header in headers:
+        if batch and size + header.slot.size > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(header)
+        size += header.slot.size
+    if batch:
+        yield batch
+
+
+def _repack(header: SlotHeader) -> bytes:
+    return pack_header(*header)
