@@ -1,4 +1,4 @@
-"""SpaceReclaimer on volumes full of blocks of another size: one place is emptied, with what must leave before it, and nothing else."""
+"""Space on volumes full of blocks of another size: one span is emptied, with the blocks that must leave before it, and no other."""
 
 from __future__ import annotations
 
