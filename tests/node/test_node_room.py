@@ -1,4 +1,4 @@
-"""Space on volumes full of blocks of another size: one span is emptied, with the blocks that must leave before it, and no other."""
+"""Space on volumes full of blocks of another size: one span is emptied, with the blocks that must leave before it."""
 
 from __future__ import annotations
 
