@@ -1,4 +1,4 @@
-"""All metrics, from the one place that declares them, in its groups."""
+"""All declared metrics, by group."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST_VALUES: Final = 12
 
 
 def pages() -> str:
-    """A table for each group.
+    """Write a table per group.
 
     Raises:
-        LookupError: a metric stands in no group.
+        LookupError: a metric belongs to no group.
     """
     parts = []
     told = 0
@@ -30,12 +30,12 @@ def pages() -> str:
         parts.append(f"## {heading}\n\n{table(('metric', 'kind', 'what it counts or shows', 'labels'), rows)}")
         told += len(found)
     if told != len(METRICS):
-        raise LookupError(f"{len(METRICS) - told} metrics of kvstore/observe/metric_definitions.py stand below no group")
+        raise LookupError(f"{len(METRICS) - told} metrics of kvstore/observe/metric_definitions.py belong to no group")
     return "\n".join(parts)
 
 
 def _groups() -> Iterator[tuple[str, list[Metric]]]:
-    """Headings among the declarations, with the metrics below each."""
+    """Yield the headings among the declarations, with the metrics below each."""
     group, found = "", list[Metric]()
     for line in inspect.getsource(names).splitlines():
         if heading := _GROUP.fullmatch(line):
