@@ -18,8 +18,8 @@ import simulate_plot
 from harness import Figure, Options, Reference
 from kvstore.engine.hardware import GPUS
 from kvstore.engine.models import model_named
+from kvstore.simulate.capacity import capacity
 from kvstore.simulate.cluster import LADDER, VARIANTS, SimConfig, uniform
-from kvstore.simulate.online import capacity
 from kvstore.simulate.result import SimResult
 from kvstore.simulate.run import simulate
 from kvstore.simulate.sessions import Session, at_once, sessions_of, thinned

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore.dualpath.compute_budget import QUOTA_S
 from kvstore.dualpath.groups import Role
-from kvstore.dualpath.quota import QUOTA_S
 from kvstore.netlab.bed import LabBed
 from kvstore.simulate.cluster import Host, Scheduling, SimConfig
 from kvstore.simulate.cluster import Variant as SimVariant

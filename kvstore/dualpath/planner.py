@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, NotFound, Unavailable
+from kvstore.dualpath.arrival_time import finish_seconds
 from kvstore.dualpath.contract import (
     LoadPlan,
     NodeState,
@@ -31,7 +32,6 @@ from kvstore.dualpath.contract import (
     Share,
     Span,
 )
-from kvstore.dualpath.predict import finish_seconds
 from kvstore.dualpath.queues import Charge, ReadQueues
 
 PLAN_LIFE_S = 60.0

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.bound import Bed, Verdict, judge
+from kvstore.dualpath.pd_ratio import Bed, Verdict, judge
 from kvstore.netlab.lab import HostSpec
 
 METADATA_HOST = "metadata"

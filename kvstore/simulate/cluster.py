@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvstore.core.errors import InvalidArgument
+from kvstore.dualpath.compute_budget import QUOTA_S
 from kvstore.dualpath.groups import Role
-from kvstore.dualpath.quota import QUOTA_S
 from kvstore.engine.hardware import Gpu
 from kvstore.engine.models import Model
 from kvstore.engine.roofline import EngineModel

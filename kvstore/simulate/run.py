@@ -20,13 +20,13 @@ from kvstore.dualpath.scheduler import SchedulerLimits
 from kvstore.dualpath.split import Split
 from kvstore.engine.roofline import Chunk
 from kvstore.simulate.cluster import Scheduling, SimConfig
-from kvstore.simulate.decode import DecodeUnit
-from kvstore.simulate.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
-from kvstore.simulate.events import EventLoop
-from kvstore.simulate.fluid import FluidNetwork
-from kvstore.simulate.job import Job, Room
-from kvstore.simulate.links import Links
-from kvstore.simulate.prefill import PrefillEngine, PrefillUnit
+from kvstore.simulate.engines.decode import DecodeUnit
+from kvstore.simulate.engines.dispatch import ByScheduler, Dispatch, TakeTurns, check_fits
+from kvstore.simulate.engines.job import Job, Room
+from kvstore.simulate.engines.prefill import PrefillEngine, PrefillUnit
+from kvstore.simulate.network.event_loop import EventLoop
+from kvstore.simulate.network.fluid import FluidNetwork
+from kvstore.simulate.network.links import Links
 from kvstore.simulate.result import SimResult, Traffic, collect
 from kvstore.simulate.sessions import Session
 

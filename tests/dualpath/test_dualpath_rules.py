@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.dualpath.bound import Bed, judge
+from kvstore.dualpath.compute_budget import Chunk, fill_batch
 from kvstore.dualpath.groups import DecodeGroups, Engine, EngineGroup, Role, assign_decode, assign_prefill, decode_watermark
-from kvstore.dualpath.quota import Chunk, fill_batch
+from kvstore.dualpath.pd_ratio import Bed, judge
 
 
 @dataclass

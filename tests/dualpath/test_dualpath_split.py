@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
+from kvstore.dualpath.arrival_time import finish_seconds
 from kvstore.dualpath.contract import NodeState, ReadRequest, ReadSide, Share
 from kvstore.dualpath.policies import POLICIES, Oracle, PrefillOnly, RoundRobin, ShorterQueue, policy_named
-from kvstore.dualpath.predict import finish_seconds
 from kvstore.dualpath.split import Split
 
 P, D, R = ReadSide.PREFILL, ReadSide.DECODE, ReadSide.RELAY

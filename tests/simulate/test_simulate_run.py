@@ -13,8 +13,8 @@ from kvstore.dualpath.groups import Role
 from kvstore.engine.hardware import GPUS
 from kvstore.engine.models import model_named
 from kvstore.engine.roofline import EngineModel
+from kvstore.simulate.capacity import capacity
 from kvstore.simulate.cluster import LADDER, POLICIES, VARIANTS, Host, SimConfig, Variant, uniform
-from kvstore.simulate.online import capacity
 from kvstore.simulate.result import SimResult
 from kvstore.simulate.run import simulate
 from kvstore.simulate.sessions import Session, Turn, arriving, at_once, sessions_of, thinned

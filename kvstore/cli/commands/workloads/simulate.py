@@ -176,8 +176,8 @@ def _list_models() -> None:
 def _simulate(options: _Options) -> None:
     from rich.console import Console
 
-    from kvstore.simulate.plot import plot, require_matplotlib
-    from kvstore.simulate.table import bound_sentence, print_results, print_sweep, sweep_json
+    from kvstore.simulate.reports.plot import plot, require_matplotlib
+    from kvstore.simulate.reports.table import bound_sentence, print_results, print_sweep, sweep_json
 
     if options.plot_file is not None:
         require_matplotlib()
@@ -216,9 +216,9 @@ def _simulate(options: _Options) -> None:
 
 def _online(options: _Options, config: SimConfig, every: int, console: Console) -> None:
     from kvstore.replay.progress import progress
+    from kvstore.simulate.capacity import MOST_RATES, Point, capacity
     from kvstore.simulate.cluster import VARIANTS
-    from kvstore.simulate.online import MOST_RATES, Point, capacity
-    from kvstore.simulate.table import print_capacity
+    from kvstore.simulate.reports.table import print_capacity
 
     found = []
     for name in options.policies:

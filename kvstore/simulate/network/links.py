@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.simulate.cluster import Host
-from kvstore.simulate.fluid import Route, route
+from kvstore.simulate.network.fluid import Route, route
 
 
 class Links:

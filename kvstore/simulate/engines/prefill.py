@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvstore.dualpath.quota import Chunk as QuotaChunk
-from kvstore.dualpath.quota import fill_batch
+from kvstore.dualpath.compute_budget import Chunk as QuotaChunk
+from kvstore.dualpath.compute_budget import fill_batch
 from kvstore.engine.roofline import Chunk, EngineModel
-from kvstore.simulate.events import EventLoop
-from kvstore.simulate.job import Job, Room
+from kvstore.simulate.engines.job import Job, Room
+from kvstore.simulate.network.event_loop import EventLoop
 
 _LOOK_AHEAD = 256
 """Waiting requests that a batch is chosen from: more never fit."""

@@ -10,8 +10,8 @@ from typing import Protocol
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.groups import Engine
 from kvstore.dualpath.scheduler import Ask, EngineReport, Scheduler, SchedulerLimits
-from kvstore.simulate.events import EventLoop
-from kvstore.simulate.job import Job
+from kvstore.simulate.engines.job import Job
+from kvstore.simulate.network.event_loop import EventLoop
 
 Paired = Callable[[Job, int, int], None]
 """Called with a job, its prefill engine and its decode engine, when it has both."""

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.dualpath.bound import Bed, judge
 from kvstore.dualpath.groups import Role
+from kvstore.dualpath.pd_ratio import Bed, judge
+from kvstore.simulate.capacity import TPOT_S, TTFT_S, Capacity
 from kvstore.simulate.cluster import SimConfig
-from kvstore.simulate.online import TPOT_S, TTFT_S, Capacity
 from kvstore.simulate.result import SimResult
 
 
