@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore.replay.progress import Report
     from kvstore.simulate.cluster import SimConfig
     from kvstore.simulate.result import SimResult
-    from kvstore.simulate.sessions import Session
+    from kvstore.simulate.sessions import AgentSession
 
 _DEFAULT_POLICIES = "prefill_only,shorter_queue,split,oracle"
 _LADDER = "ladder"
@@ -236,7 +236,7 @@ def _online(options: _Options, config: SimConfig, every: int, console: Console) 
         _write({"cluster": _name(config), "every": every, "capacity": [asdict(one) for one in found]}, options.json_file)
 
 
-def _workload(options: _Options) -> tuple[tuple[Session, ...], int, str]:
+def _workload(options: _Options) -> tuple[tuple[AgentSession, ...], int, str]:
     """Sessions that all begin at once, one turn in how many, and a name."""
     from kvstore.simulate.sessions import at_once, sessions_of, thinned
     from kvstore.workload.generator import PROFILES, AgentWorkload
@@ -254,7 +254,7 @@ def _workload(options: _Options) -> tuple[tuple[Session, ...], int, str]:
     return at_once(thinned(found, every)), every, name
 
 
-def _cluster(options: _Options, sessions: tuple[Session, ...], prefill: int | None, decode: int | None) -> SimConfig:
+def _cluster(options: _Options, sessions: tuple[AgentSession, ...], prefill: int | None, decode: int | None) -> SimConfig:
     from kvstore.engine.hardware import gpu_named
     from kvstore.engine.models import model_named
     from kvstore.simulate.cluster import uniform
@@ -289,9 +289,9 @@ def _run_all(config: SimConfig, policies: list[str]) -> list[SimResult]:
 
 
 def _name(config: SimConfig) -> str:
-    from kvstore.dualpath.groups import Role
+    from kvstore.dualpath.groups import EngineKind
 
-    return f"{len(config.of(Role.PREFILL))}P{len(config.of(Role.DECODE))}D"
+    return f"{len(config.of(EngineKind.PREFILL))}P{len(config.of(EngineKind.DECODE))}D"
 
 
 def _write(out: dict[str, object], file: Path) -> None:
