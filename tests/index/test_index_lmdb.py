@@ -55,10 +55,10 @@ class Events(Counter[str]):
 
 
 def fill(index: PrefixIndex, chains: int = 20) -> int:
-    life = begin(index)
+    volume_epoch = begin(index)
     for number in range(chains):
-        index.publish(life, [Chain.of(NAMESPACE, [number, *range(99)]).run(0, 100)], [])
-    return life
+        index.publish(volume_epoch, [Chain.of(NAMESPACE, [number, *range(99)]).run(0, 100)], [])
+    return volume_epoch
 
 
 def filled(place: Path) -> bytes:
@@ -74,9 +74,9 @@ def reopened(place: Path) -> tuple[bytes, int, Events]:
     events = Events()
     index = LmdbIndex.open(place, count=events.add)
     blocks = index.stats().blocks
-    life = begin(index)
-    index.publish(life, [CHAIN.run(0, 100)], [])
-    assert ask(index, CHAIN, {life}) == PrefixHit(100, (ReplicaRun(0, 100, life),))
+    volume_epoch = begin(index)
+    index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
+    assert ask(index, CHAIN, {volume_epoch}) == PrefixHit(100, (ReplicaRun(0, 100, volume_epoch),))
     index.close()
     return index.epoch, blocks, events
 
@@ -103,9 +103,9 @@ def test_a_look_at_every_range_reads_each_record_about_once(tmp_path: Path, monk
         return part, following
 
     index = LmdbIndex.open(tmp_path)
-    life = fill(index)
+    volume_epoch = fill(index)
     monkeypatch.setattr(LmdbIndex, "_scan", counted)
-    found = [key for key_range in range(limits.DIGEST_RANGES) for key in index.keys_in_range(life, key_range)]
+    found = [key for key_range in range(limits.DIGEST_RANGES) for key in index.keys_in_range(volume_epoch, key_range)]
     assert len(set(found)) == len(found) == index.stats().blocks > 1_000
     assert read == len(found)
     index.close()
@@ -223,14 +223,14 @@ def test_damage_that_lmdb_finds_at_work_drops_the_index_at_the_next_opening(tmp_
 def test_a_page_that_names_no_databases_any_more_is_damage(tmp_path: Path) -> None:
     told: list[int] = []
     index = LmdbIndex.open(tmp_path, on_damage=lambda: told.append(1))
-    life = begin(index)
+    volume_epoch = begin(index)
     data = tmp_path / "data.mdb"
     with data.open("r+b") as file:
         for page in range(2, data.stat().st_size // 4096):
             file.seek(page * 4096)
             file.write(struct.pack("<QHHHH", page, 0, 0x02, 16, 4096) + bytes(4080))  # a leaf, and sound, with nothing in it
     with pytest.raises(Unavailable):
-        ask(index, CHAIN, {life})
+        ask(index, CHAIN, {volume_epoch})
     assert told == [1]
     index.close()
     assert reopened(tmp_path)[2]["index_dropped_total"] == 1
@@ -281,19 +281,19 @@ def test_a_full_disk_is_an_error_and_nothing_else(tmp_path: Path) -> None:
     child = f"""
         import resource
         index = LmdbIndex.open(place)
-        life = begin(index)
+        volume_epoch = begin(index)
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
         batches = 0
         try:
             while True:
-                index.publish(life, [Chain.of(NAMESPACE, [batches, *range(999)]).run(0, 1000)], [])
+                index.publish(volume_epoch, [Chain.of(NAMESPACE, [batches, *range(999)]).run(0, 1000)], [])
                 batches += 1
         except (CapacityExceeded, Unavailable) as error:  # LMDB calls a write that was cut short an I/O error
             assert error.retryable
         for number in range(batches):
             chain = Chain.of(NAMESPACE, [number, *range(999)])
-            assert ask(index, chain, {{life}}).blocks == 1000, number
-        assert ask(index, Chain.of(NAMESPACE, [batches, *range(999)]), {{life}}).blocks == 0
+            assert ask(index, chain, {{volume_epoch}}).blocks == 1000, number
+        assert ask(index, Chain.of(NAMESPACE, [batches, *range(999)]), {{volume_epoch}}).blocks == 0
         print(batches, flush=True)
     """
     done = child_process(tmp_path, child)
@@ -322,18 +322,18 @@ def test_readers_refuse_changes_and_follow_the_writer(tmp_path: Path) -> None:
     assert not (tmp_path / "absent").exists()
     writer = IndexProcess(OPENER, tmp_path)
     reader = LmdbIndex.open(tmp_path, map_bytes=1 << 20, read_only=True)
-    life = writer.call("open_life", "v", "n", Tier.DRAM, b"b" * 16)
-    writer.call("publish", life, [CHAIN.run(0, 100)], [])
-    assert ask(reader, CHAIN, {life}).blocks == 100
+    volume_epoch = writer.call("open_volume_epoch", "v", "n", Tier.DRAM, b"b" * 16)
+    writer.call("publish", volume_epoch, [CHAIN.run(0, 100)], [])
+    assert ask(reader, CHAIN, {volume_epoch}).blocks == 100
     with pytest.raises(Unsupported):
-        reader.publish(life, [], [])
+        reader.publish(volume_epoch, [], [])
     with pytest.raises(Unsupported):
-        reader.open_life(VolumeId("v"), NodeId("n"), Tier.DRAM, b"c" * 16)  # type: ignore[arg-type]
+        reader.open_volume_epoch(VolumeId("v"), NodeId("n"), Tier.DRAM, b"c" * 16)  # type: ignore[arg-type]
     # beyond the reader's map: it follows
     for number in range(30):
-        writer.call("publish", life, [Chain.of(NAMESPACE, [number, *range(999)]).run(0, 1_000)], [])
+        writer.call("publish", volume_epoch, [Chain.of(NAMESPACE, [number, *range(999)]).run(0, 1_000)], [])
     assert reader.stats().bytes > 1 << 20
-    assert ask(reader, Chain.of(NAMESPACE, [29, *range(999)]), {life}).blocks == 1_000
+    assert ask(reader, Chain.of(NAMESPACE, [29, *range(999)]), {volume_epoch}).blocks == 1_000
     writer.close()
     assert json.loads((tmp_path / "state.json").read_text())["clean"], "readers do not stand in the way of a clean close"
     reader.close()
@@ -349,18 +349,18 @@ def test_a_damaged_file_is_no_index_for_a_reader(tmp_path: Path) -> None:
 
 def test_writers_of_two_processes_grow_the_map_in_turn(tmp_path: Path) -> None:
     ours = LmdbIndex.open(tmp_path, map_bytes=1 << 20)
-    life = begin(ours)
+    volume_epoch = begin(ours)
     theirs = IndexProcess("test_index_lmdb:open_small", tmp_path)
     for number in range(60):
         run = Chain.of(NAMESPACE, [number, *range(999)]).run(0, 1_000)
         if number // 10 % 2:
-            theirs.call("publish", life, [run], [])
+            theirs.call("publish", volume_epoch, [run], [])
         else:
-            ours.publish(life, [run], [])
+            ours.publish(volume_epoch, [run], [])
     for number in range(60):
         chain = Chain.of(NAMESPACE, [number, *range(999)])
-        assert ask(ours, chain, {life}).blocks == 1_000
-        assert theirs.call("lookup", NAMESPACE, chain.packed, {life}).blocks == 1_000
+        assert ask(ours, chain, {volume_epoch}).blocks == 1_000
+        assert theirs.call("lookup", NAMESPACE, chain.packed, {volume_epoch}).blocks == 1_000
     theirs.close()
     ours.close()
 
@@ -380,11 +380,11 @@ def test_the_last_to_close_closes_cleanly(tmp_path: Path) -> None:
 
 def test_damage_is_not_dropped_under_a_process_that_has_it_open(tmp_path: Path) -> None:
     theirs = IndexProcess(OPENER, tmp_path)
-    life = theirs.call("open_life", "v", "n", Tier.DRAM, b"b" * 16)
-    theirs.call("publish", life, [CHAIN.run(0, 100)], [])
+    volume_epoch = theirs.call("open_volume_epoch", "v", "n", Tier.DRAM, b"b" * 16)
+    theirs.call("publish", volume_epoch, [CHAIN.run(0, 100)], [])
     (tmp_path / "state.json").write_text("{}")
     ours = LmdbIndex.open(tmp_path)
-    assert ask(ours, CHAIN, {life}).blocks == 100
+    assert ask(ours, CHAIN, {volume_epoch}).blocks == 100
     ours.close()
     theirs.kill()
 
@@ -394,7 +394,7 @@ def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
     child = """
         import os
         index = LmdbIndex.open(place)
-        life = fill(index)
+        volume_epoch = fill(index)
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -404,8 +404,8 @@ def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
                 code = 0
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        index.publish(life, [CHAIN.run(0, 100)], [])
-        assert ask(index, CHAIN, {life}).blocks == 100
+        index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
+        assert ask(index, CHAIN, {volume_epoch}).blocks == 100
         index.close()
     """
     done = child_process(tmp_path, child)
@@ -416,10 +416,10 @@ def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
 def test_files_deleted_under_a_process_do_not_disturb_it(tmp_path: Path) -> None:
     events = Events()
     index = LmdbIndex.open(tmp_path / "index", count=events.add)
-    life = begin(index)
+    volume_epoch = begin(index)
     shutil.rmtree(tmp_path / "index")
-    index.publish(life, [CHAIN.run(0, 100)], [])
-    assert ask(index, CHAIN, {life}).blocks == 100
+    index.publish(volume_epoch, [CHAIN.run(0, 100)], [])
+    assert ask(index, CHAIN, {volume_epoch}).blocks == 100
     index.close()
     assert events["index_unclean_close_total"] == 1
     assert reopened(tmp_path / "index")[1] == 0
@@ -429,12 +429,12 @@ def test_files_deleted_under_a_process_do_not_disturb_it(tmp_path: Path) -> None
 def test_bytes_a_block(tmp_path: Path) -> None:
     """Random keys, one replica each, in batches as nodes send them."""
     index = LmdbIndex.open(tmp_path)
-    life = begin(index)
+    volume_epoch = begin(index)
     blocks = 100_000
     for _ in range(blocks // 1_000):
         packed = os.urandom(16_000)
         keys = tuple(BlockKey(packed[at : at + 16]) for at in range(0, 16_000, 16))
-        index.publish(life, [BlockRun(NAMESPACE, None, 0, keys)], [])
+        index.publish(volume_epoch, [BlockRun(NAMESPACE, None, 0, keys)], [])
     stats = index.stats()
     assert stats.blocks == blocks
     assert stats.bytes / blocks <= 160

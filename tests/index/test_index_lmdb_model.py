@@ -1,4 +1,4 @@
-"""The LMDB index against plain dictionaries, through random lives of nodes: see ``kvstore.testing.index_machine``."""
+"""The LMDB index against plain dictionaries, through random histories of nodes: see ``kvstore.testing.index_machine``."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.index.contract import Life, PrefixHit, ReplicaRun
+from kvstore.index.contract import PrefixHit, ReplicaRun, VolumeEpoch
 from kvstore.index.prefix import MAX_DISCOVERY_PROBES, longest_prefix
 from kvstore.index.record import Replicas
 
-ONE, TWO, THREE = Life(1), Life(2), Life(3)
+ONE, TWO, THREE = VolumeEpoch(1), VolumeEpoch(2), VolumeEpoch(3)
 
 
 def search(records: list[Replicas], ends: tuple[int, ...] = ()) -> tuple[PrefixHit, list[int]]:
@@ -25,13 +25,13 @@ def search(records: list[Replicas], ends: tuple[int, ...] = ()) -> tuple[PrefixH
     return longest_prefix(len(records), probe, ends), seen
 
 
-def records_of(length: int, runs: list[tuple[int, int, Life]]) -> list[Replicas]:
-    """Records with true claims, of runs (start, end, life)."""
+def records_of(length: int, runs: list[tuple[int, int, VolumeEpoch]]) -> list[Replicas]:
+    """Records with true claims, of runs (start, end, volume epoch)."""
     records: list[Replicas] = [{} for _ in range(length)]
-    for start, end, life in sorted(runs):
+    for start, end, volume_epoch in sorted(runs):
         for at in range(start, min(end, length)):
-            before = records[at - 1].get(life) if at else None
-            records[at][life] = at if before is None else before
+            before = records[at - 1].get(volume_epoch) if at else None
+            records[at][volume_epoch] = at if before is None else before
     return records
 
 
@@ -46,11 +46,13 @@ def test_one_volume_takes_a_logarithm_of_probes(length: int, data: st.DataObject
 
 @given(st.integers(1, 500), st.lists(st.integers(0, 500), min_size=1, max_size=5))
 def test_prefixes_of_any_number_of_volumes_are_found(length: int, ends: list[int]) -> None:
-    lives = [Life(number) for number in range(len(ends))]
-    hit, seen = search(records_of(length, [(0, end, life) for end, life in zip(ends, lives, strict=True)]))
-    clipped = {life: min(end, length) for end, life in zip(ends, lives, strict=True)}
+    volume_epochs = [VolumeEpoch(number) for number in range(len(ends))]
+    hit, seen = search(
+        records_of(length, [(0, end, volume_epoch) for end, volume_epoch in zip(ends, volume_epochs, strict=True)])
+    )
+    clipped = {volume_epoch: min(end, length) for end, volume_epoch in zip(ends, volume_epochs, strict=True)}
     assert hit.blocks == max(clipped.values())
-    assert set(hit.runs) == {ReplicaRun(0, end, life) for life, end in clipped.items() if end}
+    assert set(hit.runs) == {ReplicaRun(0, end, volume_epoch) for volume_epoch, end in clipped.items() if end}
     assert len(seen) <= 3 + (1 + len(ends)) * math.ceil(math.log2(length + 1))
 
 
@@ -60,7 +62,9 @@ def test_guesses_choose_where_to_look_and_never_what_to_answer(length: int, end:
     hit, seen = search(records, tuple(guesses))
     held = min(end, length)
     assert hit.blocks == held
-    assert set(hit.runs) == {ReplicaRun(0, count, life) for life, count in ((ONE, held), (TWO, min(end // 2, length))) if count}
+    assert set(hit.runs) == {
+        ReplicaRun(0, count, volume_epoch) for volume_epoch, count in ((ONE, held), (TWO, min(end // 2, length))) if count
+    }
     assert len(seen) == len(set(seen))
     assert len(seen) <= 3 + 2 * (math.ceil(math.log2(length + 1)) + math.ceil(math.log2(2 * len(guesses) + 1)) + 1)
 
@@ -75,15 +79,15 @@ runs_lists = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60), st.sampl
 
 
 @given(st.integers(1, 60), runs_lists)
-def test_true_claims_make_true_runs(length: int, parts: list[tuple[int, int, Life]]) -> None:
-    records = records_of(length, [(start, start + count, life) for start, count, life in parts])
+def test_true_claims_make_true_runs(length: int, parts: list[tuple[int, int, VolumeEpoch]]) -> None:
+    records = records_of(length, [(start, start + count, volume_epoch) for start, count, volume_epoch in parts])
     hit, _ = search(records)
     prefix = next((at for at, record in enumerate(records) if not record), length)
     assert hit.blocks >= prefix
     if not any(records[prefix:]):
         assert hit.blocks == prefix
     for run in hit.runs:
-        assert all(run.life in records[at] for at in range(run.start, run.start + run.count))
+        assert all(run.volume_epoch in records[at] for at in range(run.start, run.start + run.count))
     assert {at for run in hit.runs for at in range(run.start, run.start + run.count)} == set(range(hit.blocks))
 
 
@@ -92,7 +96,7 @@ def test_true_claims_make_true_runs(length: int, parts: list[tuple[int, int, Lif
     st.lists(st.integers(0, 70), max_size=6),
 )
 def test_any_claims_and_guesses_make_sound_answers(records: list[Replicas], guesses: list[int]) -> None:
-    records = [{life: min(start, at) for life, start in record.items()} for at, record in enumerate(records)]
+    records = [{volume_epoch: min(start, at) for volume_epoch, start in record.items()} for at, record in enumerate(records)]
     hit, seen = search(records, tuple(guesses))
     assert len(seen) == len(set(seen))
     prefix = next((at for at, record in enumerate(records) if not record), len(records))
@@ -101,8 +105,8 @@ def test_any_claims_and_guesses_make_sound_answers(records: list[Replicas], gues
     covered: set[int] = set()
     for run in hit.runs:
         blocks = range(run.start, run.start + run.count)
-        assert run.life in records[blocks[-1]]
-        assert all(run.life in records[at] for at in seen if at in blocks), "no run covers a probe that speaks against it"
+        assert run.volume_epoch in records[blocks[-1]]
+        assert all(run.volume_epoch in records[at] for at in seen if at in blocks), "no run covers a probe that speaks against it"
         covered.update(blocks)
     assert covered == set(range(hit.blocks))
 
@@ -110,7 +114,7 @@ def test_any_claims_and_guesses_make_sound_answers(records: list[Replicas], gues
 def test_discovery_is_bounded() -> None:
     """Each block in a volume of its own, and one that holds all: nothing but the ends of the small ones can be asked for."""
     length = 60_000
-    records: list[Replicas] = [{ONE: 0, Life(10 + at): at} for at in range(length)]
+    records: list[Replicas] = [{ONE: 0, VolumeEpoch(10 + at): at} for at in range(length)]
     hit, seen = search(records)
     assert hit.blocks == length
     assert ReplicaRun(0, length, ONE) in hit.runs
