@@ -23,7 +23,7 @@ from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, Volum
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 from peers import PeerMissingError
 from peers.fio import Fio
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import harness
 from harness import Figure, Reference, Target
-from kvstore.core import collector
 from kvstore.dualpath.contract import LoadPlan, ReadRequest
 from kvstore.dualpath.groups import Engine, Role
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.dualpath.scheduler import Ask, EngineReport, Pair, Scheduler, SchedulerLimits
+from kvstore.process import gc_tuning
 
 ENGINES_A_NODE = 8
 BLOCK_TOKENS = 64
@@ -124,7 +124,7 @@ def main() -> None:
     for cluster in clusters.values():
         for _ in range(TICKS_A_REQUEST + 2):
             cluster.tick()
-    collector.settle()  # as in the metadata server
+    gc_tuning.settle()  # as in the metadata server
     samples = harness.interleave(
         {repr(key): functools.partial(cluster.microseconds, decisions) for key, cluster in clusters.items()},
         options.repetitions,

@@ -13,7 +13,7 @@ from typing import Final
 
 from docs_site.markdown import fences
 
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 
 HOW_TO: Final = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "security.md"
 SERVER_NAME: Final = "kvstore"

@@ -11,7 +11,7 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from kvstore.rpc.io_engine import wait_in_callers_threads
+from kvstore.rpc.grpc_io_mode import wait_in_callers_threads
 
 if __name__ == "__main__":
     wait_in_callers_threads()  # as the metadata server's process does, before anything imports gRPC

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, InvalidArgument, KVStoreError, Unavailable
     from kvstore.core.keys import KeyChain, encode_extra
     from kvstore.core.spec import CacheSpec
-    from kvstore.core.tls import TlsConfig
     from kvstore.core.types import BlockKey, BlockShape, Outcome, StoreOutcome, Tier
+    from kvstore.process.tls import TlsConfig
 
 _HOMES = {
     "Assigned": "kvclient.scheduling",
@@ -73,7 +73,7 @@ _HOMES = {
     "StoreOutcome": "kvstore.core.types",
     "StoreResult": "kvclient.results",
     "Tier": "kvstore.core.types",
-    "TlsConfig": "kvstore.core.tls",
+    "TlsConfig": "kvstore.process.tls",
     "Unavailable": "kvstore.core.errors",
     "as_block_buffer": "kvclient.buffers",
     "encode_extra": "kvstore.core.keys",

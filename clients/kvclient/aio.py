@@ -19,8 +19,8 @@ from kvclient.paths import Paths
 from kvclient.results import LoadResult, Lookup, StoreResult
 from kvstore.core.keys import Tokens
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey
+from kvstore.process.tls import TlsConfig
 
 R = TypeVar("R", bound=Result)
 

@@ -48,12 +48,12 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.keys import KeyChain, Tokens
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NodeId, Outcome, StoreOutcome, pack_keys
 from kvstore.observe import tracing
 from kvstore.observe.context import named_request
 from kvstore.observe.counters import Counters
-from kvstore.observe.recent import RecentLoads
+from kvstore.observe.slow_loads import RecentLoads
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable
 
 if TYPE_CHECKING:

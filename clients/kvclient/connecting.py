@@ -12,8 +12,8 @@ from kvclient.options import ClientOptions
 from kvclient.session import local_address
 from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.transport.liveness import LivenessMonitor

@@ -21,9 +21,9 @@ from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NodeId, Tier, VolumeId
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import NO_RETRY, RetryPolicy, UnaryMethod, call, connect
 from kvstore.rpc.codec import spec_to_proto, tier_from_proto
 from kvstore.rpc.diagnosis import TIMEOUT_S, Diagnoser, Target

@@ -26,13 +26,13 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvproto.v1.common_pb2 import BlockRun as BlockRunMessage
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, KVStoreError, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import connect
 from kvstore.rpc.codec import check_id, keys_from_packed, run_from_proto, tier_from_proto, tier_to_proto
 from kvstore.rpc.errors import FailedCall, from_rpc_error
-from kvstore.rpc.tokens import Shown
 
 _log = logging.getLogger(__name__)
 

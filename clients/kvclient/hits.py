@@ -24,9 +24,9 @@ from kvstore.observe import tracing
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import MISS_REASONS, NONE, PATHS
 from kvstore.observe.metrics import event
-from kvstore.observe.names import MISS_REASONS, NONE, PATHS
-from kvstore.observe.recent import LoadRecord, RecentLoads
+from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 _limited = LimitedLog(logging.getLogger("kvclient"), interval_s=1.0)
 

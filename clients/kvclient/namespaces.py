@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvclient.operation import check_seconds
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_from_proto
-from kvstore.rpc.tokens import Shown
 
 
 def list_namespaces(

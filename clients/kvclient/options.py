@@ -9,7 +9,7 @@ from typing import Literal
 from kvclient.operation import check_seconds
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.address import check_metrics_address
-from kvstore.rpc.tokens import Shown
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.transport.nixl.agent import NEEDS_TRUST, NixlOptions
 from kvstore.transport.shaping.socket_marking import CS1
 from kvstore.transport.shaping.traffic import TrafficClass

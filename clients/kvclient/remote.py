@@ -19,7 +19,7 @@ from kvclient.results import NodeRef
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import KVStoreError, Unavailable
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.contract import BlockPeer

@@ -31,7 +31,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, KVStoreError, Unavailable
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import AioUnaryMethod, UnaryMethod, call, call_aio, connect, connect_aio
 from kvstore.transport.breaker import CircuitBreaker
 

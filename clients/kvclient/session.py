@@ -28,8 +28,8 @@ from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import DeadlineExceeded, Internal, KVStoreError, LeaseLost, NotFound, Unavailable
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import NodeId, SessionId, VolumeId
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.breaker import CircuitBreaker

@@ -15,7 +15,7 @@ from kvclient.session import Returner
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.errors import Internal, Unavailable
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.transport.liveness import LivenessMonitor, WatchedServer

@@ -37,7 +37,7 @@ from kvstore.core.errors import (
 )
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
-from kvstore.rpc.tokens import Tokens, Watched
+from kvstore.rpc.auth.tokens import Tokens, Watched
 
 OPENAPI: Final = "/v1/openapi.json"
 _ABOUT: Final = """\

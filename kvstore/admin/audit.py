@@ -14,7 +14,7 @@ from starlette.requests import Request
 from kvstore.admin.problems import Refused
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.counters import Counters
-from kvstore.rpc.tokens import Caller
+from kvstore.rpc.auth.tokens import Caller
 
 logger: Final = logging.getLogger("kvstore.audit")
 logger.setLevel(logging.INFO)  # whatever level the other logs begin at

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.in_force import InForce
-from kvstore.core.tls import TlsConfig
+from kvstore.process.effective_config import InForce
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix, stays_on_host
-from kvstore.rpc.tokens import Shown
+from kvstore.rpc.auth.tokens import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class AdminConfig:
     Args:
         listen: ``"host:port"`` (port 0: any).
         metadata: address of the metadata server.
-        tokens_file: who may do what (``kvstore.rpc.tokens``); None: whoever reaches it, which is this host alone.
+        tokens_file: who may do what (``kvstore.rpc.auth.tokens``); None: whoever reaches it, which is this host alone.
         timeout_s: of a question to the metadata server or a node.
         change_timeout_s: of a change at one of them, such as an eviction.
         max_body_bytes: of a request.

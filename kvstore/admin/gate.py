@@ -39,10 +39,10 @@ from kvstore.core.errors import (
 from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.rpc.access import too_low
 from kvstore.rpc.address import stays_on_host
+from kvstore.rpc.auth.interceptor import too_low
+from kvstore.rpc.auth.tokens import LOCAL, Caller, Role, Tokens, Watched
 from kvstore.rpc.http_server import ABORT
-from kvstore.rpc.tokens import LOCAL, Caller, Role, Tokens, Watched
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)

@@ -10,9 +10,9 @@ from kvstore.admin.app import make_app
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.upstream import Upstream
 from kvstore.observe.counters import Counters
+from kvstore.process.fd_limits import raise_limit
 from kvstore.rpc import http_server
-from kvstore.rpc.descriptors import raise_limit
-from kvstore.rpc.tokens import tokens_file
+from kvstore.rpc.auth.tokens import tokens_file
 
 NICENESS: Final = 10
 """Where an engine or a daemon of the store wants a processor that this server has, it has it at once: people can wait."""

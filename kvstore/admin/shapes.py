@@ -10,7 +10,7 @@ from kvproto.v1 import common_pb2, metadata_pb2
 from kvstore.admin import models, retention_models
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import Tier
-from kvstore.observe.faults import faults
+from kvstore.observe.fault_counters import faults
 
 _STATES: Final[Mapping[int, models.BlockStateName]] = {
     pb.BLOCK_STATE_HELD: "held",

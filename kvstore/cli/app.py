@@ -13,7 +13,7 @@ import kvstore
 from kvstore.cli.help import Command
 from kvstore.cli.show import clean
 from kvstore.core.errors import KVStoreError
-from kvstore.rpc.io_engine import wait_in_callers_threads
+from kvstore.rpc.grpc_io_mode import wait_in_callers_threads
 
 _COMMANDS = {
     "up": "kvstore.cli.up:up",

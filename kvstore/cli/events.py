@@ -16,7 +16,7 @@ from kvstore.cli.settings import tls, token
 from kvstore.core.config import Config
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import KEY_BYTES, NamespaceId, NodeId, Tier
-from kvstore.rpc.leaving import exit_now
+from kvstore.process.graceful_shutdown import exit_now
 
 if TYPE_CHECKING:
     from kvclient.events import BlockMirror, Change

@@ -15,11 +15,11 @@ from kvstore.cli.places import socket_folders
 from kvstore.cli.settings import node_config, tls
 from kvstore.core.config import Config
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, NotFound, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.doctor.local_nodes import sockets_in
 from kvstore.node.config import NodeConfig
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.diagnosis import Target
-from kvstore.rpc.tokens import Shown
 
 _ANSWER_S: Final = 2.0
 _REASON_S: Final = 1.0

@@ -14,7 +14,7 @@ from kvstore.cli.help import Command
 from kvstore.cli.options import refuse_unused, with_quiet_config
 from kvstore.cli.signals import orderly_exit
 from kvstore.core.config import Config
-from kvstore.tiers.policy import POLICY_NAMES
+from kvstore.tiers.eviction.policy import POLICY_NAMES
 
 if TYPE_CHECKING:
     from kvstore.replay.capacity import Capacity

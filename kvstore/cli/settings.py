@@ -12,13 +12,13 @@ from kvstore.cli.settled import compute_link, settle, storage_link
 from kvstore.core.config import ClientSection, Config, NodeSection, TlsSection
 from kvstore.core.config_sources import Provenance, leaves
 from kvstore.core.errors import Internal, InvalidArgument
-from kvstore.core.in_force import InForce
-from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.node.config import MountConfig, NodeConfig, NvmeConfig
 from kvstore.observe import tracing
+from kvstore.process.effective_config import InForce
+from kvstore.process.tls import TlsConfig
 from kvstore.router.config import HealthLimits, Role, RouterConfig, parse_engine
-from kvstore.rpc.tokens import Shown
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.transport.link_speed import LinkSpeed
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.transport.shaping.traffic import TrafficClass

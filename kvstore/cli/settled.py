@@ -10,8 +10,8 @@ from typing import Any
 from kvstore.cli.places import data_dir, run_dir
 from kvstore.core.config import Config, NodeSection
 from kvstore.core.config_sources import Origin, Provenance
-from kvstore.core.host_defaults import HostFacts, NodeDefaults, derive
-from kvstore.core.host_memory import huge_pages_free
+from kvstore.process.host_defaults import HostFacts, NodeDefaults, derive
+from kvstore.process.host_memory import huge_pages_free
 from kvstore.transport.link_speed import LinkSpeed, link_speed
 
 

@@ -22,7 +22,7 @@ from kvstore.cli.settings import tls, token
 from kvstore.cli.show import clean, note
 from kvstore.core.config import ClientSection, Config
 from kvstore.core.errors import DeadlineExceeded, ErrorKind, KVStoreError, Unavailable
-from kvstore.core.node_id import is_plain
+from kvstore.process.node_id import is_plain
 
 if TYPE_CHECKING:
     from kvstore.admin.checks import Checks
@@ -127,7 +127,7 @@ async def _ask(config: Config, question: Callable[[Store], Awaitable[T]]) -> T:
     from kvstore.admin.questions import Questions
     from kvstore.admin.upstream import Upstream
     from kvstore.observe.counters import Counters
-    from kvstore.rpc.tokens import Shown
+    from kvstore.rpc.auth.tokens import Shown
 
     upstream = Upstream(
         AdminConfig(

@@ -17,7 +17,7 @@ from kvstore.core.config import Config
 from kvstore.core.errors import Conflict, CorruptBlock
 
 if TYPE_CHECKING:
-    from kvstore.tiers.check import CheckReport
+    from kvstore.tiers.nvme.fsck import CheckReport
 
 
 _LOG_LINES = 10
@@ -49,7 +49,7 @@ def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json:
     from rich.console import Console
 
     from kvstore.replay.progress import progress
-    from kvstore.tiers.check import check_volume
+    from kvstore.tiers.nvme.fsck import check_volume
 
     _suggest_volumes(path)
     try:
@@ -68,8 +68,8 @@ def check(_config: Config, *, path: Path, repair: bool, buffered: bool, as_json:
 
 def _in_use(path: Path) -> str | None:
     """Who has a volume open, and how it is checked meanwhile; None: that cannot be found out."""
-    from kvstore.tiers.slab_open import LOCK_FILE, SLAB_FILE
-    from kvstore.tiers.superblock import SUPERBLOCK_BYTES, newest_superblock
+    from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
+    from kvstore.tiers.nvme.volume_open import LOCK_FILE, SLAB_FILE
 
     try:
         with (path / SLAB_FILE).open("rb") as file:
@@ -88,7 +88,7 @@ def _in_use(path: Path) -> str | None:
 
 def _suggest_volumes(path: Path) -> None:
     """Refuses a data folder of ``kvstore up``, which is no volume, and names the volumes in it."""
-    from kvstore.tiers.slab_open import SLAB_FILE
+    from kvstore.tiers.nvme.volume_open import SLAB_FILE
 
     if (path / SLAB_FILE).exists():
         return

@@ -23,7 +23,7 @@ from kvstore.core.config_values import (
     parse_mount,
     parse_volume,
 )
-from kvstore.core.node_id import check_node_id
+from kvstore.process.node_id import check_node_id
 
 DEFAULT_METADATA_ADDRESS = "127.0.0.1:7400"
 MIN_LEASE_MS = 250

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator
 
-from kvstore.core.host_memory import memory_total
+from kvstore.process.host_memory import memory_total
 
 _SIZE_UNITS: Final = {
     "": 1,

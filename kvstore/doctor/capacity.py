@@ -6,9 +6,9 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
-from kvstore.core.sizing import NODE_BYTES_PER_BLOCK, index_memory, most_blocks
 from kvstore.doctor.facts import Facts, Section, Wanted, WantedVolume
 from kvstore.doctor.levels import Finding, Level, show_size, whole
+from kvstore.process.memory_sizing import NODE_BYTES_PER_BLOCK, index_memory, most_blocks
 
 LARGE_ARENA = 32 << 30
 """Above this size, huge pages and NUMA placement matter."""

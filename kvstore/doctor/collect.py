@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from kvstore.doctor.facts import Facts, Section, Wanted
-from kvstore.observe.bounded_run import run_bounded
+from kvstore.process.run_with_timeout import run_bounded
 
 PROBE_S = 10.0
 GDS_S = 30.0

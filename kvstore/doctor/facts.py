@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.core.sizing import USUAL_BLOCK_BYTES
+from kvstore.process.memory_sizing import USUAL_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)

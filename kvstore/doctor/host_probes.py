@@ -20,9 +20,9 @@ from importlib import metadata
 from pathlib import Path
 
 from kvstore.core.errors import CorruptBlock
-from kvstore.core.host_memory import memory_available, memory_total
+from kvstore.process.host_memory import memory_available, memory_total
 from kvstore.tiers.io_engines.probe import SLAB_FILE, nvidia_cards
-from kvstore.tiers.superblock import SUPERBLOCK_BYTES, newest_superblock
+from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, newest_superblock
 
 PACKAGES = (
     "kvstore-dualpath", "numpy", "grpcio", "lmdb", "protobuf", "pydantic", "xxhash", "zstandard", "rich", "click", "torch",

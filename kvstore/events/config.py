@@ -10,10 +10,10 @@ from typing import Final, Literal
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import NamespaceId, NodeId, Tier
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, check_metrics_address, stays_on_host
-from kvstore.rpc.tokens import Shown
+from kvstore.rpc.auth.tokens import Shown
 
 _ENDPOINT: Final = re.compile(r"(?P<kind>tcp|ipc)://(?P<rest>.+)")
 

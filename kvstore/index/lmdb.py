@@ -52,7 +52,7 @@ from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import ChainEnds
-from kvstore.observe.failing import Failing
+from kvstore.observe.failure_tracker import Failing
 from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)

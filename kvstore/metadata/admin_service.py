@@ -13,7 +13,6 @@ from kvproto.v1 import admin_pb2_grpc
 from kvproto.v1.common_pb2 import BANDWIDTH_SOURCE_UNSPECIFIED, BandwidthSource, CacheSpec
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
-from kvstore.core.in_force import InForce
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import NamespaceId
 from kvstore.dualpath.contract import LoadPlan, NodeState, PlanUnderWay
@@ -27,6 +26,7 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.retention.policies import RetentionOrders
 from kvstore.metadata.retention.settings_store import OrdersFile
 from kvstore.metadata.scheduling.planner_service import SIDES, Planning
+from kvstore.process.effective_config import InForce
 from kvstore.rpc.codec import check_id, keys_from_packed
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["MetadataAdmin"].full_name

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.in_force import InForce
-from kvstore.core.tls import TlsConfig
+from kvstore.process.effective_config import InForce
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, check_metrics_address, is_unix, stays_on_host
 
 _MAX_WORKERS = 64
@@ -35,7 +35,7 @@ class MetadataConfig:
         request_ttl_ms: requests are forgotten so long after they came, if engines never said that they are done.
         max_requests: requests that wait or are under way; one more is refused.
         workers: server processes that share the port and the index.
-        tokens_file: who may call what (``kvstore.rpc.tokens``); None: whoever reaches it.
+        tokens_file: who may call what (``kvstore.rpc.auth.tokens``); None: whoever reaches it.
         stop_grace_ms: how long calls under way may take when it ends.
         events_bytes: the most memory that past block events may take; it bounds how far a subscriber may fall behind.
         max_subscribers: to block events, at once; one more is refused.

@@ -22,16 +22,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from kvstore.core import collector
 from kvstore.core.errors import Unavailable
 from kvstore.core.types import NamespaceId
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
+from kvstore.process import gc_tuning
+from kvstore.process.fd_limits import raise_limit
+from kvstore.process.graceful_shutdown import SIGNALS, Leaving, Wishes, exit_now
 from kvstore.rpc.address import cannot_listen
-from kvstore.rpc.descriptors import raise_limit
-from kvstore.rpc.leaving import SIGNALS, Leaving, Wishes, exit_now
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ async def _serve(config: MetadataConfig, worker: int, announcer: _Announcer, par
             logger.critical("the index is damaged: it is dropped and made anew", exc_info=True)
             server = MetadataServer(config, worker=worker, counters=counters, namespaces=namespaces)
             address = await server.start()
-        collector.settle()
+        gc_tuning.settle()
         announcer.ready(address, server.metrics_address)
         await _first_of(leave, server.damaged)
         namespaces = server.kept_namespaces

@@ -32,8 +32,8 @@ from kvstore.metadata.service import SERVICE_NAME, MetadataService, Parts, add_t
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
 from kvstore.observe.http import MetricsServer, serve
+from kvstore.rpc.auth.tokens import tokens_file
 from kvstore.rpc.server import BoundServer, build_aio_server
-from kvstore.rpc.tokens import tokens_file
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from kvproto.v1.common_pb2 import CacheSpec, NodeInfo
 from kvproto.v1.metadata_pb2_grpc import add_MetadataServicer_to_server
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unsupported
-from kvstore.core.node_id import check_node_id
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
 from kvstore.metadata.events.event_log import BlockFeed
@@ -34,9 +33,10 @@ from kvstore.metadata.retention.tenants import Tenants
 from kvstore.metadata.scheduling.planner_service import Planning
 from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, Scheduling
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import confine, host_of_peer, tenant
+from kvstore.process.node_id import check_node_id
+from kvstore.rpc.auth.interceptor import confine, host_of_peer, tenant
+from kvstore.rpc.auth.tenant_limits import Shares
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
-from kvstore.rpc.shares import Shares
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
 MISSED_BEATS: Final = 3

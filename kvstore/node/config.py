@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.in_force import InForce
-from kvstore.core.node_id import check_node_id
-from kvstore.core.tls import TlsConfig
+from kvstore.process.effective_config import InForce
+from kvstore.process.node_id import check_node_id
+from kvstore.process.tls import TlsConfig
 from kvstore.tiers.io_engines.probe import GdsMode
 from kvstore.transport.nixl.agent import NEEDS_TRUST, NixlOptions
 from kvstore.transport.shaping.traffic import TrafficClass
@@ -118,7 +118,7 @@ class NodeConfig:
     move_window_bytes: int = 32 << 20
     """Bytes that others pull from it at once."""
     tokens_file: Path | None = None
-    """Who may call what (``kvstore.rpc.tokens``); None: whoever reaches it."""
+    """Who may call what (``kvstore.rpc.auth.tokens``); None: whoever reaches it."""
     token_file: Path | None = None
     """The token that it shows to the metadata server and other nodes; None: none."""
     tls: TlsConfig | None = None

@@ -59,20 +59,20 @@ from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
-from kvstore.observe.failing import Failing
+from kvstore.observe.failure_tracker import Failing
 from kvstore.observe.http import MetricsServer, serve
-from kvstore.observe.recent import RecentLoads
+from kvstore.observe.slow_loads import RecentLoads
 from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
+from kvstore.rpc.auth.tokens import Shown, tokens_file
 from kvstore.rpc.client import call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.health_probe import HealthProbe
 from kvstore.rpc.server import METADATA_SERVICE, BoundServer, build_aio_server
-from kvstore.rpc.tokens import Shown, tokens_file
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
+from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.io_engines.probe import choose_gds
-from kvstore.tiers.policy import make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.transport.addresses import parse_address
 from kvstore.transport.contract import BlockPeer
 from kvstore.transport.liveness import LivenessMonitor

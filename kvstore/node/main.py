@@ -7,8 +7,8 @@ import asyncio
 from kvstore.node.config import NodeConfig
 from kvstore.node.daemon import NodeDaemon
 from kvstore.observe import tracing
-from kvstore.rpc.descriptors import raise_limit
-from kvstore.rpc.leaving import Leaving, exit_now
+from kvstore.process.fd_limits import raise_limit
+from kvstore.process.graceful_shutdown import Leaving, exit_now
 
 
 def run(config: NodeConfig) -> None:

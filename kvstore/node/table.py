@@ -37,7 +37,7 @@ from kvstore.node.state.model import Block, Claim, Home, Prepared, Recent, Vigil
 from kvstore.node.state.namespaces import Domain
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
-from kvstore.tiers.policy import LruPolicy
+from kvstore.tiers.eviction.policy import LruPolicy
 
 PIECE_BLOCKS = 64
 """Room is made for so many blocks at a time: large enough for contiguous slots, small enough to grant what there is."""

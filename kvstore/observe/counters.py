@@ -1,7 +1,7 @@
 """Counters: one thread-safe registry a process.
 
-A fallback, a drop, a quarantine: whatever makes the store do less than asked is counted, so that it can be seen. What may be
-counted is declared in ``kvstore.observe.names``; totals are what ``GetStats``, ``GetNodeStats`` and ``/metrics`` show.
+Count whatever makes the store do less than it was asked for: fallbacks, drops, quarantined blocks. Every counter is declared in
+``kvstore.observe.metric_definitions``. ``GetStats``, ``GetNodeStats`` and ``/metrics`` return the totals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Totals(dict[str, int]):
 
 def _undeclared(name: str) -> None:
     if strict:
-        raise AssertionError(f"{name} is counted and not declared in kvstore/observe/names.py")
+        raise AssertionError(f"{name} is counted and not declared in kvstore/observe/metric_definitions.py")
     log.error("%s is counted under no declared name", name)
 
 

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvstore.observe.counters import Counters, HistogramTotals
+from kvstore.observe.metric_definitions import CONSTANT_LABELS, SHOWN_AT_ZERO
 from kvstore.observe.metrics import EVENTS, METRICS, PREFIX, Kind, Metric, check_sample
-from kvstore.observe.names import CONSTANT_LABELS, SHOWN_AT_ZERO
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a metric is, and which exist: each name that is counted or shown is declared in ``kvstore.observe.names``.
+"""What a metric is, and which exist: each name that is counted or shown is declared in ``kvstore.observe.metric_definitions``.
 
 Code counts *events*: plain names, so that counting is one dictionary entry. A metric shows one event, or several that differ in
 a label: ``client_hit_local_dram_blocks_total`` is shown as ``kvstore_client_hit_blocks_total{path="local",tier="dram"}``. Labels
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from kvstore.observe.names import DECLARED, LATENCY_BUCKETS_S
+from kvstore.observe.metric_definitions import DECLARED, LATENCY_BUCKETS_S
 
 PREFIX: Final = "kvstore_"
 """What every exposed name begins with."""

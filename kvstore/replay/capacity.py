@@ -10,7 +10,7 @@ from kvstore.core.config_values import format_size, parse_size
 from kvstore.core.errors import CapacityExceeded, InvalidArgument
 from kvstore.core.types import BlockShape
 from kvstore.tiers.allocator import round_up
-from kvstore.tiers.header import slot_bytes
+from kvstore.tiers.nvme.slot_header import slot_bytes
 
 _SLACK = 1.15
 """Room is cut into spans of slots, of which a sixteenth may be lost at each end."""

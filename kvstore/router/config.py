@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, stays_on_host
 
 MAX_ENGINES: Final = 1_024

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from kvclient import AsyncSchedulerClient, ClientOptions
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe.counters import Counters
+from kvstore.process.fd_limits import raise_limit
 from kvstore.router.app.routes import make_app, malformed
 from kvstore.router.config import RouterConfig
 from kvstore.router.context import RouterContext
@@ -28,7 +29,6 @@ from kvstore.router.prompts.prefix_memory import PrefixMemory
 from kvstore.router.prompts.prompt_facts import PromptReader
 from kvstore.router.proxy.upstream import Upstream
 from kvstore.rpc import http_server
-from kvstore.rpc.descriptors import raise_limit
 from kvstore.rpc.http_server import bind
 
 MEMORY_PIECES: Final = 65_536

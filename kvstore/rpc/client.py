@@ -25,13 +25,13 @@ import grpc.aio
 
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument, KVStoreError, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.context import outgoing
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix
+from kvstore.rpc.auth.channel import ShowingChannel, shows_token
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.errors import FailedCall, from_rpc_error
-from kvstore.rpc.showing import ShowingChannel, shows_token
 from kvstore.rpc.tls import channel_credentials
-from kvstore.rpc.tokens import Shown
 
 _Request = TypeVar("_Request", contravariant=True)
 _Response = TypeVar("_Response", covariant=True)
@@ -106,7 +106,7 @@ def connect(
         address: ``"host:port"`` or ``"unix:/path"``.
         tls: this side's identity and whom it trusts; None: plain text. Unix sockets are always plain.
         token: shown with every call; None: nothing is.
-        node_id: of the node that calls, sent with every call (``kvstore.rpc.access``); None: no node calls.
+        node_id: of the node that calls, sent with every call (``kvstore.rpc.auth.interceptor``); None: no node calls.
         max_message_bytes: longest request and response.
         own_connection: use a connection of its own instead of the process's one to that address, so that several
             channels spread over the processes behind one port.

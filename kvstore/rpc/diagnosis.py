@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unauthenticated, Unavailable
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix
-from kvstore.rpc.tokens import Shown
+from kvstore.rpc.auth.tokens import Shown
 
 TIMEOUT_S: Final = 2.0
 """For all connections of one diagnosis together."""

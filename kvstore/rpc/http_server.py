@@ -23,7 +23,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import cannot_listen
 
 logger = logging.getLogger(__name__)

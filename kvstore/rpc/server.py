@@ -22,19 +22,19 @@ from grpc_reflection.v1alpha import reflection
 
 from kvstore.core import limits
 from kvstore.core.errors import Internal, KVStoreError
-from kvstore.core.tls import TlsConfig
 from kvstore.observe import context as request_context
 from kvstore.observe import tracing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metrics import EVENTS
-from kvstore.rpc.access import Doorkeeper, RefusedNode
+from kvstore.process.fd_limits import connections_allowed
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import cannot_listen, check_address, is_unix
-from kvstore.rpc.descriptors import connections_allowed
+from kvstore.rpc.auth.interceptor import Doorkeeper, RefusedNode
+from kvstore.rpc.auth.tokens import Tokens, Watched
 from kvstore.rpc.errors import abort_arguments
-from kvstore.rpc.requests import UnreadableRequest, check_read, reading
+from kvstore.rpc.request_decoding import UnreadableRequest, check_read, reading
 from kvstore.rpc.tls import server_credentials
 from kvstore.rpc.tls_connections import TlsConnections
-from kvstore.rpc.tokens import Tokens, Watched
 
 logger = logging.getLogger(__name__)
 limited = LimitedLog(logger)
@@ -247,7 +247,7 @@ async def build_aio_server(
         services: full names of the services, for health and reflection.
         counters: where errors are counted.
         tls: identity for the TCP addresses; unix sockets stay plain, file permission guards them.
-        tokens: who may do what (``kvstore.rpc.access``), over unix sockets too; None: whoever reaches an address.
+        tokens: who may do what (``kvstore.rpc.auth.interceptor``), over unix sockets too; None: whoever reaches an address.
         on_refused_node: told of calls refused for their token that claim to come from a node; None: nobody is.
         reuse_port: let several processes bind one port, the kernel spreads connections over them.
         max_message_bytes: longest request and response.

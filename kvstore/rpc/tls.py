@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 
 
 def server_credentials(tls: TlsConfig, begun: Callable[[], None]) -> grpc.ServerCredentials:

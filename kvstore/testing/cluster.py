@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
-from kvstore.core.node_id import check_node_id
+from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
 from kvstore.testing.children import Children, Launcher
 from kvstore.testing.scratch import ScratchFolder

@@ -19,7 +19,7 @@ import grpc
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.errors import KVStoreError
-from kvstore.core.node_id import check_node_id
+from kvstore.process.node_id import check_node_id
 from kvstore.rpc.client import call
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.connector_kit import StoreAddress

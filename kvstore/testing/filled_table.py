@@ -21,8 +21,8 @@ from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, Vacancy, VolumeUsage
-from kvstore.tiers.header import slot_bytes
-from kvstore.tiers.policy import make_policy
+from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slot_header import slot_bytes
 
 DRAM, NVME = VolumeId("table/dram"), VolumeId("table/nvme0")
 DEADLINE_S = 60.0

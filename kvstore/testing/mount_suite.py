@@ -21,7 +21,7 @@ import pytest
 from kvstore.core.types import BlockShape, NamespaceId, Outcome
 from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload, empty_memory, items_for
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
-from kvstore.tiers.mounted import MountedSlab
+from kvstore.tiers.nvme.mounted import MountedSlab
 
 Held = dict[int, tuple[Slot, BlockRecord]]
 

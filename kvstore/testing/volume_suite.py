@@ -25,7 +25,7 @@ from kvstore.core import checksum
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome
 from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Volume
-from kvstore.tiers.header import seal_of
+from kvstore.tiers.nvme.slot_header import seal_of
 
 NAMESPACE = NamespaceId(b"volume-suite-ns.")
 SHAPES = (BlockShape(1, 4096), BlockShape(4, 1000), BlockShape(2, 65536), BlockShape(3, 40_961))

@@ -22,12 +22,12 @@ import numpy as np
 
 from kvstore.core import checksum
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
-from kvstore.core.host_memory import memory_total
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.process.host_memory import memory_total
 from kvstore.tiers.allocator import SlotAllocator
 from kvstore.tiers.contract import BlockRecord, MappedVolume, Slot, Vacancy, VolumeUsage
-from kvstore.tiers.header import check_shape
+from kvstore.tiers.nvme.slot_header import check_shape
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.tls import TlsConfig
+from kvstore.process.tls import TlsConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from docs_site.markdown import code, plain, table
-from kvstore.observe import names
+from kvstore.observe import metric_definitions as names
 from kvstore.observe.metrics import METRICS, PREFIX, Limit, Metric
 
 _GROUP: Final = re.compile(r"    # -+ (.+)")
@@ -30,7 +30,7 @@ def pages() -> str:
         parts.append(f"## {heading}\n\n{table(('metric', 'kind', 'what it counts or shows', 'labels'), rows)}")
         told += len(found)
     if told != len(METRICS):
-        raise LookupError(f"{len(METRICS) - told} metrics of kvstore/observe/names.py stand below no group")
+        raise LookupError(f"{len(METRICS) - told} metrics of kvstore/observe/metric_definitions.py stand below no group")
     return "\n".join(parts)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from click.testing import CliRunner
 from kvclient import CacheSpec, KVClient
 from kvstore.cli.app import root
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 WAIT_S = 30.0
 SPEC = CacheSpec(model="checked", block_tokens=16, layers=4, layer_block_bytes=16384)
@@ -49,7 +49,7 @@ class Store:
             os.fsync(file.fileno())
 
     def ended(self) -> Any:
-        until(lambda: self.http.get(CHECK)["state"] not in ("waiting", "running"), "the check ends")
+        wait_until(lambda: self.http.get(CHECK)["state"] not in ("waiting", "running"), "the check ends")
         return self.http.get(CHECK)
 
     def command(self, *arguments: str, code: int = 0) -> str:
@@ -58,13 +58,6 @@ class Store:
         done = CliRunner().invoke(root, given)
         assert done.exit_code == code, (arguments, done.output, done.exception)
         return done.stdout
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +95,9 @@ def test_damage_is_found_taken_out_and_written_anew_where_dram_has_it(store: Sto
     assert (found["good_blocks"], found["bad_blocks"], found["rewritten_blocks"]) == (2 * BLOCKS - 2, 2, 1)
     assert found["checked_bytes"] == 2 * BLOCKS * SPEC.block_bytes
     assert store.http.get("/v1/volumes/a/nvme0")["quarantined_blocks"] == 2
-    until(lambda: store.http.get("/v1/nodes/a")["process"]["write_behind_waiting_blocks"] == 0, "the one in DRAM is written anew")
+    wait_until(
+        lambda: store.http.get("/v1/nodes/a")["process"]["write_behind_waiting_blocks"] == 0, "the one in DRAM is written anew"
+    )
     store.http.post(CHECK, {}, 202)
     again = store.ended()
     assert (again["blocks"], again["good_blocks"], again["bad_blocks"]) == (2 * BLOCKS - 1, 2 * BLOCKS - 1, 0)
@@ -129,7 +124,7 @@ def test_the_command_waits_and_says_by_its_exit_code_what_it_found(store: Store)
 
 def test_a_check_is_slow_if_asked_and_can_be_called_off(store: Store) -> None:
     store.command("--rate", "1")
-    until(lambda: store.http.get(CHECK)["checked_blocks"] > 0, "it has read once")
+    wait_until(lambda: store.http.get(CHECK)["checked_blocks"] > 0, "it has read once")
     assert store.http.get(CHECK)["state"] == "running"
     store.http.post(CHECK, {}, 409)
     store.command("--wait", code=3)
@@ -143,5 +138,7 @@ def test_nothing_of_a_check_outlives_its_node(store: Store) -> None:
     """The last one: it starts the node again."""
     store.cluster.stop("a")
     store.cluster.start_node("a")
-    until(lambda: store.http.ask("GET", CHECK).status == 200 and store.http.get(CHECK)["state"] == "none", "the node is back")
+    wait_until(
+        lambda: store.http.ask("GET", CHECK).status == 200 and store.http.get(CHECK)["state"] == "none", "the node is back"
+    )
     assert "no check was begun" in store.command("--status")

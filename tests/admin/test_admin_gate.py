@@ -24,12 +24,12 @@ from kvstore.admin.paging import after, cursor_for, page_of
 from kvstore.admin.problems import Refused
 from kvstore.admin.upstream import Upstream
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc import http_server
-from kvstore.rpc.tokens import Role, Tokens, Watched
-from kvstore.rpc.tokens import tokens_file as watched
+from kvstore.rpc.auth.tokens import Role, Tokens, Watched
+from kvstore.rpc.auth.tokens import tokens_file as watched
 
 ALICE, BOB = "operators-token-1", "readers-token-2-x"
 NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_s=0.5)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvclient import CacheSpec, KVClient
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.rpc.client import call, connect
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 WAIT_S = 30.0
 SPEC = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096, salt=b"pepper")
@@ -48,13 +48,6 @@ class Store:
 
     def namespace(self, spec: CacheSpec = SPEC) -> str:
         return spec.namespace.hex()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -245,12 +238,12 @@ def test_a_node_is_drained_and_takes_part_again(store: Store) -> None:
     assert (store.http.get("/v1/nodes/a")["state"], store.http.get("/v1/nodes/a")["drain"]) == ("active", None)
     done = store.http.post("/v1/nodes/a/drain", {"move": False})
     assert done["drain"]["move"] is False
-    until(lambda: store.http.get("/v1/nodes/a")["state"] == "drained", "a is drained")
+    wait_until(lambda: store.http.get("/v1/nodes/a")["state"] == "drained", "a is drained")
     assert store.http.get("/v1/nodes/a")["drain"]["not_durable_blocks"] == 0
     assert store.http.post("/v1/nodes/a/undrain") == {"node_id": "a", "state": "active", "drain": None}
     store.fill(store.neighbour)
     store.http.post("/v1/nodes/b/drain", {})
-    until(lambda: store.http.get("/v1/nodes/b")["state"] == "drain_blocked", "b has nowhere to write to")
+    wait_until(lambda: store.http.get("/v1/nodes/b")["state"] == "drain_blocked", "b has nowhere to write to")
     found = store.http.get("/v1/nodes/b")["drain"]
     assert found["not_durable_blocks"] == BLOCKS
     assert found["why"]
@@ -258,7 +251,7 @@ def test_a_node_is_drained_and_takes_part_again(store: Store) -> None:
     assert "node b cannot be drained" in problem
     assert f"{BLOCKS} blocks would be lost" in problem
     store.http.post("/v1/nodes/b/undrain")
-    until(lambda: store.http.get("/v1/cluster")["health"] == "ok", "nothing is wrong any more")
+    wait_until(lambda: store.http.get("/v1/cluster")["health"] == "ok", "nothing is wrong any more")
     store.http.post("/v1/nodes/nobody/drain", {}, 404)
     store.http.post("/v1/nodes/nobody/undrain", status=404)
 
@@ -294,7 +287,7 @@ def test_a_namespace_is_evicted_and_stored_again(store: Store) -> None:
     assert store.http.get("/v1/volumes/a/nvme0")["blocks"] == 0
     done = store.http.post(f"/v1/namespaces/{store.namespace()}/invalidate")
     assert (done["complete"], done["evicted_blocks"], done["kept_blocks"], done["unreached"]) == (True, BLOCKS, 0, [])
-    until(lambda: store.engine.lookup(store.keys).hit_blocks == 0, "nothing is found")
+    wait_until(lambda: store.engine.lookup(store.keys).hit_blocks == 0, "nothing is found")
     assert store.neighbour.lookup(store.neighbour.keys(TOKENS)).hit_blocks == BLOCKS, "the other namespace has everything"
     store.fill(store.engine)
     assert store.engine.lookup(store.keys).hit_blocks == BLOCKS
@@ -309,7 +302,7 @@ def test_the_next_weights_are_another_namespace(store: Store) -> None:
     assert made["namespace_id"] == after.namespace.hex(), "what an engine with these weights computes"
     assert made["invalidated"]["complete"]
     assert store.http.get(f"/v1/namespaces/{made['namespace_id']}")["spec"]["weights_epoch"] == "next"
-    until(lambda: store.engine.lookup(store.keys).hit_blocks == 0, "the old weights' blocks are gone")
+    wait_until(lambda: store.engine.lookup(store.keys).hit_blocks == 0, "the old weights' blocks are gone")
     again = store.http.post(f"/v1/namespaces/{made['namespace_id']}/weights-epoch", {"weights_epoch": "next"}, 409)
     assert again["kind"] == "conflict"
     store.http.post(path, {"weights_epoch": "a\nb"}, 400)
@@ -354,10 +347,12 @@ def test_anti_entropy_and_a_new_index_at_once(store: Store) -> None:
         answer = store.http.ask("GET", "/v1/index")
         return answer.status == 200 and answer.etag != index.etag
 
-    until(anew, "the index has another epoch")
+    wait_until(anew, "the index has another epoch")
     store.http.post("/v1/index/rebuild", status=412, if_match=index.etag)
-    until(lambda: store.engine.lookup(store.keys).hit_blocks == BLOCKS, "the nodes told it everything")
-    until(lambda: {one["node_id"] for one in store.http.get("/v1/nodes")["items"]} == {"a", "b"}, "both nodes have registered")
+    wait_until(lambda: store.engine.lookup(store.keys).hit_blocks == BLOCKS, "the nodes told it everything")
+    wait_until(
+        lambda: {one["node_id"] for one in store.http.get("/v1/nodes")["items"]} == {"a", "b"}, "both nodes have registered"
+    )
     assert len(store.http.get("/v1/namespaces")["items"]) >= 2, "specs are kept"
 
 
@@ -377,7 +372,7 @@ def test_every_change_is_a_line_of_the_audit_log(store: Store) -> None:
 def test_a_node_that_is_silent_is_said_and_waited_for_by_nobody(store: Store) -> None:
     """The last one: it kills a node."""
     store.cluster.kill("b")
-    until(lambda: store.http.get("/v1/cluster")["nodes_silent"] == 1, "b is silent")
+    wait_until(lambda: store.http.get("/v1/cluster")["nodes_silent"] == 1, "b is silent")
     found = store.http.get("/v1/cluster")
     assert found["health"] == "degraded"
     assert "node b has not reported for" in found["problems"][0]

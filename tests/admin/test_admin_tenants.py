@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from kvstore.core.types import NamespaceId
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.retention.settings_store import OrdersFile, Rule
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 WAIT_S = 30.0
 MIB = 1 << 20
@@ -72,13 +72,6 @@ class Store:
         return [found for line in lines if (found := json.JSONDecoder().raw_decode(line)[0])["action"] == action]
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     specs = [NodeSpec(name, dram_bytes=16 * MIB, nvme_bytes=32 * MIB) for name in ("a", "b")]
@@ -97,7 +90,7 @@ def test_a_quota_holds_over_nodes_and_restarts_and_concerns_nobody_else(store: S
     http, quota = store.http, "/v1/tenants/quota?tenant=acme"
     assert store.fill(store.beta, 1, 60).durable
     assert store.fill(store.acme, 2, 60).durable
-    until(lambda: (store.tenant("acme") or {"nvme": {"held_bytes": 0}})["nvme"]["held_bytes"] == 60 * BLOCK, "usage is told")
+    wait_until(lambda: (store.tenant("acme") or {"nvme": {"held_bytes": 0}})["nvme"]["held_bytes"] == 60 * BLOCK, "usage is told")
     shown = http.ask("GET", quota)
     assert (shown.status, shown.json, shown.etag) == (
         200, {"tenant": "acme", "dram_bytes": None, "nvme_bytes": None}, '"dram=any,nvme=any"',
@@ -112,18 +105,18 @@ def test_a_quota_holds_over_nodes_and_restarts_and_concerns_nobody_else(store: S
         held = store.tenant("acme")
         return bool(held["dram"]["held_bytes"] <= 40 * BLOCK and held["nvme"]["held_bytes"] <= 40 * BLOCK)
 
-    until(within, "what is beyond it leaves")
+    wait_until(within, "what is beyond it leaves")
     assert 0 < store.hits(store.acme, 2, 60) <= 40, "the head of the prompt is still there"
     assert store.hits(store.beta, 1, 60) == 60
     for chain in range(3, 8):  # beyond it all the time, on both nodes: the newest stays, nobody sees an error
         for client in (store.acme, store.far):
             assert store.fill(client, chain, 15, durable=False).error is None
-    until(within, "both nodes together")
+    wait_until(within, "both nodes together")
     assert store.hits(store.beta, 1, 60) == 60
 
     store.cluster.stop("metadata")
     store.cluster.start_metadata()
-    until(lambda: store.http.ask("GET", quota).status == 200, "the metadata server is back")
+    wait_until(lambda: store.http.ask("GET", quota).status == 200, "the metadata server is back")
     assert http.get(quota) == {"tenant": "acme", **wanted}
     for action, count in (("tenant.quota.set", 3), ("tenant.quota.unset", 0)):
         assert len(store.audited(action)) == count
@@ -143,7 +136,7 @@ def test_a_node_that_was_started_again_keeps_to_it_before_any_engine_comes(store
         tenants = volumes["a/nvme0"]["tenants"] or []
         return sum(one["bytes"] for one in tenants if one["tenant"] == "beta")
 
-    until(lambda: 0 < held() <= 30 * BLOCK, "its volume's blocks are known for whose they are, and brought down")
+    wait_until(lambda: 0 < held() <= 30 * BLOCK, "its volume's blocks are known for whose they are, and brought down")
     assert http.ask("DELETE", quota, if_match="*").json["nvme_bytes"] is None
     assert store.tenant("beta")["nvme"]["quota_bytes"] is None
 
@@ -156,11 +149,11 @@ def test_the_same_by_command(store: Store) -> None:
     assert "dram 5.0MiB, nvme 1.0GiB" in store.command("tenants", "set", "gamma", "--dram", "5MiB")
     assert "dram any, nvme 1.0GiB" in store.command("tenants", "set", "gamma", "--dram", "any")
     assert "gamma" in store.command("tenants")
-    until(lambda: store.tenant("acme")["nvme"]["held_bytes"] > 0, "something to lose")
+    wait_until(lambda: store.tenant("acme")["nvme"]["held_bytes"] > 0, "something to lose")
     assert "say it with --yes" in store.command("tenants", "set", "acme", "--nvme", "0", code=3)
     store.command("tenants", "set", "gamma", code=2)
     store.command("tenants", "unset", "gamma")
-    until(lambda: store.tenant("gamma") is None, "what is asked again and again may be told from a moment ago")
+    wait_until(lambda: store.tenant("gamma") is None, "what is asked again and again may be told from a moment ago")
     assert "default tenant" in store.command("tenants", "set", "", "--dram", "1TiB")
     store.command("tenants", "unset", "")
 
@@ -169,7 +162,7 @@ def test_what_nobody_uses_leaves_and_what_is_pinned_stays(store: Store) -> None:
     http = store.http
     old, kept = spec_of("acme").namespace.hex(), spec_of("beta").namespace.hex()
     for client, chain in ((store.acme, 21), (store.beta, 22)):  # their node may have been started again
-        until(lambda client=client, chain=chain: store.fill(client, chain, 10).held_blocks == 10, "there is a session")  # type: ignore[misc]
+        wait_until(lambda client=client, chain=chain: store.fill(client, chain, 10).held_blocks == 10, "there is a session")  # type: ignore[misc]
     path = f"/v1/namespaces/{old}/rule"
     shown = http.ask("GET", path)
     assert (shown.json, shown.etag) == ({"namespace_id": old, "ttl_s": None, "pinned": False}, '"ttl=0,pinned=no"')
@@ -184,7 +177,7 @@ def test_what_nobody_uses_leaves_and_what_is_pinned_stays(store: Store) -> None:
     def blocks(namespace: str) -> int:
         return sum(one["blocks"] for one in http.get(f"/v1/namespaces/{namespace}/usage")["tiers"])
 
-    until(lambda: blocks(old) == 0, "nobody uses it")
+    wait_until(lambda: blocks(old) == 0, "nobody uses it")
     assert store.hits(store.beta, 22, 10) == 10
     (listed,) = [one for one in http.get("/v1/namespaces")["items"] if one["namespace_id"] == kept]
     assert (listed["ttl_s"], listed["pinned"]) == (None, True)

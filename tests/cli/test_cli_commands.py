@@ -28,7 +28,7 @@ from kvstore.cli.logs import ConsoleFormatter, JsonFormatter, StderrHandler, fir
 from kvstore.core.config import LogSection
 from kvstore.core.types import VolumeId
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 COMMANDS = [
     "up",

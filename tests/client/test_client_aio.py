@@ -67,7 +67,7 @@ async def test_a_cancelled_load_touches_nothing_afterwards(
     assert await asyncio.to_thread(copying.wait, 10)
     task.cancel()
     done, _ = await asyncio.wait((task,), timeout=0.1)
-    assert not done  # somebody is still writing
+    assert not done  # another writer has not completed
     task.cancel()  # impatience changes nothing
     done, _ = await asyncio.wait((task,), timeout=0.05)
     assert not done

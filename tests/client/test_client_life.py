@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.keys import KeyChain
 from kvstore.core.types import BlockKey
+from support.wait import wait_until
 
 MakeClient = Callable[..., KVClient]
 MakeNode = Callable[..., FakeNode]
@@ -31,14 +31,6 @@ MakeNode = Callable[..., FakeNode]
 
 def chain(spec: CacheSpec, blocks: int) -> list[BlockKey]:
     return KeyChain(spec).keys(np.arange(blocks * spec.block_tokens, dtype=np.uint32))
-
-
-def eventually(what: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Polls until something that happens in the background has happened."""
-    until_s = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < until_s
-        threading.Event().wait(0.01)
 
 
 # ---------------------------------------------------------------- connect
@@ -137,7 +129,7 @@ def test_without_the_metadata_server_lookups_miss_fast_and_local_hits_go_on(
     assert isinstance(result.error, Unavailable)
     assert np.array_equal(out, payloads(keys, spec.shape))
     metadata.start()
-    eventually(lambda: client.lookup(keys).hit_blocks == 3)
+    wait_until(lambda: client.lookup(keys).hit_blocks == 3)
 
 
 def test_a_metadata_server_that_is_back_is_let_in_at_once(
@@ -149,12 +141,12 @@ def test_a_metadata_server_that_is_back_is_let_in_at_once(
     metadata.runs = [(0, 2, near)]
     metadata.stop()
     client = make_client("auto", breaker_pause_s=3600, require_store=False)
-    eventually(lambda: "not asked again" in str(client.lookup(keys).error))
+    wait_until(lambda: "not asked again" in str(client.lookup(keys).error))
     assert client.stats()["client_session_open"] == 0
     metadata.start()
-    eventually(lambda: client.lookup(keys).hit_blocks == 2)
-    eventually(lambda: client.load(keys, bytearray(2 * spec.block_bytes)).hit_blocks == 2)
-    eventually(lambda: client.stats()["client_session_open"] == 1)
+    wait_until(lambda: client.lookup(keys).hit_blocks == 2)
+    wait_until(lambda: client.load(keys, bytearray(2 * spec.block_bytes)).hit_blocks == 2)
+    wait_until(lambda: client.stats()["client_session_open"] == 1)
 
 
 def test_a_silent_metadata_server_costs_the_deadline(
@@ -191,7 +183,7 @@ def test_a_forgotten_namespace_is_registered_again(
     metadata.stop()
     metadata.start()
     metadata.runs = [(0, 2, near)]
-    eventually(lambda: client.lookup(chain(spec, 2)).hit_blocks == 2)
+    wait_until(lambda: client.lookup(chain(spec, 2)).hit_blocks == 2)
     assert metadata.calls.count("RegisterNamespace") == 2
 
 
@@ -207,7 +199,7 @@ def test_a_restarted_node_is_found_again(spec: CacheSpec, near: FakeNode, make_c
         assert (result.hit_blocks, client.store(keys, data).held_blocks) == (0, 0)
         assert isinstance(result.error, KVStoreError)
     near.start()
-    eventually(lambda: client.store(keys, data).held_blocks == 4)
+    wait_until(lambda: client.store(keys, data).held_blocks == 4)
     out = np.zeros_like(data)
     assert client.load(keys, out).hit_blocks == 4
     assert np.array_equal(out, data)
@@ -345,6 +337,6 @@ def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
     assert isinstance(caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).error, CapacityExceeded)
     go_on.set()
     assert first.result(5).hit_blocks == 1
-    eventually(lambda: caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).hit_blocks == 1)
+    wait_until(lambda: caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).hit_blocks == 1)
     caller.close()
     assert isinstance(caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).error, Unavailable)

@@ -1,4 +1,4 @@
-"""What a store knows can be listed by whoever looks for what another engine stored."""
+"""Listing the namespaces of a store."""
 
 from __future__ import annotations
 

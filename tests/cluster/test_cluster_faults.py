@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 from load_generator import Load, Phase
-from three_hosts import POLL_S, ThreeHosts, until
+from three_hosts import POLL_S, ThreeHosts
 
 from certificates import make_certificates
+from support.wait import wait_until
 
 FAULTY = "host-2"
 FAULTY_HOST = 2
@@ -47,14 +48,14 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
 def hosts(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) -> Iterator[ThreeHosts]:
     disks = {} if small_disk is None else {FAULTY_HOST: small_disk}
     with ThreeHosts(tmp_path_factory.mktemp("three"), disks) as hosts:
-        until(lambda: well(hosts), "all is well", lambda: hosts.cli("status").output)
+        wait_until(lambda: well(hosts), lambda: f"all is well\n{hosts.cli('status').output}")
         yield hosts
 
 
 @pytest.fixture(scope="module")
 def load(hosts: ThreeHosts) -> Iterator[Load]:
     with hosts.connect(FAULTY_HOST) as local, hosts.connect(None) as remote, Load({"local": local, "remote": remote}) as load:
-        until(lambda: all(load.moved_since(0.0).values()), "both engines move bytes")
+        wait_until(lambda: all(load.moved_since(0.0).values()), "both engines move bytes")
         yield load
 
 
@@ -125,7 +126,7 @@ def run_through(
         return f"told so far: {told_s}\n{hosts.cli('status').output}\n{hosts.admin('/v1/cluster')}\n{hosts.log_tail(FAULTY)}"
 
     try:
-        until(all_told, f"told by {', '.join(told)}", said)
+        wait_until(all_told, lambda: f"told by {', '.join(told)}\n{said()}")
         while time.monotonic() - fault_s < least_s:
             time.sleep(POLL_S)
     finally:
@@ -139,9 +140,9 @@ def run_through(
         last[:] = [str(hosts.admin("/v1/cluster")[1])]
         return False
 
-    until(well_again, "all is well again", said)
+    wait_until(well_again, lambda: f"all is well again\n{said()}")
     well_s = time.monotonic()
-    until(lambda: all(load.hits_since(well_s).values()), "loads of both engines hit again", said)
+    wait_until(lambda: all(load.hits_since(well_s).values()), lambda: f"loads of both engines hit again\n{said()}")
     served_s = time.monotonic()
     while time.monotonic() - served_s < AFTER_S:
         time.sleep(POLL_S)

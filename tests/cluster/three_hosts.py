@@ -19,10 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +39,7 @@ from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.cli.app import root
 from kvstore.testing.children import Children
 from kvstore.testing.scratch import ScratchFolder
+from support.wait import wait_until
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = REPOSITORY / "docs" / "how-to" / "three-hosts.md"
@@ -195,7 +195,7 @@ class ThreeHosts:
             assert process.poll() is None, f"{name} ended:\n{self.log_tail(name)}"
             return ready.exists()
 
-        until(serves, f"{name} serves", lambda: self.log_tail(name))
+        wait_until(serves, lambda: f"{name} serves\n{self.log_tail(name)}", WAIT_S, poll_s=POLL_S)
 
     def stop(self, name: str, signal_number: signal.Signals = signal.SIGTERM) -> None:
         """Ends a daemon and waits for its end."""
@@ -285,15 +285,6 @@ class ThreeHosts:
             tls=self.files.client(),
             options=ClientOptions(token_file=self._desk / "engines.token", client_name=f"engine-{host}"),
         )
-
-
-def until(condition: Callable[[], bool], what: str, more: Callable[[], str] = str, timeout_s: float = WAIT_S) -> float:
-    """Polls until a condition holds; seconds that it took. Fails after a generous bound and says ``more``."""
-    begin_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin_s < timeout_s, f"not within {timeout_s:.0f} s: {what}\n{more()}"
-        time.sleep(POLL_S)
-    return time.monotonic() - begin_s
 
 
 def _free_ports(count: int) -> list[str]:

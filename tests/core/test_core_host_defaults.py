@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.host_defaults import MOST_GRACE_MS, HostFacts, check_bandwidth, derive
+from kvstore.process.host_defaults import MOST_GRACE_MS, HostFacts, check_bandwidth, derive
 
 MIB, GIB = 1 << 20, 1 << 30
 LAPTOP = HostFacts(cores=8, arena_bytes=GIB)

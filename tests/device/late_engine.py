@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.testing.cluster import LocalCluster
+from support.wait import wait_until
 
 BLOCK, LAYERS, PAGES = 4, 3, 24
 HEADS, CONTENT = 2, 16
@@ -31,13 +32,6 @@ NAMES = [f"l{number}" for number in range(LAYERS)]
 WAIT_S = 30.0
 STAGING = 3 * PAGE_BYTES
 """Three pages: a copy of more takes turns."""
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.001)
 
 
 def written(number: int, layer: int) -> torch.Tensor:
@@ -134,7 +128,7 @@ class Engine:
                 failed.update(answer.not_saved)
             return len(done) >= jobs
 
-        until(told, "stores end")
+        wait_until(told, "stores end")
         return failed
 
     def job(self, pages: Sequence[int], numbers: Sequence[int], *, layerwise: bool, found: int | None = None) -> LoadJob:
@@ -165,7 +159,7 @@ class Engine:
             received.update(arrivals.received)
             return bool(received)
 
-        until(told, "a load ends")
+        wait_until(told, "a load ends")
         good = [(page, number) for page, number in zip(pages, numbers, strict=True) if page not in missing]
         for layer in range(LAYERS):
             self.attend([page for page, _ in good], [number for _, number in good], layer)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from deferred import ComputingDevice, DeferredDevice, DeferredEvent
-from late_engine import LAYERS, NAMES, Engine, rows_of, until
+from late_engine import LAYERS, NAMES, Engine, rows_of
 
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.engines.vllm.memory.device_pages import DevicePages
@@ -21,6 +21,7 @@ from kvclient.engines.vllm.pd.sender import Sender
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 numbers = itertools.count()
 FIRST, SECOND, OTHER = [1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11]
@@ -169,14 +170,14 @@ def hand_over(sender: Engine, receiver: Engine) -> list[str]:
         sends.layer(NAMES[layer])
     sends.end_step(good=True)
     answers = StepAnswer()
-    until(lambda: bool(answers.merge(sends.take()) or answers.saved), "the prompt is handed over")
+    wait_until(lambda: bool(answers.merge(sends.take()) or answers.saved), "the prompt is handed over")
     assert answers.not_saved == set()
     came: set[str] = set()
-    until(lambda: bool(came.update(takes.came()[0]) or came), "the prompt is here")
+    wait_until(lambda: bool(came.update(takes.came()[0]) or came), "the prompt is here")
     receiver.step(target, [90, 91, 92, 93, 94])
     takes.take([TakeJob("r", [0], [target])])
     got: list[LoadCompletions] = []
-    until(lambda: bool(got.append(takes.arrivals()) or got[-1].received), "the prompt is copied")
+    wait_until(lambda: bool(got.append(takes.arrivals()) or got[-1].received), "the prompt is copied")
     assert got[-1].missing == set()
     for layer in range(LAYERS):
         receiver.attend(target, FIRST, layer)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from deferred import ComputingDevice, DeferredDevice, DeferredEvent, FakePinning
-from late_engine import LAYERS, NAMES, WAIT_S, Engine, until
+from late_engine import LAYERS, NAMES, WAIT_S, Engine
 
 from kvclient import CacheSpec, InvalidArgument
 from kvclient.device import copier as copier_module
@@ -27,6 +27,7 @@ from kvclient.engines.vllm.pd.sender import Sender
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvstore.core.errors import Internal
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 FIRST, OTHER = [1, 2, 3, 4, 5], [9, 10, 11, 12, 13]
 PAGES = [10, 11, 12, 13, 14]
@@ -265,10 +266,10 @@ def test_pages_of_a_request_that_is_aborted_are_free_when_its_copies_have_ended(
     engine.device.paused = True
     engine.side.begin_loads(StepPlan(chain=engine.chain, loads=[job]))
     copies = [stream for stream in engine.device.streams if stream is not engine.device.compute]  # type: ignore[attr-defined]
-    until(lambda: any(stream.work for stream in copies), "copies are on their way")
+    wait_until(lambda: any(stream.work for stream in copies), "copies are on their way")
     assert not engine.side.arrivals(StepPlan(has_tokens=True), {"r"}).received, "given up, and still written to"
     engine.device.paused = False
-    until(lambda: bool(engine.side.arrivals(StepPlan(has_tokens=True), set()).received), "the load ends")
+    wait_until(lambda: bool(engine.side.arrivals(StepPlan(has_tokens=True), set()).received), "the load ends")
     engine.step(PAGES, OTHER)
     engine.device.run_all()
     for layer in range(LAYERS):
@@ -300,7 +301,7 @@ def test_a_hand_over_whose_step_does_not_end_is_given_up(make: Callable[..., Eng
     sends = Sender(engine.pages, engine.side.place, 0.2, engine.side.tally)
     sends.begin([SendJob(1, "n", 0, None, engine.keys(FIRST), False, [PAGES])], engine.chain, engine.side.clients)
     answers = StepAnswer()
-    until(lambda: bool(answers.merge(sends.take()) or answers.saved), "the hand-over is given up")
+    wait_until(lambda: bool(answers.merge(sends.take()) or answers.saved), "the hand-over is given up")
     assert answers.not_saved == {1}
     sends.layer(NAMES[0])  # as steps go that end after all
     sends.end_step(good=True)

@@ -24,7 +24,7 @@ from kvstore.doctor.facts import Facts, Section, Wanted, WantedNixl, WantedTls, 
 from kvstore.doctor.findings import findings
 from kvstore.doctor.levels import Level
 from kvstore.doctor.local_nodes import sockets_in
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SMALL = Wanted(dram_bytes=1 << 20)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,11 +112,3 @@ def make_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
         store.close()
         for log in store.cluster.base_dir.glob("*.log"):
             print(f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-30:]))
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Polls until a condition holds; fails after a generous bound."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.02)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from conftest import Store, until
+from conftest import Store
 from kvstore.testing.cluster import NodeSpec
+from support.wait import wait_until
 
 MIB = 1 << 20
 
@@ -32,13 +33,13 @@ def test_bandwidth_is_assumed_until_volumes_are_read(make_store: Callable[..., S
     store = make_store(NodeSpec("a", dram_bytes=128 * MIB, nvme_bytes=256 * MIB))
     if "O_DIRECT" not in "".join(line for line in store.node_stats("a").io_engines if line.startswith("a/nvme0")):
         pytest.skip("no O_DIRECT on this file system: what a volume reads was NOT measured")
-    until(lambda: links(store)["storage"]["planned_source"] == "assumed", "the planner knows the node")
+    wait_until(lambda: links(store)["storage"]["planned_source"] == "assumed", "the planner knows the node")
     assert links(store)["compute"]["planned_source"] == "assumed"
     assert "planned with 3.1GB/s (assumed: nobody configured it, and nothing was measured)" in shown(store)
     engine = store.engine("a", layers=4, layer_bytes=256 << 10)
     assert engine.store("chain", 72).bytes_stored == 72 * MIB
     assert store.flush("a")
-    until(lambda: links(store)["storage"]["planned_source"] == "measured", "the volume is read")
+    wait_until(lambda: links(store)["storage"]["planned_source"] == "measured", "the volume is read")
     storage = links(store)["storage"]
     assert storage["configured_bytes_per_s"] == 0
     assert storage["planned_bytes_per_s"] > 0
@@ -48,6 +49,6 @@ def test_bandwidth_is_assumed_until_volumes_are_read(make_store: Callable[..., S
 def test_bandwidth_configured_stays_what_it_is(make_store: Callable[..., Store]) -> None:
     settings = (("storage_bandwidth", "2GB"), ("compute_bandwidth", "4GB"))
     store = make_store(NodeSpec("a", dram_bytes=16 * MIB, settings=settings))
-    until(lambda: links(store)["storage"]["planned_source"] == "configured", "the planner knows the node")
+    wait_until(lambda: links(store)["storage"]["planned_source"] == "configured", "the planner knows the node")
     assert links(store)["storage"]["planned_bytes_per_s"] == 2e9
     assert links(store)["compute"]["planned_source"] == "configured"

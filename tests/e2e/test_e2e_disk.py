@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Engine, Store, until
+from conftest import Engine, Store
 from kvclient import KVClient
 from kvstore.core.errors import Unavailable
 from kvstore.testing.cluster import NodeSpec
+from support.wait import wait_until
 
 MIB = 1 << 20
 MakeStore = Callable[..., Store]
@@ -73,7 +74,7 @@ def volume_status(store: Store) -> dict[str, object]:
 
 
 def evict_dram(store: Store) -> None:
-    until(lambda: (store.evict("a"), store.node_stats("a").tiers[0].blocks == 0)[1], "nothing is left in DRAM")
+    wait_until(lambda: (store.evict("a"), store.node_stats("a").tiers[0].blocks == 0)[1], "nothing is left in DRAM")
 
 
 def hits_from_disk(store: Store, engine: Engine, chain: str) -> int:
@@ -106,7 +107,7 @@ def test_a_node_starts_on_a_full_disk_and_writes_again_once_there_is_room(make_s
         store.cluster.kill("a")
         store.cluster.start_node("a")
     assert store.node_stats("a").counters["nvme_opened_read_only_total"] == 1
-    until(lambda: "No space" in str(volume_status(store)["read_only"]), "kvstore status shows it")
+    wait_until(lambda: "No space" in str(volume_status(store)["read_only"]), "kvstore status shows it")
     engine = store.engine("a")
     assert engine.load("kept", 8).hit_blocks == 8
     result = engine.store("more", 8, durable=True)
@@ -115,10 +116,10 @@ def test_a_node_starts_on_a_full_disk_and_writes_again_once_there_is_room(make_s
     assert store.node_stats("a").counters["write_behind_dropped_blocks_total"] >= 8
 
     filler.unlink()
-    until(lambda: store.node_stats("a").counters["nvme_resumed_total"] == 1, "it writes again by itself")
+    wait_until(lambda: store.node_stats("a").counters["nvme_resumed_total"] == 1, "it writes again by itself")
     assert engine.store("late", 8, durable=True).durable
     assert hits_from_disk(store, engine, "late") == 8
-    until(lambda: volume_status(store)["read_only"] is None, "kvstore status shows that too")
+    wait_until(lambda: volume_status(store)["read_only"] is None, "kvstore status shows that too")
     store.cluster.kill("a")
     store.cluster.start_node("a")
     engine = store.engine("a")
@@ -188,6 +189,6 @@ def test_nothing_is_durable_once_the_folder_of_the_volume_is_gone(make_store: Ma
         assert not far.store(keys, engine.room(8), durable=True).durable
     assert engine.load("more", 8).hit_blocks == 8, "stores go on into DRAM"
     assert store.node_stats("a").counters["nvme_files_gone_total"] == 1
-    until(lambda: "no longer in" in str(volume_status(store)["read_only"]), "kvstore status shows it")
+    wait_until(lambda: "no longer in" in str(volume_status(store)["read_only"]), "kvstore status shows it")
     store.evict("a")
     assert engine.load("kept", 8).hit_blocks == 8, "what the open file holds is read"

@@ -16,11 +16,12 @@ import grpc
 import numpy as np
 import pytest
 
-from conftest import Engine, Store, until
+from conftest import Engine, Store
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.types import BlockKey, Outcome, StoreOutcome
 from kvstore.replay.engine import RequestRunner, Tally
 from kvstore.testing.cluster import Daemon, NodeSpec
+from support.wait import wait_until
 
 ROOM = 64 << 20
 DRAM = 32 << 20
@@ -78,7 +79,7 @@ class Load:
     def goes_on(self, turns: int = 5) -> None:
         """Waits for so many more requests."""
         wanted = self.turns + turns
-        until(lambda: self.turns >= wanted or bool(self._failed), "requests are served")
+        wait_until(lambda: self.turns >= wanted or bool(self._failed), "requests are served")
 
     def end(self) -> Tally:
         self._stop.set()
@@ -158,10 +159,10 @@ def test_draining_under_load_brings_no_error_and_loses_nothing(make_store: MakeS
         assert state(store, "a") == "gone"
         assert all_there(engines["c"], durable)
     else:
-        until(lambda: engines["b"].client.lookup(durable[0]).hit_blocks == 0, "it took its blocks along")
+        wait_until(lambda: engines["b"].client.lookup(durable[0]).hit_blocks == 0, "it took its blocks along")
         store.cluster.start_node("a")
         assert state(store, "a") in ("DRAINING", "DRAINED"), "the order holds until it is lifted"
-        until(lambda: all_there(engines["b"], durable), "what lay there is found again")
+        wait_until(lambda: all_there(engines["b"], durable), "what lay there is found again")
         assert command(store, "undrain", "a").stdout == "a: active\n"
 
 
@@ -208,7 +209,7 @@ def test_a_client_whose_node_drains_reads_from_others_itself(make_store: MakeSto
     store.cluster.stop("metadata")
     shutil.rmtree(store.cluster.index_path)
     store.cluster.start_metadata()
-    until(lambda: state(store, "a") == "DRAINED", "the order is known again")
+    wait_until(lambda: state(store, "a") == "DRAINED", "the order is known again")
 
 
 def test_what_can_not_be_made_durable_is_said(make_store: MakeStore) -> None:
@@ -225,7 +226,7 @@ def test_what_can_not_be_made_durable_is_said(make_store: MakeStore) -> None:
     assert command(store, "drain", "memory", "--move", "--wait").returncode == 0, "others may take it"
     keys = engine.keys("x", 10)
     store.cluster.kill("memory")
-    until(lambda: not _alive(store, "memory"), "it is silent")
+    wait_until(lambda: not _alive(store, "memory"), "it is silent")
     assert all_there(other, [keys])
 
 
@@ -275,8 +276,8 @@ def test_a_rolling_restart_under_load_keeps_every_durable_block(make_store: Make
         for one in running:
             one.goes_on()
             one.end()
-    until(lambda: all_there(engines["a"], durable), "every durable block is there")
-    until(lambda: all_there(engines["b"], durable), "for everybody")
+    wait_until(lambda: all_there(engines["a"], durable), "every durable block is there")
+    wait_until(lambda: all_there(engines["b"], durable), "for everybody")
 
 
 def stop_in_order(daemon: Daemon) -> int:
@@ -290,7 +291,7 @@ def given_up(store: Store, storage: str, node: str, blocks: int) -> list[BlockKe
     engine = store.engine(node)
     store.cluster.stop(storage)
     assert engine.store("given up", blocks).count(StoreOutcome.STORED) == blocks
-    until(lambda: store.node_stats(node).counters.get("write_behind_dropped_blocks_total", 0) == blocks, "nobody took them")
+    wait_until(lambda: store.node_stats(node).counters.get("write_behind_dropped_blocks_total", 0) == blocks, "nobody took them")
     return engine.keys("given up", blocks)
 
 
@@ -305,14 +306,14 @@ def test_what_the_storage_node_did_not_take_goes_there_at_the_end(make_store: Ma
         store.cluster.start_node("disk")
     process.terminate()
     if back == "meanwhile":
-        until(lambda: (found := status(store, "memory")) is not None and found.stopped, "it has begun to end")
+        wait_until(lambda: (found := status(store, "memory")) is not None and found.stopped, "it has begun to end")
         store.cluster.start_node("disk")
     assert process.wait(50) == 0
     log = store.cluster.node("memory").log_tail()
     assert "100 blocks that lay in DRAM alone are durable now" in log
     assert "lost with this process" not in log
     other = store.engine(None)
-    until(lambda: all_there(other, [keys]), "they are found where they are durable")
+    wait_until(lambda: all_there(other, [keys]), "they are found where they are durable")
 
 
 def test_a_storage_node_that_stays_away_holds_nobody_up(make_store: MakeStore) -> None:
@@ -338,7 +339,7 @@ def test_what_is_used_in_dram_all_the_time_outlives_its_node(make_store: MakeSto
     log = store.cluster.node("a").log_tail()
     assert "lay in DRAM alone are durable now" in log
     store.cluster.start_node("a")
-    until(lambda: all_there(engine, [used]), "what was used is found")
+    wait_until(lambda: all_there(engine, [used]), "what was used is found")
 
 
 def test_the_second_signal_ends_a_node_at_once(make_store: MakeStore) -> None:
@@ -348,7 +349,7 @@ def test_the_second_signal_ends_a_node_at_once(make_store: MakeStore) -> None:
     held = engine.client.begin_store(engine.keys("held", 4))  # slots that are granted and not written
     assert len(held.blocks_wanted) == 4
     process.terminate()
-    until(lambda: (found := status(store, "a")) is not None and found.stopped, "it has begun to end")
+    wait_until(lambda: (found := status(store, "a")) is not None and found.stopped, "it has begun to end")
     assert process.poll() is None, "it waits for a store that was begun"
 
     def again() -> bool:
@@ -356,7 +357,7 @@ def test_the_second_signal_ends_a_node_at_once(make_store: MakeStore) -> None:
         time.sleep(0.2)
         return process.poll() is not None
 
-    until(again, "it ends at once")
+    wait_until(again, "it ends at once")
     assert process.returncode == 128 + signal.SIGTERM
     held.abort()
 

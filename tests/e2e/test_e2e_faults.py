@@ -18,11 +18,12 @@ import grpc
 import numpy as np
 import pytest
 
-from conftest import HANG_S, Engine, Store, until
+from conftest import HANG_S, Engine, Store
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.types import Outcome, StoreOutcome
 from kvstore.testing.cluster import NodeSpec
 from samples import sample
+from support.wait import wait_until
 
 MIB = 1 << 20
 MakeStore = Callable[..., Store]
@@ -77,7 +78,7 @@ def test_writers_killed_at_random_leave_nothing_half_written(make_store: MakeSto
         for number in range(last + 1):
             assert reader.load(f"w{seed}-{number}", 8).hit_blocks == 8, "completed stores stay"
         reader.load(f"w{seed}-{last + 1}", 8)  # whatever of it is visible is right
-    until(lambda: store.node_stats("a").counters["sessions"] == 1, "the writers' sessions ended")
+    wait_until(lambda: store.node_stats("a").counters["sessions"] == 1, "the writers' sessions ended")
     stats = store.node_stats("a")
     assert stats.tiers[0].used_bytes == stats.tiers[0].blocks * 65536
     assert store.flush("a")
@@ -86,7 +87,7 @@ def test_writers_killed_at_random_leave_nothing_half_written(make_store: MakeSto
         store.evict("a")
         return store.node_stats("a").tiers[0].blocks == 0
 
-    until(empty, "nothing stays prepared or pinned (the reader gives its leases back in the background)")
+    wait_until(empty, "nothing stays prepared or pinned (the reader gives its leases back in the background)")
 
 
 @pytest.mark.slow
@@ -120,7 +121,9 @@ def test_a_node_killed_under_load_serves_again_and_never_wrongly(make_store: Mak
         store.cluster.kill("a")
         time.sleep(0.1)
         store.cluster.start_node("a")
-        until(lambda: all(engine.load(chain, 16).hit_blocks == 16 for chain in durable), "all durable blocks are served again")
+        wait_until(
+            lambda: all(engine.load(chain, 16).hit_blocks == 16 for chain in durable), "all durable blocks are served again"
+        )
     stop.set()
     for thread in threads:
         thread.join(30)
@@ -137,8 +140,8 @@ def test_without_the_metadata_server_local_blocks_are_served(make_store: MakeSto
     assert engine.load("c", 20).hit_blocks == 20, "the local node is asked whatever the index says"
     assert set(engine.store("d", 5).outcomes) == {StoreOutcome.STORED}
     store.cluster.start_metadata()
-    until(lambda: engine.client.lookup(engine.keys("c", 20)).hit_blocks == 20, "the restarted server knows the old blocks")
-    until(lambda: engine.client.lookup(engine.keys("d", 5)).hit_blocks == 5, "and what was stored without it")
+    wait_until(lambda: engine.client.lookup(engine.keys("c", 20)).hit_blocks == 20, "the restarted server knows the old blocks")
+    wait_until(lambda: engine.client.lookup(engine.keys("d", 5)).hit_blocks == 5, "and what was stored without it")
 
 
 def test_a_deleted_index_is_rebuilt_by_itself(make_store: MakeStore) -> None:
@@ -149,8 +152,8 @@ def test_a_deleted_index_is_rebuilt_by_itself(make_store: MakeStore) -> None:
     store.cluster.kill("metadata")
     shutil.rmtree(store.cluster.index_path)
     store.cluster.start_metadata()
-    until(lambda: a.client.lookup(a.keys("d", 20)).hit_blocks == 20, "b's inventory")
-    until(lambda: b.client.lookup(b.keys("c", 20)).hit_blocks == 20, "a's inventory")
+    wait_until(lambda: a.client.lookup(a.keys("d", 20)).hit_blocks == 20, "b's inventory")
+    wait_until(lambda: b.client.lookup(b.keys("c", 20)).hit_blocks == 20, "a's inventory")
     assert b.load("c", 20).hit_blocks == 20
 
 
@@ -271,11 +274,11 @@ def test_nothing_is_called_durable_that_is_not(make_store: MakeStore) -> None:
     assert not alone.durable, "the storage node is dead"
     assert not far.client.flush()
     store.cluster.start_node("s")
-    until(lambda: far.store("d", 10, durable=True).durable, "what was given up is written when it is asked for again")
+    wait_until(lambda: far.store("d", 10, durable=True).durable, "what was given up is written when it is asked for again")
     store.cluster.kill("far")
     reader = store.engine(None)
     for chain in ("c", "d"):
-        until(lambda chain=chain: reader.load(chain, 10).hit_blocks == 10, "durable blocks survive their writer's node")  # type: ignore[misc]
+        wait_until(lambda chain=chain: reader.load(chain, 10).hit_blocks == 10, "durable blocks survive their writer's node")  # type: ignore[misc]
 
 
 def test_a_store_that_can_never_fit_does_not_wait(make_store: MakeStore) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from conftest import Store, until
+from conftest import Store
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 MIB = 1 << 20
 
@@ -87,7 +88,7 @@ def test_a_disk_that_fills_up_is_told_by_all_who_are_asked_and_no_more_once_ther
         assert (found["health"] == "ok") == (not found["problems"])
         return list(found["problems"])
 
-    until(lambda: not problems(), "all is well")
+    wait_until(lambda: not problems(), "all is well")
     filler = fill_up(small_disk / "filler")
     number = itertools.count()
 
@@ -96,8 +97,8 @@ def test_a_disk_that_fills_up_is_told_by_all_who_are_asked_and_no_more_once_ther
         said = "\n".join(problems())
         return all(part in said for part in ("the index takes no changes", "volume a/nvme0 takes no blocks", "since"))
 
-    until(told, "the index and the volume are said to fail", 90.0)
-    until(lambda: any(one.startswith("node a: the index does not take") for one in problems()), "so is publishing")
+    wait_until(told, "the index and the volume are said to fail", 90.0)
+    wait_until(lambda: any(one.startswith("node a: the index does not take") for one in problems()), "so is publishing")
     assert gauge(metadata.metrics_address, "kvstore_index_changes_failing_seconds") > 0
     assert gauge(node.metrics_address, "kvstore_node_publish_failing_seconds") > 0
     assert gauge(node.metrics_address, "kvstore_volume_read_only") == 1
@@ -114,7 +115,7 @@ def test_a_disk_that_fills_up_is_told_by_all_who_are_asked_and_no_more_once_ther
         engine.store(f"late{next(number)}", 1, durable=True)
         return not problems()
 
-    until(well, "it is well again by itself", 60.0)
+    wait_until(well, "it is well again by itself", 60.0)
     assert engine.store("last", 20, wait_visible=True).held_blocks == 20
     assert engine.client.lookup(engine.keys("last", 20)).hit_blocks == 20
     assert gauge(metadata.metrics_address, "kvstore_index_changes_failing_seconds") == 0

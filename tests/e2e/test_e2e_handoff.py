@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from conftest import Engine, Store, until
+from conftest import Engine, Store
 from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
 from kvclient.handoff import Handoff
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -20,6 +20,7 @@ from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import NodeSpec
 from kvstore.transport.contract import LayerWrite, WriteRequest
 from kvstore.transport.tcp.peer import TcpPeer
+from support.wait import wait_until
 
 LAYERS, LAYER_BYTES = 6, 8192
 
@@ -62,7 +63,7 @@ def test_a_prompt_reaches_decode_whole_and_only_what_it_lacks_travels(
     store.evict("storage-0")
     keys, room = prompt.keys, prefill.room(16)
     with decode.client.await_prompt(keys, deadline_s=20) as awaited:
-        until(lambda: prefill.client.lookup(keys[:16]).hit_blocks == 16, "the index shows what lies on NVMe")
+        wait_until(lambda: prefill.client.lookup(keys[:16]).hit_blocks == 16, "the index shows what lies on NVMe")
         lookup = prefill.client.lookup(keys[:16])
         paths = Paths(decode_node="decode-0", policy=policy, layer_group=layer_group)
         with (
@@ -99,8 +100,8 @@ def test_new_blocks_become_durable_from_decode_and_the_partial_one_is_not_kept(s
     assert awaited.wait(10)
     assert awaited.take(decode.room(len(prompt.keys))).hit_blocks == len(prompt.keys)
     assert decode.client.flush(10)
-    until(lambda: writer.load_keys(prompt.keys[:-1]).hit_blocks == 6, "the new blocks lie in storage")
-    until(lambda: decode.load_keys([*prompt.keys]).outcome(6) is Outcome.MISS, "the partial block is gone")
+    wait_until(lambda: writer.load_keys(prompt.keys[:-1]).hit_blocks == 6, "the new blocks lie in storage")
+    wait_until(lambda: decode.load_keys([*prompt.keys]).outcome(6) is Outcome.MISS, "the partial block is gone")
 
 
 def test_without_its_blocks_a_prompt_is_incomplete_in_time_and_says_which(store: Store) -> None:
@@ -131,7 +132,7 @@ def test_prefill_that_dies_half_way_leaves_nothing_behind(store: Store) -> None:
             again.put_layer(layer, np.ascontiguousarray(prompt.layers[:, layer]))
         return again.commit().held_blocks == len(prompt.keys)
 
-    until(handed_over, "slots of the hand-over that was given up are free again")
+    wait_until(handed_over, "slots of the hand-over that was given up are free again")
     with decode.client.await_prompt(prompt.keys, deadline_s=10) as awaited:
         assert awaited.wait()
         taken = decode.room(len(prompt.keys))
@@ -160,7 +161,7 @@ def test_what_was_left_to_another_that_gave_up_is_told_and_handed_over_again(sto
 
     def give_up() -> None:
         first.abort()
-        until(lambda: used_slots(store, prompt) == 0, "the decode host knows that the first was given up")
+        wait_until(lambda: used_slots(store, prompt) == 0, "the decode host knows that the first was given up")
 
     told = handed_over(other, give_up)
     assert (told.held_blocks, told.skipped_blocks) == (0, len(prompt.keys))
@@ -193,7 +194,7 @@ def test_what_was_handed_over_counts_although_something_before_it_did_not_come(
 
     def give_up() -> None:
         first.abort()
-        until(lambda: used_slots(store, prompt) == rest, "the decode host knows that the first was given up")
+        wait_until(lambda: used_slots(store, prompt) == rest, "the decode host knows that the first was given up")
 
     begin = TcpPeer.begin_write
     begun: list[WriteRequest] = []
@@ -250,7 +251,7 @@ def test_a_prompt_that_was_taken_before_its_commit_was_heard_of_is_whole(store: 
             assert (taken == prompt.bytes).all()
             assert store.flush("decode-0")
             store.evict("decode-0")
-            until(lambda: used_slots(store, prompt) == 0, "nothing of it is left")
+            wait_until(lambda: used_slots(store, prompt) == 0, "nothing of it is left")
             return said
 
         second._write.commit = heard_late  # type: ignore[method-assign]
@@ -292,9 +293,9 @@ def test_what_only_passes_through_a_node_is_durable_where_it_went(make_store: Ca
     for number in range(5):
         result = writer.store(f"chain{number}", 20, durable=True)
         assert result.durable, result.error
-    until(lambda: store.node_stats("prefill-0").tiers[0].blocks == 0, "blocks leave a node that only stages them")
+    wait_until(lambda: store.node_stats("prefill-0").tiers[0].blocks == 0, "blocks leave a node that only stages them")
     # its own node said that they are gone before the other one has shown that it has them
-    until(lambda: writer.client.lookup(writer.keys("chain3", 20)).hit_blocks == 20, "lookups show where the blocks went")
+    wait_until(lambda: writer.client.lookup(writer.keys("chain3", 20)).hit_blocks == 20, "lookups show where the blocks went")
     assert writer.load("chain3", 20).hit_blocks == 20
 
 
@@ -335,7 +336,7 @@ def test_decode_engines_that_leave_are_waited_for_by_nobody(make_store: Callable
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if "staging_waiting_loads" in line and "decode_buffer" in line[:120])
 
-    until(lambda: waiting() > 0, "prompts wait for room")
+    wait_until(lambda: waiting() > 0, "prompts wait for room")
     for prompt in left:
         prompt.cancel()
     stored = decode.store("wanted", 20)
@@ -383,7 +384,7 @@ def test_a_decode_node_that_was_not_there_for_a_moment_is_told(store: Store) -> 
     process = store.cluster.node("decode-0").process
     process.send_signal(signal.SIGSTOP)
     try:
-        until(lambda: "decode-0" not in {one.node_id for one in prefill.client._directory.nodes(5.0)}, "the node is missed")
+        wait_until(lambda: "decode-0" not in {one.node_id for one in prefill.client._directory.nodes(5.0)}, "the node is missed")
         with ThreadPoolExecutor(1) as pool:
             telling = pool.submit(prefill.client.abandon_prompt, "stopped", "decode-0", deadline_s=30.0)
             time.sleep(0.1)

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import Engine, Store, until
+from conftest import Engine, Store
 from kvclient import LoadResult, Outcome, Paths, StoreOutcome, StoreResult, Unavailable, directory
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
+from support.wait import wait_until
 
 MakeStore = Callable[..., Store]
 MIB = 1 << 20
@@ -38,7 +39,7 @@ def stopped(cluster: LocalCluster, name: str) -> Iterator[None]:
 
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        until(all_stand_still, f"{name} is stopped")  # its threads go on for a moment after the signal
+        wait_until(all_stand_still, f"{name} is stopped")  # its threads go on for a moment after the signal
         yield
     finally:
         os.kill(process.pid, signal.SIGCONT)
@@ -59,7 +60,7 @@ def both_find(engines: list[Engine], chain: str, blocks: int) -> None:
     def published() -> bool:
         return all(one.client.lookup(one.keys(chain, blocks)).hit_blocks == blocks for one in engines)
 
-    until(published, f"{chain} is published")
+    wait_until(published, f"{chain} is published")
 
 
 def test_hung_local_node_costs_one_request_a_second(store: Store) -> None:
@@ -73,7 +74,7 @@ def test_hung_local_node_costs_one_request_a_second(store: Store) -> None:
     assert first_s <= MOST_S
     assert max(second_s, third_s) <= SOON_S
     assert isinstance(refused.error, Unavailable)
-    until(lambda: engine.load("c", 20).hit_blocks == 20, "the node answers again")
+    wait_until(lambda: engine.load("c", 20).hit_blocks == 20, "the node answers again")
     assert set(engine.store("new", 20).outcomes) <= {StoreOutcome.STORED, StoreOutcome.EXISTS}
     assert engine.client.local_node == session
     assert engine.client.stats().get("client_session_lost_total", 0) == 0, "the session outlives the standstill"
@@ -94,7 +95,7 @@ def test_hung_local_node_other_replica_serves_the_load(store: Store) -> None:
     engine.store("c", 20, wait_visible=True)
     other.store("c", 20, wait_visible=True)
     keys = engine.keys("c", 20)
-    until(lambda: {run.node_id for run in engine.client.lookup(keys).runs} == {"a", "b"}, "both replicas")
+    wait_until(lambda: {run.node_id for run in engine.client.lookup(keys).runs} == {"a", "b"}, "both replicas")
     found = engine.client.lookup(keys)
     with stopped(store.cluster, "a"):
         data = engine.room(20)
@@ -116,7 +117,7 @@ def test_hung_source_node_costs_one_load_a_second(store: Store, local: str | Non
     assert first.hit_blocks == second.hit_blocks == 0
     assert first_s <= MOST_S
     assert second_s <= SOON_S
-    until(lambda: reader.load("c", 20).hit_blocks == 20, "the node answers again")
+    wait_until(lambda: reader.load("c", 20).hit_blocks == 20, "the node answers again")
 
 
 @pytest.mark.parametrize("local", ["b", None])
@@ -146,7 +147,7 @@ def test_hung_data_plane_costs_one_load_a_second(store: Store, local: str | None
         assert second_s <= SOON_S
         proxy.to_client.stall_after = None
         proxy.cut()
-        until(lambda: load().hit_blocks == 20, "the data plane answers again")
+        wait_until(lambda: load().hit_blocks == 20, "the data plane answers again")
     finally:
         proxy.stop()
 
@@ -192,7 +193,7 @@ def test_hung_metadata_server_costs_one_lookup_a_second(store: Store) -> None:
         assert max(wait for _, wait in waits) <= MOST_S
         assert max(wait for began_s, wait in waits if began_s > waits[0][0] + 3.0) <= SOON_S
         assert engine.load("c", 20).hit_blocks == 20, "the local node serves without it"
-    until(lambda: engine.client.lookup(keys).hit_blocks == 20, "the metadata server answers again")
+    wait_until(lambda: engine.client.lookup(keys).hit_blocks == 20, "the metadata server answers again")
 
 
 def test_hung_decode_node_ends_a_handoff_in_time(store: Store) -> None:
@@ -251,7 +252,7 @@ def test_hung_prefill_node_planned_load_takes_the_other_path(make_store: MakeSto
         found = engine.client.lookup(keys)
         return found.hit_blocks == 24 and {run.node_id for run in found.runs} == {"s"}
 
-    until(stored_only, "it lies in storage alone")
+    wait_until(stored_only, "it lies in storage alone")
     found = engine.client.lookup(keys)
     waits = []
     with stopped(store.cluster, "p"):

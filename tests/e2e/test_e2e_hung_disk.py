@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import WAIT_S, Engine, Store, until
+from conftest import WAIT_S, Engine, Store
 from kvstore.testing.cluster import NodeSpec
+from support.wait import wait_until
 
 MIB = 1 << 20
 BLOCKS = 8
@@ -72,7 +73,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def in_dram(store: Store) -> None:
-    until(lambda: (store.evict("a"), store.node_stats("a").tiers[0].blocks == 0)[1], "nothing is left in DRAM")
+    wait_until(lambda: (store.evict("a"), store.node_stats("a").tiers[0].blocks == 0)[1], "nothing is left in DRAM")
 
 
 def stalled(store: Store, volume: str) -> bool:
@@ -101,15 +102,15 @@ def test_e2e_disk_hung_loads_of_others_go_on(make_store: Callable[..., Store], d
             waited_s = timed(lambda: engine.load(chains["a/nvme1"], BLOCKS, deadline_s=WAIT_S))
             assert waited_s < before_s + LONGER_S
     assert max(one.result() for one in hung) < STALL_S + LONGER_S
-    until(lambda: stalled(store, "a/nvme0"), "metrics tell")
+    wait_until(lambda: stalled(store, "a/nvme0"), "metrics tell")
     result = engine.load(chains["a/nvme0"], BLOCKS, deadline_s=WAIT_S)
     assert result.hit_blocks == 0
     assert max(timed(lambda: engine.load(chains["a/nvme0"], BLOCKS, deadline_s=WAIT_S)) for _ in range(5)) < LONGER_S
     stored = engine.store("new", BLOCKS, durable=True, deadline_s=WAIT_S)
     assert stored.durable, "on the other volume"
     disk.go_on()
-    until(lambda: not stalled(store, "a/nvme0"), "metrics tell")
-    until(lambda: engine.load(chains["a/nvme0"], BLOCKS).hit_blocks == BLOCKS, "it is read again")
+    wait_until(lambda: not stalled(store, "a/nvme0"), "metrics tell")
+    wait_until(lambda: engine.load(chains["a/nvme0"], BLOCKS).hit_blocks == BLOCKS, "it is read again")
     log = store.cluster.node("a").log_tail(200)
     assert "volume stalled: a/nvme0" in log
     assert "volume answers again: a/nvme0" in log
@@ -146,8 +147,8 @@ def test_e2e_only_disk_hung_stores_are_not_durable_soon(make_store: Callable[...
     assert timed(lambda: store.flush("a")) < LONGER_S
     assert engine.load("kept", BLOCKS, deadline_s=WAIT_S).hit_blocks == 0
     disk.go_on()
-    until(lambda: engine.load("kept", BLOCKS).hit_blocks == BLOCKS, "it is read again")
-    until(lambda: store.flush("a"), "what was stored meanwhile becomes durable by itself")
+    wait_until(lambda: engine.load("kept", BLOCKS).hit_blocks == BLOCKS, "it is read again")
+    wait_until(lambda: store.flush("a"), "what was stored meanwhile becomes durable by itself")
 
 
 @pytest.mark.timeout(180)
@@ -162,7 +163,7 @@ def test_e2e_node_stops_while_its_disk_hangs(make_store: Callable[..., Store], d
     assert engine.load("kept", BLOCKS, deadline_s=WAIT_S).hit_blocks == 0
     daemon = store.cluster.node("a")
     daemon.process.terminate()
-    until(lambda: "volume not closed: a/nvme0" in daemon.log_tail(200), "it ends all the same", 4.0 + 6.0)
+    wait_until(lambda: "volume not closed: a/nvme0" in daemon.log_tail(200), "it ends all the same", 4.0 + 6.0)
     disk.go_on()
     assert daemon.process.wait(WAIT_S) == 0
     store.cluster.start_node("a")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Engine, Store, until
+from conftest import Engine, Store
 from kvstore.core.types import BlockKey, Tier
 from kvstore.testing.cluster import NodeSpec
+from support.wait import wait_until
 
 MIB = 1 << 20
 MakeStore = Callable[..., Store]
@@ -29,7 +30,7 @@ def shared(
     owner = NodeSpec("owner", roles=("storage",), nvme_bytes=nvme_bytes, dram_bytes=64 * MIB)
     store = make_store(owner, *(NodeSpec(f"r{at}", dram_bytes=dram_bytes, settings=mounts) for at in range(readers)))
     for at in range(readers):
-        until(lambda at=at: any("O_DIRECT" in line for line in engines(store, f"r{at}")), "the volume is open")  # type: ignore[misc]
+        wait_until(lambda at=at: any("O_DIRECT" in line for line in engines(store, f"r{at}")), "the volume is open")  # type: ignore[misc]
     return store
 
 
@@ -44,7 +45,7 @@ def counter(store: Store, node: str, name: str) -> int:
 def published(reader: Engine, chain: str, blocks: int) -> list[BlockKey]:
     """Waits until the index shows a chain in the volume; its keys."""
     keys = reader.keys(chain, blocks)
-    until(
+    wait_until(
         lambda: [run.count for run in reader.client.lookup(keys).runs if run.volume_id == VOLUME] == [blocks],
         f"{chain} in the index",
     )
@@ -96,7 +97,7 @@ def test_the_owners_end_leaves_its_blocks_readable(make_store: MakeStore, tmp_pa
     for node, chain in (("r0", "c0"), ("r1", "c1")):
         reader = store.engine(node)
         keys = reader.keys(chain, 40)
-        until(
+        wait_until(
             lambda reader=reader, keys=keys: {run.node_id for run in reader.client.lookup(keys).runs} <= {"r0", "r1"},  # type: ignore[misc]
             "the dead owner is no longer named",
         )

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import HANG_S, Engine, Store, until
+from conftest import HANG_S, Engine, Store
 from kvclient import LoadResult, Lookup, Paths
 from kvclient.directory import Directory
 from kvclient.paths import Plan, PlannedPart
@@ -30,6 +30,7 @@ from kvstore.core.types import Outcome, Tier
 from kvstore.testing.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.transport.contract import BlockPeer
+from support.wait import wait_until
 
 MIB = 1 << 20
 LAYERS = 6
@@ -66,7 +67,7 @@ def only_stored(store: Store, engine: Engine, chain: str, blocks: int) -> Lookup
         found[:] = [engine.client.lookup(engine.keys(chain, blocks))]
         return found[0].hit_blocks == blocks and {run.tier for run in found[0].runs} == {Tier.NVME}
 
-    until(told, f"{chain} lies in storage alone")
+    wait_until(told, f"{chain} lies in storage alone")
     return found[0]
 
 
@@ -75,7 +76,7 @@ def paths(policy: str | None = "split", layer_group: int = 0, **more: object) ->
 
 
 def load(engine: Engine, found: Lookup, how: Paths, *, deadline_s: float = 8.0, verify: str = "auto") -> LoadResult:
-    """A load whose hits have their bytes, and whose buffer nobody writes to after it has returned."""
+    """Load, check the bytes of all hits, and check that the buffer does not change after the load returned."""
     data = engine.room(len(found.keys))
     result = engine.client.load(found, data, paths=how, deadline_s=deadline_s, verify=verify)  # type: ignore[arg-type]
     check(engine, found, result, data)
@@ -140,7 +141,7 @@ def settled(store: Store, *nodes: str) -> None:
             store.evict(node)
         return all(store.node_stats(node).tiers[0].used_bytes == 0 for node in nodes)
 
-    until(empty, "all slots are given back")
+    wait_until(empty, "all slots are given back")
 
 
 def test_every_policy_and_layer_group_brings_every_byte(make_store: MakeStore) -> None:
@@ -273,7 +274,7 @@ def only_stored_at(store: Store, engine: Engine, nodes: tuple[str, ...]) -> Look
         found[:] = [engine.client.lookup(engine.keys("c", BLOCKS))]
         return found[0].hit_blocks == BLOCKS and {run.tier for run in found[0].runs} == {Tier.NVME}
 
-    until(told, "the chain lies in storage alone")
+    wait_until(told, "the chain lies in storage alone")
     return found[0]
 
 
@@ -443,7 +444,7 @@ def test_a_decode_node_that_was_restarted_is_used_again(ready: Ready) -> None:
         assert result.hit_blocks == BLOCKS
         return "decode" in result.bytes_by_path
 
-    until(again, "loads go over the decode node again")
+    wait_until(again, "loads go over the decode node again")
 
 
 def test_a_session_that_the_other_host_has_ended_costs_no_path(ready: Ready) -> None:
@@ -568,7 +569,7 @@ def soak(store: Store, engine: Engine, proxies: Proxies, seconds: float, seed: i
         assert not thread.is_alive(), "a load waits for ever"
     assert failures == []
     assert hits[0] > 0
-    until(lambda: load(engine, found[0], paths("split", 2)).hit_blocks == 40, "after all that everything is served")
+    wait_until(lambda: load(engine, found[0], paths("split", 2)).hit_blocks == 40, "after all that everything is served")
     settled(store, "d", "r")
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,11 @@ from click.testing import CliRunner
 
 from kvstore.cli.app import root
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 WAIT_S = 30.0
 TOKENS = {"operator": "operators-token-1", "node": "the-nodes-token-1", "engine": "an-engines-token-1"}
 UNKNOWN = "a-token-of-nobodys"
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 def write(path: Path, text: str) -> Path:
@@ -87,7 +80,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         nodes.append(NodeSpec(name, dram_bytes=16 << 20, settings=(("token_file", str(shown)),)))
     with LocalCluster(nodes, folder / "data", metadata_settings=[("tokens_file", str(tokens))]) as cluster:
         made = Store(cluster, folder)
-        until(lambda: made.node("b")["alive"], "b reports")
+        wait_until(lambda: made.node("b")["alive"], "b reports")
         yield made
 
 
@@ -104,7 +97,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 )
 def test_node_token_refused_is_shown_until_mended(store: Store, token: str, why: str) -> None:
     store.show_token("b", token)
-    until(lambda: store.node("b")["refused"] is not None, "b is shown as refused")
+    wait_until(lambda: store.node("b")["refused"] is not None, "b is shown as refused")
     found = store.node("b")
     assert (found["alive"], found["refused"]) == (False, why)
     assert found["unreached"] == f"the metadata server refuses the node: {why}"
@@ -124,7 +117,7 @@ def test_node_token_refused_is_shown_until_mended(store: Store, token: str, why:
     assert "peer=ipv4:127.0.0.1:" in store.cluster.node("metadata").log_tail(1_000)
     assert token not in store.cluster.node("metadata").log_tail(1_000) + store.cluster.node("b").log_tail(1_000) + status
     store.show_token("b", TOKENS["node"])
-    until(lambda: store.node("b")["alive"], "b reports again")
+    wait_until(lambda: store.node("b")["alive"], "b reports again")
     assert store.node("b")["refused"] is None
     assert store.health("b") == "node: serves\n"
 
@@ -134,6 +127,6 @@ def test_health_node_metadata_away_says_so(store: Store) -> None:
     store.cluster.kill("metadata")
     try:
         expected = f"node: serves this host only: cannot reach the metadata server at {address}: connection refused\n"
-        until(lambda: store.health("a") == expected, "the node knows that it is not heard")
+        wait_until(lambda: store.health("a") == expected, "the node knows that it is not heard")
     finally:
         store.cluster.start_metadata()

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from conftest import Store, until
+from conftest import Store
 from kvstore.core.types import Outcome, StoreOutcome, Tier
 from kvstore.testing.cluster import NodeSpec
+from support.wait import wait_until
 
 MIB = 1 << 20
 MakeStore = Callable[..., Store]
@@ -49,7 +50,7 @@ def test_an_engine_without_a_node_loads_and_stores_over_tcp(make_store: MakeStor
     store = make_store(NodeSpec("a"))
     remote = store.engine(None)
     assert set(remote.store("c", 30).outcomes) == {StoreOutcome.STORED}
-    until(lambda: remote.client.lookup(remote.keys("c", 30)).hit_blocks == 30, "published")
+    wait_until(lambda: remote.client.lookup(remote.keys("c", 30)).hit_blocks == 30, "published")
     result = remote.load("c", 30)
     assert result.hit_blocks == 30
     assert result.bytes_by_node == {"a": 30 * remote.spec.block_bytes}
@@ -64,9 +65,9 @@ def test_a_node_fetches_from_its_peer_and_keeps_a_replica(make_store: MakeStore)
     assert first.bytes_by_node == {"a": 30 * b.spec.block_bytes}
     assert b.load("c", 30).bytes_by_node == {"b": 30 * b.spec.block_bytes}
     keys = b.keys("c", 30)
-    until(lambda: {run.node_id for run in b.client.lookup(keys).runs} == {"a", "b"}, "both replicas in the index")
+    wait_until(lambda: {run.node_id for run in b.client.lookup(keys).runs} == {"a", "b"}, "both replicas in the index")
     store.cluster.kill("a")
-    until(lambda: {run.node_id for run in b.client.lookup(keys).runs} == {"b"}, "the dead node hidden")
+    wait_until(lambda: {run.node_id for run in b.client.lookup(keys).runs} == {"b"}, "the dead node hidden")
     assert b.load("c", 30).hit_blocks == 30
 
 
@@ -81,7 +82,7 @@ def test_durable_blocks_are_served_from_nvme_and_after_a_kill(make_store: MakeSt
     store.cluster.kill("a")
     store.cluster.start_node("a")
     again = store.engine("a")
-    until(lambda: again.client.lookup(again.keys("c", 50)).hit_blocks == 50, "inventory published")
+    wait_until(lambda: again.client.lookup(again.keys("c", 50)).hit_blocks == 50, "inventory published")
     assert again.load("c", 50).bytes_by_tier == {Tier.NVME: 50 * again.spec.block_bytes}
 
 
@@ -93,7 +94,7 @@ def test_write_behind_to_a_storage_node(make_store: MakeStore) -> None:
     assert store.node_stats("s").tiers[1].blocks == 40
     store.cluster.kill("a")
     other = store.engine(None)
-    until(lambda: other.client.lookup(other.keys("c", 40)).hit_blocks == 40, "the storage node's replicas are known")
+    wait_until(lambda: other.client.lookup(other.keys("c", 40)).hit_blocks == 40, "the storage node's replicas are known")
     assert other.load("c", 40).bytes_by_node == {"s": 40 * other.spec.block_bytes}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from certificates import SERVER_NAME, CertificateFiles, make_certificates
-from conftest import WAIT_S, until
+from conftest import WAIT_S
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Paths, list_namespaces
 from kvclient.engines.options import HookOptions
 from kvclient.events import BlockWatcher
@@ -23,11 +23,12 @@ from kvclient.hbm import HbmPool
 from kvclient.scheduler_client import SchedulerClient
 from kvclient.scheduling import EngineRequest
 from kvstore.core.errors import KVStoreError
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, Tier
+from kvstore.process.tls import TlsConfig
 from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.workload.payload import Payloads
+from support.wait import wait_until
 
 LAYERS = 4
 LAYER_BYTES = 4096
@@ -101,7 +102,7 @@ def stored(secured: Secured) -> list[BlockKey]:
     with secured.connect("storage") as writer:
         keys = secured.keys(writer, 0)
         assert writer.store(keys, secured.bytes_of(keys), durable=True, wait_visible=True).durable
-        until(lambda: on_disk(writer, keys), "the blocks lie on the storage node's volume", WAIT_S)
+        wait_until(lambda: on_disk(writer, keys), "the blocks lie on the storage node's volume", WAIT_S)
     return keys
 
 
@@ -132,7 +133,7 @@ def test_tls_store_without_local_node_is_loaded_elsewhere(secured: Secured, numb
                     handle.put_layer(layer, np.ascontiguousarray(layers[:, layer]))
                 result = handle.commit()
         assert (result.error, result.bytes_stored) == (None, data.nbytes)
-        until(lambda: local.lookup(keys).hit_blocks == BLOCKS, "the store is visible", WAIT_S)
+        wait_until(lambda: local.lookup(keys).hit_blocks == BLOCKS, "the store is visible", WAIT_S)
         secured.load(local, keys)
         secured.load(remote, keys)
 
@@ -215,7 +216,7 @@ def test_tls_hook_options_move_every_byte(secured: Secured) -> None:
     with options.connect(SPEC) as client:
         keys = secured.keys(client, 5)
         assert client.store(keys, secured.bytes_of(keys)).held_blocks == BLOCKS
-        until(lambda: client.lookup(keys).hit_blocks == BLOCKS, "the store is visible", WAIT_S)
+        wait_until(lambda: client.lookup(keys).hit_blocks == BLOCKS, "the store is visible", WAIT_S)
         secured.load(client, keys)
 
 
@@ -286,7 +287,7 @@ def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Pa
     ):
         keys = secured.keys(local, 0)
         assert local.store(keys, secured.bytes_of(keys), wait_visible=True).held_blocks == BLOCKS
-        until(lambda: remote.lookup(keys).hit_blocks == BLOCKS, "the metadata server says where the blocks are", WAIT_S)
+        wait_until(lambda: remote.lookup(keys).hit_blocks == BLOCKS, "the metadata server says where the blocks are", WAIT_S)
         room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
         loaded = remote.load(remote.lookup(keys), room)
         assert (loaded.hit_blocks, loaded.bytes_loaded, int(room.max())) == (0, 0, 0)
@@ -307,7 +308,7 @@ def test_tls_local_node_killed_loads_from_others(secured: Secured, stored: list[
         secured.cluster.kill("decode")
         try:
             room = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
-            until(lambda: client.load(stored, room).hit_blocks == BLOCKS, "loads go on over other hosts", WAIT_S)
+            wait_until(lambda: client.load(stored, room).hit_blocks == BLOCKS, "loads go on over other hosts", WAIT_S)
             assert np.array_equal(room, secured.bytes_of(stored)), "WRONG BYTES"
         finally:
             secured.cluster.start_node("decode")

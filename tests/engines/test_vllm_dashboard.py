@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from support.wait import wait_until
 
 pytest.importorskip("vllm")
 
@@ -57,20 +58,13 @@ class Bed:
         self.engine.complete(prompt, max_tokens=1)
         self.engine.reset_prefix_cache()
         before = self.engine.metrics()[f"{VLLM_PREFIX}load_blocks_total"]
-        until(lambda: self._loads(prompt, before), "a stored prompt is loaded")
+        wait_until(lambda: self._loads(prompt, before), "a stored prompt is loaded", timeout_s=WAIT_S)
 
     def _loads(self, prompt: list[int], before: float) -> bool:
         """Ask again until the index shows what was stored."""
         self.engine.reset_prefix_cache()
         self.engine.complete(prompt, max_tokens=1)
         return self.engine.metrics()[f"{VLLM_PREFIX}load_blocks_total"] > before
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +88,7 @@ def prometheus(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         pytest.skip("no Prometheus on this machine")
     jobs = {**bed.servers, "vllm": [bed.engine.address]}
     with Prometheus(tmp_path_factory.mktemp("prometheus"), jobs) as made:
-        until(lambda: len(made.query("up == 1")) == 3, "all targets are scraped")
+        wait_until(lambda: len(made.query("up == 1")) == 3, "all targets are scraped", timeout_s=WAIT_S)
 
         def busy() -> bool:
             bed.round()
@@ -105,8 +99,10 @@ def prometheus(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             )
             return all(sum(value for _, value in made.query(f"rate({one}[60s])")) > 0 for one in asked)
 
-        until(busy, "rates of loads and stores")
-        until(lambda: all(rule["health"] == "ok" for rule in made.rules().values()), "all rules are evaluated")
+        wait_until(busy, "rates of loads and stores", timeout_s=WAIT_S)
+        wait_until(
+            lambda: all(rule["health"] == "ok" for rule in made.rules().values()), "all rules are evaluated", timeout_s=WAIT_S
+        )
         yield made
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
+from support.wait import wait_until
+
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
@@ -75,13 +77,6 @@ def make_bed(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Bed]]:
         bed.cluster.close()
 
 
-def until(condition: Callable[[], bool], what: str, step: Callable[[], object] = lambda: time.sleep(0.02)) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, what
-        step()
-
-
 def kill_while_loading(bed: Bed, engine: VllmEngine) -> None:
     """The node is killed after the lookup has said that it holds the prefix, before the load begins."""
     begin = engine.worker_side.begin_loads
@@ -109,10 +104,10 @@ def test_the_node_dies_between_lookup_and_load(family: str, mode: str, make_bed:
     assert counts.get("bugs", 0) == 0
     assert engine.flush()
     bed.cluster.start_node("n")
-    until(
+    wait_until(
         lambda: engine.counters()["client_session_open"] == (6 if family == "gemma3" else 1),
         "sessions",
-        lambda: (engine.forget(), engine.tokens(PROMPTS), time.sleep(0.05)),
+        step=lambda: (engine.forget(), engine.tokens(PROMPTS), time.sleep(0.05)),
     )
     assert engine.tokens(PROMPTS) == right
 
@@ -137,12 +132,12 @@ def test_what_a_failed_layerwise_load_left_in_the_pages_is_nobodys_prefix(how: s
             answers[output.request_id] = tuple(output.outputs[0].token_ids)
 
     core.add_request("first", {"prompt_token_ids": prompt}, how_many)
-    until(lambda: engine.counters().get("loads_failed", 0) == 1, "the load fails", step)
+    wait_until(lambda: engine.counters().get("loads_failed", 0) == 1, "the load fails", step=step)
     if how == "aborted":
         core.abort_request(["first"])
     for name, each in (("same", prompt), ("branch", branch)):
         core.add_request(name, {"prompt_token_ids": each}, how_many)
-    until(lambda: not core.has_unfinished_requests(), "all are answered", step)
+    wait_until(lambda: not core.has_unfinished_requests(), "all are answered", step=step)
     assert {name: answers[name] for name in right} == right
     assert engine.counters()["pages_uncached"] > 0
 
@@ -160,10 +155,10 @@ def test_with_policy_fail_the_request_fails_and_the_engine_goes_on(family: str, 
     for answer, tokens in zip(answers, right, strict=True):
         if answer.outputs[0].finish_reason != "error":
             assert tuple(answer.outputs[0].token_ids) == tokens
-    until(lambda: engine.scheduler_side.finder is not None, "")
+    wait_until(lambda: engine.scheduler_side.finder is not None)
     assert engine.flush()
     bed.cluster.start_node("n")
-    until(lambda: all(one.outputs[0].finish_reason == "length" for one in engine.run(PROMPTS, 12)), "it goes on")
+    wait_until(lambda: all(one.outputs[0].finish_reason == "length" for one in engine.run(PROMPTS, 12)), "it goes on")
     assert engine.tokens(PROMPTS) == right
 
 
@@ -184,7 +179,7 @@ def test_the_metadata_server_dies_and_comes_back(make_bed: Callable[..., Bed]) -
         assert [one.tokens for one in answers] == right
         return all(one.loaded_tokens for one in answers)
 
-    until(loads, "hits once more")
+    wait_until(loads, "hits once more")
 
 
 def test_corrupt_blocks_are_computed(make_bed: Callable[..., Bed]) -> None:
@@ -289,7 +284,7 @@ def test_pages_are_not_free_while_they_are_stored(make_bed: Callable[..., Bed]) 
     before = pool.get_num_free_blocks()
     gate = Gate(engine.worker_side.clients[0], "store_call")
     add(engine, "held", PROMPTS[0], max_tokens=200)
-    until(gate.inside.is_set, "a store began", engine.llm.llm_engine.step)
+    wait_until(gate.inside.is_set, "a store began", step=engine.llm.llm_engine.step)
     engine.llm.llm_engine.abort_request(["held"])
     for _ in range(5):
         engine.llm.llm_engine.step()
@@ -322,13 +317,13 @@ def test_a_request_that_is_aborted_while_it_loads(make_bed: Callable[..., Bed]) 
     session.send_signal(signal.SIGSTOP)  # the node hangs: the load neither ends nor fails
     try:
         add(engine, "aborted", PROMPTS[0])
-        until(lambda: bool(engine.worker_side._flights), "a load began", engine.llm.llm_engine.step)
+        wait_until(lambda: bool(engine.worker_side._flights), "a load began", step=engine.llm.llm_engine.step)
         engine.llm.llm_engine.abort_request(["aborted"])
-        until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "gone", engine.llm.llm_engine.step)
-        until(lambda: not engine.worker_side._flights, "the load has ended", engine.llm.llm_engine.step)
+        wait_until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "gone", step=engine.llm.llm_engine.step)
+        wait_until(lambda: not engine.worker_side._flights, "the load has ended", step=engine.llm.llm_engine.step)
     finally:
         session.send_signal(signal.SIGCONT)
-    until(lambda: pool.get_num_free_blocks() == before, "its pages are free", engine.llm.llm_engine.step)
+    wait_until(lambda: pool.get_num_free_blocks() == before, "its pages are free", step=engine.llm.llm_engine.step)
     assert engine.counters()["loads_aborted"] == 1
     assert engine.tokens(PROMPTS) == right
 
@@ -398,7 +393,7 @@ def test_a_reset_does_not_wait_for_a_node_that_hangs(connector_too: bool, make_b
         assert [one.tokens for one in answers] == right
         return all(one.loaded_tokens for one in answers)
 
-    until(stored_again, "the store is used once more")
+    wait_until(stored_again, "the store is used once more")
 
 
 def test_a_reset_that_fails_over_something_else_gives_nothing_up(make_bed: Callable[..., Bed]) -> None:
@@ -406,10 +401,10 @@ def test_a_reset_that_fails_over_something_else_gives_nothing_up(make_bed: Calla
     engine = bed.open()
     gate = Gate(engine.worker_side.clients[0], "store_call")
     add(engine, "running", PROMPTS[0], max_tokens=200)
-    until(gate.inside.is_set, "a store began", engine.llm.llm_engine.step)
+    wait_until(gate.inside.is_set, "a store began", step=engine.llm.llm_engine.step)
     assert not engine.llm.reset_prefix_cache(), "a request runs"
     gate.open()
-    until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "it ends", engine.llm.llm_engine.step)
+    wait_until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "it ends", step=engine.llm.llm_engine.step)
     assert engine.flush()
     assert "stores_dropped" not in engine.counters()
 

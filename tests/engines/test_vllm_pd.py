@@ -10,13 +10,15 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import wait
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.wait import wait_until
 
 pytest.importorskip("vllm")
 
@@ -48,13 +50,6 @@ def bed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdBed
 
 def text(seed: object, tokens: int) -> list[int]:
     return random.Random(repr(seed)).choices(range(32, 127), k=tokens)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 def ended(bed: PdBed, engine: ServedEngine, counter: str, before: int) -> bool:
@@ -132,7 +127,7 @@ def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, ora
     try:
         prefilled, answer = bed.begin(prompt, 8, transfer_id())
         assert token_ids_of(prefilled.result(WAIT_S)) == oracle.says(prompt, 8)[:1]
-        until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the hand-over has failed")
+        wait_until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the hand-over has failed")
     finally:
         node.send_signal(signal.SIGCONT)
     assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 8)
@@ -146,7 +141,7 @@ def test_a_hand_over_that_fails_for_good_is_waited_for_by_nobody(bed: PdBed, ora
         assert token_ids_of(answer.result(WAIT_S)) == oracle.says(prompt, 8)
         return fates(bed, "complete") > complete
 
-    until(handed_over, "prompts are handed over again")
+    wait_until(handed_over, "prompts are handed over again")
 
 
 def fates(bed: PdBed, *names: str) -> int:
@@ -180,7 +175,7 @@ def test_a_decode_node_that_is_not_there(bed: PdBed, oracle: Oracle) -> None:
     before = bed.counts(bed.prefill).get("handoffs_failed", 0)
     answer = bed.prefill.complete(prompt, 1, kv_transfer_params=for_prefill(transfer_id(), "nobody"))
     assert token_ids_of(answer) == oracle.says(prompt, 8)[:1]
-    until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the failed hand-over is counted")
+    wait_until(lambda: ended(bed, bed.prefill, "handoffs_failed", before), "the failed hand-over is counted")
 
 
 @pytest.mark.parametrize(
@@ -202,15 +197,15 @@ def test_parameters_that_make_no_sense_are_as_none(bed: PdBed, oracle: Oracle, p
 
 
 def test_who_stops_waiting_leaves_nothing_behind(bed: PdBed, oracle: Oracle) -> None:
-    """Clients that leave while their prompt is on its way, and a prompt that comes when nobody waits."""
+    """Clients that disconnect before their prompt arrives, and a prompt that arrives without a waiting request."""
     prompt = text("left", 260)
     transfer = transfer_id()
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": True, "kv_transfer_params": for_decode(transfer)}
     connection = http.client.HTTPConnection(bed.decode.spec.host, bed.decode.port, timeout=WAIT_S)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    until(lambda: bed.decode.metrics()["vllm:num_requests_waiting"] > 0, "the request waits")
+    wait_until(lambda: bed.decode.metrics()["vllm:num_requests_waiting"] > 0, "the request waits")
     connection.close()
-    until(lambda: bed.decode.metrics()["vllm:num_requests_waiting"] == 0, "it is gone")
+    wait_until(lambda: bed.decode.metrics()["vllm:num_requests_waiting"] == 0, "it is gone")
     assert token_ids_of(bed.prefill.complete(prompt, 1, kv_transfer_params=for_prefill(transfer))) == oracle.says(prompt, 4)[:1]
     assert bed.ask(prompt, 8) == oracle.says(prompt, 8)
 
@@ -238,7 +233,7 @@ def test_the_decode_hosts_node_dies_and_comes_back(bed: PdBed, oracle: Oracle) -
         assert bed.ask(again, 8) == oracle.says(again, 8)
         return bed.counts(bed.decode).get("prompts", 0) > before
 
-    until(handed_over, "prompts are handed over again")
+    wait_until(handed_over, "prompts are handed over again")
 
 
 @pytest.mark.slow

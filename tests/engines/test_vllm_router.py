@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.wait import wait_until
 
 pytest.importorskip("vllm")
 
@@ -93,13 +95,6 @@ def counter(router: RouterProcess, name: str) -> int:
     return next((int(float(line.split()[1])) for line in lines if line.startswith(f"kvstore_{name} ")), 0)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
-
-
 @pytest.fixture(params=["plain", "pairs"])
 def router(request: pytest.FixtureRequest) -> RouterProcess:
     found: RouterProcess = request.getfixturevalue(request.param)
@@ -139,7 +134,7 @@ def test_router_client_leaving_stream_frees_engine(bed: PdBed, router: RouterPro
     next(iter(stream))
     stream.close()
     engines = [bed.engines.engine(name) for name in (PREFILL, DECODE)]
-    until(lambda: all(engine.metrics()["vllm:num_requests_running"] == 0 for engine in engines), "nothing runs")
+    wait_until(lambda: all(engine.metrics()["vllm:num_requests_running"] == 0 for engine in engines), "nothing runs")
     assert sum(engine.metrics()["vllm:generation_tokens_total"] for engine in engines) < 100_000
 
 
@@ -177,7 +172,7 @@ def serve_adapter(bed: PdBed, router: RouterProcess, name: str, folder: Path) ->
         with urllib.request.urlopen(f"http://{router.address}/router/engines", timeout=10) as answer:
             return all(name in engine["models"] for engine in json.load(answer).values())
 
-    until(known, "the router knows the adapter")
+    wait_until(known, "the router knows the adapter")
 
 
 def test_router_adapters_loaded_at_run_time(bed: PdBed, router: RouterProcess, oracle: Oracle, tmp_path: Path) -> None:
@@ -257,11 +252,11 @@ def test_router_new_finds_prompt_in_store(bed: PdBed) -> None:
 
     def found() -> bool:
         with RouterProcess(arguments, bed.engines.folder, "fresh") as router:
-            until(lambda: looked_up(router), "namespaces are known")
+            wait_until(lambda: looked_up(router), "namespaces are known")
             client(router).completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=salted)
             return counter(router, "router_lookup_hit_tokens_total") >= 900
 
-    until(found, "the prompt is found in the store")
+    wait_until(found, "the prompt is found in the store")
 
 
 def looked_up(router: RouterProcess) -> bool:
@@ -292,7 +287,7 @@ def test_router_engine_killed_loses_no_request(bed: PdBed, plain: RouterProcess,
 
     with ThreadPoolExecutor(10) as pool:
         answers = [pool.submit(ask, prompt) for prompt in prompts]
-        until(lambda: bed.decode.metrics()["vllm:num_requests_running"] > 0, "the engine works")
+        wait_until(lambda: bed.decode.metrics()["vllm:num_requests_running"] > 0, "the engine works")
         bed.decode.kill()
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.result(60) == oracle.says(prompt, 16)

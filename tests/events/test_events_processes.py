@@ -8,10 +8,9 @@ import shutil
 import subprocess
 import sys
 import termios
-import time
 import urllib.request
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,17 +23,11 @@ from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvproto.v1.common_pb2 import Tier
 from kvstore.core.types import BlockKey
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 BLOCKS = 20
 WAIT_S = 30.0
 SPEC = CacheSpec(model="told", block_tokens=16, layers=4, layer_block_bytes=4096)
-
-
-def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what()}"
-        time.sleep(0.02)
 
 
 class Engine:
@@ -56,7 +49,7 @@ class Engine:
     def load(self, seed: int) -> None:
         """Once the store answers again, with all of it."""
         keys, out = self.keys(seed), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
-        until(lambda: self.client.load(keys, out).hit_blocks == BLOCKS, lambda: "the blocks are back")
+        wait_until(lambda: self.client.load(keys, out).hit_blocks == BLOCKS, lambda: "the blocks are back")
 
     def evict(self) -> None:
         with grpc.insecure_channel(self.cluster.node("a").address) as channel:
@@ -100,7 +93,7 @@ class Publisher:
         ]
         with (self.folder / "events.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        until(ready.exists, lambda: (self.folder / "events.log").read_text())
+        wait_until(ready.exists, lambda: (self.folder / "events.log").read_text())
         said = json.loads(ready.read_text())
         assert said["pid"] == self.process.pid
         self.endpoint, self.replay = said["zmq"], said["replay"]
@@ -213,6 +206,6 @@ def test_it_ends_when_told_though_nobody_reads(tmp_path: Path) -> None:
                 fcntl.ioctl(process.stdout, termios.FIONREAD, waiting)
                 return waiting[0] > 3_500
 
-            until(full, lambda: "nothing more goes into the pipe")
+            wait_until(full, lambda: "nothing more goes into the pipe")
             process.terminate()
             assert process.wait(30) == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hbm_chains import room
-from test_hbm_disks import VOLUME, disk_of, until
+from test_hbm_disks import VOLUME, disk_of
 
 from kvclient.hbm.disks import NodeDisks
 from kvclient.near import StoredVolume
@@ -21,6 +21,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.observe.counters import Counters
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 from kvstore.tiers.io_engines.tensor_memory import TensorMemory
+from support.wait import wait_until
 
 
 def test_blocks_come_by_kvikio_where_it_is_forced(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_where_it_is_only_pretended_disks_are_left_to_the_node(tmp_path: Path) -
     volumes = [StoredVolume(VOLUME, tmp_path)]
     disks = NodeDisks(parts, "auto", 4)
     disks.prepare(volumes)
-    until(lambda: "through host memory" in disks.describe()[0], 60.0)
+    wait_until(lambda: "through host memory" in disks.describe()[0], timeout_s=60.0)
     assert not disks.ready(volumes)
     assert parts.counters.snapshot() == {"gds_pretended_total": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["slab.kv"]  # nothing was written beside it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -18,6 +17,7 @@ from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey
 from kvstore.testing import children
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 SPEC = CacheSpec(model="hbm-cluster", block_tokens=16, layers=4, layer_block_bytes=4096)
 OPTIONS = ClientOptions(reopen_pause_s=0.05, breaker_pause_s=0.1, default_deadline_s=20.0)
@@ -63,14 +63,6 @@ def connect(cluster: LocalCluster, stack: ExitStack) -> Connect:
 
 def tiers_of(lookup: Lookup) -> set[Tier]:
     return {run.tier for run in lookup.runs}
-
-
-def until(check: Callable[[], bool], seconds: float = 15.0) -> None:
-    """Polls, for what takes its time in another process."""
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
 
 
 def test_a_pool_with_the_name_of_a_living_one_is_refused(
@@ -146,7 +138,7 @@ def test_others_read_what_lies_in_a_pool_alone(cluster: LocalCluster, connect: C
     assert pool.wait_published()
     drop_dram(cluster)
     reader = connect(node)
-    until(lambda: tiers_of(reader.lookup(keys)) == {Tier.HBM})
+    wait_until(lambda: tiers_of(reader.lookup(keys)) == {Tier.HBM})
     out = np.zeros_like(data)
     result = reader.load(reader.lookup(keys), out, verify="always")
     assert np.array_equal(out, data)
@@ -162,7 +154,7 @@ def test_a_node_is_asked_before_another_engines_pool(connect: Connect, pool: Hbm
     client.store(keys, data, wait_visible=True)
     assert pool.wait_published()
     reader = connect(None)
-    until(lambda: tiers_of(reader.lookup(keys)) == {Tier.HBM, Tier.DRAM})
+    wait_until(lambda: tiers_of(reader.lookup(keys)) == {Tier.HBM, Tier.DRAM})
     assert set(reader.load(reader.lookup(keys), np.zeros_like(data)).bytes_by_node) == {"prefill"}
 
 
@@ -176,18 +168,18 @@ def test_what_is_evicted_is_shown_no_more_and_lies_below(cluster: LocalCluster, 
         client.store(first, data, wait_visible=True)
         assert pool.wait_published()
         drop_dram(cluster)
-        until(lambda: tiers_of(reader.lookup(first)) == {Tier.HBM})
+        wait_until(lambda: tiers_of(reader.lookup(first)) == {Tier.HBM})
         for seed in (8, 9):
             client.store(client.keys(tokens(BLOCKS, seed)), content(BLOCKS, seed))
         assert pool.wait_published()
-        until(lambda: Tier.DRAM in tiers_of(reader.lookup(first)))
+        wait_until(lambda: Tier.DRAM in tiers_of(reader.lookup(first)))
         assert reader.lookup(first).hit_blocks == BLOCKS
         out = np.zeros_like(data)
         assert reader.load(reader.lookup(first), out, verify="always").hit_blocks == BLOCKS
         assert np.array_equal(out, data)
         assert pool.stats()["hbm_demoted_blocks_total"] > 0
         client.close()
-    until(lambda: Tier.HBM not in tiers_of(reader.lookup(first)))  # closed: all of it is taken back at once
+    wait_until(lambda: Tier.HBM not in tiers_of(reader.lookup(first)))  # closed: all of it is taken back at once
 
 
 def test_a_stale_index_costs_a_miss_of_the_pool_alone(connect: Connect, pool: HbmPool) -> None:
@@ -231,7 +223,7 @@ def test_a_dead_engines_pool_is_hidden_like_a_dead_node(cluster: LocalCluster, c
             reader = connect(None)
             keys = reader.keys(tokens(BLOCKS, 11))
             drop_dram(cluster)
-            until(lambda: {run.node_id for run in reader.lookup(keys).runs} == {node_id})
+            wait_until(lambda: {run.node_id for run in reader.lookup(keys).runs} == {node_id})
             lookup = reader.lookup(keys)
             out = np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
             assert reader.load(lookup, out, verify="always").hit_blocks == BLOCKS  # another process reads it
@@ -240,7 +232,7 @@ def test_a_dead_engines_pool_is_hidden_like_a_dead_node(cluster: LocalCluster, c
             engine.kill()
         engine.wait(10)
     assert reader.load(lookup, out, deadline_s=5.0).hit_blocks == 0  # bounded, and no byte of it counts
-    until(lambda: reader.lookup(keys).hit_blocks == 0)
+    wait_until(lambda: reader.lookup(keys).hit_blocks == 0)
 
 
 def test_a_pool_is_no_place_for_other_clients_stores(connect: Connect, pool: HbmPool) -> None:
@@ -289,7 +281,7 @@ def test_two_engines_with_a_pool_each_read_from_one_another(cluster: LocalCluste
         one.store(keys, data)
         assert pool.wait_published()
         drop_dram(cluster)
-        until(lambda: tiers_of(two.lookup(keys)) == {Tier.HBM})
+        wait_until(lambda: tiers_of(two.lookup(keys)) == {Tier.HBM})
         for source in (pool.node_id, other.node_id):
             out = np.zeros_like(data)
             assert set(two.load(two.lookup(keys), out, verify="always" if source == pool.node_id else "auto").bytes_by_node) == {
@@ -319,7 +311,7 @@ def test_a_metadata_server_that_restarts_learns_what_a_pool_holds() -> None:
         assert client.load(keys[:20], np.zeros_like(data[:20])).bytes_by_path == {PATH_HBM: 20 * SPEC.block_bytes}
         client.store(keys[20:], data[20:], parent=keys[19], depth=20)
         cluster.start_metadata()
-        until(lambda: client.lookup(keys).hit_blocks == BLOCKS, 30.0)
+        wait_until(lambda: client.lookup(keys).hit_blocks == BLOCKS, timeout_s=30.0)
         assert {run.node_id for run in client.lookup(keys).runs} == {pool.node_id}
 
 

@@ -8,8 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,23 +39,16 @@ from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.stub_cuda import build_stub, with_stub
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
-from kvstore.tiers.mounted import MountedSlab
-from kvstore.tiers.slab import NvmeSlab
-from kvstore.tiers.superblock import DATA_START
+from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.superblock import DATA_START
+from support.wait import wait_until
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
 SPEC = CacheSpec(model="disks", block_tokens=16, layers=4, layer_block_bytes=8192)
 BLOCKS = 40
 VOLUME = VolumeId("n/nvme0")
-
-
-def until(check: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Polls, for what takes its time elsewhere."""
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +108,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def disk_of(folder: Path, blocks: int = 12, seed: int = 1, room_for: int = 40, device: str = "cpu") -> Iterator[Disk]:
     with HbmPool(device, capacity_bytes=room_for * SMALL.block_bytes, gds="forced", room_wait_s=5.0) as pool:
         disk = Disk(folder, pool, blocks, seed)
-        until(lambda: disk.near.reads_disks(disk.volumes))
+        wait_until(lambda: disk.near.reads_disks(disk.volumes))
         yield disk
         disk.slab.close()
         pool._table.check()
@@ -187,8 +179,8 @@ def test_slots_rest_until_a_late_read_is_back_and_nobody_follows_it(tmp_path: Pa
         assert disk.pool.stats()["hbm_disk_late_blocks_total"] == 12
         assert not disk.pool.resize(8 * SMALL.block_bytes, timeout_s=0.05)
         release.set()
-        until(lambda: disk.pool.usage().blocks == 0)
-        until(lambda: disk.near.reads_disks(disk.volumes))
+        wait_until(lambda: disk.pool.usage().blocks == 0)
+        wait_until(lambda: disk.near.reads_disks(disk.volumes))
         assert disk.fetch(out := room(12)) == 12
         assert np.array_equal(out.array, disk.data.array)
 
@@ -227,7 +219,7 @@ def test_blocks_of_two_volumes_come_at_once_and_what_hangs_in_one_keeps_all_slot
     with disk_of(tmp_path / "a") as disk:
         other = Disk(tmp_path / "b", disk.pool, 12, 1, volume=VolumeId("n/nvme1"))  # the same chain again
         volumes = disk.volumes + other.volumes
-        until(lambda: disk.near.reads_disks(volumes))
+        wait_until(lambda: disk.near.reads_disks(volumes))
         numbers = np.arange(12, dtype=np.uint8) % 2
         slots = [(disk, other)[number].slots[at] for at, number in enumerate(numbers)]
 
@@ -253,7 +245,7 @@ def test_blocks_of_two_volumes_come_at_once_and_what_hangs_in_one_keeps_all_slot
         assert disk.near.reads_disks(disk.volumes)
         assert not disk.near.reads_disks(other.volumes)
         release.set()
-        until(lambda: disk.pool.usage().blocks == 0)
+        wait_until(lambda: disk.pool.usage().blocks == 0)
         other.slab.close()
 
 
@@ -295,7 +287,7 @@ def test_an_interrupt_gives_no_slot_back_that_is_still_written_to(
         assert disk.near.fetch_stored(disk.keys, None, 0, disk.volumes, places, room(12), 0, in_time(), verify=False) == 0
         assert disk.pool.usage().blocks == 12
         release.set()
-        until(lambda: disk.pool.usage().blocks == 0)
+        wait_until(lambda: disk.pool.usage().blocks == 0)
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file"])
@@ -308,8 +300,8 @@ def test_a_folder_that_cannot_be_read_costs_a_look(tmp_path: Path, what: str) ->
     with HbmPool("cpu", capacity_bytes=MIB, gds="forced") as pool:
         near = pool.attach(SMALL, Below())
         near.prepare_disks(volumes)
-        until(lambda: pool.stats().get("mount_errors_total") == 1)
-        until(lambda: "directory" in pool.io_engines()[1])
+        wait_until(lambda: pool.stats().get("mount_errors_total") == 1)
+        wait_until(lambda: "directory" in pool.io_engines()[1])
         assert not near.reads_disks(volumes)
         assert pool.usage().blocks == 0
 
@@ -342,7 +334,7 @@ def test_without_a_driver_nothing_is_read_and_what_requires_it_is_refused(tmp_pa
     volumes = [StoredVolume(VOLUME, tmp_path)]
     disks = NodeDisks(parts, "auto", 8)
     disks.prepare(volumes)
-    until(lambda: "no CUDA driver" in disks.describe()[0])
+    wait_until(lambda: "no CUDA driver" in disks.describe()[0])
     assert not disks.ready(volumes)
     disks = NodeDisks(parts, "required", 8)
     for _ in range(2):  # each client that connects is refused
@@ -354,9 +346,9 @@ def test_without_a_driver_nothing_is_read_and_what_requires_it_is_refused(tmp_pa
 def test_a_pool_on_a_gpu_reads_disks_where_that_is_real(tmp_path: Path) -> None:
     with HbmPool("cuda", capacity_bytes=40 * SMALL.block_bytes) as pool:
         disk = Disk(tmp_path, pool, 12, 1, 2 * PROBE_BYTES)
-        until(lambda: "looked at" not in pool.io_engines()[1], 60.0)
+        wait_until(lambda: "looked at" not in pool.io_engines()[1], timeout_s=60.0)
         real = "GPUDirect Storage is real" in pool.io_engines()[1]
-        until(lambda: disk.near.reads_disks(disk.volumes) == real)
+        wait_until(lambda: disk.near.reads_disks(disk.volumes) == real)
         out = room(12)
         if real:
             assert disk.fetch(out) == 12
@@ -421,7 +413,7 @@ class Bed:
         self.volumes = session.volumes
         near = self.engine._core.near
         assert near is not None
-        until(lambda: near.reads_disks(self.volumes))
+        wait_until(lambda: near.reads_disks(self.volumes))
 
     def connect(self, pool: HbmPool | None) -> KVClient:
         address = self.cluster.node("n").local_socket
@@ -449,7 +441,7 @@ class Bed:
         data = np.frombuffer(random_.bytes(BLOCKS * SPEC.block_bytes), np.uint8).reshape(BLOCKS, SPEC.layers, -1)
         assert self.writer.store(keys, data, durable=True).durable
         self.evict(Tier.DRAM)
-        until(lambda: {run.tier for run in self.writer.lookup(keys).runs} == {Tier.NVME})
+        wait_until(lambda: {run.tier for run in self.writer.lookup(keys).runs} == {Tier.NVME})
         return keys, data
 
     def load(self, keys: Sequence[BlockKey], data: Any, **choices: Any) -> LoadResult:
@@ -487,7 +479,7 @@ def test_a_head_in_dram_and_a_tail_on_disk_each_come_the_shortest_way(bed: Bed) 
     keys, data = bed.on_disk(3)
     out = np.zeros_like(data[:12])
     assert bed.writer.load(keys[:12], out).hit_blocks == 12  # brings them into the node's DRAM
-    until(lambda: any(run.tier is Tier.DRAM and run.count == 12 for run in bed.writer.lookup(keys).runs))
+    wait_until(lambda: any(run.tier is Tier.DRAM and run.count == 12 for run in bed.writer.lookup(keys).runs))
     out = np.zeros_like(data)
     handle = bed.engine.start_load(bed.engine.lookup(keys), out, layerwise=True)
     for layer in range(SPEC.layers):
@@ -554,7 +546,7 @@ def test_a_read_that_hangs_is_done_by_the_node_in_time(bed: Bed, monkeypatch: py
     assert result.bytes_by_tier == {Tier.NVME: data.nbytes}
     assert bed.pool.usage().blocks >= BLOCKS  # the slots that rest
     release.set()
-    until(lambda: bed.pool.evict(demote=False) >= 0 and bed.pool.usage().blocks == 0)
+    wait_until(lambda: bed.pool.evict(demote=False) >= 0 and bed.pool.usage().blocks == 0)
 
 
 def test_located_blocks_stay_until_their_lease_ends(bed: Bed) -> None:
@@ -593,7 +585,7 @@ def test_a_node_that_was_started_anew_is_read_on(bed: Bed) -> None:
     keys, data = bed.on_disk(10)
     bed.cluster.kill("n")
     bed.cluster.start_node("n")
-    until(lambda: bed.writer.lookup(keys).hit_blocks == BLOCKS)
+    wait_until(lambda: bed.writer.lookup(keys).hit_blocks == BLOCKS)
 
     def came_from_disk() -> bool:
         """Straight, once the engine has a session again; what came in another way before that is not looked for."""
@@ -602,4 +594,4 @@ def test_a_node_that_was_started_anew_is_read_on(bed: Bed) -> None:
         bed.evict(Tier.DRAM)
         return bed.load(keys, data).hit_blocks == BLOCKS and bed.pool.stats().get("hbm_disk_blocks_total") == before + BLOCKS
 
-    until(came_from_disk)
+    wait_until(came_from_disk)

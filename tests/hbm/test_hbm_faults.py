@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from kvstore.core.types import BlockKey, Outcome
 from kvstore.transport.contract import ReadRequest
 from kvstore.transport.tcp.peer import TcpPeer
 from kvstore.transport.tcp.server import TcpServer
+from support.wait import wait_until
 
 WAIT_S = 20.0
 
@@ -39,13 +40,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[HbmPool]:
 @pytest.fixture
 def near(pool: HbmPool, below: Below) -> PoolBlocks:
     return pool.attach(SPEC, below)
-
-
-def until(check: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not check():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.002)
 
 
 def flip(pool: HbmPool, near: PoolBlocks, keys: Sequence[BlockKey], at: int) -> None:
@@ -245,7 +239,7 @@ def test_closing_waits_neither_for_ever_nor_too_short(below: Below) -> None:
     with near.pinned(keys) as found:
         closing = threading.Thread(target=pool.close)
         closing.start()
-        until(lambda: not near.fetch(keys, room(4), in_time(), verify=False))
+        wait_until(lambda: not near.fetch(keys, room(4), in_time(), verify=False))
         assert closing.is_alive()
         size = SPEC.block_bytes
         for at, offset in enumerate(found.offsets.tolist()):
@@ -283,7 +277,7 @@ def test_readers_over_the_wire_cannot_keep_a_pool_from_yielding(pool: HbmPool, n
         for turn in range(12):
             near.keep(keys, None, 0, data, None, checksums=False)
             before = list(hits)
-            until(lambda before=before: all(now > then for now, then in zip(hits, before, strict=True)))  # type: ignore[misc]
+            wait_until(lambda before=before: all(now > then for now, then in zip(hits, before, strict=True)))  # type: ignore[misc]
             if turn % 2:
                 assert pool.resize((64 if turn % 4 == 1 else 40) * SPEC.block_bytes, timeout_s=WAIT_S)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,12 +152,6 @@ class Running:
 
     def peer(self, node_id: str = "host-1") -> Peer:
         return Peer(self.channel, node_id)
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Waits for what happens in the background; the test's timeout bounds it."""
-    while not await condition():  # noqa: ASYNC110  # what is waited for is told by a server, not by an event of ours
-        await asyncio.sleep(0.005)
 
 
 SCRIPT = """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, server_process, until
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, server_process
 
 from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import metadata_pb2
@@ -15,6 +15,7 @@ from kvproto.v1.common_pb2 import CacheSpec
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unavailable
 from kvstore.metadata.indexing import lookup
 from kvstore.rpc.client import RetryPolicy, call_aio, connect_aio
+from support.wait import wait_until_async
 
 KEYS = chain("k", 8)
 SPEC = CacheSpec(
@@ -50,7 +51,7 @@ async def test_blocks_say_who_holds_them_and_why_not(running: Running) -> None:
         await second.beat()
         return (await states(running, KEYS))[0] == 0
 
-    await until(a_is_hidden)
+    await wait_until_async(a_is_hidden)
     silent = pb.BLOCK_STATE_SILENT
     assert await states(running, KEYS) == (0, [(0, 2, silent), (2, 1, held), (3, 3, held), (6, 2, unknown)])
 
@@ -166,7 +167,7 @@ async def test_an_index_is_made_anew_once_and_keeps_its_namespaces(tmp_path: Pat
                     return False
                 return bool(found.index_epoch != epoch)
 
-            await until(anew)
+            await wait_until_async(anew)
             found = await call_aio(stub.DescribeServer, pb.DescribeServerRequest(), TIMEOUT_S)
             assert (found.blocks, found.namespaces) == (0, 1)
             assert all((await peer.register()).values()), "it asks for every inventory"

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from metadata_harness import Peer, chain, run_of, server_process, until
+from metadata_harness import Peer, chain, run_of, server_process
 
 from kvclient.events import BlockMirror, BlockWatcher, Change
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.rpc.client import connect_aio
+from support.wait import wait_until_async
 
 KEYS = chain("a", 50)
 WAIT_S = 30.0
@@ -28,7 +29,7 @@ async def mirrors(watcher: BlockWatcher, expected: Sequence[bytes]) -> None:
         watcher.read(lambda mirror: found.append(mirror.complete and set(mirror) == set(expected)))
         return found[0]
 
-    await until(so)
+    await wait_until_async(so)
 
 
 async def test_a_watcher_outlives_the_server_and_its_index(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of, until
+from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo, VolumeInfo
@@ -20,6 +20,7 @@ from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.metadata.server import MetadataServer
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call_aio, connect_aio
+from support.wait import wait_until_async
 
 TTL_MS, FORGET_MS = 1_000, 60_000
 
@@ -61,7 +62,7 @@ async def test_a_node_silent_for_long_is_forgotten_with_its_blocks(forgetful: Ru
         await stays.beat()
         return (await stays.counters()).get("metadata_nodes_forgotten_total", 0) == 1
 
-    await until(forgotten)
+    await wait_until_async(forgotten)
     assert [status.node.node_id for status in await nodes(stays)] == ["stays"]
     assert await stays.hit(keys) == 20
     assert (await gone.beat()).register_again
@@ -82,7 +83,7 @@ async def test_a_node_is_not_forgotten_before_its_time(forgetful: Running) -> No
     async def hidden() -> bool:
         return (await peer.counters()).get("metadata_nodes_expired_total", 0) == 1
 
-    await until(hidden)
+    await wait_until_async(hidden)
     assert await peer.hit(keys) == 0
     assert not (await peer.beat()).register_again
     assert await peer.hit(keys) == 10

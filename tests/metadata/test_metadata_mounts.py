@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of, until
+from metadata_harness import TIMEOUT_S, Peer, Running, chain, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.rpc.client import call_aio
+from support.wait import wait_until_async
 
 
 class Mounting(Peer):
@@ -50,7 +51,7 @@ async def silence(running: Running, owner: Peer, *living: Peer) -> None:
     async def gone() -> bool:
         return (await owner.counters()).get("metadata_nodes_expired_total", 0) > expired
 
-    await until(gone)
+    await wait_until_async(gone)
 
 
 async def test_a_mounted_volume_outlives_its_owner(running: Running) -> None:

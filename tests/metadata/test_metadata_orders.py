@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, server_process, until
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, server_process
 
 from kvproto.v1 import common_pb2
 from kvproto.v1 import metadata_pb2 as pb
@@ -17,6 +17,7 @@ from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.membership.node_admin import MAX_LOCATED
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
+from support.wait import wait_until_async
 
 ACTIVE, DRAINING = common_pb2.NODE_STATE_ACTIVE, common_pb2.NODE_STATE_DRAINING
 DRAINED, BLOCKED = common_pb2.NODE_STATE_DRAINED, common_pb2.NODE_STATE_DRAIN_BLOCKED
@@ -99,7 +100,7 @@ async def test_orders_and_progress_outlive_server_and_boot(tmp_path: Path) -> No
         async def drained() -> bool:
             return (await status(again)).state == DRAINED
 
-        await until(drained)  # heartbeats of before are taken in with the first tick
+        await wait_until_async(drained)  # heartbeats of before are taken in with the first tick
         again.reboot()
         request = pb.RegisterNodeRequest(operation_id=new_id(), node=again.info())
         answer = await call_aio(again.stub.RegisterNode, request, TIMEOUT_S)
@@ -193,7 +194,7 @@ async def test_a_silent_node_may_be_removed_and_come_back(running: Running) -> N
         await other.register()
         return not (await status(peer)).alive
 
-    await until(silent)
+    await wait_until_async(silent)
     assert await remove(peer)
     await peer.register()
 

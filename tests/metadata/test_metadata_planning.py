@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, Running, until
+from metadata_harness import TIMEOUT_S, Peer, Running
 
 from kvclient import ClientOptions, directory
 from kvclient.connecting import watch_servers
@@ -29,6 +29,7 @@ from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.scheduling.planner_service import Planning
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import call_aio, connect_aio
+from support.wait import wait_until_async
 
 
 class Host(Peer):
@@ -232,7 +233,7 @@ async def test_dead_nodes_get_no_work_and_come_back(running: Running) -> None:
         return False
 
     for condition in (without_d, with_d, nobody):
-        await until(condition)
+        await wait_until_async(condition)
 
 
 async def test_a_silent_client_is_forgotten_and_its_bytes_given_back(running: Running) -> None:
@@ -246,7 +247,7 @@ async def test_a_silent_client_is_forgotten_and_its_bytes_given_back(running: Ru
             await host.beat()
         return await pending(p) == 0
 
-    await until(forgotten)
+    await wait_until_async(forgotten)
     assert await report(p, pb.LoadReport(plan_id=answer.plan_id, finished=True)) == [answer.plan_id]
 
 
@@ -263,7 +264,7 @@ async def test_a_plan_is_forgotten_at_its_deadline(running: Running) -> None:
             await host.beat()
         return await pending(p) == 100
 
-    await until(forgotten)
+    await wait_until_async(forgotten)
     assert await report(p, *moved) == [short.plan_id]
 
 
@@ -346,7 +347,7 @@ async def test_a_plan_that_nobody_reads_is_soon_in_nobodys_way(running: Running)
             await host.beat()
         return await pending(p) == 0
 
-    await until(doubted)
+    await wait_until_async(doubted)
     assert (await p.counters())["metadata_plans_doubted_total"] == 1
     moved = pb.LoadReport(plan_id=dead.plan_id, parts=[pb.PartReport(index=dead.parts[0].index, blocks_done=59_000)])
     assert await report(p, moved) == []

@@ -10,13 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from metadata_harness import Peer, ServerProcess, chain, run_of, server_process, until
+from metadata_harness import Peer, ServerProcess, chain, run_of, server_process
 
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.main import run
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.client import connect_aio
+from support.wait import wait_until_async
 
 KEYS = chain("a", 50)
 
@@ -93,7 +94,7 @@ async def test_an_index_damaged_under_a_running_server_is_made_anew(tmp_path: Pa
                     return (await peer.beat()).index_epoch != epoch
                 return False
 
-            await until(made_anew)
+            await wait_until_async(made_anew)
             peer.sequence = 0
             assert (await peer.beat()).register_again
             assert (await peer.register())[peer.nvme]
@@ -102,7 +103,7 @@ async def test_an_index_damaged_under_a_running_server_is_made_anew(tmp_path: Pa
             async def all_see() -> bool:
                 return await peer.hit(KEYS) == 50
 
-            await until(all_see)
+            await wait_until_async(all_see)
             if workers == 1:
                 assert (await peer.counters())["metadata_index_restarts_total"] == 1
         assert server.stop() == 0
@@ -148,7 +149,7 @@ async def test_a_node_that_stays_away_is_hidden_after_the_grace(tmp_path: Path) 
             async def hidden() -> bool:
                 return await again.hit(KEYS) == 0
 
-            await until(hidden)
+            await wait_until_async(hidden)
             again.boot_id = peer.boot_id
             assert not (await again.beat()).register_again
             assert await again.hit(KEYS) == 50
@@ -171,7 +172,7 @@ async def test_workers_share_port_index_and_heartbeats(tmp_path: Path) -> None:
             await writer.beat()
             return {await peer.hit(KEYS) for peer in peers} == {50}
 
-        await until(all_see)
+        await wait_until_async(all_see)
         # heartbeats go to one worker alone, yet the node stays visible to all for several times to live
         for _ in range(4):
             seen = {(await peer.counters()).get("metadata_nodes_expired_total", 0) for peer in peers}
@@ -194,7 +195,7 @@ async def test_a_worker_that_dies_is_replaced_and_the_rest_serves_on(tmp_path: P
         async def replaced() -> bool:
             return len(server.children()) == 2 and set(server.children()) != before
 
-        await until(replaced)
+        await wait_until_async(replaced)
         async with connect_aio(server.address) as channel:
             assert await Peer(channel).register()
         assert server.stop(signal.SIGINT) == 0
@@ -209,7 +210,7 @@ async def test_workers_leave_with_their_supervisor(tmp_path: Path) -> None:
         async def gone() -> bool:
             return not any(is_running(pid) for pid in workers)
 
-        await until(gone)
+        await wait_until_async(gone)
 
 
 def is_running(pid: int) -> bool:

@@ -15,7 +15,7 @@ from kvstore.metadata.indexing.index_mutations import register_node
 from kvstore.metadata.membership.node_table import REFUSED_S, NodeTable
 from kvstore.metadata.membership.records import Beat, Refusal
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import RefusedNode, host_of_peer
+from kvstore.rpc.auth.interceptor import RefusedNode, host_of_peer
 
 TTL_S = 2.5
 WHY = "the token is not known to this server"

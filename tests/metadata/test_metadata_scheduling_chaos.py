@@ -1,4 +1,4 @@
-"""Whatever is lost on the way and whoever dies, each request is served by one attempt; and hostile calls change nothing."""
+"""Scheduling under lost messages and dead engines: one attempt serves each request. Hostile calls change nothing."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metadata_harness import TIMEOUT_S, Peer, server_process, until
+from metadata_harness import TIMEOUT_S, Peer, server_process
 
 from kvclient import (
     Assignment,
@@ -36,6 +36,7 @@ from kvstore.core.errors import (
     Unsupported,
 )
 from kvstore.rpc.client import call_aio, connect_aio
+from support.wait import wait_until_async
 
 POLL_S = 0.005
 TTL_MS = 400
@@ -117,7 +118,7 @@ async def test_assignment_follows_the_rules(tmp_path: Path) -> None:
                 calls = []
                 for number, request in enumerate(requests):
                     calls.append(asyncio.create_task(routers.assign(request, 60)))
-                    await until(lambda count=number + 1: _waiting(nodes[0], count))  # type: ignore[misc]
+                    await wait_until_async(lambda count=number + 1: _waiting(nodes[0], count))  # type: ignore[misc]
                 # C2 first: the only one with a short queue, until it has more than beta; then C3, until that has too
                 assert [(one.request_id, one.engine) for one in prefill.report(computing).assigned] == [
                     ("r0", "short-queue"),
@@ -188,7 +189,7 @@ async def test_a_restarted_server_is_a_pause_for_who_waits_and_news_for_who_runs
             await groups[0].die()
             waits = asyncio.create_task(client.assign(waiting, 30))
             async with connect_aio(server.address) as channel:
-                await until(lambda: _waiting(Peer(channel), 1))
+                await wait_until_async(lambda: _waiting(Peer(channel), 1))
             server.stop(signal.SIGKILL)
             server.start()
             groups.append(Engines(client, "Q", "prefill", ends=False))
@@ -234,7 +235,7 @@ async def test_a_crowd_is_served_once_each_and_one_that_finds_no_engine_is_turne
             async def all_served() -> bool:
                 return len(groups[1].served) + len(groups[2].served) >= len(requests)
 
-            await until(all_served)
+            await wait_until_async(all_served)
             assert sorted(groups[1].served + groups[2].served) == sorted(request.request_id for request in requests)
             for engines in groups:
                 await engines.die()
@@ -245,11 +246,11 @@ async def test_a_router_that_gives_up_calls_its_request_off(tmp_path: Path) -> N
         async with connect_aio(server.address) as channel, client_of(server.address) as client:
             peer = Peer(channel)
             waits = asyncio.create_task(client.assign(EngineRequest("r", 10), 600))
-            await until(lambda: _waiting(peer, 1))
+            await wait_until_async(lambda: _waiting(peer, 1))
             waits.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waits
-            await until(lambda: _waiting(peer, 0))
+            await wait_until_async(lambda: _waiting(peer, 0))
 
 
 async def test_engines_that_were_found_too_late_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +270,7 @@ async def test_engines_that_were_found_too_late_are_given_back(tmp_path: Path, m
             async def nothing_left() -> bool:
                 return (await peer.counters())["metadata_scheduler_requests"] == 0
 
-            await until(nothing_left)
+            await wait_until_async(nothing_left)
             with SchedulerClient(server.address) as other:
                 there = other._assign
 
@@ -280,7 +281,7 @@ async def test_engines_that_were_found_too_late_are_given_back(tmp_path: Path, m
                 monkeypatch.setattr(other, "_assign", late)
                 with pytest.raises(DeadlineExceeded):
                     await asyncio.to_thread(other.assign, EngineRequest("s", 10), 30)
-                await until(nothing_left)
+                await wait_until_async(nothing_left)
             for engines in groups:
                 await engines.die()
 

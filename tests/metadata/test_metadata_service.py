@@ -7,15 +7,16 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, until
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of
 
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import CacheSpec, Tier, VolumeInfo
 from kvstore.core import limits
-from kvstore.core.digests import digest_ranges, key_range
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
+from kvstore.core.range_digests import digest_ranges, key_range
 from kvstore.core.types import BlockKey
 from kvstore.rpc.client import call_aio
+from support.wait import wait_until_async
 
 
 # ---- registration ----
@@ -90,7 +91,7 @@ async def test_a_volume_of_a_living_node_is_not_given_away_but_a_dead_ones_is(ru
     with pytest.raises(Conflict, match="living"):
         await thief.register()
     running.clock.advance(1.0)
-    await until(lambda: is_alive(one, alive=False))
+    await wait_until_async(lambda: is_alive(one, alive=False))
     assert await thief.register() == {one.nvme: True}
     assert await one.hit(keys) == 0
 
@@ -110,7 +111,7 @@ async def test_silent_nodes_are_hidden_counted_and_come_back(running: Running) -
     running.clock.advance(0.08)
     assert await peer.hit(keys) == 10
     running.clock.advance(0.08)
-    await until(lambda: is_alive(peer, alive=False))
+    await wait_until_async(lambda: is_alive(peer, alive=False))
     assert await peer.hit(keys) == 0
     assert (await peer.counters())["metadata_nodes_expired_total"] == 1
     assert not (await peer.beat()).register_again
@@ -314,7 +315,7 @@ async def test_stats_and_sweep_of_dead_volume_epochs(running: Running) -> None:
     async def swept() -> bool:
         return not (await call_aio(peer.stub.GetStats, pb.GetStatsRequest(), TIMEOUT_S)).blocks
 
-    await until(swept)
+    await wait_until_async(swept)
 
 
 # ---- hostile input ----

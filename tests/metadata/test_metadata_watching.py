@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of, until
+from metadata_harness import NAMESPACE, TIMEOUT_S, Peer, Running, chain, run_of
 
 from kvclient.events import BlockMirror
 from kvproto.v1 import metadata_pb2 as pb
@@ -19,6 +19,7 @@ from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.server import MetadataServer
 from kvstore.rpc.client import connect_aio
 from kvstore.rpc.errors import from_rpc_error
+from support.wait import wait_until_async
 
 KEYS = chain("a", 40)
 OTHERS = b"another-namespac"
@@ -264,7 +265,7 @@ async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
     async def left() -> bool:
         return feed.subscribers == 0
 
-    await until(left)
+    await wait_until_async(left)
     await peer.publish(peer.dram, run_of(KEYS, 20, 30))  # it may only have been restarted
     assert feed.held_bytes > 0
     sequence = watch.resumed()
@@ -274,7 +275,7 @@ async def test_without_subscribers_nothing_is_kept(running: Running) -> None:
     async def let_go() -> bool:
         return feed.held_bytes == 0
 
-    await until(let_go)
+    await wait_until_async(let_go)
     late = Watch(running.channel, sequence)
     await late.complete()
     assert late.reasons == [pb.RESYNC_REASON_GONE]  # who fell silent meanwhile was not told
@@ -314,7 +315,7 @@ async def test_subscribers_have_a_bound(tmp_path: Path) -> None:
             async def room() -> bool:
                 return server._feed is not None and server._feed.subscribers == 1
 
-            await until(room)
+            await wait_until_async(room)
             await Watch(channel).complete()
             await server.stop(30.0)  # a graceful end does not wait for streams that have none
             with pytest.raises(Unavailable):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,17 +17,11 @@ from kvstore.core.errors import Conflict, Internal, InvalidArgument, NotFound
 from kvstore.testing import netlab_traffic, netns
 from kvstore.testing.netlab import Host, HostSpec, NetLab
 from kvstore.testing.netlab_traffic import Network, Nic
+from support.wait import wait_until
 
 MakeLab = Callable[..., NetLab]
 WAIT_S = 20.0
 KV_DSCP = 8
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.01)
 
 
 def pair(make_lab: MakeLab, snic: float | None = 60, cnic: float | None = 120) -> tuple[NetLab, Host, Host]:
@@ -96,7 +89,7 @@ def test_a_cut_link_stalls_and_a_restored_one_goes_on(make_lab: MakeLab) -> None
     lab, a, b = pair(make_lab)
     sink = Peer(b, "sink", b.storage_ip)
     sender = Peer(a, "send", b.storage_ip, sink.line(), 24 << 20, 0)
-    until(lambda: lab.sample()[Nic("b", "storage")].rx_bytes > 1 << 20, "traffic flows")
+    wait_until(lambda: lab.sample()[Nic("b", "storage")].rx_bytes > 1 << 20, "traffic flows")
     b.cut("storage")
     stalled = lab.sample()[Nic("b", "storage")]
     assert ping_ms(a, b, "storage", timeout_s=0.3) == "TimeoutError"
@@ -112,7 +105,7 @@ def test_kill_ends_all_of_one_host(make_lab: MakeLab) -> None:
     _, a, b = pair(make_lab)
     family = a.popen(["sh", "-c", "sleep 1000 & sleep 1000 & wait"])
     other = b.popen(["sleep", "1000"])
-    until(lambda: len(netns.pids_inside(a.namespace)) == 3, "the shell has its children")
+    wait_until(lambda: len(netns.pids_inside(a.namespace)) == 3, "the shell has its children")
     assert a.kill() == 3
     assert family.wait(WAIT_S) == -signal.SIGKILL
     assert netns.pids_inside(a.namespace) == []
@@ -281,8 +274,8 @@ def test_a_killed_owner_leaves_nothing(lab_possible: None) -> None:
     assert lab not in netns.stale_labs()
     owner.kill()
     owner.communicate(timeout=WAIT_S)
-    until(lambda: netns.namespaces_of(lab) == [], "the guard removes the lab")
-    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in inside), "its processes are gone")
+    wait_until(lambda: netns.namespaces_of(lab) == [], "the guard removes the lab")
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in inside), "its processes are gone")
 
 
 def test_what_a_dead_guard_leaves_is_removed_by_hand_or_at_the_next_start(lab_possible: None, make_lab: MakeLab) -> None:

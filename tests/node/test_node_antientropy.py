@@ -9,7 +9,7 @@ import pytest
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import ManualClock
-from kvstore.core.digests import key_range
+from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BootId, VolumeId
 from kvstore.node.publish.anti_entropy import AntiEntropy
 from kvstore.node.state.change_log import ReplicaLog

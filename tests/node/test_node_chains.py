@@ -14,7 +14,7 @@ from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
+from kvstore.tiers.eviction.policy import make_policy
 
 SHAPE = BlockShape(1, 4096)
 DOMAIN = Domain(NamespaceId(bytes(16)), SHAPE, None)

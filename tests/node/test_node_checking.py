@@ -24,8 +24,8 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(2, 2048)
 BLOCKS = 12

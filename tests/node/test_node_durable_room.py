@@ -22,8 +22,8 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.policy import make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(2, 2048)
 BATCH = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,9 +30,10 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.transport.tcp.peer import TcpPeer
+from support.wait import wait_until
 
 SHAPE = BlockShape(2, 2048)
 CHAIN = 8
@@ -122,17 +123,11 @@ class Node:
         self.behind = WriteBehind(self.table, self.target, self.counters)
         self.behind.start()
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        end_s = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end_s, what
-            time.sleep(0.002)
-
     def answers_again(self) -> None:
         """Release the disk and wait until all outstanding I/O has ended and cleaned up."""
         self.plan.clear()
         self.plan.release_hangs()
-        self.until(self._all_came_back, "all came back")
+        wait_until(self._all_came_back, "all came back")
         assert not self.hung.guard.stalled
 
     def _all_came_back(self) -> bool:
@@ -157,7 +152,7 @@ class Node:
             self.behind.stop(WAIT_S)
         self.table.give_up_pending()
         self.loader.close()
-        self.until(self._all_came_back, "all came back")
+        wait_until(self._all_came_back, "all came back")
         self.check_nothing_leaked()
         self.table.close()
         for home in self.table.homes:
@@ -252,7 +247,7 @@ def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Ope
     for chain in keys:
         assert node.load(chain) == HIT, "from DRAM"
     node.answers_again()
-    node.until(lambda: node.hung.guard.takes_changes, "it takes changes again")
+    wait_until(lambda: node.hung.guard.takes_changes, "it takes changes again")
     assert write_back(node.table) == 5 * CHAIN
     assert node.table.wait_written(node.clock.now_s() + WAIT_S)
     assert all(all(node.table.are_durable(chain)) for chain in keys)
@@ -297,7 +292,7 @@ def test_check_volume_hung_ends_as_failed(node: Node) -> None:
     node.plan.add(Fault.HANG, operation=Operation.READ)
     checks = VolumeChecks(node.table, node.counters, node.clock)
     check = checks.begin(node.hung, b"o" * 16, 1 << 40)
-    node.until(lambda: check.state is CheckState.FAILED, "it ends")
+    wait_until(lambda: check.state is CheckState.FAILED, "it ends")
     assert "did not answer in time" in check.why
     checks.close()
 
@@ -332,12 +327,12 @@ def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:
         for _ in range(3):
             for operation in Operation:
                 node.plan.add(Fault.HANG, operation=operation)
-            node.until(lambda: node.hung.guard.stalled, "it hangs")
+            wait_until(lambda: node.hung.guard.stalled, "it hangs")
             before = loads
-            node.until(lambda: loads >= before + 8, "loads go on")  # noqa: B023
+            wait_until(lambda: loads >= before + 8, "loads go on")  # noqa: B023
             node.plan.clear()
             node.plan.release_hangs()
-            node.until(lambda: not node.hung.guard.stalled, "it answers again")
+            wait_until(lambda: not node.hung.guard.stalled, "it answers again")
             node.plan.hold_hangs()
         over.set()
         for one in running:

@@ -10,8 +10,8 @@ import pytest
 from kvstore.core.errors import CapacityExceeded
 from kvstore.node.rpc.wait_threads import Lanes
 from kvstore.observe.counters import Counters
-from kvstore.rpc import access
-from kvstore.rpc.tokens import Caller, Role
+from kvstore.rpc.auth import interceptor
+from kvstore.rpc.auth.tokens import Caller, Role
 
 
 def test_there_are_no_more_calls_than_threads() -> None:
@@ -34,7 +34,7 @@ def test_a_tenant_has_a_quarter_of_them() -> None:
     def enter(name: str, role: Role = Role.TENANT) -> Callable[[], None]:
         """As a call of somebody's does."""
         context = copy_context()
-        context.run(access._caller.set, Caller(name, role))
+        context.run(interceptor._caller.set, Caller(name, role))
         return context.run(lanes.enter)
 
     mine = [enter("acme"), enter("acme")]

@@ -22,7 +22,7 @@ from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 POLICIES = ("gap", "s3-fifo", "lru")
 DEADLINE_S = 60.0

@@ -17,7 +17,7 @@ from kvstore.node.loads.loader import Part
 from kvstore.node.loads.peer_waits import asking
 from kvstore.node.loads.timings import LoadAccounts
 from kvstore.observe.counters import Counters
-from kvstore.observe.recent import LoadRecord, RecentLoads
+from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 HOME = NodeId("n")
 

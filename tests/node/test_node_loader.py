@@ -23,8 +23,8 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.policy import make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 from kvstore.transport.tcp.peer import TcpPeer
 
 SHAPE = BlockShape(2, 2048)

@@ -15,8 +15,8 @@ from kvstore.node.state.namespaces import Domains
 from kvstore.node.state.slot_map import PlaceMap
 from kvstore.testing.filled_table import BytelessVolume, FilledTable
 from kvstore.tiers.contract import Slot
-from kvstore.tiers.ghost_list import GhostList
-from kvstore.tiers.header import seal_of, slot_bytes
+from kvstore.tiers.eviction.ghost_list import GhostList
+from kvstore.tiers.nvme.slot_header import seal_of, slot_bytes
 
 BOUND_BYTES = 430
 """Traced bytes per block; 389 when this was written, more right after a table has grown."""

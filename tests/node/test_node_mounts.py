@@ -21,8 +21,8 @@ from kvstore.observe.counters import Counters
 from kvstore.testing.mount_suite import put
 from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload
 from kvstore.tiers.contract import Slot
-from kvstore.tiers.mounted import MountedSlab
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 NAME = VolumeId("owner/nvme0")
 SHAPE = SHAPES[2]

@@ -24,8 +24,8 @@ from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(1, 4096)
 DOMAIN = Domain(NamespaceId(b"n" * 16), SHAPE, None)

@@ -24,8 +24,8 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.policy import POLICY_NAMES, make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.eviction.policy import POLICY_NAMES, make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SMALL, LARGE = BlockShape(1, 4096), BlockShape(1, 1 << 20)
 SIZES = (SMALL, BlockShape(1, 5 * 4096), BlockShape(1, 16 * 4096))

@@ -19,10 +19,10 @@ from kvstore.node.state.change_log import ReplicaLog
 from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc import access
-from kvstore.rpc.tokens import Caller, Role
+from kvstore.rpc.auth import interceptor
+from kvstore.rpc.auth.tokens import Caller, Role
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
+from kvstore.tiers.eviction.policy import make_policy
 
 SHAPE = BlockShape(2, 2048)
 DRAM = VolumeId("n/dram")
@@ -265,7 +265,7 @@ def test_sessions_over_tcp_leave_half_of_the_places_to_this_host(node: Node) -> 
 
 def test_sessions_over_tcp_of_a_tenant_have_a_share_of_those_places(node: Node) -> None:
     context = copy_context()
-    context.run(access._caller.set, Caller("acme", Role.TENANT))
+    context.run(interceptor._caller.set, Caller("acme", Role.TENANT))
     open_far = partial(node.sessions.open, node.domain, "far", remote=True, over_tcp=True)
     mine = [context.run(open_far) for _ in range(MAX_SESSIONS // 2 // TENANT_SHARE)]
     with pytest.raises(CapacityExceeded, match="share"):

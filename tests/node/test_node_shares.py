@@ -1,4 +1,4 @@
-"""Shares of quotas against what goes on meanwhile on a node: a start, drains, several writers, pins of the same tenant."""
+"""Quota shares during a start, a drain, concurrent writes and pins of the same tenant."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -26,10 +25,11 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
+from kvstore.tiers.eviction.policy import make_policy
 from kvstore.transport.contract import ReadRequest
 from kvstore.transport.tcp.peer import TcpPeer
 from kvstore.transport.tcp.server import TcpServer
+from support.wait import wait_until
 
 SPEC = CacheSpec(model="m", block_tokens=16, layers=5, layer_block_bytes=4096)
 SHAPE = SPEC.shape
@@ -218,7 +218,7 @@ def test_a_block_whose_first_read_failed_is_not_made_whole_by_its_second(node: N
             s.provider._blocks.clear()
 
     s.provider.before_part = before
-    second = threading.Thread(target=lambda: (first.wait(WAIT_S), wait_for(lambda: len(s.provider.requests) >= 2), gate.set()))
+    second = threading.Thread(target=lambda: (first.wait(WAIT_S), wait_until(lambda: len(s.provider.requests) >= 2), gate.set()))
     second.start()
     layers, failed, _ = node.take(node.load(2, [s.source(0, 2)], 3))
     second.join()
@@ -243,8 +243,8 @@ def test_layers_out_of_order_are_not_ready_for_others(node: Node, storage: MakeS
     loading = threading.Thread(target=lambda: told.append(node.take(node.load(2, [s.source(0, 2)], 3))))
     loading.start()
     gate.wait_reached()
-    wait_for(lambda: any(one.first_layer == 3 for one in s.provider.requests))
-    wait_for(lambda: node.counters.get("staged_bytes_total") > 0)  # the second group is here, the first is not
+    wait_until(lambda: any(one.first_layer == 3 for one in s.provider.requests))
+    wait_until(lambda: node.counters.get("staged_bytes_total") > 0)  # the second group is here, the first is not
     for first_layer, count in ((0, 5), (0, 1), (3, 2), (0, 4)):
         assert node.stager.ready(node.domain, keys(2), first_layer, count) is None
     gate.open.set()
@@ -355,7 +355,7 @@ def test_a_load_whose_twin_gives_up_fetches_for_itself(node: Node, storage: Make
     results: list[dict[int, Outcome]] = []
     waiting = threading.Thread(target=lambda: results.append(node.take(node.load(4, [s.source(0, 4)], 1))[1]))
     waiting.start()
-    wait_for(lambda: node.buffer.used_bytes == 4 * SHAPE.block_bytes and not node.buffer.waiting)
+    wait_until(lambda: node.buffer.used_bytes == 4 * SHAPE.block_bytes and not node.buffer.waiting)
     twin.close()  # type: ignore[attr-defined]
     waiting.join(30)
     assert results == [{}]
@@ -408,12 +408,3 @@ def test_many_loads_with_little_room_all_end(storage: MakeStorage) -> None:
     assert all(failed == {} for failed in results)
     node.empty()
     node.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    """Polls; fails after a generous bound."""
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
-    return True

@@ -27,8 +27,8 @@ from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPES = (BlockShape(2, 2048), BlockShape(3, 4096))
 ARENA_BYTES = 1 << 19  # room for 128 small blocks: everything competes

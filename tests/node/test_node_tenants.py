@@ -28,8 +28,8 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.policy import make_policy
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.eviction.policy import make_policy
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 BLOCK = 4096
 STORED, SKIPPED = StoreOutcome.STORED, StoreOutcome.SKIPPED

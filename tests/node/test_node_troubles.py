@@ -18,7 +18,7 @@ from kvstore.node.state.change_log import ReplicaLog
 from kvstore.node.state.model import Home
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.failing import FORGOTTEN_S, SETTLED_S, Failing
+from kvstore.observe.failure_tracker import FORGOTTEN_S, SETTLED_S, Failing
 from kvstore.tiers.contract import DurableVolume
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -14,6 +13,7 @@ import pytest
 from kvstore.core.clock import MonotonicClock
 from kvstore.node.base.volume_guard import CHANGERS, VolumeGuard, VolumeStalled, ignore
 from kvstore.observe.counters import Counters
+from support.wait import wait_until
 
 STALL_S = 0.1
 READERS = 2
@@ -40,12 +40,6 @@ class Disk:
     def note(self, error: BaseException | None) -> None:
         self.late.append(error)
         self.back.release()
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + LONG_S
-        while not condition():
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
 
 
 @pytest.fixture
@@ -80,9 +74,9 @@ def test_guard_hung_volume_refuses_until_it_answers(disk: Disk, caplog: pytest.L
     assert [type(error) for error in disk.late] == [VolumeStalled] * 2, "what was refused holds nothing"
     assert "does not answer I/O since" in disk.guard.why()
     disk.release.set()
-    disk.until(lambda: len(disk.late) == 3)
+    wait_until(lambda: len(disk.late) == 3)
     assert disk.late[-1] is None, "the read came, too late"
-    disk.until(lambda: not disk.guard.left)
+    wait_until(lambda: not disk.guard.left)
     assert not disk.guard.stalled
     assert disk.guard.why() == ""
     assert disk.guard.read(lambda: 7, ignore) == 7
@@ -97,10 +91,10 @@ def test_guard_more_reads_than_threads_all_leave_and_settle(disk: Disk) -> None:
         assert all(isinstance(read.exception(LONG_S), VolumeStalled) for read in reads)
     threads = READERS + CHANGERS
     assert disk.guard.outstanding == threads, "as many threads hang as the volume has"
-    disk.until(lambda: len(disk.late) == 9 - threads)  # what had not begun is settled at once
+    wait_until(lambda: len(disk.late) == 9 - threads)  # what had not begun is settled at once
     disk.release.set()
-    disk.until(lambda: len(disk.late) == 9)
-    disk.until(lambda: disk.guard.left == 0)
+    wait_until(lambda: len(disk.late) == 9)
+    wait_until(lambda: disk.guard.left == 0)
 
 
 def test_guard_device_that_answers_parts_is_waited_for(disk: Disk) -> None:
@@ -116,7 +110,7 @@ def test_guard_device_that_answers_parts_is_waited_for(disk: Disk) -> None:
 
     with ThreadPoolExecutor(1) as callers:
         write = callers.submit(disk.guard.change, slow, disk.note)
-        disk.until(lambda: parts > 12)
+        wait_until(lambda: parts > 12)
         assert not disk.guard.stalled
         disk.release.set()
         assert write.result(LONG_S) == "came"
@@ -128,13 +122,13 @@ def test_guard_changes_wait_for_every_change_that_was_left(disk: Disk) -> None:
     with pytest.raises(VolumeStalled):
         disk.guard.change(disk.hang, lambda _: settled.wait(LONG_S) and None)
     disk.release.set()
-    disk.until(lambda: not disk.guard.stalled)
+    wait_until(lambda: not disk.guard.stalled)
     assert disk.guard.read(lambda: 7, ignore) == 7, "reads go on at once"
     assert not disk.guard.takes_changes
     with pytest.raises(VolumeStalled):
         disk.guard.change(lambda: 8, ignore)
     settled.set()
-    disk.until(lambda: disk.guard.takes_changes)
+    wait_until(lambda: disk.guard.takes_changes)
     assert disk.guard.change(lambda: 8, ignore) == 8
 
 
@@ -144,7 +138,7 @@ def test_guard_caller_out_of_time_leaves_a_slow_volume(disk: Disk) -> None:
         patient.read(disk.hang, disk.note, MonotonicClock().now_s() + 0.01)
     assert not patient.stalled
     disk.release.set()
-    disk.until(lambda: disk.late == [None] or [type(error) for error in disk.late] == [VolumeStalled])
+    wait_until(lambda: disk.late == [None] or [type(error) for error in disk.late] == [VolumeStalled])
     patient.close()
 
 

@@ -13,8 +13,8 @@ import pytest
 from monitored import ALERTS, DASHBOARD, MATCHER, REPOSITORY, RUNBOOK, SCRAPES, SELECTOR, VLLM_PREFIX, alerts, panels, targets
 
 from kvclient.engines.vllm.counters import COUNTERS
+from kvstore.observe.metric_definitions import CONSTANT_LABELS
 from kvstore.observe.metrics import METRICS, Kind, Limit, Metric
-from kvstore.observe.names import CONSTANT_LABELS
 
 OF_PROMETHEUS = {"instance", "job"}
 SERIES: dict[str, Metric] = {series: metric for metric in METRICS.values() for series in metric.series}

@@ -21,7 +21,7 @@ from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector, registry_of
 from kvstore.observe.http import MOST_AT_ONCE, MetricsServer, serve
 from kvstore.observe.metrics import EVENTS, Kind
-from kvstore.observe.recent import MOST_KEPT, LoadRecord, RecentLoads
+from kvstore.observe.slow_loads import MOST_KEPT, LoadRecord, RecentLoads
 
 WAIT_S = 10.0
 

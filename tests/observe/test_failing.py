@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.observe.failing import FORGOTTEN_S, SETTLED_S, Failing
+from kvstore.observe.failure_tracker import FORGOTTEN_S, SETTLED_S, Failing
 
 STEPS = st.lists(st.tuples(st.integers(0, 90), st.booleans()), max_size=30)
 

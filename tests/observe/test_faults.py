@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.observe.faults import ENDINGS, ORDINARY, faults
+from kvstore.observe.fault_counters import ENDINGS, ORDINARY, faults
 from kvstore.observe.metrics import EVENTS, METRICS
 
 

@@ -13,7 +13,7 @@ import pytest
 from kvproto.v1 import admin_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import ErrorKind
 from kvstore.core.types import Outcome, StoreOutcome, Tier
-from kvstore.observe import names
+from kvstore.observe import metric_definitions
 from kvstore.observe.metrics import EVENTS, METRICS, PREFIX, Kind, event
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -102,7 +102,7 @@ def test_names_say_what_they_count(metric: object) -> None:
 
 def test_labels_know_all_values_of_what_they_stand_for() -> None:
     assert set(METRICS["kvstore_rpc_errors_total"].labels["kind"]) == set(ErrorKind)
-    assert set(names.TIERS) == {tier.name.lower() for tier in Tier}
+    assert set(metric_definitions.TIERS) == {tier.name.lower() for tier in Tier}
     reads = METRICS["kvstore_nvme_read_failed_blocks_total"].labels["outcome"]
     assert set(reads) == {one.name.lower() for one in Outcome} - {"hit"}
     stores = METRICS["kvstore_client_store_outcome_blocks_total"].labels["outcome"]
@@ -117,7 +117,12 @@ def test_labels_know_all_values_of_what_they_stand_for() -> None:
 
 
 def test_every_total_is_shown_from_the_start_by_somebody() -> None:
-    prefixes = ("hook_", "sglang_", "metrics_", *(prefix for shown in names.SHOWN_AT_ZERO.values() for prefix in shown))
+    prefixes = (
+        "hook_",
+        "sglang_",
+        "metrics_",
+        *(prefix for shown in metric_definitions.SHOWN_AT_ZERO.values() for prefix in shown),
+    )
     assert [name for name, metric in EVENTS.items() if metric.kind is Kind.COUNTER and not name.startswith(prefixes)] == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.observe import tracing
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 WAIT_S = 30.0
 SPEC = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096)
 BLOCKS = 12
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
 
 
 def page(address: str, path: str) -> str:
@@ -72,13 +65,13 @@ def test_metrics_of_every_process_and_the_slowest_load(tmp_path: Path) -> None:
         assert value(node, "kvstore_volume_used_bytes", tier="dram") > 0
         assert value(node, "kvstore_network_bytes_total", network="compute", direction="sent") > 0
         assert value(node, "kvstore_quarantined_blocks_total") == 0
-        until(lambda: value(node, "kvstore_node_write_behind_waiting_blocks") == 0, "all is durable")
+        wait_until(lambda: value(node, "kvstore_node_write_behind_waiting_blocks") == 0, "all is durable")
         assert value(node, "kvstore_volume_blocks", tier="nvme") == BLOCKS
         assert value(metadata, "kvstore_metadata_nodes", state="alive") == 1
         assert value(metadata, "kvstore_metadata_lookups_total") >= 1
-        until(lambda: value(metadata, "kvstore_index_blocks") == BLOCKS, "the index knows them")
+        wait_until(lambda: value(metadata, "kvstore_index_blocks") == BLOCKS, "the index knows them")
         cluster.kill("metadata")
-        until(lambda: value(node, "kvstore_node_registered") == 0, "the node says that nobody answers it")
+        wait_until(lambda: value(node, "kvstore_node_registered") == 0, "the node says that nobody answers it")
 
 
 def test_workers_are_told_apart(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -112,13 +112,3 @@ class _ServerWithoutSignals(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Poll until a condition holds; fail after 20 s."""
-    try:
-        async with asyncio.timeout(20):
-            while not await condition():  # noqa: ASYNC110  # a server in this process offers no event to wait for
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"timeout: {what}")

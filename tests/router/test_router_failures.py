@@ -6,9 +6,10 @@ import asyncio
 import json
 
 import pytest
-from router_bed import QUICK, Make, until
+from router_bed import QUICK, Make
 
 from kvstore.testing.fake_engine import Behaviour
+from support.wait import wait_until_async
 
 # ---- responses that are passed on
 
@@ -207,7 +208,7 @@ async def test_engine_ejected_by_requests_comes_back(bed: Make) -> None:
             and await router.counter("router_ejections_total", cause="gateway_failures") == 1
         )
 
-    await until(healthy_again, "e0 is healthy again")
+    await wait_until_async(healthy_again, "e0 is healthy again")
 
 
 async def test_client_4xx_does_not_reset_failures(bed: Make) -> None:
@@ -252,7 +253,7 @@ async def test_bad_clients_mixed_eject_nothing(bed: Make) -> None:
     async def running() -> bool:
         return sum(engine.running for engine in router.engines.values()) == len(pending)
 
-    await until(running, "all requests run")
+    await wait_until_async(running, "all requests run")
     for task in pending:
         task.cancel()
     for engine in router.engines.values():
@@ -275,7 +276,7 @@ async def test_engines_all_down_panic_then_recovery(bed: Make) -> None:
     async def unhealthy() -> bool:
         return (await router.http.get("/health")).status_code == 503
 
-    await until(unhealthy, "no engine is healthy")
+    await wait_until_async(unhealthy, "no engine is healthy")
     assert (await router.complete()).status_code == 503
     assert await router.counter("router_panic_requests_total") > 0
     assert (await router.http.get("/v1/models")).status_code == 503
@@ -285,7 +286,7 @@ async def test_engines_all_down_panic_then_recovery(bed: Make) -> None:
     async def healthy() -> bool:
         return (await router.http.get("/health")).status_code == 200
 
-    await until(healthy, "e0 is healthy again")
+    await wait_until_async(healthy, "e0 is healthy again")
 
 
 async def test_engine_failing_checks_gets_no_requests(bed: Make) -> None:
@@ -295,7 +296,7 @@ async def test_engine_failing_checks_gets_no_requests(bed: Make) -> None:
     async def ejected() -> bool:
         return await router.healthy() == {"e1"}
 
-    await until(ejected, "e0 is ejected")
+    await wait_until_async(ejected, "e0 is ejected")
     for _ in range(4):
         assert "e1" in (await router.complete()).text
     router["e0"].well = True
@@ -303,7 +304,7 @@ async def test_engine_failing_checks_gets_no_requests(bed: Make) -> None:
     async def both() -> bool:
         return await router.healthy() == {"e0", "e1"}
 
-    await until(both, "e0 is healthy again")
+    await wait_until_async(both, "e0 is healthy again")
 
 
 async def test_model_unlisted_engine_used_last(bed: Make) -> None:
@@ -314,7 +315,7 @@ async def test_model_unlisted_engine_used_last(bed: Make) -> None:
     async def unlisted() -> bool:
         return (await router.states())["e0"]["models"] == []
 
-    await until(unlisted, "e0 lists nothing")
+    await wait_until_async(unlisted, "e0 lists nothing")
     for _ in range(5):
         assert (await router.complete()).headers["x-kvstore-engine"] == "e1"
     body = json.dumps({"model": "other", "prompt": "a"})

@@ -9,10 +9,11 @@ import socket
 
 import httpx
 import pytest
-from router_bed import Make, until
+from router_bed import Make
 
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.testing.fake_engine import Behaviour
+from support.wait import wait_until_async
 
 
 async def test_completion_body_and_headers_forwarded(bed: Make) -> None:
@@ -75,7 +76,7 @@ async def test_client_disconnect_cancels_engine_request(bed: Make) -> None:
         engines = await router.states()
         return engines["e0"]["sequences"] == 0 and await router.counter("router_clients_gone_total") == 2
 
-    await until(settled, "no request in flight")
+    await wait_until_async(settled, "no request in flight")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -96,7 +97,7 @@ async def test_client_stalled_is_disconnected(
             engines = await router.states()
             return engines["e0"]["sequences"] == 0 and await router.counter("router_clients_stuck_total") == 1
 
-        await until(cancelled, "the request is cancelled")
+        await wait_until_async(cancelled, "the request is cancelled")
         if stream:
             await router["e0"].until_gone(1)
         assert await router.counter("router_requests_inflight") == 0
@@ -138,14 +139,14 @@ async def test_client_leaving_within_request_is_counted(bed: Make, caplog: pytes
     async def started() -> bool:
         return await router.counter("router_requests_total") == 1
 
-    await until(started, "the request has started")
+    await wait_until_async(started, "the request has started")
     writer.close()
     await writer.wait_closed()
 
     async def counted() -> bool:
         return await router.counter("router_clients_gone_total") == 1
 
-    await until(counted, "the client is counted")
+    await wait_until_async(counted, "the client is counted")
     assert await router.counter("router_requests_inflight") == 0
     assert (await router.complete()).status_code == 200
     assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]

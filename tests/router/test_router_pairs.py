@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from router_bed import Make, until
+from router_bed import Make
 
 from kvstore.testing.fake_engine import Behaviour
+from support.wait import wait_until_async
 
 FLOWS = pytest.mark.parametrize("flow", ["concurrent", "sequential"])
 GRACE = "kvstore.router.proxy.pd_request.PREFILL_GRACE_S"
@@ -65,7 +66,7 @@ async def test_pair_client_disconnect_cancels_both(bed: Make) -> None:
     async def settled() -> bool:
         return all(engine["sequences"] == 0 for engine in (await router.states()).values())
 
-    await until(settled, "no request in flight")
+    await wait_until_async(settled, "no request in flight")
     assert await router.healthy() == {"p0", "d0"}
 
 
@@ -152,7 +153,7 @@ async def test_prefill_failure_after_response_is_counted(bed: Make) -> None:
     async def ejected() -> bool:
         return await router.healthy() == {"d0"}
 
-    await until(ejected, "p0 is ejected")
+    await wait_until_async(ejected, "p0 is ejected")
     assert await router.counter("router_attempts_failed_total", kind="server_error") == 5
 
 
@@ -167,7 +168,7 @@ async def test_prefill_hanging_after_responses_is_ejected(bed: Make, monkeypatch
     async def ejected() -> bool:
         return await router.healthy() == {"d0"}
 
-    await until(ejected, "p0 is ejected")
+    await wait_until_async(ejected, "p0 is ejected")
     assert (await router.complete()).status_code == 200
     assert (await router.states())["p0"]["sequences"] == 0
 
@@ -182,7 +183,7 @@ async def test_prefill_calls_after_response_are_bounded(bed: Make, monkeypatch: 
     async def bounded() -> bool:
         return len(router["p0"].requests) - router["p0"].gone <= 2
 
-    await until(bounded, "at most two calls continue")
+    await wait_until_async(bounded, "at most two calls continue")
     assert await router.healthy() == {"p0", "d0"}
 
 

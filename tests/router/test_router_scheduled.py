@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_bed import FIRST_CHECK_ONLY, QUICK, Bed, Make, until
+from router_bed import FIRST_CHECK_ONLY, QUICK, Bed, Make
 
 from kvclient import AsyncSchedulerClient, EngineRequest
 from kvproto.v1 import metadata_pb2 as pb
@@ -20,6 +20,7 @@ from kvstore.router.placement.scheduler_reporter import SchedulerReporter
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.testing.cluster import LocalCluster
 from kvstore.testing.fake_engine import Behaviour
+from support.wait import wait_until_async
 
 
 @pytest.fixture
@@ -58,14 +59,14 @@ async def known(router: Bed, scheduler: Scheduler, engines: int) -> None:
     async def joined() -> bool:
         return await scheduler.counter("metadata_scheduler_engines") == engines
 
-    await until(joined, f"{engines} engines have joined")
+    await wait_until_async(joined, f"{engines} engines have joined")
 
 
 async def idle(scheduler: Scheduler) -> None:
     async def nothing() -> bool:
         return await scheduler.counter("metadata_scheduler_requests") == 0
 
-    await until(nothing, "the scheduler has no request left")
+    await wait_until_async(nothing, "the scheduler has no request left")
 
 
 async def test_scheduler_assigns_plain_engines(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
@@ -103,7 +104,7 @@ async def test_engine_metrics_hanging_keeps_its_requests(bed: Make, store: Local
     async def reported() -> bool:
         return engine.calls["metrics"] > calls and await router.counter("router_reports_total") > reports + 5
 
-    await until(reported, "metrics were requested and reports sent")
+    await wait_until_async(reported, "metrics were requested and reports sent")
     engine.silence.set()
     release.set()
     assert (await pending).status_code == 200
@@ -154,7 +155,7 @@ async def test_client_leaving_while_waiting_is_cancelled(bed: Make, store: Local
     async def waits() -> bool:
         return await scheduler.counter("metadata_scheduler_waiting_prefill") == 1
 
-    await until(waits, "the second waits")
+    await wait_until_async(waits, "the second waits")
     second.cancel()
     release.set()
     assert (await first).status_code == 200
@@ -202,7 +203,7 @@ async def test_wait_for_prefill_ends_with_last_prefill_engine(bed: Make, store: 
     async def wait() -> bool:
         return await scheduler.counter("metadata_scheduler_waiting_prefill") == 3
 
-    await until(wait, "the others wait")
+    await wait_until_async(wait, "the others wait")
     router["p0"].well = False
     assert {(await one).status_code for one in pending[1:]} == {200}
     assert all("kv_transfer_params" not in body for body in router["d0"].requests[1:])
@@ -252,7 +253,7 @@ async def test_wait_ends_when_last_engine_dies(bed: Make, store: LocalCluster, s
     async def waits() -> bool:
         return await scheduler.counter("metadata_scheduler_waiting_prefill") == 1
 
-    await until(waits, "the second waits")
+    await wait_until_async(waits, "the second waits")
     await router["e0"].stop()
     assert {(await one).status_code for one in pending} == {503}
 
@@ -275,7 +276,7 @@ async def engine_with_request(router: Bed) -> str:
         found[:] = [name for name, engine in router.engines.items() if engine.requests]
         return bool(found)
 
-    await until(has, "an engine received the request")
+    await wait_until_async(has, "an engine received the request")
     return found[0]
 
 
@@ -294,7 +295,7 @@ async def test_scheduler_down_router_places_until_it_is_back(bed: Make, store: L
         assert (await router.complete()).status_code == 200
         return await router.counter("router_scheduled_total") > before
 
-    await until(scheduled_again, "the scheduler decides again")
+    await wait_until_async(scheduled_again, "the scheduler decides again")
 
 
 async def test_scheduler_never_started_router_serves(bed: Make, tmp_path: Path) -> None:
@@ -316,7 +317,7 @@ async def test_two_routers_share_one_pool(bed: Make, store: LocalCluster, schedu
         engines = await first.states()
         return all(engine["sequences"] == 0 for engine in engines.values())
 
-    await until(even, "the first router counts no request in flight")
+    await wait_until_async(even, "the first router counts no request in flight")
 
 
 async def test_no_reporting_router_others_place_alone(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
@@ -330,7 +331,7 @@ async def test_no_reporting_router_others_place_alone(bed: Make, store: LocalClu
         assert (await router.complete()).status_code == 200
         return await router.counter("router_scheduled_total") > 0
 
-    await until(scheduled_now, "the scheduler decides")
+    await wait_until_async(scheduled_now, "the scheduler decides")
 
 
 async def test_second_reporter_takes_over(bed: Make, store: LocalCluster, scheduler: Scheduler) -> None:
@@ -341,7 +342,7 @@ async def test_second_reporter_takes_over(bed: Make, store: LocalCluster, schedu
     async def taken_over() -> bool:
         return await first.counter("router_reports_taken_over_total") == 1
 
-    await until(taken_over, "the first router stopped reporting")
+    await wait_until_async(taken_over, "the first router stopped reporting")
     for router in (first, second):
         assert (await router.complete()).status_code == 200
         assert await router.counter("router_scheduled_total") == 1

@@ -15,8 +15,8 @@ from kvclient.engines.options import HookOptions
 from kvproto.v1 import admin_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import ALSO_LOOKS, MAY, NEEDS, Doorkeeper, Need
-from kvstore.rpc.tokens import LOOK_S, Role, Shown, Tokens, Watched, tokens_file
+from kvstore.rpc.auth.interceptor import ALSO_LOOKS, MAY, NEEDS, Doorkeeper, Need
+from kvstore.rpc.auth.tokens import LOOK_S, Role, Shown, Tokens, Watched, tokens_file
 
 SERVED = (
     *(metadata_pb2.DESCRIPTOR.services_by_name[name] for name in ("Metadata",)),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,11 +25,12 @@ from kvproto.v1 import admin_pb2, admin_pb2_grpc, common_pb2, metadata_pb2, meta
 from kvstore.cli.app import root
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
 from kvstore.core.types import Outcome, StoreOutcome
-from kvstore.rpc.access import MAY, NEEDS, Need
+from kvstore.rpc.auth.interceptor import MAY, NEEDS, Need
+from kvstore.rpc.auth.tokens import Role, Shown
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
-from kvstore.rpc.tokens import Role, Shown
 from kvstore.testing.cluster import LocalCluster, NodeSpec
+from support.wait import wait_until
 
 WAIT_S = 30.0
 CALL_S = 10.0
@@ -74,13 +74,6 @@ class Store:
         return done.output
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     folder = tmp_path_factory.mktemp("store")
@@ -94,7 +87,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     ) as cluster:
         made = Store(cluster, folder)
         stub = metadata_pb2_grpc.MetadataStub(made.channel("metadata", TOKENS[Role.OPERATOR]))
-        until(lambda: len(call(stub.ListNodes, metadata_pb2.ListNodesRequest(), CALL_S).nodes) == 2, "nodes show their token")
+        wait_until(
+            lambda: len(call(stub.ListNodes, metadata_pb2.ListNodesRequest(), CALL_S).nodes) == 2, "nodes show their token"
+        )
         yield made
 
 
@@ -193,7 +188,7 @@ def test_an_engine_of_a_tenant_stores_loads_and_hits(store: Store) -> None:
     with store.client("acme", ACME) as engine, store.client("acme", ACME, node="b") as far:
         keys, data = filled(engine)
         out = np.zeros_like(data)
-        until(lambda: far.lookup(keys).hit_blocks == BLOCKS, "it is published")
+        wait_until(lambda: far.lookup(keys).hit_blocks == BLOCKS, "it is published")
         assert engine.load(engine.lookup(keys), out).hit_blocks == BLOCKS
         assert np.array_equal(out, data)
         out[:] = 0
@@ -299,7 +294,7 @@ def test_a_tenant_takes_its_share_of_subscriptions_and_no_more(store: Store) -> 
             watch(OTHER)
         held += [watch(TOKENS[Role.ENGINE]) for _ in range(3)]
         held.pop(0).cancel()
-        until(again, "its place is free again")
+        wait_until(again, "its place is free again")
         for stream in held:
             stream.cancel()
 
@@ -395,7 +390,7 @@ def test_an_operators_token_is_not_shown_to_whoever_registers_as_a_node(store: S
                 assert {one["node_id"] for one in json.loads(answer.read())["activity"]} >= {"a", "b"}
             return bool(seen)
 
-        until(asked, "the rogue was asked, too")
+        wait_until(asked, "the rogue was asked, too")
         assert set(seen) == {f"Bearer {TOKENS[Role.READ]}"}
         check = urllib.request.Request(f"http://{admin}/v1/volumes/a/nvme0/check", b"{}", {"content-type": "application/json"})
         with urllib.request.urlopen(check, timeout=WAIT_S) as answer:
@@ -429,7 +424,7 @@ def test_a_node_started_anew_learns_with_its_token_whose_its_blocks_are(store: S
         whose = {(one.tenant, one.unknown) for volume in volumes for one in volume.tenants if one.nvme_bytes}
         return ("acme", False) in whose and not any(nobodys for _, nobodys in whose)
 
-    until(known, "whose they are")
+    wait_until(known, "whose they are")
 
 
 def test_commands_and_the_admin_server_carry_a_token(store: Store) -> None:
@@ -457,9 +452,9 @@ def test_tokens_are_exchanged_without_a_restart(store: Store) -> None:
         written(
             store.folder / "tokens.new", "\n".join([one for one in lines if ACME not in one] + [f"tenant acme {fresh}"])
         ).replace(file)
-        until(lambda: engine.lookup(keys).hit_blocks == 0, "the old one is nobody's")
+        wait_until(lambda: engine.lookup(keys).hit_blocks == 0, "the old one is nobody's")
     node = node_pb2_grpc.NodeStub(store.channel("a", fresh))
-    until(lambda: not refused(node.GetNode, node_pb2.GetNodeRequest()), "the node has read the new one")
+    wait_until(lambda: not refused(node.GetNode, node_pb2.GetNodeRequest()), "the node has read the new one")
     with store.client("acme", fresh) as engine:
         assert engine.lookup(keys).hit_blocks == BLOCKS
     for daemon in ("metadata", "a", "b"):

@@ -37,14 +37,14 @@ from kvstore.core.errors import (
     Unsupported,
 )
 from kvstore.core.status import STATUS, make_error
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc import server
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import RetryPolicy, call, call_aio, connect, connect_aio
 from kvstore.rpc.errors import DETAILS_KEY, from_rpc_error, to_status
 from kvstore.rpc.server import BoundServer, build_aio_server
-from kvstore.rpc.tokens import Shown
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:grpc")
 SERVICE = "kvstore.v1.Metadata"

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvstore.process.fd_limits import LEAST_CONNECTIONS, connections_allowed, limit, raise_limit
 from kvstore.rpc.client import call, connect
-from kvstore.rpc.descriptors import LEAST_CONNECTIONS, connections_allowed, limit, raise_limit
 
 SOFT = 512
 _SERVER = """

@@ -16,11 +16,11 @@ import pytest
 
 from certificates import SERVER_NAME, CertificateFiles, make_certificates
 from kvstore.core.errors import DeadlineExceeded, KVStoreError, Unauthenticated, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.diagnosis import Diagnoser, Target, diagnose
 from kvstore.rpc.server import build_aio_server
-from kvstore.rpc.tokens import Shown
 
 WAIT_S = 20.0
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 _SAY = "import os; print(os.environ.get('GRPC_EXPERIMENTS'))"
-_CHOSE = "from kvstore.rpc.io_engine import wait_in_callers_threads as wait; print(wait())"
+_CHOSE = "from kvstore.rpc.grpc_io_mode import wait_in_callers_threads as wait; print(wait())"
 
 
 def run(*lines: str, **environment: str) -> list[str]:
@@ -34,7 +34,7 @@ def test_grpc_that_was_imported_before_is_left_alone() -> None:
     assert run("import grpc", _CHOSE) == ["False"]
 
 
-_WATCH = ("import kvstore.rpc.io_engine as io", "seen = []", "io.import_module = seen.append")
+_WATCH = ("import kvstore.rpc.grpc_io_mode as io", "seen = []", "io.import_module = seen.append")
 
 
 def test_the_metadata_server_chooses() -> None:

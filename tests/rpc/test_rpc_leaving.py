@@ -7,7 +7,7 @@ import os
 import signal
 
 from kvstore.core.clock import ManualClock
-from kvstore.rpc.leaving import AGAIN_S, Leaving, Wishes
+from kvstore.process.graceful_shutdown import AGAIN_S, Leaving, Wishes
 
 
 def test_the_same_signal_again_means_at_once() -> None:

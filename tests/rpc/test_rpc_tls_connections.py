@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from certificates import CertificateFiles, make_certificates
 from kvstore.core.errors import Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc import tls_connections
 from kvstore.rpc.client import call_aio, connect_aio
 from kvstore.rpc.server import build_aio_server

@@ -23,8 +23,8 @@ from kvstore.tiers.io_engines.gds import GdsFile
 from kvstore.tiers.io_engines.kvikio_library import load_kvikio
 from kvstore.tiers.io_engines.posix import PosixFile
 from kvstore.tiers.io_engines.probe import GdsPath, choose_gds, probe_gds
-from kvstore.tiers.slab import NvmeSlab
-from kvstore.tiers.superblock import DATA_START
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.superblock import DATA_START
 
 SHAPE = BlockShape(4, 50_000)
 CUDA = ctypes.CDLL("libcuda.so.1")

@@ -16,7 +16,7 @@ from kvstore.tiers.io_engines.contract import IoEngine
 from kvstore.tiers.io_engines.gds import GdsFile
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.posix import PosixFile
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(3, 40_960)
 

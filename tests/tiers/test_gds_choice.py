@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvstore.core.errors import InvalidArgument, Unsupported
-from kvstore.observe.bounded_run import Ran, run_bounded
 from kvstore.observe.counters import Counters
+from kvstore.process.run_with_timeout import Ran, run_bounded
 from kvstore.tiers.io_engines import kvikio_library, probe
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe import GdsMode, GdsPath, GdsProbe, choose_gds, judge

@@ -25,8 +25,8 @@ from kvstore.tiers.io_engines.contract import IoEngine
 from kvstore.tiers.io_engines.gds import GIVE_UP_AFTER, PAUSE_S, STALLED_S, GdsFile
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.io_engines.posix import PosixFile
-from kvstore.tiers.mounted import MountedSlab
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(3, 40_960)
 

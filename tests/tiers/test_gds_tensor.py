@@ -18,9 +18,9 @@ from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
 from kvstore.tiers.io_engines.posix import PosixFile
 from kvstore.tiers.io_engines.probe import GdsPath, choose_gds
 from kvstore.tiers.io_engines.tensor_memory import TensorMemory
-from kvstore.tiers.mounted import MountedSlab
-from kvstore.tiers.slab import NvmeSlab
-from kvstore.tiers.superblock import DATA_START
+from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.superblock import DATA_START
 
 SHAPE = BlockShape(4, 256 << 10)
 BLOCKS = 16

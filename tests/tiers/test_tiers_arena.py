@@ -18,7 +18,7 @@ from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyMappedVolume, 
 from kvstore.testing.volume_suite import DurableVolumeSuite, MappedVolumeSuite, assert_reads_back, block_key, emptied, items_for
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import DurableVolume, MappedVolume
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(2, 5000)
 

@@ -15,11 +15,11 @@ from kvstore.core.errors import Conflict, CorruptBlock, NotFound
 from kvstore.core.lmdb_meta import parse_meta
 from kvstore.core.types import BlockKey, BlockShape, VolumeId
 from kvstore.testing.volume_suite import Item, assert_reads_back, block_key, block_payload, block_record, items_for
-from kvstore.tiers.catalog import Catalog
-from kvstore.tiers.check import check_volume
-from kvstore.tiers.header import header_bytes, pack_header
-from kvstore.tiers.slab import NvmeSlab
-from kvstore.tiers.superblock import DATA_START
+from kvstore.tiers.nvme.catalog import Catalog
+from kvstore.tiers.nvme.fsck import check_volume
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.slot_header import header_bytes, pack_header
+from kvstore.tiers.nvme.superblock import DATA_START
 
 CAPACITY = 16 << 20
 SHAPES = (BlockShape(3, 20_000), BlockShape(600, 16), BlockShape(1, 100))

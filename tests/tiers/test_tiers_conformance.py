@@ -8,7 +8,7 @@ from kvstore.core.types import VolumeId
 from kvstore.testing.volume_suite import DurableVolumeSuite, MappedVolumeSuite
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.contract import DurableVolume, MappedVolume
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 
 class TestDramArena(MappedVolumeSuite):

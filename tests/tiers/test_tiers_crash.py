@@ -20,8 +20,8 @@ import pytest
 
 from kvstore.core.types import BlockShape, Outcome, VolumeId
 from kvstore.testing.volume_suite import block_payload, emptied
-from kvstore.tiers.check import check_volume
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.fsck import check_volume
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 CAPACITY = 6 << 20
 SHAPES = (BlockShape(2, 3000), BlockShape(4, 16384))
@@ -31,7 +31,7 @@ import random, sys
 from pathlib import Path
 from kvstore.core.types import VolumeId
 from kvstore.testing.volume_suite import block_key, items_for
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 sys.path.insert(0, sys.argv[3])
 from test_tiers_crash import CAPACITY, SHAPES, shape_of
 

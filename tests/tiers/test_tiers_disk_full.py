@@ -16,9 +16,9 @@ from kvstore.core.errors import CapacityExceeded, CorruptBlock, Unavailable
 from kvstore.core.types import BlockKey, BlockShape, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.testing.volume_suite import Item, assert_reads_back, emptied, items_for
-from kvstore.tiers.catalog import Catalog
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.catalog import Catalog
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(3, 20_000)
 SMALL = BlockShape(512, 8)

@@ -9,16 +9,16 @@ from collections import OrderedDict
 import pytest
 
 from kvstore.testing.policy_suite import policy_key
-from kvstore.tiers import eviction_queue, ghost_list
-from kvstore.tiers.eviction_queue import Entry, EvictionQueue
-from kvstore.tiers.ghost_list import GhostList
+from kvstore.tiers.eviction import ghost_list
+from kvstore.tiers.eviction.ghost_list import GhostList
+from kvstore.tiers.eviction.queue import Entry, EvictionQueue
 
 
 @pytest.mark.parametrize("least", [4, 4096])
 @pytest.mark.parametrize("disorder", [0.0, 0.1, 1.0])
 def test_queue_yields_in_total_order(monkeypatch: pytest.MonkeyPatch, least: int, disorder: float) -> None:
     for name in ("_LEAST_MERGED", "_LEAST_CUT"):
-        monkeypatch.setattr(eviction_queue, name, least)
+        monkeypatch.setattr(f"kvstore.tiers.eviction.queue.{name}", least)
     draw = random.Random(int(disorder * 10))
     queue, model = EvictionQueue(), list[Entry]()
     numbers = array("q", bytes(8 * 1000))

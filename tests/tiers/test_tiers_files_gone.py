@@ -13,7 +13,7 @@ from kvstore.core.errors import Unavailable
 from kvstore.core.types import BlockShape, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.testing.volume_suite import assert_reads_back, items_for
-from kvstore.tiers.slab import NvmeSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(3, 20_000)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvstore.core.errors import CorruptBlock, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.header import SlotHeader, check_shape, header_bytes, pack_header, parse_header, slot_bytes
-from kvstore.tiers.superblock import Superblock, newest_superblock, pack_superblock, parse_superblock
+from kvstore.tiers.nvme.slot_header import SlotHeader, check_shape, header_bytes, pack_header, parse_header, slot_bytes
+from kvstore.tiers.nvme.superblock import Superblock, newest_superblock, pack_superblock, parse_superblock
 
 GOLDEN = Path(__file__).parent / "golden"
 

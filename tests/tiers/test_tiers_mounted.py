@@ -16,10 +16,10 @@ from kvstore.observe.counters import Counters
 from kvstore.testing.mount_suite import MountSuite, drop, fetch, known, put
 from kvstore.testing.volume_suite import SHAPES, block_key
 from kvstore.tiers.contract import DurableVolume, Slot
-from kvstore.tiers.mounted import MountedSlab
-from kvstore.tiers.roster import HEAD_BYTES, ROSTER_FILE, RosterReader, RosterWriter
-from kvstore.tiers.slab import NvmeSlab
-from kvstore.tiers.superblock import Superblock
+from kvstore.tiers.nvme.mounted import MountedSlab
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.slot_manifest import HEAD_BYTES, ROSTER_FILE, RosterReader, RosterWriter
+from kvstore.tiers.nvme.superblock import Superblock
 
 NAME = VolumeId("owner/nvme0")
 SHAPE = SHAPES[0]
@@ -142,7 +142,7 @@ def test_slots_that_cannot_be_are_left_out(tmp_path: Path) -> None:
 
 
 def test_history_is_dropped_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.tiers.roster._HISTORY_BYTES", 4096)
+    monkeypatch.setattr("kvstore.tiers.nvme.slot_manifest._HISTORY_BYTES", 4096)
     owner = open_owner(tmp_path)
     mounted = MountedSlab(tmp_path / "v", NAME)
     chance = random.Random(5)

@@ -11,8 +11,8 @@ from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
 from kvstore.testing.policy_suite import PolicyMachine, PolicySuite, policy_key
 from kvstore.tiers.contract import EvictionPolicy
-from kvstore.tiers.eviction_queue import EvictionQueue
-from kvstore.tiers.policy import POLICY_NAMES, GapPolicy, LruPolicy, S3FifoPolicy, make_policy
+from kvstore.tiers.eviction.policy import POLICY_NAMES, GapPolicy, LruPolicy, S3FifoPolicy, make_policy
+from kvstore.tiers.eviction.queue import EvictionQueue
 
 
 class TestLru(PolicySuite):

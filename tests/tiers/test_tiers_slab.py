@@ -15,10 +15,10 @@ from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, Intern
 from kvstore.core.types import BlockShape, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.testing.volume_suite import Item, assert_reads_back, block_key, emptied, items_for
-from kvstore.tiers.catalog import Catalog
-from kvstore.tiers.slab import NvmeSlab
-from kvstore.tiers.slab_io import SlabFile
-from kvstore.tiers.superblock import DATA_START
+from kvstore.tiers.nvme.catalog import Catalog
+from kvstore.tiers.nvme.slab import NvmeSlab
+from kvstore.tiers.nvme.slab_io import SlabFile
+from kvstore.tiers.nvme.superblock import DATA_START
 
 SHAPE = BlockShape(3, 20_000)
 CAPACITY = 16 << 20
@@ -186,7 +186,7 @@ def test_a_full_disk_at_the_catalog_is_told(slab: NvmeSlab, monkeypatch: pytest.
 def test_no_room_for_the_slab_is_told_and_leaves_nothing(folder: Path) -> None:
     program = (
         "import resource, sys; from pathlib import Path\n"
-        "from kvstore.tiers.slab import NvmeSlab\n"
+        "from kvstore.tiers.nvme.slab import NvmeSlab\n"
         "from kvstore.core.errors import CapacityExceeded\n"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))\n"
@@ -218,7 +218,7 @@ def test_o_direct_that_is_refused_is_told(folder: Path, counters: Counters, monk
 def test_two_processes_do_not_share_a_volume(slab: NvmeSlab, folder: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from kvstore.tiers.slab import NvmeSlab\n"
+        "from kvstore.tiers.nvme.slab import NvmeSlab\n"
         "from kvstore.core.errors import Conflict\n"
         "try: NvmeSlab.open(Path(sys.argv[1]), volume_id='v', capacity_bytes=16 << 20)\n"
         "except Conflict as error: print(error)\n"

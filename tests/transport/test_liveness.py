@@ -23,6 +23,7 @@ from kvstore.transport.liveness import (
     ServerState,
     WatchedServer,
 )
+from support.wait import wait_until
 
 WAIT_S = 20.0
 
@@ -160,13 +161,6 @@ def wait_until_cancelled(server: WatchedServer) -> None:
         raise RuntimeError("error of the cancelled call")
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def test_monitor_hung_server_cancels_and_refuses_waits(monitor: LivenessMonitor, probes: Probes) -> None:
     probes.silent.add("a")
     server = monitor.server("a")
@@ -191,8 +185,8 @@ def test_monitor_hung_server_leaves_others_alive(monitor: LivenessMonitor, probe
 def test_monitor_without_waits_pauses_and_resumes(monitor: LivenessMonitor, probes: Probes) -> None:
     server = monitor.server("a")
     with server.waiting(lambda: None):
-        until(lambda: len(probes.sent) >= 2)
-    until(lambda: server not in monitor.awake)
+        wait_until(lambda: len(probes.sent) >= 2)
+    wait_until(lambda: server not in monitor.awake)
     sent = len(probes.sent)
     time.sleep(2 * TICK_S)
     assert len(probes.sent) == sent

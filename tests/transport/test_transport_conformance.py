@@ -12,10 +12,10 @@ import pytest
 from certificates import SERVER_NAME, make_certificates
 from kvstore.core.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvstore.core.limits import MAX_HELD_CONNECTIONS
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockShape
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
 from kvstore.testing.memory_provider import MemoryProvider
 from kvstore.testing.transport_suite import NAMESPACE, TransportSuite, ask, dense, write_of
 from kvstore.transport.contract import BlockPeer, BlockProvider

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.tiers.policy import POLICY_NAMES, make_policy
+from kvstore.tiers.eviction.policy import POLICY_NAMES, make_policy
 from kvstore.workload.bounds import ChainIds, best_hits, simulate, unbounded_hits
 from kvstore.workload.chains import ChainTable
 from kvstore.workload.traces import open_trace

@@ -31,7 +31,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import PIECE_BLOCKS
 from kvstore.tiers.contract import Slot
-from kvstore.tiers.header import slot_bytes
+from kvstore.tiers.nvme.slot_header import slot_bytes
 
 COPY_BYTES = 64 << 20
 """Copied between two looks at the deadline."""

@@ -2,8 +2,8 @@
 
 The engine mounts its own node's volumes, read-only. Which slot holds a block the node says, and keeps it there under a lease
 (``Node.Locate``). That it was the block is proved by the slot's header, read after the payload, and by the checksum of every
-Layer Block, made of what has arrived: it is fetched back from the device for that (``kvstore.tiers.mounted``). A slot that was
-given to another block, under a reader that outlived its lease, is a miss.
+Layer Block, made of what has arrived: it is fetched back from the device for that (``kvstore.tiers.nvme.mounted``). A slot that
+was given to another block, under a reader that outlived its lease, is a miss.
 
 Whether reads go straight is found out volume by volume, in the background, by a process of its own
 (``kvstore.tiers.io_engines.probe``). Where they are only pretended, or the pool is host memory, none are done: the node reads as

@@ -21,18 +21,18 @@ from kvclient.near import Demote
 from kvclient.operation import check_seconds
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
-from kvstore.core.node_id import check_node_id
 from kvstore.core.spec import CacheSpec
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
 from kvstore.node.state.change_log import ReplicaLog
 from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.tokens import Shown
-from kvstore.rpc.tokens import tokens_file as known_tokens
+from kvstore.process.node_id import check_node_id
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import tokens_file as known_tokens
 from kvstore.tiers.contract import VolumeUsage
-from kvstore.tiers.policy import make_policy
+from kvstore.tiers.eviction.policy import make_policy
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class HbmPool:
         allow_insecure_remote: listen beyond this host without TLS.
         tls: for all of that.
         token_file: file with the token that the metadata server is shown, of the role ``node``; None: none.
-        tokens_file: who may ask the pool (``kvstore.rpc.tokens``), as nodes' own; None: whoever reaches it.
-        policy: which blocks leave first; see ``kvstore.tiers.policy``.
+        tokens_file: who may ask the pool (``kvstore.rpc.auth.tokens``), as nodes' own; None: whoever reaches it.
+        policy: which blocks leave first; see ``kvstore.tiers.eviction.policy``.
         demote: what leaves is offered to the tiers below before; False: it is dropped, as where those hold everything anyway.
         room_wait_s: a copy into the pool waits at most so long for room (for what is being demoted); then it is left out.
         anti_entropy_interval_s: how often the index is compared with what is here.

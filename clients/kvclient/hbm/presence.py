@@ -18,17 +18,17 @@ from kvclient.hbm.provider import PoolProvider
 from kvclient.hbm.volume import HbmVolume
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BootId
 from kvstore.node.publish.publisher import Publisher
 from kvstore.node.state.change_log import ReplicaLog
 from kvstore.node.state.namespaces import Domains
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import confine
+from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import stays_on_host
+from kvstore.rpc.auth.interceptor import confine
+from kvstore.rpc.auth.tokens import Shown, Tokens, Watched
 from kvstore.rpc.codec import spec_from_proto
 from kvstore.rpc.server import BoundServer, build_aio_server
-from kvstore.rpc.tokens import Shown, Tokens, Watched
 from kvstore.transport.tcp.server import TcpServer
 from kvstore.transport.tickets import TicketAuthority
 from kvstore.transport.tls import server_context

@@ -24,7 +24,7 @@ from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator
 from kvstore.tiers.contract import BlockRecord, Slot, Vacancy, Volume, VolumeUsage
-from kvstore.tiers.header import check_shape
+from kvstore.tiers.nvme.slot_header import check_shape
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.core.digests import digest_keys
+from kvstore.core.range_digests import digest_keys
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.index_thread import IndexThread
 

@@ -44,7 +44,7 @@ from kvstore.metadata.membership.records import (
     refused_note,
 )
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import RefusedNode
+from kvstore.rpc.auth.interceptor import RefusedNode
 
 logger = logging.getLogger(__name__)
 

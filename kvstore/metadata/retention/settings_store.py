@@ -24,7 +24,7 @@ from typing import Any, Final
 from kvstore.core.errors import CapacityExceeded, Conflict, Unavailable
 from kvstore.core.limits import MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULES
 from kvstore.core.types import NamespaceId
-from kvstore.core.whole_file import write_whole
+from kvstore.process.atomic_file import write_whole
 
 VERSION: Final = 1
 MAX_FILE_BYTES: Final = 4 << 20

@@ -1,4 +1,4 @@
-"""Whose a namespace is, as its spec says, for calls that are confined to a tenant (``kvstore.rpc.access``)."""
+"""Whose a namespace is, as its spec says, for calls that are confined to a tenant (``kvstore.rpc.auth.interceptor``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.core.errors import CapacityExceeded, NotFound, PermissionDenied
 from kvstore.core.spec import CacheSpec as Spec
 from kvstore.core.types import NamespaceId
 from kvstore.index.contract import PrefixIndex
-from kvstore.rpc.access import confine, tenant
+from kvstore.rpc.auth.interceptor import confine, tenant
 from kvstore.rpc.codec import check_id, spec_to_proto
 
 

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError, NotFound
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockKey, NamespaceId, NodeId, StoreOutcome, pack_keys
 from kvstore.node.control.migration_plan import Batch, free_room, plan_moves
 from kvstore.node.state.change_log import runs_of
 from kvstore.node.state.model import Block
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto, spec_to_proto
-from kvstore.rpc.tokens import Shown
 
 log = logging.getLogger(__name__)
 _limited = LimitedLog(log)

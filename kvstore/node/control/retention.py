@@ -43,7 +43,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.rpc.codec import spec_from_proto
-from kvstore.tiers.policy import LruPolicy
+from kvstore.tiers.eviction.policy import LruPolicy
 
 log = logging.getLogger(__name__)
 _limited = LimitedLog(log)

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from kvproto.v1.metadata_pb2 import NamespaceRule, Retention
 from kvstore.core.limits import MAX_RULES
-from kvstore.core.whole_file import write_whole
+from kvstore.process.atomic_file import write_whole
 
 NAME: Final = "rules"
 _HEADER: Final = struct.Struct("<8sQ")

@@ -22,13 +22,13 @@ from typing import Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict
-from kvstore.core.host_defaults import check_bandwidth
 from kvstore.core.types import Outcome
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
 from kvstore.node.eviction.on_demand import quarantine
 from kvstore.node.state.model import Block, Home
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
+from kvstore.process.host_defaults import check_bandwidth
 from kvstore.tiers.contract import Slot
 
 log = logging.getLogger(__name__)

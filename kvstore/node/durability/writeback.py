@@ -36,7 +36,7 @@ from kvstore.node.state.model import Block, Home
 from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.failing import Failing
+from kvstore.observe.failure_tracker import Failing
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import WriteRequest

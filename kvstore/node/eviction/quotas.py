@@ -30,7 +30,7 @@ from kvstore.node.state.eviction_reason import Leaving
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.tiers.contract import EvictionPolicy
-from kvstore.tiers.policy import LruPolicy
+from kvstore.tiers.eviction.policy import LruPolicy
 
 if TYPE_CHECKING:
     from kvstore.node.state.model import Block, Prepared

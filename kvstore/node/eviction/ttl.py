@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey
 from kvstore.node.eviction.quotas import SideOrder
-from kvstore.tiers.policy import LruPolicy
+from kvstore.tiers.eviction.policy import LruPolicy
 
 if TYPE_CHECKING:
     from kvstore.node.state.model import Block

@@ -39,7 +39,7 @@ from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import tenant
+from kvstore.rpc.auth.interceptor import tenant
 from kvstore.tiers.contract import Slot
 from kvstore.transport.contract import Checksums, ReadControl, ReadRequest
 

@@ -3,7 +3,7 @@
 Only what is on NVMe and not in the arena is told: from there a copy is sooner had. It counts as a use, for nobody else tells the
 volume's eviction policy. A block that was told has a pin until its lease ends, so that its slot is not given to another one
 under the reader. Should it be all the same (a reader that outlives its lease), the reader finds out by the slot's header and
-checksums, as whoever mounts a volume does (``kvstore.tiers.mounted``).
+checksums, as whoever mounts a volume does (``kvstore.tiers.nvme.mounted``).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
-from kvstore.tiers.mounted import MountedSlab
+from kvstore.tiers.nvme.mounted import MountedSlab
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvstore.node.state.model import Block, Recent
 from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import tenant
+from kvstore.rpc.auth.interceptor import tenant
 
 
 class Prompts:

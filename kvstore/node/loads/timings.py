@@ -16,7 +16,7 @@ from kvstore.observe.context import request_id
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.observe.metrics import event
-from kvstore.observe.recent import LoadRecord, RecentLoads
+from kvstore.observe.slow_loads import LoadRecord, RecentLoads
 
 limited = LimitedLog(logging.getLogger(__name__), interval_s=1.0)
 

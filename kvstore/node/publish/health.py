@@ -10,7 +10,7 @@ from kvstore.core.types import VolumeId
 from kvstore.node.state.change_log import ReplicaLog
 from kvstore.node.state.model import Home
 from kvstore.node.table import BlockTable
-from kvstore.observe.failing import Failing
+from kvstore.observe.failure_tracker import Failing
 
 QUARANTINE_TOLD_S: Final = 600.0
 """How long a replica that proved bad is told of."""

@@ -23,7 +23,6 @@ import grpc
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
-from kvstore.core.tls import TlsConfig
 from kvstore.core.types import BlockRun, BootId, VolumeId
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.retention import Retainer
@@ -33,13 +32,14 @@ from kvstore.node.state.change_log import ReplicaLog, Taken, in_chains, runs_of
 from kvstore.node.state.model import Home
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.failing import Failing
+from kvstore.observe.failure_tracker import Failing
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import RetryPolicy, call, connect
 from kvstore.rpc.codec import run_to_proto
 from kvstore.rpc.diagnosis import Diagnoser, Target
 from kvstore.rpc.errors import from_rpc_error
-from kvstore.rpc.tokens import Shown
 from kvstore.tiers.contract import Volume
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from kvproto.v1 import admin_pb2 as pb
 from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
-from kvstore.core.in_force import InForce
 from kvstore.core.types import NamespaceId, Tier, VolumeId
 from kvstore.node.base.cancellation import apart
 from kvstore.node.control.retention import Retainer
@@ -30,7 +29,8 @@ from kvstore.node.state.namespaces import Domain, Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metrics import EVENTS, PREFIX
-from kvstore.observe.recent import SHOWN, RecentLoads
+from kvstore.observe.slow_loads import SHOWN, RecentLoads
+from kvstore.process.effective_config import InForce
 from kvstore.rpc.codec import check_id, tier_to_proto
 from kvstore.tiers.contract import Volume
 from kvstore.transport.shaping.traffic import KvTraffic

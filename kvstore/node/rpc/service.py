@@ -36,7 +36,7 @@ from kvstore.node.state.change_log import ReplicaLog
 from kvstore.node.state.namespaces import Domains
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.access import confine, tenant
+from kvstore.rpc.auth.interceptor import confine, tenant
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
 

@@ -23,7 +23,7 @@ from kvstore.node.state.model import Block, Prepared
 from kvstore.node.state.namespaces import Domain
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.shares import Shares
+from kvstore.rpc.auth.tenant_limits import Shares
 
 MAX_STORES_PER_SESSION = 256
 MAX_LEASES_PER_SESSION = 4096

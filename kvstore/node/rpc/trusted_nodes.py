@@ -13,10 +13,10 @@ from typing import Final
 
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.errors import PermissionDenied
-from kvstore.core.tls import TlsConfig
 from kvstore.node.loads.peers import PeerAddress
+from kvstore.process.tls import TlsConfig
+from kvstore.rpc.auth.tokens import Shown
 from kvstore.rpc.client import call, connect
-from kvstore.rpc.tokens import Shown
 
 _ASK_S: Final = 2.0
 _PAUSE_S: Final = 1.0

@@ -13,10 +13,10 @@ from kvstore.node.base.volume_guard import READERS, STALL_S, VolumeGuard, Volume
 from kvstore.node.state.eviction_reason import Leaving
 from kvstore.node.state.namespaces import Domain
 from kvstore.observe.counters import Counters
-from kvstore.observe.failing import Failing
+from kvstore.observe.failure_tracker import Failing
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot
-from kvstore.tiers.header import seal_of
+from kvstore.tiers.nvme.slot_header import seal_of
 
 Key = TypeVar("Key", bound=Hashable)
 

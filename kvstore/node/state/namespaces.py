@@ -11,7 +11,7 @@ from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockShape, NamespaceId, Tier
 from kvstore.node.eviction.quotas import Account, Accounts, SideOrder
 from kvstore.node.eviction.ttl import UseOrder
-from kvstore.tiers.header import slot_bytes
+from kvstore.tiers.nvme.slot_header import slot_bytes
 
 
 class Domain:

@@ -18,8 +18,8 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.limits import MAX_KEYS_PER_CALL
-from kvstore.core.tls import TlsConfig
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.process.tls import TlsConfig
 from kvstore.router.config import Role
 from kvstore.router.context import RouterContext
 from kvstore.router.placement.balancer import RotationOrder

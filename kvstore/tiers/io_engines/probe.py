@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvstore.core.errors import InvalidArgument, Unsupported
-from kvstore.observe.bounded_run import Ran, run_bounded
 from kvstore.observe.counters import Counters
+from kvstore.process.run_with_timeout import Ran, run_bounded
 from kvstore.tiers.io_engines.kvikio_library import CUDA_DRIVER, FORCE_COMPAT, INSTALL_KVIKIO, Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 GdsMode = Literal["auto", "required", "off"]
 PROBE_TIMEOUT_S = 30.0
 SLAB_FILE = "slab.kv"
-"""As ``kvstore.tiers.slab_open`` names it, which imports us."""
+"""As ``kvstore.tiers.nvme.volume_open`` names it, which imports us."""
 _GDS_BACKEND = "GDS"
 _ENABLE_GDS = (
     "sudo modprobe nvidia-fs   # or enable PCI P2PDMA; the volume on ext4 or XFS on a local NVMe disk;"

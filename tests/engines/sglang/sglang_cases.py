@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,14 +36,6 @@ def hashes(chain: str, count: int) -> list[str]:
         before = hashlib.sha256(before + f"{chain}/{page}".encode()).digest()
         made.append(before.hex())
     return made
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    """Polls until a condition holds; fails after a generous bound."""
-    ends_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends_s, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.01)
 
 
 def prefixed(prefix: Sequence[str]) -> Any:

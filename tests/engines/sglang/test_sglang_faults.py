@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_cases import MIB, PAGE, backend_extra, contents, hashes, positions, prefixed, randomise, until
+from sglang_cases import MIB, PAGE, backend_extra, contents, hashes, positions, prefixed, randomise
 
 from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.testing.sglang_bed import Tree, host_pool, storage_config
+from support.wait import wait_until
 
 PAGES = 16
 QUICK = {"lookup_deadline_s": 0.5, "load_deadline_s": 2.0, "store_deadline_s": 2.0}
@@ -43,7 +44,7 @@ def filled(cluster: LocalCluster, **changes: object) -> tuple[Any, Any, list[str
     want = contents(pool, range(PAGES))
     assert all(backend.batch_set_v1(names, positions(range(PAGES)), prefixed([])))
     assert backend.flush()
-    until(lambda: backend.batch_exists(names) == PAGES, "all pages can be looked up")
+    wait_until(lambda: backend.batch_exists(names) == PAGES, "all pages can be looked up")
     return backend, pool, names, want
 
 
@@ -75,7 +76,7 @@ def test_corrupt_pages_are_misses(frail: LocalCluster, in_place: int) -> None:
     corrupt(frail.volume_path("n"))
     frail.start_node("n")
     again = opened(frail, pool, **({} if in_place else {"chained": False}))
-    until(lambda: again.batch_exists(names) > 0, "the node announces what it has")
+    wait_until(lambda: again.batch_exists(names) > 0, "the node announces what it has")
     came = again.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))
     assert not all(came), "no page was found damaged"
     assert_true_or_missing(pool, came, want, 20)
@@ -94,7 +95,9 @@ def test_node_killed_and_restarted(frail: LocalCluster) -> None:
     assert time.monotonic() - began_s < BOUND_S
     frail.start_node("n")
     # its socket has another place or its boot is another: the backend finds it by itself
-    until(lambda: all(backend.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))), "durable pages are served")
+    wait_until(
+        lambda: all(backend.batch_get_v1(names, positions(range(20, 20 + PAGES)), prefixed([]))), "durable pages are served"
+    )
     assert_true_or_missing(pool, [True] * PAGES, want, 20)
     backend.close()
 
@@ -130,7 +133,7 @@ def test_store_absent_at_the_start(frail: LocalCluster) -> None:
     with pytest.raises(KVStoreError):
         required.register_mem_pool_host(pool)
     frail.start_node("n")
-    until(lambda: all(backend.batch_set_v1(names, positions(range(4)), prefixed([]))), "stores once the node is there")
+    wait_until(lambda: all(backend.batch_set_v1(names, positions(range(4)), prefixed([]))), "stores once the node is there")
     backend.close()
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise, until
+from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise
 
 from kvclient.engines.stamps import engine_starts
 from kvstore.testing.sglang_bed import host_pool
+from support.wait import wait_until
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 SCATTERED = [3, 1, 7, 9, 2, 20, 21, 22]
@@ -37,7 +38,7 @@ def test_in_place(open_backend: OpenBackend, layout: str) -> None:
     want = contents(pool, SCATTERED)
     assert backend.batch_set_v1(names[:5], positions(SCATTERED[:5]), prefixed([])) == [True] * 5
     assert backend.batch_set_v1(names[5:], positions(SCATTERED[5:]), prefixed(names[:5])) == [True] * 3
-    until(lambda: backend.batch_exists(names) == 8, "all pages can be looked up")
+    wait_until(lambda: backend.batch_exists(names) == 8, "all pages can be looked up")
 
     other = pool_of(layout)
     reader = open_backend(other)
@@ -70,7 +71,7 @@ def test_flat(open_backend: OpenBackend, layout: str) -> None:
     randomise(pool, 2)
     want = contents(pool, [5, 2, 9, 1])
     assert backend.batch_set(names, [pool.get_data_page(page * PAGE, flat=True) for page in (5, 2, 9, 1)])
-    until(lambda: backend.batch_exists(names) == 4, "all pages can be looked up")
+    wait_until(lambda: backend.batch_exists(names) == 4, "all pages can be looked up")
     assert backend.exists(names[3])
     came = backend.batch_get(names, [pool.get_dummy_flat_data_page() for _ in names])
     assert torch.equal(torch.stack(came), want)
@@ -111,7 +112,7 @@ def test_a_batch_in_the_middle_of_a_chain(open_backend: OpenBackend) -> None:
     randomise(pool, 3)
     assert all(backend.batch_set_v1(names[3:], positions([3, 4, 5]), prefixed(names[:3])))
     assert all(backend.batch_set_v1(names[:3], positions([0, 1, 2]), prefixed([])))
-    until(lambda: backend.batch_exists(names) == 6, "the chain can be looked up")
+    wait_until(lambda: backend.batch_exists(names) == 6, "the chain can be looked up")
     assert backend.batch_exists(names[3:], prefixed(names[:3])) == 3
     assert backend.batch_exists(names[3:]) == 0, "at the head of a chain there are no such pages"
     assert backend.batch_exists([*names[:4], *hashes("b", 2)]) == 4
@@ -126,7 +127,7 @@ def test_without_prefixes_chains_are_not_stored(open_backend: OpenBackend) -> No
     assert backend.counters()["sglang_set_without_prefix_pages_total"] == 2
     alone = open_backend(pool_of(), chained=False)
     assert alone.batch_set_v1(hashes("a", 2), positions([0, 1])) == [True, True]
-    until(lambda: alone.batch_exists(hashes("a", 2)) == 2, "pages by themselves need none")
+    wait_until(lambda: alone.batch_exists(hashes("a", 2)) == 2, "pages by themselves need none")
 
 
 def test_pages_set_twice_and_by_many_threads(open_backend: OpenBackend) -> None:
@@ -145,7 +146,7 @@ def test_pages_set_twice_and_by_many_threads(open_backend: OpenBackend) -> None:
     for thread in threads:
         thread.join()
     assert answers == [[True] * 8] * 4
-    until(lambda: backend.batch_exists(names) == 8, "the pages can be looked up")
+    wait_until(lambda: backend.batch_exists(names) == 8, "the pages can be looked up")
     assert backend.batch_get_v1(names, positions(range(20, 28)), prefixed([])) == [True] * 8
     assert torch.equal(contents(pool, range(20, 28)), want)
     assert backend.counters()["client_store_stored_blocks_total"] == 8
@@ -175,7 +176,7 @@ def test_what_differs_is_not_shared(open_backend: OpenBackend) -> None:
         backend = open_backend(pool, config, **options)
         assert backend.batch_exists(names) == 0, f"way {number} finds what another stored"
         assert backend.batch_set_v1(names, positions([0, 1]), prefixed([])) == [True, True]
-        until(lambda backend=backend: backend.batch_exists(names) == 2, "the pages can be looked up")
+        wait_until(lambda backend=backend: backend.batch_exists(names) == 2, "the pages can be looked up")
         backends.append(backend)
     for (pool, _, _), backend in zip(ways, backends, strict=True):
         want = contents(pool, [0, 1])
@@ -197,7 +198,7 @@ def test_ranks_of_replicated_kv_share(open_backend: OpenBackend) -> None:
         reader = open_backend(other, {**config, "tp_rank": 1})
         randomise(pool, 5)
         assert all(writer.batch_set_v1(names, positions([4, 2, 7]), prefixed([])))
-        until(lambda names=names, reader=reader: reader.batch_exists(names) == 3, "the other rank finds them")
+        wait_until(lambda names=names, reader=reader: reader.batch_exists(names) == 3, "the other rank finds them")
         assert all(reader.batch_get_v1(names, positions([1, 0, 9]), prefixed([])))
         assert torch.equal(contents(other, [1, 0, 9]), contents(pool, [4, 2, 7]))
 
@@ -207,14 +208,14 @@ def test_clear_hides_what_was_stored(open_backend: OpenBackend) -> None:
     backend = open_backend(pool)
     randomise(pool, 6)
     assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
-    until(lambda: backend.batch_exists(names) == 2, "the pages can be looked up")
+    wait_until(lambda: backend.batch_exists(names) == 2, "the pages can be looked up")
     backend.clear()
     assert backend.batch_exists(names) == 0
     assert backend.batch_get_v1(names, positions([4, 5]), prefixed([])) == [False, False]
     randomise(pool, 7)
     want = contents(pool, [0, 1])
     assert all(backend.batch_set_v1(names, positions([0, 1]), prefixed([])))
-    until(lambda: backend.batch_exists(names) == 2, "what is stored after it is found")
+    wait_until(lambda: backend.batch_exists(names) == 2, "what is stored after it is found")
     assert all(backend.batch_get_v1(names, positions([4, 5]), prefixed([])))
     assert torch.equal(contents(pool, [4, 5]), want)
 
@@ -243,7 +244,7 @@ def test_loads_and_stores_can_be_turned_off(open_backend: OpenBackend) -> None:
     randomise(pool, 8)
     assert open_backend(pool, store=False).batch_set_v1(names, positions([0, 1]), prefixed([])) == [False, False]
     assert all(open_backend(pool).batch_set_v1(names, positions([0, 1]), prefixed([])))
-    until(lambda: open_backend(pool).batch_exists(names) == 2, "the pages can be looked up")
+    wait_until(lambda: open_backend(pool).batch_exists(names) == 2, "the pages can be looked up")
     silent = open_backend(pool, load=False)
     assert silent.batch_exists(names) == 0
     assert silent.batch_get_v1(names, positions([0, 1]), prefixed([])) == [False, False]
@@ -284,14 +285,14 @@ def test_weights_under_the_same_name_are_not_the_same(
     writer = opened()
     randomise(writer.mem_pool_host, 1)
     assert writer.batch_set_v1(names, positions([0, 1]), prefixed([])) == [True, True]
-    until(lambda: held(writer) == 2, "the pages can be looked up")
+    wait_until(lambda: held(writer) == 2, "the pages can be looked up")
     assert held(opened()) == 2
     assert [held(opened("dummy")), held(opened(quantization="fp8"))] == [0, 0]
     (tmp_path / "model.safetensors").write_bytes(b"trained")
     late = open_backend(pool_of(), weights_epoch="")  # by a server that has read the ones before
     randomise(late.mem_pool_host, 2)
     assert late.batch_set_v1(names, positions([0, 1]), prefixed([])) == [True, True]
-    until(lambda: held(late) == 2, "the pages can be looked up")
+    wait_until(lambda: held(late) == 2, "the pages can be looked up")
     assert held(opened()) == 0
 
 
@@ -315,7 +316,7 @@ def test_from_another_process(open_backend: OpenBackend, extra: Callable[..., di
     )
     subprocess.run([sys.executable, str(script), json.dumps(extra())], check=True, timeout=120)
     backend = open_backend(pool)
-    until(lambda: backend.batch_exists(names) == 4, "what the other process stored")
+    wait_until(lambda: backend.batch_exists(names) == 4, "what the other process stored")
     assert all(backend.batch_get_v1(names, positions([9, 8, 7, 6]), prefixed([])))
     twin = pool_of()
     randomise(twin, 9)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_cases import PAGE, until
+from sglang_cases import PAGE
 
 from kvstore.testing.sglang_bed import Tree
+from support.wait import wait_until
 
 Extra = Callable[..., dict[str, object]]
 TOKENS = list(range(100, 100 + 8 * PAGE))
@@ -42,7 +43,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def consume(extra: dict[str, object], tokens: list[int], want: list[torch.Tensor], **how: Any) -> None:
     """A new tree brings all of a prompt back, once the store shows it."""
     with Tree(extra, **how) as tree:
-        until(lambda: tree.prefetch(tokens) == len(tokens), "the whole prompt is prefetched")
+        wait_until(lambda: tree.prefetch(tokens) == len(tokens), "the whole prompt is prefetched")
         assert equal(tree.snapshot(tree.load_back(tokens)), want), "other bytes than were stored"
         assert failures(tree) == {}
 
@@ -97,7 +98,7 @@ def test_state_exists_at_some_points_only(extra: Extra) -> None:
     produce(config, tokens, config=model)
     other = tokens[: 6 * model.page_size] + list(range(5000, 5000 + 2 * model.page_size))
     with Tree(config, config=model) as tree:
-        until(lambda: tree.prefetch(other) == 4 * model.page_size, "the prefix up to the first turn's end is prefetched")
+        wait_until(lambda: tree.prefetch(other) == 4 * model.page_size, "the prefix up to the first turn's end is prefetched")
 
 
 def test_a_prompt_that_goes_on(extra: Extra) -> None:
@@ -105,9 +106,9 @@ def test_a_prompt_that_goes_on(extra: Extra) -> None:
     config = given(extra)
     want = produce(config, TOKENS)
     with Tree(config) as tree:
-        until(lambda: tree.prefetch(TOKENS[: 4 * PAGE]) == 4 * PAGE, "the first half is prefetched")
+        wait_until(lambda: tree.prefetch(TOKENS[: 4 * PAGE]) == 4 * PAGE, "the first half is prefetched")
         tree.load_back(TOKENS[: 4 * PAGE])
-        until(lambda: tree.prefetch(TOKENS) == len(TOKENS), "the rest is prefetched")
+        wait_until(lambda: tree.prefetch(TOKENS) == len(TOKENS), "the rest is prefetched")
         assert equal(tree.snapshot(tree.load_back(TOKENS)), want)
 
 
@@ -116,7 +117,7 @@ def test_a_prompt_that_branches(extra: Extra) -> None:
     want = produce(config, TOKENS)
     branch = TOKENS[: 5 * PAGE] + list(range(9000, 9000 + 3 * PAGE))
     with Tree(config) as tree:
-        until(lambda: tree.prefetch(branch) == 5 * PAGE, "what both share is prefetched")
+        wait_until(lambda: tree.prefetch(branch) == 5 * PAGE, "what both share is prefetched")
         assert equal(tree.snapshot(tree.load_back(branch[: 5 * PAGE])), [tensor[: 5 * PAGE] for tensor in want])
 
 
@@ -129,7 +130,7 @@ def test_several_requests_at_once(extra: Extra, in_place: int) -> None:
     strange = list(range(9500, 9500 + 4 * PAGE))
     with Tree(config) as tree:
         sizes = [*map(len, prompts), 0]
-        until(lambda: tree.prefetch_at_once([*prompts, strange]) == sizes, "all that is stored is prefetched")
+        wait_until(lambda: tree.prefetch_at_once([*prompts, strange]) == sizes, "all that is stored is prefetched")
         for tokens, tensors, first in zip(prompts, want, (0, 3 * PAGE, 0), strict=True):  # the common pages are the first one's
             came = tree.snapshot(tree.load_back(tokens))
             assert equal([tensor[first:] for tensor in came], [tensor[first:] for tensor in tensors])

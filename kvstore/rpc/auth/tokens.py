@@ -9,9 +9,9 @@ A line each::
     engine     pool-a  5b1c…
     tenant     acme    9a44…
 
-``read`` looks, ``operator`` does everything; the others are for machines (``kvstore.rpc.access``). The name is what logs say;
-that of a tenant is the ``tenant`` of its namespaces' specs. Tokens are kept as digests, compared in constant time and never
-logged. A file that changes is read again, at most once a second; while it cannot be read, what was read before holds.
+``read`` looks, ``operator`` does everything; the others are for machines (``kvstore.rpc.auth.interceptor``). The name is what
+logs say; that of a tenant is the ``tenant`` of its namespaces' specs. Tokens are kept as digests, compared in constant time and
+never logged. A file that changes is read again, at most once a second; while it cannot be read, what was read before holds.
 """
 
 from __future__ import annotations

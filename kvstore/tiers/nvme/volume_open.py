@@ -21,9 +21,9 @@ from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, Invali
 from kvstore.core.types import VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import chunk_bytes_for
-from kvstore.tiers.catalog import CATALOG_FILE, NO_WRITING, Catalog, map_bytes_for, mend_hint
-from kvstore.tiers.slab_io import IoChoice, SlabFile
-from kvstore.tiers.superblock import DATA_START, SUPERBLOCK_BYTES, Superblock, newest_superblock, pack_superblock
+from kvstore.tiers.nvme.catalog import CATALOG_FILE, NO_WRITING, Catalog, map_bytes_for, mend_hint
+from kvstore.tiers.nvme.slab_io import IoChoice, SlabFile
+from kvstore.tiers.nvme.superblock import DATA_START, SUPERBLOCK_BYTES, Superblock, newest_superblock, pack_superblock
 
 _log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import grpc.aio
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.rpc.auth.tokens import Caller, Role, Tokens, Watched
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.tls_connections import TlsConnections
-from kvstore.rpc.tokens import Caller, Role, Tokens, Watched
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)

@@ -38,7 +38,7 @@ from kvstore.core.types import KEY_BYTES, BlockKey
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import Slot
-from kvstore.tiers.superblock import SUPERBLOCK_BYTES, Superblock, pack_superblock, parse_superblock
+from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock, pack_superblock, parse_superblock
 
 _log = logging.getLogger(__name__)
 

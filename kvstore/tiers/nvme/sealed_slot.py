@@ -11,8 +11,8 @@ from kvstore.core import checksum
 from kvstore.core.errors import CorruptBlock
 from kvstore.core.types import Outcome
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.header import FIXED_BYTES, parse_header, seal_of
-from kvstore.tiers.slab_io import SlotIO
+from kvstore.tiers.nvme.slab_io import SlotIO
+from kvstore.tiers.nvme.slot_header import FIXED_BYTES, parse_header, seal_of
 
 
 class SealedSlotIO(SlotIO):

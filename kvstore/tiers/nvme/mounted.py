@@ -22,12 +22,12 @@ from kvstore.core.errors import Conflict, CorruptBlock, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
-from kvstore.tiers.header import FIXED_BYTES, check_shape, header_bytes, parse_header, slot_bytes
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
-from kvstore.tiers.roster import RosterReader
-from kvstore.tiers.slab_io import NOTHING, IoChoice, SlotIO
-from kvstore.tiers.slab_open import SLAB_FILE
+from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
+from kvstore.tiers.nvme.slot_header import FIXED_BYTES, check_shape, header_bytes, parse_header, slot_bytes
+from kvstore.tiers.nvme.slot_manifest import RosterReader
+from kvstore.tiers.nvme.volume_open import SLAB_FILE
 
 _log = logging.getLogger(__name__)
 

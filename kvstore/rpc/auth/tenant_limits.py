@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.limits import TENANT_SHARE
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.rpc.access import tenant
+from kvstore.rpc.auth.interceptor import tenant
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLog(logger)

@@ -44,7 +44,7 @@ from kvstore.tiers.io_engines.contract import DeviceMemory, IoEngine
 from kvstore.tiers.io_engines.gds import GdsFile
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.io_engines.posix import PosixFile
-from kvstore.tiers.superblock import DATA_START
+from kvstore.tiers.nvme.superblock import DATA_START
 
 _log = logging.getLogger(__name__)
 

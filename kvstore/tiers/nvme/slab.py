@@ -6,7 +6,9 @@ A volume is a folder::
     catalog/   LMDB: block key -> slot header
     lock       held (flock) by the one process that has the volume open
     rules      what may stay of namespaces, as the node heard it last (``kvstore.node.control.rules_file``): not the volume's
-    roster     block key -> slot, for nodes that mount the folder: derived, a hint (``kvstore.tiers.roster``)
+    roster     block key -> slot, for nodes that mount the folder: derived, a hint (``kvstore.tiers.nvme.slot_manifest``)
+    rules      what may stay of namespaces, as the node heard it last (``kvstore.node.control.rules_file``): not the volume's
+    roster     block key -> slot, for nodes that mount the folder: derived, a hint (``kvstore.tiers.nvme.slot_manifest``)
 
 Order of things, which is all of crash safety: slots are written; ``commit`` syncs the slab, then changes the catalog in one
 synced transaction; slots of removed blocks are given out again only after that. A crash at any point leaves every block whose
@@ -36,15 +38,15 @@ from kvstore.core.errors import CorruptBlock, Internal, InvalidArgument, KVStore
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.catalog import Catalog
 from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, Vacancy, VolumeUsage
-from kvstore.tiers.header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
-from kvstore.tiers.roster import RosterWriter
-from kvstore.tiers.sealed_slot import SealedSlotIO
-from kvstore.tiers.slab_io import NOTHING, IoChoice, SlotIO
-from kvstore.tiers.slab_open import (
+from kvstore.tiers.nvme.catalog import Catalog
+from kvstore.tiers.nvme.sealed_slot import SealedSlotIO
+from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
+from kvstore.tiers.nvme.slot_header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
+from kvstore.tiers.nvme.slot_manifest import RosterWriter
+from kvstore.tiers.nvme.volume_open import (
     SLAB_FILE,
     CannotWriteError,
     OpenParts,

@@ -8,8 +8,8 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from kvstore.rpc.access import AUTHORIZATION, NODE_ID
-from kvstore.rpc.tokens import Shown
+from kvstore.rpc.auth.interceptor import AUTHORIZATION, NODE_ID
+from kvstore.rpc.auth.tokens import Shown
 
 # interceptors hand through whatever a stub gives, whose types are the stub's
 Given = Any

@@ -31,11 +31,18 @@ from kvstore.core.errors import CorruptBlock, NotFound
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.catalog import CATALOG_FILE, Catalog, map_bytes_for
-from kvstore.tiers.header import MAGIC, SlotHeader, header_bytes, pack_header, parse_header
-from kvstore.tiers.slab_io import SlabFile, SlotIO
-from kvstore.tiers.slab_open import CATALOG_FOLDER, SLAB_FILE, VolumeLock, reserve
-from kvstore.tiers.superblock import DATA_START, GENERATION_BITS, SUPERBLOCK_BYTES, Superblock, newest_superblock, pack_superblock
+from kvstore.tiers.nvme.catalog import CATALOG_FILE, Catalog, map_bytes_for
+from kvstore.tiers.nvme.slab_io import SlabFile, SlotIO
+from kvstore.tiers.nvme.slot_header import MAGIC, SlotHeader, header_bytes, pack_header, parse_header
+from kvstore.tiers.nvme.superblock import (
+    DATA_START,
+    GENERATION_BITS,
+    SUPERBLOCK_BYTES,
+    Superblock,
+    newest_superblock,
+    pack_superblock,
+)
+from kvstore.tiers.nvme.volume_open import CATALOG_FOLDER, SLAB_FILE, VolumeLock, reserve
 
 _log = logging.getLogger(__name__)
 

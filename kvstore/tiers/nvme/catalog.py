@@ -1,7 +1,7 @@
 """Catalog of a durable volume: block key -> slot header, in LMDB.
 
-A value is the slot's header, byte for byte (``kvstore.tiers.header``): where the block lies and all that is known of it. What
-the catalog holds is what counts; a slot it does not name is free, whatever lies in it. Changes come in groups: one
+A value is the slot's header, byte for byte (``kvstore.tiers.nvme.slot_header``): where the block lies and all that is known of
+it. What the catalog holds is what counts; a slot it does not name is free, whatever lies in it. Changes come in groups: one
 synced transaction makes a batch of blocks durable, all or none.
 
 Two small records lie beside it: the volume's uid (a catalog of another volume is told at once) and a copy of the superblock
@@ -22,7 +22,7 @@ import lmdb
 from kvstore.core import lmdb_meta
 from kvstore.core.errors import CapacityExceeded, Conflict, CorruptBlock, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey
-from kvstore.tiers.superblock import Superblock, pack_superblock, parse_superblock
+from kvstore.tiers.nvme.superblock import Superblock, pack_superblock, parse_superblock
 
 _BLOCKS = b"blocks"
 _META = b"meta"

@@ -1,0 +1,1 @@
+"""Eviction policies and their data structures. Pure: no locks, no clock, no I/O."""
