@@ -68,6 +68,10 @@ _FORMAT = b"kvstore-index/1"
 _DATABASES = (b"meta", b"blocks", b"lives", b"dead", b"namespaces", b"notes")
 _SCAN_PART = 1_024
 """Entries read in one hold of the gate: about a millisecond."""
+_CONFLICTS = "ignored keys that the index holds at another depth (volume_epoch=%d, keys=%d)"
+_FOREIGN = "ignored keys that the index holds for another namespace: no lookup finds them (volume_epoch=%d, keys=%d)"
+_UNNAMED = "ignored keys of new namespaces: the index holds as many namespaces as it may (volume_epoch=%d, keys=%d)"
+_REPLACED = "replaced records of another depth: the published parents are in the index (volume_epoch=%d, keys=%d)"
 _U32 = struct.Struct(">I")  # big-endian, so that LMDB keeps them in numeric order
 _U64 = struct.Struct(">Q")
 
@@ -227,32 +231,15 @@ class LmdbIndex(PrefixIndex):
         if self._listener is not None and (edit.stored or edit.removed):
             gone = [Removed(whose, self._name_of(ordinal), keys) for (whose, ordinal), keys in edit.removed.items()]
             self._listener.published(volume_epoch, edit.stored, gone)
-        if edit.conflicts:
-            limited.warning(
-                "volume epoch %d published %d keys that are held at another place of a chain; they were ignored",
-                volume_epoch,
-                edit.conflicts,
-            )
-            self._count("index_key_conflicts_total", edit.conflicts)
-        if edit.foreign:
-            limited.warning(
-                "volume epoch %d published %d keys that are held for another namespace; they were ignored: no lookup finds them",
-                volume_epoch,
-                edit.foreign,
-            )
-            self._count("index_key_foreign_total", edit.foreign)
-        if edit.unnamed:
-            limited.warning(
-                "volume epoch %d published %d keys of namespaces beyond the bound; they were ignored", volume_epoch, edit.unnamed
-            )
-            self._count("index_key_unnamed_total", edit.unnamed)
-        if edit.replaced:
-            limited.warning(
-                "volume epoch %d published %d keys behind their parents; records of another place gave way",
-                volume_epoch,
-                edit.replaced,
-            )
-            self._count("index_key_replaced_total", edit.replaced)
+        for keys, counter, line in (
+            (edit.conflicts, "index_key_conflicts_total", _CONFLICTS),
+            (edit.foreign, "index_key_foreign_total", _FOREIGN),
+            (edit.unnamed, "index_key_unnamed_total", _UNNAMED),
+            (edit.replaced, "index_key_replaced_total", _REPLACED),
+        ):
+            if keys:
+                limited.warning(line, volume_epoch, keys)
+                self._count(counter, keys)
 
     def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
         if len(keys) % KEY_BYTES or len(keys) > limits.MAX_KEYS_PER_CALL * KEY_BYTES:
