@@ -24,7 +24,7 @@ from kvclient import KVClient
 from kvclient.hits import LoadAccounts
 from kvclient.operation import Operation
 from kvstore.core.types import Tier
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
 
 LAYERS = 32

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
-from kvstore.testing.children import die_with_parent, start
+from kvstore.embedded.children import die_with_parent, start
 
 IMPORTED = {
     "metadata": ("kvstore.cli.servers", "kvstore.metadata.main", "kvstore.observe.http"),

@@ -91,9 +91,9 @@ def _dual_path(json_file: Path | None) -> None:
     """Emulated hosts, three policies, a table and the links' bandwidth over time."""
     from rich.console import Console
 
+    from kvstore.netlab.lab import available
     from kvstore.replay.dual_demo import DECODE, PREFILL, DualDemoPlan, loads_of, run_dual_demo, spark
     from kvstore.replay.progress import progress
-    from kvstore.testing.netlab import available
 
     missing = available()
     if missing is not None:

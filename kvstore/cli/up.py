@@ -21,7 +21,7 @@ from kvstore.core.config import Config, TlsSection
 from kvstore.core.errors import Internal, KVStoreError
 
 if TYPE_CHECKING:
-    from kvstore.testing.cluster import LocalCluster
+    from kvstore.embedded.cluster import LocalCluster
 
 _WATCH_S = 0.5
 _OWN = "this is decided by kvstore up; run kvstore metadata and kvstore node to choose it"
@@ -69,7 +69,7 @@ def up(config: Config, *, dram: int | None, nvme: int, data_dir: Path | None) ->
       kvstore up
       kvstore up --dram 8GiB --nvme 100GiB --data-dir /mnt/nvme0/kvstore
     """
-    from kvstore.testing.cluster import LocalCluster, NodeSpec
+    from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
     folder = data_dir or configured_data_dir(config)
     node_id = config.node.node_id or socket.gethostname()

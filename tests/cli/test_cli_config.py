@@ -19,10 +19,10 @@ from kvstore.core.config import Config, NodeSection
 from kvstore.core.config_sources import Provenance, leaves, load_config, parse_assignment
 from kvstore.core.config_values import format_duration_ms, format_size, parse_duration_ms, parse_memory, parse_size
 from kvstore.core.errors import InvalidArgument
+from kvstore.embedded.cluster import NodeSpec
 from kvstore.node.config import NodeConfig
 from kvstore.process.host_memory import memory_total
 from kvstore.process.tls import TlsConfig
-from kvstore.testing.cluster import NodeSpec
 from kvstore.tiers.eviction.policy import POLICY_NAMES
 
 

@@ -30,7 +30,7 @@ from kvstore.cli.app import root
 from kvstore.cli.blocks import chain_of
 from kvstore.cli.show import clean
 from kvstore.cli.top_figures import Times
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 60.0
 SPEC = CacheSpec(model="seen", block_tokens=16, layers=4, layer_block_bytes=4096)

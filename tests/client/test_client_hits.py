@@ -19,8 +19,8 @@ from kvclient.tally import Tally
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, Outcome, Tier
+from kvstore.lab.accounting_check import check_accounts
 from kvstore.observe.metric_definitions import MISS_REASONS, PATHS
-from kvstore.testing.accounts import check_accounts
 
 MakeClient = Callable[..., KVClient]
 BLOCK_TOKENS = 16

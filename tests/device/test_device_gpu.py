@@ -16,7 +16,7 @@ from kvclient.device.copier import DeviceCopier
 from kvclient.device.driver import CudaDriver
 from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.rows import TorchRows
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 pytestmark = pytest.mark.gpu
 

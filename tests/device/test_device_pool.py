@@ -29,8 +29,8 @@ from kvproto.v1 import node_pb2
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KeyChain
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 20.0
 BLOCKS = 8

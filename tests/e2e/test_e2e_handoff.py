@@ -17,7 +17,7 @@ from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOut
 from kvclient.handoff import Handoff
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from kvstore.transport.contract import LayerWrite, WriteRequest
 from kvstore.transport.tcp.peer import TcpPeer
 from support.wait import wait_until

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import Engine, Store
 from kvclient import LoadResult, Outcome, Paths, StoreOutcome, StoreResult, Unavailable, directory
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
 from support.wait import wait_until
 

@@ -27,7 +27,7 @@ from kvclient.results import NodeRef
 from kvclient.staged import Wanted
 from kvproto.v1 import node_pb2
 from kvstore.core.types import Outcome, Tier
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from kvstore.testing.fault_proxy import FaultProxy
 from kvstore.transport.contract import BlockPeer
 from support.wait import wait_until

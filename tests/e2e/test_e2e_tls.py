@@ -24,8 +24,8 @@ from kvclient.scheduler_client import SchedulerClient
 from kvclient.scheduling import EngineRequest
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, Tier
+from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
 from kvstore.process.tls import TlsConfig
-from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.workload.payload import Payloads
 from support.wait import wait_until

@@ -33,10 +33,10 @@ from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unsupported
 from kvstore.core.types import BlockKey, Outcome, VolumeId
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.stub_cuda import build_stub, with_stub
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, connect
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.stub_cuda import build_stub, with_stub
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 from kvstore.tiers.nvme.mounted import MountedSlab

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
+from kvstore.lab.filled_table import BytelessVolume, FilledTable
 from kvstore.node.state.eviction_reason import Leaving
 from kvstore.node.state.model import Block, Home
 from kvstore.node.state.namespaces import Domains
 from kvstore.node.state.slot_map import PlaceMap
-from kvstore.testing.filled_table import BytelessVolume, FilledTable
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.eviction.ghost_list import GhostList
 from kvstore.tiers.nvme.slot_header import seal_of, slot_bytes

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvclient import CacheSpec, ClientOptions, KVClient
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.observe import tracing
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 WAIT_S = 30.0

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal
-from kvstore.testing.children import Children
+from kvstore.embedded.children import Children
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvstore.core.errors import DeadlineExceeded, Internal, Unavailable
-from kvstore.testing.children import die_with_parent
-from kvstore.testing.connector_kit import Generated, HookDriver, HookEngine, StoreAddress
+from kvstore.embedded.children import die_with_parent
+from kvstore.testing.connector.driver import Generated, HookDriver, HookEngine, StoreAddress
 
 START_S = 120.0
 CALL_S = 120.0

@@ -19,10 +19,10 @@ import grpc
 
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.errors import KVStoreError
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.client import call
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.connector_kit import StoreAddress
+from kvstore.testing.connector.driver import StoreAddress
 from kvstore.testing.fault_proxy import FaultProxy, Faults
 
 NODE = check_node_id("kit-node")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -20,10 +21,10 @@ from types import TracebackType
 from typing import Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
+from kvstore.embedded.children import Children, Launcher
+from kvstore.embedded.temp_dirs import ScratchFolder
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.address import stays_on_host
-from kvstore.testing.children import Children, Launcher
-from kvstore.testing.scratch import ScratchFolder
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
@@ -289,3 +290,11 @@ class LocalCluster:
         except subprocess.TimeoutExpired:
             daemon.process.kill()
             daemon.process.wait(STOP_TIMEOUT_S)
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """Find a port that no process listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

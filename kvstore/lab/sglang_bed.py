@@ -1,7 +1,7 @@
 """SGLang's own host pools, controller and radix tree on a machine without a GPU: what its storage backends are tested with.
 
 Its copies between device and host memory (both are host memory here) are replaced by plain index copies; everything between them
-and the storage backend is SGLang's own code. ``sglang_stand_ins.install`` comes first.
+and the storage backend is SGLang's own code. ``sglang_kernels.install`` comes first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """As many seeded runs of faults under a hook as wanted, each repeatable by its seed.
 
-    PYTHONPATH=tests/engines python -m kvstore.testing.connector_soak test_vllm_kit:TestVllm --seeds 0:200
+    PYTHONPATH=tests/engines python -m kvstore.testing.connector.soak test_vllm_kit:TestVllm --seeds 0:200
 
 A wrong token or a run that hangs ends it with code 1 and names the seed. Otherwise: one line each twenty runs, and what was done.
 """
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvstore.testing.connector_cases import SOON, Conversations, WrongTokensError, run_seeded
-from kvstore.testing.connector_faults import MIB, FaultyStore
-from kvstore.testing.connector_kit import HookDriver
+from kvstore.testing.connector.conversations import SOON, Conversations, WrongTokensError, run_seeded
+from kvstore.testing.connector.driver import HookDriver
+from kvstore.testing.connector.faulty_store import MIB, FaultyStore
 
 HANG_S = 120.0
 """A run that takes longer hangs."""

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.connector_cases import FLUSH_S, MOST_TOKENS, SOON, Conversations, run_seeded
-from kvstore.testing.connector_faults import METADATA, MIB, NODE, Fault, FaultyStore
-from kvstore.testing.connector_kit import HookDriver, HookEngine, StoreAddress
-from kvstore.testing.connector_process import EngineProcess
-from kvstore.testing.engine_bed import free_port
+from kvstore.embedded.cluster import free_port
+from kvstore.testing.connector.conversations import FLUSH_S, MOST_TOKENS, SOON, Conversations, run_seeded
+from kvstore.testing.connector.driver import HookDriver, HookEngine, StoreAddress
+from kvstore.testing.connector.engine_process import EngineProcess
+from kvstore.testing.connector.faulty_store import METADATA, MIB, NODE, Fault, FaultyStore
 
 SAMPLE = range(len(Fault))
 """Seeds of the runs in the suite: each fault once."""

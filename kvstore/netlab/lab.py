@@ -12,7 +12,7 @@ Labs know nothing of each other: several may run at once, with the same addresse
 veth, bridge, tbf, htb and u32: ``available`` says what is missing. Keep the sum of the rates in use below about 15 Gbit/s for
 two cores: beyond that the CPU is measured, not the links.
 
-``python -m kvstore.testing.netlab clean`` removes what dead owners left (starting a lab does so too).
+``python -m kvstore.netlab.lab clean`` removes what dead owners left (starting a lab does so too).
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from types import TracebackType
 from typing import IO, Self, get_args
 
 from kvstore.core.errors import Conflict, Internal, InvalidArgument, KVStoreError, NotFound
-from kvstore.testing import children, netns
-from kvstore.testing.children import Children
-from kvstore.testing.netlab_links import MTU, LinkSettings, TrafficClass, change_lines, check_rate
-from kvstore.testing.netlab_traffic import DEFAULT_INTERVAL_S, CounterFile, Counts, Network, Nic, Recording
+from kvstore.embedded import children
+from kvstore.embedded.children import Children
+from kvstore.netlab import netns
+from kvstore.netlab.links import MTU, LinkSettings, TrafficClass, change_lines, check_rate
+from kvstore.netlab.traffic import DEFAULT_INTERVAL_S, CounterFile, Counts, Network, Nic, Recording
 
 NETWORKS: tuple[Network, ...] = get_args(Network)
 MAX_HOSTS = 200
@@ -407,7 +408,7 @@ def main(arguments: Sequence[str]) -> int:
         with NetLab([HostSpec(f"host-{number}", 500, 4000) for number in range(6)]):
             sys.stdout.write(f"six hosts are up after {time.monotonic() - begin_s:.3f} s\n")
         return 0
-    sys.stderr.write("usage: python -m kvstore.testing.netlab clean|check\n")
+    sys.stderr.write("usage: python -m kvstore.netlab.lab clean|check\n")
     return 2
 
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixIndex, ReplicaRun, VolumeEpoch
-from kvstore.testing.index_model import Chain, IndexModel
+from kvstore.testing.index.model import Chain, IndexModel
 
 LENGTH = 24
 _ONE, _OTHER = NamespaceId(b"1" * 16), NamespaceId(b"2" * 16)
@@ -151,13 +151,19 @@ class IndexMachine(RuleBasedStateMachine):
         position: BlockKey | None = None
         while True:
             blocks, position = self.index.blocks_from(position, most)
-            found += [
-                (block.key, block.namespace, block.depth, volume_epoch)
-                for block in blocks
-                for volume_epoch in block.volume_epochs
-            ]
-            if position is None:
-                break
+            found += [(block.key, block.namespace, block.depth, volume_epoch) for block in blocks for volume_epoch in
+            block.volume_epochs]
+           
+           
+           
+           
+           
+           
+           
+           
+            if position
+            is
+                None: break
         assert len(found) == len(expected)
         assert set(found) == expected
         assert [key for key, *_ in found] == sorted(key for key, *_ in found)

@@ -228,9 +228,9 @@ _MAKERS = {Family.LLAMA: _llama, Family.QWEN3: _qwen3, Family.GEMMA3: _gemma3, F
 
 
 def main() -> None:
-    """``python -m kvstore.testing.tiny_models FOLDER``: makes a model and says where it is."""
+    """``python -m kvstore.lab.tiny_models FOLDER``: makes a model and says where it is."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvstore.testing.tiny_models", description="Makes a tiny model of random weights."
+        prog="python -m kvstore.lab.tiny_models", description="Makes a tiny model of random weights."
     )
     parser.add_argument("folder", type=Path, help="where to; kept if it holds this very model already")
     parser.add_argument("--family", type=Family, choices=list(Family), default=Family.LLAMA, help="default: llama")

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.errors import InvalidArgument, NotFound
-from kvstore.testing import netns
+from kvstore.netlab import netns
 
 Network = Literal["storage", "compute"]
 Direction = Literal["rx", "tx"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.bound import Bed, Verdict, judge
-from kvstore.testing.netlab import HostSpec
+from kvstore.netlab.lab import HostSpec
 
 METADATA_HOST = "metadata"
 _BYTES_PER_MBIT = 125_000.0

@@ -15,7 +15,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,8 +25,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
-from kvstore.testing.children import Children, Launcher
-from kvstore.testing.cluster import LOOPBACK
+from kvstore.embedded.children import Children, Launcher
+from kvstore.embedded.cluster import LOOPBACK, free_port
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 15.0
@@ -351,14 +350,6 @@ class EngineBed:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def free_port(host: str = LOOPBACK) -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 _LAUNCHED_PORT = 8_000

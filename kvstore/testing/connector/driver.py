@@ -10,13 +10,13 @@ is made in the test's process and in child processes, so it is a picklable value
 
         def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> HookEngine: ...
 
-    class TestMyHook(ConnectorSuite):          # kvstore.testing.connector_suite
+    class TestMyHook(ConnectorSuite):          # kvstore.testing.connector.suite
         @classmethod
         def make_driver(cls, folder: Path) -> HookDriver:
             return MyDriver(make_model(folder / "model"))
 
 The rule above all: whatever happens to the store, the tokens are those of the engine alone. The suite holds a hook to it in a
-dozen cases, ``python -m kvstore.testing.connector_soak`` in as many seeded runs as wanted.
+dozen cases, ``python -m kvstore.testing.connector.soak`` in as many seeded runs as wanted.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from kvstore.testing.connector_faults import Fault, FaultyStore
-from kvstore.testing.connector_kit import Generated, HookDriver, HookEngine
+from kvstore.testing.connector.driver import Generated, HookDriver, HookEngine
+from kvstore.testing.connector.faulty_store import Fault, FaultyStore
 
 PRINTABLE = range(32, 127)
 MOST_TOKENS = 12

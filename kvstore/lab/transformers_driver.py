@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.testing.connector_kit import Generated, StoreAddress
+from kvstore.testing.connector.driver import Generated, StoreAddress
 
 
 @dataclass(frozen=True, slots=True)
