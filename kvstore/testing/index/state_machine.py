@@ -151,19 +151,13 @@ class IndexMachine(RuleBasedStateMachine):
         position: BlockKey | None = None
         while True:
             blocks, position = self.index.blocks_from(position, most)
-            found += [(block.key, block.namespace, block.depth, volume_epoch) for block in blocks for volume_epoch in
-            block.volume_epochs]
-           
-           
-           
-           
-           
-           
-           
-           
-            if position
-            is
-                None: break
+            found += [
+                (block.key, block.namespace, block.depth, volume_epoch)
+                for block in blocks
+                for volume_epoch in block.volume_epochs
+            ]
+            if position is None:
+                break
         assert len(found) == len(expected)
         assert set(found) == expected
         assert [key for key, *_ in found] == sorted(key for key, *_ in found)

@@ -128,8 +128,9 @@ class IndexSuite:
         volume_epoch = begin(index)
         index.publish(volume_epoch, [CHAIN.run(0, held)], [])
         hit = min(held, asked)
-        assert ask(index, Chain(NAMESPACE, CHAIN.keys[:asked]), {volume_epoch}) == PrefixHit(hit, (ReplicaRun(0, hit,
-        volume_epoch),))
+        assert ask(index, Chain(NAMESPACE, CHAIN.keys[:asked]), {volume_epoch}) == PrefixHit(
+            hit, (ReplicaRun(0, hit, volume_epoch),)
+        )
 
     def test_lookup_invisible_volume_epoch_counts_as_absent(self, index: PrefixIndex) -> None:
         volume_epoch, other = begin(index), begin(index, "w")
@@ -210,15 +211,17 @@ class IndexSuite:
         index.publish(first, [CHAIN.run(0, 3)], [])
         index.publish(second, [CHAIN.run(2, 5)], [])
         keys = [CHAIN.keys[at] for at in (4, 2, 0, 9)]
-        assert [set(volume_epochs) for volume_epochs in index.holders(NAMESPACE, keys)] == [{second}, {first, second}, {first},
-        set()]
-        assert index.holders(NamespaceId(b"o"
-        * 16), keys) == [()]
-        * 4, "keys belong to a namespace"
+        assert [set(volume_epochs) for volume_epochs in index.holders(NAMESPACE, keys)] == [
+            {second},
+            {first, second},
+            {first},
+            set(),
+        ]
+        assert index.holders(NamespaceId(b"o" * 16), keys) == [()] * 4, "keys belong to a namespace"
         index.close_volume_epoch(first)
         assert index.holders(NAMESPACE, keys) == [(second,), (second,), (), ()]
-            with
-            pytest.raises(InvalidArgument): index.holders(NAMESPACE, [BlockKey(b"short")])
+        with pytest.raises(InvalidArgument):
+            index.holders(NAMESPACE, [BlockKey(b"short")])
 
     def test_removed_goes_first_then_stored_in_order(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
@@ -234,7 +237,9 @@ class IndexSuite:
         batch = ([CHAIN.run(20, 40), CHAIN.run(0, 20)], list(CHAIN.keys[30:50]))
         for _ in range(3):
             index.publish(volume_epoch, *batch)
-            assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(50, (ReplicaRun(0, 50, other), ReplicaRun(0, 40, volume_epoch)))
+            assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(
+                50, (ReplicaRun(0, 50, other), ReplicaRun(0, 40, volume_epoch))
+            )
             assert index.stats().blocks == 50
 
     def test_removed_leaves_are_gone(self, index: PrefixIndex) -> None:
@@ -243,14 +248,18 @@ class IndexSuite:
         index.publish(other, [CHAIN.run(0, 60)], [])
         index.publish(volume_epoch, [], list(CHAIN.keys[:49:-1]))
         index.publish(volume_epoch, [], [BlockKey(b"?" * 16)])
-        assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(60, (ReplicaRun(0, 60, other), ReplicaRun(0, 50, volume_epoch)))
+        assert ask(index, CHAIN, {volume_epoch, other}) == PrefixHit(
+            60, (ReplicaRun(0, 60, other), ReplicaRun(0, 50, volume_epoch))
+        )
         assert index.stats().blocks == 60
 
     def test_a_refused_batch_leaves_nothing(self, index: PrefixIndex) -> None:
         volume_epoch = begin(index)
         index.publish(volume_epoch, [CHAIN.run(0, 10)], [])
         with pytest.raises(InvalidArgument):
-            index.publish(volume_epoch, [CHAIN.run(10, 20), BlockRun(NAMESPACE, None, 0, (BlockKey(b"short"),))], list(CHAIN.keys[9:10]))
+            index.publish(
+                volume_epoch, [CHAIN.run(10, 20), BlockRun(NAMESPACE, None, 0, (BlockKey(b"short"),))], list(CHAIN.keys[9:10])
+            )
         assert ask(index, CHAIN, {volume_epoch}).blocks == 10
 
     def test_a_hole_only_shortens_the_hit(self, index: PrefixIndex) -> None:
@@ -338,7 +347,9 @@ class IndexSuite:
         ]
         told.heard.clear()
         index.publish(other, [CHAIN.run(50, 71)], CHAIN.keys[69:70])  # the stray one gives way, so that its holder has it no more
-        assert told.heard == [(other, [CHAIN.run(50, 71)], [(other, NAMESPACE, [CHAIN.keys[69]]), (volume_epoch, NAMESPACE, [stray])])]
+        assert told.heard == [
+            (other, [CHAIN.run(50, 71)], [(other, NAMESPACE, [CHAIN.keys[69]]), (volume_epoch, NAMESPACE, [stray])])
+        ]
         told.heard.clear()
         index.publish(other, [], [CHAIN.keys[0]])  # it does not hold it
         assert told.heard == []
@@ -351,7 +362,9 @@ class IndexSuite:
         index.publish(volume_epoch, [CHAIN.run(0, 5)], [])
         index.publish(other, [CHAIN.run(0, 3)], [])
         by_key = sorted(range(5), key=lambda at: CHAIN.keys[at])
-        expected = [IndexedBlock(CHAIN.keys[at], NAMESPACE, at, (volume_epoch, other) if at < 3 else (volume_epoch,)) for at in by_key]
+        expected = [
+            IndexedBlock(CHAIN.keys[at], NAMESPACE, at, (volume_epoch, other) if at < 3 else (volume_epoch,)) for at in by_key
+        ]
         first, following = index.blocks_from(None, 2)
         assert first == expected[:2]
         assert following == expected[2].key
@@ -560,7 +573,14 @@ class IndexSuite:
         index.close()
         again = self.open_index(place)
         try:
-            assert (again.epoch, again.volume_epochs(), again.namespaces(), again.notes(), again.revision, again.stats().blocks) == before
+            assert (
+                again.epoch,
+                again.volume_epochs(),
+                again.namespaces(),
+                again.notes(),
+                again.revision,
+                again.stats().blocks,
+            ) == before
             assert ask(again, CHAIN, {volume_epoch, dead}).blocks == 50
             while not again.sweep(30):
                 pass
