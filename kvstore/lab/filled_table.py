@@ -13,9 +13,9 @@ import xxhash
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Outcome, Tier, VolumeId
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Home
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator
@@ -98,19 +98,19 @@ class FilledTable:
         self.counters = Counters()
         self.shape = BlockShape(layers, 16)
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=16 << 20)
-        self.home = Home(BytelessVolume(NVME, capacity_blocks * slot_bytes(self.shape) * 17 // 16))
-        self.log = ReplicaLog([DRAM, NVME], self.counters, self.clock, keep=False)
+        self.node_volume = NodeVolume(BytelessVolume(NVME, capacity_blocks * slot_bytes(self.shape) * 17 // 16))
+        self.log = ReplicaChangeLog([DRAM, NVME], self.counters, self.clock, keep=False)
         self.table = BlockTable(
             self.arena,
             make_policy(policy),
-            [self.home],
+            [self.node_volume],
             self.log,
             self.counters,
             self.clock,
             writes_behind=True,
             make_durable_policy=partial(make_policy, policy),
         )
-        self.domain = Domains().of_shape(NamespaceId(bytes(16)), self.shape)
+        self.namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), self.shape)
         self._chain_blocks = chain_blocks
         self._layers = layers
         self._chains = count()
@@ -122,23 +122,23 @@ class FilledTable:
     def _store_chain(self, chain: int) -> list[BlockKey]:
         digest = xxhash.xxh3_128_digest
         keys = tuple(BlockKey(digest(b"%d/%d" % (chain, depth))) for depth in range(self._chain_blocks))
-        run = BlockRun(self.domain.namespace, None, 0, keys)
-        prepared = self.table.prepare(self.domain, run, self.clock.now_s() + DEADLINE_S)
+        run = BlockRun(self.namespace.namespace_id, None, 0, keys)
+        prepared = self.table.prepare(self.namespace, run, self.clock.now_s() + DEADLINE_S)
         sums = [key * (self._layers // 2) for key in keys]
         self.table.complete(prepared, keys, sums)
         while blocks := self.table.take_pending(len(keys), 1 << 30, 0.0):
             for block, slot in zip(blocks, self._durable_slots(len(blocks)), strict=True):
-                self.table.persisted(block, self.home, slot)
+                self.table.persisted(block, self.node_volume, slot)
         return list(keys)
 
     def _durable_slots(self, wanted: int) -> list[Slot]:
         while True:
-            slots, victims = self.table.allocate_nvme(self.home, self.shape, wanted, ahead=4)
+            slots, victims = self.table.allocate_nvme(self.node_volume, self.shape, wanted, ahead=4)
             if slots is not None:
                 return slots
             if not victims:
                 raise RuntimeError("no room can be made on the volume")
-            self.table.evicted_nvme(self.home, victims)
+            self.table.evicted_nvme(self.node_volume, victims)
 
     def close(self) -> None:
         """Gives the arena back."""
