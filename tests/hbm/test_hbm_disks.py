@@ -22,10 +22,10 @@ from hbm_chains import SPEC as SMALL
 from hbm_chains import Below, chain, in_time, room
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
+from kvclient.call.operation import Operation
 from kvclient.hbm import HbmPool
 from kvclient.hbm.disks import NodeDisks
-from kvclient.near import StoredPlaces, StoredVolume
-from kvclient.operation import Operation
+from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core import checksum

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.buffers import pick_blocks
-from kvclient.far import FarBlocks, PoolMemory, Stuck
+from kvclient.call.operation import Operation
 from kvclient.hbm.disks import DiskRead, NodeDisks
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
 from kvclient.hbm.volume import HbmVolume
-from kvclient.near import StoredPlaces, StoredVolume
-from kvclient.operation import Operation
+from kvclient.memory.buffers import pick_blocks
+from kvclient.memory.device_buffer import FarBlocks, PoolMemory, Stuck
+from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
@@ -57,7 +57,7 @@ class Pinned:
 
 
 class PoolBlocks:
-    """One namespace in the pool; ``kvclient.near.NearBlocks``, and beyond it what an engine needs that stays on its device."""
+    """One namespace in the pool: ``NearBlocks``, and beyond it what an engine needs that stays on its device."""
 
     def __init__(
         self, parts: PoolParts, disks: NodeDisks, namespace: NodeNamespace, detach: Callable[[PoolBlocks], None]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.provider import host_views
-from kvclient.near import Demote
+from kvclient.memory.engine_pool import Demote
 from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.checksum import verify
 from kvstore.core.errors import KVStoreError

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from kvclient.far import Stuck
 from kvclient.hbm.parts import PoolParts
-from kvclient.near import StoredVolume
+from kvclient.memory.device_buffer import Stuck
+from kvclient.memory.engine_pool import StoredVolume
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.node.config import MountConfig

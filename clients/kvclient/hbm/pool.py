@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvclient.call.operation import check_seconds
 from kvclient.hbm import memory
 from kvclient.hbm.blocks import PoolBlocks
 from kvclient.hbm.demotion import Demoter
@@ -17,8 +18,7 @@ from kvclient.hbm.disks import DiskMode, NodeDisks
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.presence import Presence
 from kvclient.hbm.volume import HbmVolume
-from kvclient.near import Demote
-from kvclient.operation import check_seconds
+from kvclient.memory.engine_pool import Demote
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
