@@ -51,7 +51,7 @@ from kvstore.index.contract import (
 from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
-from kvstore.index.run_end_cache import ChainEnds
+from kvstore.index.run_end_cache import RunEndCache
 from kvstore.observe.failure_tracker import Failing
 from kvstore.observe.limited_log import LimitedLog
 
@@ -118,7 +118,7 @@ class LmdbIndex(PrefixIndex):
         self._ordinals: dict[NamespaceId, int] = {}
         self._known = _OpenVolumeEpochs(b"", {}, {})
         self._judged: tuple[bytes, Container[VolumeEpoch], frozenset[VolumeEpoch]] = (b"", frozenset(), frozenset())
-        self._ends = ChainEnds()
+        self._run_ends = RunEndCache()
         self._listener: IndexListener | None = None
         self._names: dict[int, NamespaceId] = {}
         with self._env.begin(db=meta) as txn:
@@ -227,7 +227,7 @@ class LmdbIndex(PrefixIndex):
             return edit
 
         edit = self._write(work)
-        self._ends.published(stored)
+        self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or edit.removed):
             gone = [Removed(whose, self._name_of(ordinal), keys) for (whose, ordinal), keys in edit.removed.items()]
             self._listener.published(volume_epoch, edit.stored, gone)
@@ -246,7 +246,7 @@ class LmdbIndex(PrefixIndex):
             raise InvalidArgument("packed keys take 16 bytes each", bytes=len(keys), limit=limits.MAX_KEYS_PER_CALL)
 
         count, head = len(keys) // KEY_BYTES, BlockKey(keys[:KEY_BYTES])
-        guesses = self._ends.of(head)
+        guesses = self._run_ends.of(head)
 
         def work(txn: Txn) -> PrefixHit:
             known = self._open_volume_epochs(txn)
@@ -269,7 +269,7 @@ class LmdbIndex(PrefixIndex):
             return PrefixHit(hit.blocks, hit.runs, known.revision_number)
 
         hit = self._read(work)
-        self._ends.found(head, count, tuple([run.start + run.count for run in hit.runs]))
+        self._run_ends.record_lookup(head, count, tuple([run.start + run.count for run in hit.runs]))
         return hit
 
     def describe(self, keys: Sequence[BlockKey]) -> list[Entry | None]:
