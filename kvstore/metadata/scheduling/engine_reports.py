@@ -27,7 +27,7 @@ class Group:
     Attributes:
         name: of the group.
         role: of all its engines.
-        boot: this life of it.
+        boot: this volume epoch of it.
         membership: this stay of it here; a boot that was silent for long comes back under another.
         former: boots that this one replaced; they may not report any more.
         sequence: of the last report that counted.
