@@ -509,7 +509,7 @@ DECLARED: Final[dict[str, tuple[Any, ...]]] = {
     "metadata_replicas_repaired_total": ("counter", "replicas added or removed by anti-entropy"),
     "metadata_index_restarts_total": ("counter", "times that the index was made anew under way: damaged, or asked for"),
     "metadata_upkeep_failures_total": ("counter", "rounds of upkeep that failed"),
-    "metadata_sweeps_total": ("counter", "remains of dead lives swept"),
+    "metadata_sweeps_total": ("counter", "sweeps of records of ended volume epochs"),
     "metadata_plans_total": ("counter", "loads planned"),
     "metadata_plans_doubted_total": ("counter", "plans that ceased to count in queues, as nothing of their loads moved"),
     "metadata_plans_refused_total": ("counter", "loads not planned (again), as too many parts of loads are under way"),
