@@ -1,7 +1,7 @@
 """Parts of other files of the repository in pages of the site, so that nothing is written twice.
 
 ``<!-- include: FILE -->`` includes a file, ``<!-- include: FILE ## Heading -->`` the section below a heading. Links in the
-included text are rewritten: to the page that shows the linked file, or to the image. If no page shows the file, its path is shown.
+included text are rewritten: to the page that shows the linked file, or to the image. If no page shows a file, its path is shown.
 """
 
 from __future__ import annotations
