@@ -70,7 +70,7 @@ class IndexedBlock(NamedTuple):
     volume_epochs: tuple[VolumeEpoch, ...]
 
 
-class Removed(NamedTuple):
+class RemovedKeys(NamedTuple):
     """A volume epoch does not hold some blocks any more: it removed them, or they gave way to others."""
 
     volume_epoch: VolumeEpoch
@@ -90,12 +90,12 @@ class IndexListener(Protocol):
     def closed(self, volume_epoch: VolumeEpoch) -> None:
         """A volume epoch is closed, with all that it held; perhaps it was before."""
 
-    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
+    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[RemovedKeys]) -> None:
         """A batch took effect: first what volume epochs no longer hold, then what the one holds, without what was ignored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexEntry:
     """What the index says of one key, for people.
 
     Args:
@@ -168,7 +168,7 @@ class PrefixIndex(ABC):
         """
 
     @abstractmethod
-    def describe(self, keys: Sequence[BlockKey]) -> list[Entry | None]:
+    def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
         """What the index says of each key; None: nothing. For people: it may take milliseconds a thousand keys."""
 
     @abstractmethod
