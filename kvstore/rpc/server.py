@@ -25,7 +25,7 @@ from kvstore.core.errors import Internal, KVStoreError
 from kvstore.observe import context as request_context
 from kvstore.observe import tracing
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.observe.metrics import EVENTS
+from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.process.fd_limits import connections_allowed
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import cannot_listen, check_address, is_unix
@@ -134,7 +134,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         return grpc.stream_stream_rpc_method_handler(self._guard_stream(name, handler.stream_stream), **codec)
 
     def _guard_unary(self, name: str, behaviour: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
-        timed = self._timed(name)
+        timed = common_metrics.RPC_SECONDS.get(name)
 
         async def guarded(request: object, context: Context) -> object:
             began_s = time.perf_counter()
@@ -157,7 +157,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         return guarded
 
     def _guard_stream(self, name: str, behaviour: Callable[..., AsyncIterator[object]]) -> Callable[..., AsyncIterator[object]]:
-        timed = self._timed(name)
+        timed = common_metrics.RPC_SECONDS.get(name)
 
         async def guarded(request: object, context: Context) -> AsyncIterator[object]:
             began_s = time.perf_counter()
@@ -177,12 +177,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
                     self._counters.observe(timed, time.perf_counter() - began_s)
 
         return guarded
-
-    @staticmethod
-    def _timed(name: str) -> str | None:
-        """The distribution that a method's time goes into; None: it is not timed (health, reflection, streams without end)."""
-        event = f"rpc_{name}_seconds"
-        return event if event in EVENTS else None
 
     async def _abort(self, name: str, error: Exception, context: Context) -> NoReturn:
         if not isinstance(error, KVStoreError):

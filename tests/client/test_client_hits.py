@@ -19,7 +19,7 @@ from kvclient.tally import Tally
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, Outcome, Tier
-from kvstore.observe.metric_definitions import MISS_REASONS, PATHS
+from kvstore.observe.metric_definitions.label_values import MISS_REASONS, PATHS
 from kvstore.testing.accounts import check_accounts
 
 MakeClient = Callable[..., KVClient]

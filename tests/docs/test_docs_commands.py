@@ -21,7 +21,7 @@ from kvstore.cli.app import root
 from kvstore.core.config import Config
 from kvstore.core.config_sources import leaves, load_config
 from kvstore.core.errors import KVStoreError
-from kvstore.observe.metrics import METRICS
+from kvstore.observe.metric_definitions import METRICS
 
 DOCS = included.DOCS
 FOLLOWED = sorted([DOCS / "tutorial.md", *(page for page in (DOCS / "how-to").glob("*.md") if any(fences(page.read_text())))])

@@ -13,13 +13,14 @@ import pytest
 from monitored import ALERTS, DASHBOARD, MATCHER, REPOSITORY, RUNBOOK, SCRAPES, SELECTOR, VLLM_PREFIX, alerts, panels, targets
 
 from kvclient.engines.vllm.counters import COUNTERS
-from kvstore.observe.metric_definitions import CONSTANT_LABELS
-from kvstore.observe.metrics import METRICS, Kind, Limit, Metric
+from kvstore.observe.metric_definitions import METRICS
+from kvstore.observe.metrics import CONSTANT_LABELS, Kind, Limit, Metric
 
 OF_PROMETHEUS = {"instance", "job"}
 SERIES: dict[str, Metric] = {series: metric for metric in METRICS.values() for series in metric.series}
 SERIES |= {
-    f"{VLLM_PREFIX}{name}_total": Metric(f"{VLLM_PREFIX}{name}_total", Kind.COUNTER, text) for name, text in COUNTERS.items()
+    f"{VLLM_PREFIX}{name}_total": Metric(f"{VLLM_PREFIX}{name}_total", Kind.COUNTER, text, "vLLM")
+    for name, text in COUNTERS.items()
 }
 
 _GROUPING = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
