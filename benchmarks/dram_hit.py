@@ -16,7 +16,7 @@ from harness import Figure, Options, Reference, Target
 from kvclient import KVClient
 from kvclient.options import Verify
 from kvstore.core.types import Tier
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from peers.memory import SharedCopy
 from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
 

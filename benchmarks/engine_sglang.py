@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from harness import Figure, Options, Reference, Target, interleave, options
-from kvstore.testing import sglang_stand_ins
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab import sglang_kernels as sglang_kernels
 
 PAGE = 64
 PAGES = 64
@@ -91,7 +91,7 @@ def contestants(cluster: LocalCluster, folder: Path, layout: str, heads: int, *,
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
     from kvclient.engines.sglang.backend import KVStoreHiCache
-    from kvstore.testing.sglang_bed import host_pool, storage_config
+    from kvstore.lab.sglang_bed import host_pool, storage_config
 
     def pool() -> Any:  # noqa: ANN401
         return host_pool(layout, tokens=PAGES * PAGE, page=PAGE, layers=16, heads=heads, head_dim=64)
@@ -153,7 +153,7 @@ def main() -> None:
     given = options("engine_sglang", __doc__)
     if find_spec("sglang") is None:
         sys.exit("SGLang is not installed: this benchmark runs in the environment of the engines (make install-engines)")
-    sglang_stand_ins.install()
+    sglang_kernels.install()
     with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
         folder = Path(scratch)
         with LocalCluster(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Figure, Options, Reference, Target, interleave, options
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 BLOCK = 64
 HIT_SHARE = 0.95

@@ -23,8 +23,8 @@ import grpc
 import harness
 from harness import Figure, Options, Reference, Target
 from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.engine_bed import store_transfer
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.engine_bed import store_transfer
 from rig.engine_child import MIB, EngineChild, ModelSize, make_model
 
 SIZE = ModelSize()

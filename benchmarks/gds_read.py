@@ -22,7 +22,7 @@ from typing import Any
 
 import harness
 from harness import Figure, Options, Reference, Target
-from kvstore.testing.stub_cuda import build_stub, with_stub
+from kvstore.lab.stub_cuda import build_stub, with_stub
 from nvme import IO_THREADS
 from peers import PeerMissingError
 from peers.fio import Fio

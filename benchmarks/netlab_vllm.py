@@ -32,12 +32,12 @@ import grpc
 import harness
 from harness import Figure, Options, Reference, Target
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
-from kvstore.testing import netns
-from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
-from kvstore.testing.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, token_ids_of
-from kvstore.testing.netlab import NetLab, available
-from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
-from kvstore.testing.tiny_models import TinyModel, make_model
+from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.lab.engine_bed import EngineBed, ServedEngine, ServeSpec, store_transfer, token_ids_of
+from kvstore.lab.tiny_models import TinyModel, make_model
+from kvstore.netlab import netns
+from kvstore.netlab.bed import METADATA_HOST, LabBed
+from kvstore.netlab.lab import NetLab, available
 
 MIB = 1 << 20
 BLOCK = 32

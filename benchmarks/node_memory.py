@@ -26,9 +26,9 @@ import harness
 from harness import Figure, Options, Target
 from kvclient import KVClient
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
+from kvstore.embedded.cluster import Daemon, LocalCluster, NodeSpec
+from kvstore.lab.filled_table import FilledTable
 from kvstore.rpc.client import call, connect
-from kvstore.testing.cluster import Daemon, LocalCluster, NodeSpec
-from kvstore.testing.filled_table import FilledTable
 from kvstore.tiers.nvme.slot_header import slot_bytes
 from rig import CALL_S, OPTIONS, Chains, cluster, found, spec, stored
 

@@ -20,7 +20,7 @@ import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import KVClient
 from kvstore.core.types import Tier
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from peers import PeerMissingError
 from peers.fio import Fio
 from peers.summed_file import SummedFile

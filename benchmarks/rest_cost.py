@@ -25,7 +25,7 @@ import harness
 from harness import Figure, Reference, Target
 from kvclient import KVClient
 from kvstore.core.types import BlockKey
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from rig import OPTIONS, Chains, cluster, found, room_for, spec, stored
 from rig.rest_load import Asked, Outcome, RestLoad
 

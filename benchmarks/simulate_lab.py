@@ -14,8 +14,8 @@ import sys
 
 import harness
 from harness import Figure, Options, Reference
-from kvstore.testing.netlab import available
-from kvstore.testing.netlab_bed import LabBed
+from kvstore.netlab.bed import LabBed
+from kvstore.netlab.lab import available
 from netlab.against_lab import BOUND, Row, plot, write_section
 from netlab.agents import trajectories
 from netlab.coordinator import Variant

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from docs_site import command_line, configuration, errors, included, metrics, protocol, python_sdk, rest
+from docs_site import command_line, configuration, diagrams, errors, included, metrics, protocol, python_sdk, rest
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
@@ -67,6 +67,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     needs = str(page.meta.get("needs", ""))
     try:
         text = included.expand(markdown, PurePosixPath(page.file.src_uri), needs)
+        text = diagrams.as_images(text, PurePosixPath(page.file.src_uri))
         return _DIRECTIVE.sub(lambda found: GENERATED[found[1]](), text)
     except (LookupError, OSError) as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error

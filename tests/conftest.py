@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from file_times import TimeRecorder, read_times, start_order
+from kvstore.embedded.children import Children
 from kvstore.observe import counters
-from kvstore.testing.children import Children
 from nursery import Nurseries
 from samples import be_thorough
 

@@ -22,7 +22,8 @@ LEAVES = {"core", "observe", "process"}
 """Import nothing of ours, so everybody may import them."""
 
 ALLOWED: dict[str, set[str]] = {
-    "core": {"process"},
+    "core": set(),
+    "config": {"core", "process"},
     "observe": set(),
     "process": {"core"},
     "dualpath": {"core"},
@@ -34,21 +35,28 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": LEAVES | {"tiers", "transport"},
     "metadata": LEAVES | {"dualpath", "index", "rpc", "kvproto"},
     "node": LEAVES | {"tiers", "transport", "rpc", "kvproto"},
-    "admin": LEAVES | {"rpc", "kvproto"},
+    "control_api": LEAVES | {"rpc", "kvproto"},
+    "admin": LEAVES | {"control_api", "rpc", "kvproto"},
     "router": LEAVES | {"rpc", "kvproto", "kvclient"},
     "events": LEAVES | {"rpc", "kvclient"},
     "kvclient": LEAVES | {"transport", "rpc", "kvproto"},
-    "testing": LEAVES | {"dualpath", "index", "tiers", "transport", "rpc", "kvproto", "metadata", "node", "kvclient"},
+    "embedded": LEAVES | {"rpc"},
+    "netlab": LEAVES | {"dualpath", "embedded"},
+    "testing": LEAVES | {"embedded", "index", "tiers", "transport", "rpc", "kvproto"},
+    "lab": LEAVES | {"embedded", "testing", "tiers", "transport", "rpc", "kvproto", "node", "kvclient"},
 }
 """Package -> packages of ours that it may import. Those that wire everything together (``FREE``) may import all."""
 
 WITHIN = {"clients/kvclient/hbm": {"node", "tiers"}}
 """Folder -> what it may import beyond its package's: a pool of device memory is a small node, loaded by those who name it."""
 
+TEST_CODE = {"testing", "lab"}
+"""Packages that only tests, benchmarks and third parties import."""
+
 FREE = {"cli", "replay", "simulate", "workload"}
 
-CORE_LIBRARIES = {"numpy", "xxhash", "pydantic"}
-"""Third-party packages that the pure core may use (pydantic: the typed configuration alone)."""
+CORE_LIBRARIES = {"numpy", "xxhash"}
+"""Third-party packages that the pure core may use."""
 
 LONGEST_FILE = 700
 
@@ -110,6 +118,17 @@ def test_imports_point_inward(package: str) -> None:
     assert wrong == []
 
 
+def test_product_imports_no_test_code() -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{line} imports {module}"
+        for path in our_files()
+        if package_of(path) not in TEST_CODE
+        for line, module in imports_of(path)
+        if our_package(module) in TEST_CODE
+    ]
+    assert wrong == []
+
+
 def test_core_is_pure() -> None:
     libraries = {
         (str(path.relative_to(REPOSITORY)), module.split(".")[0])
@@ -123,7 +142,10 @@ def test_core_is_pure() -> None:
 
 def test_importing_the_client_loads_no_engine_and_no_server() -> None:
     forbidden = ["torch", "pydantic", "fastapi", "vllm", "sglang", "lmdb", "click", "rich"]
-    forbidden += [f"kvstore.{package}" for package in ("index", "tiers", "metadata", "node", "testing", *sorted(FREE))]
+    forbidden += [
+        f"kvstore.{package}"
+        for package in ("index", "tiers", "metadata", "node", "embedded", "netlab", "testing", "lab", *sorted(FREE))
+    ]
     # names are loaded when first used: use them all
     program = f"import sys; from kvclient import *; print(*[name for name in {forbidden!r} if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -10,7 +10,7 @@ import pytest
 
 import report
 import run_all
-from kvstore.testing.netlab import available
+from kvstore.netlab.lab import available
 
 
 @pytest.mark.parametrize("script", run_all.SCRIPTS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.children import Launcher, start
+from kvstore.embedded.children import Launcher, start
 from nursery import Nurseries, Nursling
 
 KVSTORE = [sys.executable, "-m", "kvstore.cli"]

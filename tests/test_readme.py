@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvclient import CacheSpec, KVClient
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 

@@ -21,10 +21,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvstore.core.spec import CacheSpec
-from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
-from kvstore.testing.netlab import Host, NetLab
-from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
-from kvstore.testing.netlab_traffic import Recording
+from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.netlab.bed import METADATA_HOST, LabBed
+from kvstore.netlab.lab import Host, NetLab
+from kvstore.netlab.traffic import Recording
 from netlab.workload import Workload
 
 MIB = 1 << 20

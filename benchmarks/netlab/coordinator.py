@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.core.errors import InvalidArgument
-from kvstore.testing.netlab_traffic import Recording
+from kvstore.netlab.traffic import Recording
 from netlab.agents import Trajectory
 from netlab.assigning import Assigned, Assigner, ByRules, ByServer, InTurns, Wanted
 from netlab.bed import machine_times

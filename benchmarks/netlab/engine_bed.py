@@ -24,12 +24,12 @@ from typing import Any, Self
 
 from kvstore.core.spec import CacheSpec
 from kvstore.dualpath.scheduler import SchedulerLimits
+from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
 from kvstore.engine.hardware import gpu_named
 from kvstore.engine.models import model_named
 from kvstore.engine.roofline import Chunk, EngineModel, Scale
-from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
-from kvstore.testing.netlab import Host, NetLab
-from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
+from kvstore.netlab.bed import METADATA_HOST, LabBed
+from kvstore.netlab.lab import Host, NetLab
 from netlab.agents import Trajectory
 
 MIB = 1 << 20

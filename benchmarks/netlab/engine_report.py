@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.testing.netlab_bed import LabBed
+from kvstore.netlab.bed import LabBed
 from netlab.coordinator import Request, RunResult
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from harness import Options, Parameter
 from kvstore.engine.roofline import Chunk
-from kvstore.testing.netlab_bed import LabBed
+from kvstore.netlab.bed import LabBed
 from netlab.agents import Trajectory
 from netlab.coordinator import Coordinator, Variant
 from netlab.engine_bed import EngineBed, EngineSettings

@@ -12,8 +12,8 @@ import numpy as np
 
 import harness
 from harness import Figure, Options, Parameter, Reference, Target
-from kvstore.testing.netlab import available
-from kvstore.testing.netlab_bed import LabBed
+from kvstore.netlab.bed import LabBed
+from kvstore.netlab.lab import available
 from netlab.agents import trajectories
 from netlab.coordinator import LADDER, ORACLE, Coordinator, Variant
 from netlab.engine_bed import EngineBed, EngineSettings

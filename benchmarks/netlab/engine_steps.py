@@ -7,7 +7,7 @@ import itertools
 import statistics
 
 from harness import Figure, Options, Reference
-from kvstore.testing.netlab_bed import LabBed
+from kvstore.netlab.bed import LabBed
 from netlab.agents import trajectories
 from netlab.coordinator import LADDER, ORACLE
 from netlab.engine_bed import EngineSettings

@@ -15,9 +15,9 @@ from typing import Any
 import harness
 from harness import REPOSITORY, Figure, Options, Reference, Target
 from kvstore.core.spec import CacheSpec
-from kvstore.testing.netlab import available
-from kvstore.testing.netlab_bed import LabBed
-from kvstore.testing.netlab_traffic import Network, Nic, Recording
+from kvstore.netlab.bed import LabBed
+from kvstore.netlab.lab import available
+from kvstore.netlab.traffic import Network, Nic, Recording
 from netlab import plots
 from netlab.bed import MIB, Batch, BedOptions, LoadBed, machine_times
 from netlab.workload import Workload, from_trace, made_up

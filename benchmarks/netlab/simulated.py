@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from kvstore.dualpath.groups import Role
 from kvstore.dualpath.quota import QUOTA_S
+from kvstore.netlab.bed import LabBed
 from kvstore.simulate.cluster import Host, Scheduling, SimConfig
 from kvstore.simulate.cluster import Variant as SimVariant
 from kvstore.simulate.result import SimResult
 from kvstore.simulate.run import simulate
 from kvstore.simulate.sessions import Session, Turn
-from kvstore.testing.netlab_bed import LabBed
 from netlab.agents import Trajectory
 from netlab.coordinator import Variant
 from netlab.engine_bed import BYTES_PER_MBIT, DECODE_BUFFER, PREFILL_BUFFER, EngineSettings

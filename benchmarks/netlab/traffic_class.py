@@ -31,8 +31,8 @@ import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.core.types import Outcome
-from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
-from kvstore.testing.netlab import Host, HostSpec, NetLab, available
+from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.netlab.lab import Host, HostSpec, NetLab, available
 from kvstore.workload.payload import Payloads
 
 MIB = 1 << 20

@@ -21,8 +21,8 @@ from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.keys import KeyChain
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, Outcome, StoreOutcome, Tier
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call, connect
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.workload.payload import Payloads
 
 Bytes = npt.NDArray[np.uint8]

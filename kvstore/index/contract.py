@@ -125,7 +125,7 @@ class IndexStats:
 class PrefixIndex(ABC):
     """One index. Thread-safe; backends that say so may be opened by several processes at once.
 
-    The conformance suite is ``kvstore.testing.index_suite``.
+    The conformance suite is ``kvstore.testing.index.suite``.
     """
 
     @property

@@ -53,9 +53,9 @@ from kvstore.node.rpc.gauges import Links, NodeGauges
 from kvstore.node.rpc.service import NodeServicer
 from kvstore.node.rpc.sessions import Sessions
 from kvstore.node.rpc.trusted_nodes import KnownNodes
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Home
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
@@ -113,7 +113,7 @@ class NodeDaemon:
         self._clock = MonotonicClock()
         self._boot_id = BootId(secrets.token_bytes(16))
         self._accounts = Accounts(partial(make_policy, config.policy))
-        self._domains = Domains(self._accounts)
+        self._namespaces = NamespaceRegistry(self._accounts)
         for address in (config.listen, config.data_listen, config.storage_listen or config.data_listen):
             if config.tls is None and not config.allow_insecure_remote and not stays_on_host(address):
                 raise InvalidArgument(
@@ -172,15 +172,15 @@ class NodeDaemon:
     def _build(self) -> None:
         config, counters, clock = self.config, self.counters, self._clock
         volumes = [self._arena.volume_id, *(slab.volume_id for slab in self._slabs)]
-        self._log = ReplicaLog(volumes, counters, clock, keep=config.metadata is not None)
-        self._homes = homes = [Home(slab) for slab in self._slabs]
-        for home in homes:
-            home.set_guard(counters, stall_s=config.volume_stall_s, readers=config.load_threads)
-        self._writes_behind = bool(homes) or config.write_behind_to is not None
+        self._log = ReplicaChangeLog(volumes, counters, clock, keep=config.metadata is not None)
+        self._node_volumes = node_volumes = [NodeVolume(slab) for slab in self._slabs]
+        for node_volume in node_volumes:
+            node_volume.set_guard(counters, stall_s=config.volume_stall_s, readers=config.load_threads)
+        self._writes_behind = bool(node_volumes) or config.write_behind_to is not None
         self.table = BlockTable(
             self._arena,
             make_policy(config.policy),
-            homes,
+            node_volumes,
             self._log,
             counters,
             clock,
@@ -190,8 +190,8 @@ class NodeDaemon:
             accounts=self._accounts,
         )
         rules_file = config.nvme[0].path / RULES_FILE if config.nvme and config.metadata is not None else None
-        self._retainer = Retainer(self.table, self._domains, self._list_specs, counters, rules_file)
-        self._recover(homes)
+        self._retainer = Retainer(self.table, self._namespaces, self._list_specs, counters, rules_file)
+        self._recover(node_volumes)
         self._retainer.recall()
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
@@ -247,7 +247,7 @@ class NodeDaemon:
             prepare_ttl_s=config.prepare_ttl_ms / 1000,
         )
         self._authority = TicketAuthority(secrets.token_bytes(32), self._boot_id, clock)
-        provider = NodeProvider(self._domains, self.table, self._gate, self._loader, self._stager, clock)
+        provider = NodeProvider(self._namespaces, self.table, self._gate, self._loader, self._stager, clock)
         self._puller = Puller(self.table, provider, self._peers, self._gate, counters)
         self._data = self._data_server(provider, config.data_listen, self._traffic, self._nixl.serving)
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
@@ -256,7 +256,7 @@ class NodeDaemon:
         sent_away = Failing()
         target = (
             LocalTarget(self.table, counters, clock)
-            if homes or config.write_behind_to is None
+            if node_volumes or config.write_behind_to is None
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, sent_away)
         )
         self._pulse = Pulse(clock)
@@ -276,17 +276,17 @@ class NodeDaemon:
             one_sided=None if nixl is None else partial(NixlResponder, nixl),
         )
 
-    def _recover(self, homes: list[Home]) -> None:
+    def _recover(self, node_volumes: list[NodeVolume]) -> None:
         known: dict[BlockKey, BlockKey] = {}
-        for home in homes:
+        for node_volume in node_volumes:
             found = 0
-            for slot, record in home.volume.recover():
-                domain = self._domains.of_shape(record.namespace, record.shape)
-                if self.table.restore(home, domain, _with_known_keys(record, known), slot):
+            for slot, record in node_volume.volume.recover():
+                namespace = self._namespaces.of_shape(record.namespace, record.shape)
+                if self.table.restore(node_volume, namespace, _with_known_keys(record, known), slot):
                     found += 1
                 else:
-                    self._drop_second(home.volume, record.key, slot)
-            log.info("%s: %d durable blocks found, I/O engine %s", home.volume.volume_id, found, home.volume.io_engine)
+                    self._drop_second(node_volume.volume, record.key, slot)
+            log.info("%s: %d durable blocks found, I/O engine %s", node_volume.volume_id, found, node_volume.volume.io_engine)
 
     def _drop_second(self, volume: DurableVolume, key: BlockKey, slot: Slot) -> None:
         """The same block in two volumes: one is enough. Where the catalog cannot forget it, its slot stays out of use."""
@@ -298,10 +298,10 @@ class NodeDaemon:
         else:
             volume.free([slot])
 
-    def _make_peer(self, address: PeerAddress, domain: Domain) -> BlockPeer:
-        spec = domain.spec
+    def _make_peer(self, address: PeerAddress, namespace: NodeNamespace) -> BlockPeer:
+        spec = namespace.spec
         if spec is None:
-            raise NotFound("the spec of the namespace is not known here", namespace=domain.namespace.hex())
+            raise NotFound("the spec of the namespace is not known here", namespace=namespace.namespace_id.hex())
         channel = connect(address.control_address, tls=self.config.tls, token=self._token)
         stub = node_pb2_grpc.NodeStub(channel)
         request = node_pb2.IssueTicketRequest(spec=spec_to_proto(spec))
@@ -381,7 +381,7 @@ class NodeDaemon:
             )
         self._servicer = NodeServicer(
             self.info,
-            self._domains,
+            self._namespaces,
             self.table,
             self.sessions,
             self._loader,
@@ -481,7 +481,7 @@ class NodeDaemon:
     def _make_admin(self) -> NodeAdminServicer:
         parts = AdminParts(
             table=self.table,
-            domains=self._domains,
+            namespaces=self._namespaces,
             sessions=self.sessions,
             replica_log=self._log,
             buffers=self._buffers,
@@ -608,19 +608,19 @@ class NodeDaemon:
         self._nixl.close()
         self._janitor.join(2.0)
         self._watch.stop(2.0)
-        for home in self._homes:
-            home.guard.close()
-            if home.guard.outstanding:
-                log.error("volume not closed: %s (outstanding=%d)", home.volume.volume_id, home.guard.outstanding)
+        for node_volume in self._node_volumes:
+            node_volume.guard.close()
+            if node_volume.guard.outstanding:
+                log.error("volume not closed: %s (outstanding=%d)", node_volume.volume_id, node_volume.guard.outstanding)
             else:
-                home.volume.close()
+                node_volume.volume.close()
         self._arena.close()
         self._socket.unlink(missing_ok=True)
 
     @property
     def hung(self) -> bool:
         """Whether a volume still has I/O outstanding. After ``stop``, the process cannot end in order then."""
-        return any(home.guard.outstanding for home in self._homes)
+        return any(node_volume.guard.outstanding for node_volume in self._node_volumes)
 
     def _advertised(self, bound: str) -> str:
         host, _, port = bound.rpartition(":")

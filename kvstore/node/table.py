@@ -2,17 +2,15 @@
 
 Theory of operation. A *block* has up to two replicas here: a DRAM slot and an NVMe slot. All decisions (who gets a slot, what
 leaves, what is written behind) are taken under one lock, in memory, without I/O; the movers (``loader``, ``writebehind``)
-carry them out and report back. Every change of a replica is told to the ``ReplicaLog`` under the same lock, so that what is
-published is in the order in which it happened.
+carry them out and report back. Every change of a replica is logged under the same lock, so what is published is in order.
 
 Invariants (``check`` asserts them; every test calls it):
 
 * a block is in the table exactly while it has a replica; a slot belongs to one block, one prepared store or one mover;
 * nothing with ``pins`` > 0 leaves any tier; a block that is nowhere else leaves DRAM only after it was written behind, or that
   was given up (cascade before drop);
-* a parent leaves DRAM, or the durable volumes, only after its children there (the eviction policies see to it);
+* a parent leaves DRAM, or the durable volumes, only after its children there;
 * a slot given to a writer is reused only after ``complete`` or ``abandon``: never because time has passed.
-
 Threads: any. Waiting ends at the caller's deadline, or if the caller has gone (``kvstore.node.base.cancellation``).
 """
 
@@ -25,16 +23,16 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, StoreOutcome
 from kvstore.node.base.cancellation import wait
-from kvstore.node.eviction.arena import ArenaRoom
+from kvstore.node.eviction.arena import ArenaEvictor
 from kvstore.node.eviction.cascade import with_parents
 from kvstore.node.eviction.quotas import Accounts, first_victims, give_first, holds_nothing, is_full, make_own_room, may_come
-from kvstore.node.eviction.volumes import DurableRoom
+from kvstore.node.eviction.volumes import VolumeEvictor
 from kvstore.node.state.chain_conflicts import make_way
-from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.eviction_reason import Leaving
 from kvstore.node.state.invariants import check_invariants
-from kvstore.node.state.model import Block, Claim, Home, Prepared, Recent, Vigil
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.model import Block, Claim, KeyWaiter, NodeVolume, Recent, StoreGrant
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, EvictionPolicy, MappedVolume, Rows, Slot
 from kvstore.tiers.eviction.policy import LruPolicy
@@ -52,8 +50,8 @@ class BlockTable:
         self,
         dram: MappedVolume,
         dram_policy: EvictionPolicy,
-        homes: Sequence[Home],
-        log: ReplicaLog,
+        node_volumes: Sequence[NodeVolume],
+        log: ReplicaChangeLog,
         counters: Counters,
         clock: Clock,
         *,
@@ -68,7 +66,7 @@ class BlockTable:
         self.keep_loaded = keep_loaded
         """Whether DRAM is a cache. If not, it only stages: what nobody uses leaves, what was stored once it is durable."""
         self._cascades_chains = cascades_chains
-        self.homes = list(homes)
+        self.node_volumes = list(node_volumes)
         self._dram_policy = dram_policy
         self._log = log
         self._counters = counters
@@ -78,12 +76,12 @@ class BlockTable:
         self._changed = threading.Condition(self._lock)  # room or residency may have changed
         self._has_pending = threading.Condition(self._lock)
         self._blocks: dict[BlockKey, Block] = {}
-        self._durable = DurableRoom(self._blocks, make_durable_policy, self.homes, clock)
-        self._arena = ArenaRoom(dram, self._blocks, dram_policy, self._idle)
-        self._preparing: dict[BlockKey, Prepared] = {}
+        self._durable = VolumeEvictor(self._blocks, make_durable_policy, self.node_volumes, clock)
+        self._arena = ArenaEvictor(dram, self._blocks, dram_policy, self._idle)
+        self._preparing: dict[BlockKey, StoreGrant] = {}
         self._loading: set[BlockKey] = set()
         self._gone: Recent[BlockKey] = Recent()  # left this node, durable on the storage node
-        self._vigils: dict[BlockKey, list[Vigil]] = {}
+        self._vigils: dict[BlockKey, list[KeyWaiter]] = {}
         self._spared: Container[BlockKey] = ()
         self._pending: deque[Block] = deque()
         self._pending_bytes = 0
@@ -94,31 +92,29 @@ class BlockTable:
         self._closed = False
 
     # ---------------------------------------------------------------- recovery
-    def restore(self, home: Home, domain: Domain, record: BlockRecord, slot: Slot) -> bool:
+    def restore(self, node_volume: NodeVolume, namespace: NodeNamespace, record: BlockRecord, slot: Slot) -> bool:
         """Takes over a durable block found at start. False where the table knows the key already (the slot is not taken)."""
         with self._lock:
             block = self._blocks.get(record.key)
-            if block is not None and (block.nvme_home is not None or block.domain is not domain):
+            if block is not None and (block.nvme_volume is not None or block.namespace is not namespace):
                 return False
             if block is None:
-                block = self._blocks[record.key] = Block(domain, record.key, record.parent, record.depth, record.checksums)
-            self._set_nvme(block, home, slot)
+                block = self._blocks[record.key] = Block(namespace, record.key, record.parent, record.depth, record.checksums)
+            self._set_nvme(block, node_volume, slot)
             return True
 
     # ---------------------------------------------------------------- storing
-    def prepare(self, domain: Domain, run: BlockRun, deadline_s: float, *, heads: bool = False) -> Prepared:
+    def prepare(self, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> StoreGrant:
         """Grants slots for the blocks of a run that are neither held nor being written.
 
-        Grants are prefix-first: from the first block without room on, everything is SKIPPED; a caller that got a part completes
-        it, and asks again for the rest. Where there is room for none, waits for some until the deadline. What is held at another
-        place makes way, or ends the run: ``Conflict`` where that is its first key (``kvstore.node.state.chain_conflicts``).
-        ``heads``: the keys are no run: each is the head of a chain of its own.
+        Grants are prefix-first: from the first block without room on, everything is SKIPPED. Where there is room for none, waits
+        for some until the deadline. ``heads``: each key is the head of a chain of its own.
         """
-        prepared = Prepared(domain, run, [])
+        prepared = StoreGrant(namespace, run, [])
         with self._lock:
             wanted: list[int] = []
             known: list[BlockKey] = []
-            clear = make_way(self, domain, run, deadline_s, heads=heads)
+            clear = make_way(self, namespace, run, deadline_s, heads=heads)
             for position, key in enumerate(run.keys[:clear]):
                 if key in self._blocks:
                     prepared.outcomes.append(StoreOutcome.EXISTS)
@@ -132,7 +128,7 @@ class BlockTable:
                     prepared.parents[key] = run.keys[position - 1] if position and not heads else run.parent
                     wanted.append(position)
             prepared.outcomes += [StoreOutcome.SKIPPED] * (len(run.keys) - clear)
-            self._arena.touch(domain, known)
+            self._arena.touch(namespace, known)
             if not wanted:
                 return prepared
             guarded = self._blocks.get(prepared.parents[run.keys[wanted[0]]] or BlockKey(b""))
@@ -143,21 +139,21 @@ class BlockTable:
             self._settle(prepared)  # nothing granted: nobody will complete or abandon it
         return prepared
 
-    def _grant(self, prepared: Prepared, wanted: list[int], deadline_s: float) -> None:
-        shape, run = prepared.domain.shape, prepared.run
+    def _grant(self, prepared: StoreGrant, wanted: list[int], deadline_s: float) -> None:
+        shape, run = prepared.namespace.shape, prepared.run
         granted = 0
         piece = PIECE_BLOCKS
         while granted < len(wanted):
             count = min(piece, len(wanted) - granted)
             over = self._pending_bytes > self._pending_limit
-            own = over or make_own_room(self, prepared.domain, count)
+            own = over or make_own_room(self, prepared.namespace, count)
             slots = self._allocate(shape, count) if own and not over else None
             if slots is None and piece > 1 and not over:
                 piece = max(1, count // 2)
                 continue
             if slots is None:
                 # never waits for more while holding some (two large stores would wait for each other), nor for nothing
-                if granted or holds_nothing(prepared.domain) or not may_come(self, prepared, own=not own):
+                if granted or holds_nothing(prepared.namespace) or not may_come(self, prepared, own=not own):
                     break
                 if not self._wait(self._changed, deadline_s):
                     break
@@ -168,27 +164,27 @@ class BlockTable:
                 key = run.keys[position]
                 prepared.slots[key] = slot
                 granted += 1
-            prepared.domain.granted += len(slots)
+            prepared.namespace.granted += len(slots)
         for position in wanted[granted:]:
             del self._preparing[run.keys[position]]
             prepared.outcomes[position] = StoreOutcome.SKIPPED
         if granted < len(wanted):
-            full = not over and is_full(self, prepared.domain)
+            full = not over and is_full(self, prepared.namespace)
             self._counters.add(f"store_skipped_{'quota' if full else 'no_room'}_blocks_total", len(wanted) - granted)
 
-    def complete(self, prepared: Prepared, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
+    def complete(self, prepared: StoreGrant, keys: Sequence[BlockKey], checksums: Sequence[bytes]) -> list[StoreOutcome]:
         """Makes written blocks visible, in the order given."""
         outcomes: list[StoreOutcome] = []
         with self._lock:
             for key, checksum in zip(keys, checksums, strict=True):
                 slot = prepared.slots.pop(key, None)
                 if slot is None:
-                    held = key in self._blocks and self._blocks[key].domain is prepared.domain
+                    held = key in self._blocks and self._blocks[key].namespace is prepared.namespace
                     outcomes.append(StoreOutcome.EXISTS if held else StoreOutcome.LOST)
                     continue
                 del self._preparing[key]
-                prepared.domain.granted -= 1
-                block = Block(prepared.domain, key, prepared.parents[key], prepared.depths[key], checksum)
+                prepared.namespace.granted -= 1
+                block = Block(prepared.namespace, key, prepared.parents[key], prepared.depths[key], checksum)
                 self._blocks[key] = block
                 self._set_dram(block, slot)
                 if key == prepared.tail:
@@ -204,26 +200,26 @@ class BlockTable:
             self._changed.notify_all()
         return outcomes
 
-    def abandon(self, prepared: Prepared) -> None:
+    def abandon(self, prepared: StoreGrant) -> None:
         """Gives back whatever of a store was not completed. Call only once its writer can no longer touch the slots."""
         with self._lock:
             for key, slot in prepared.slots.items():
                 del self._preparing[key]
                 self.dram.free((slot,))
-            prepared.domain.granted -= len(prepared.slots)
+            prepared.namespace.granted -= len(prepared.slots)
             if prepared.slots:
                 self._counters.add("store_abandoned_blocks_total", len(prepared.slots))
             prepared.slots.clear()
             self._settle(prepared)
             self._changed.notify_all()
 
-    def _settle(self, prepared: Prepared) -> None:
+    def _settle(self, prepared: StoreGrant) -> None:
         if not prepared.slots and prepared.guarded is not None:
             prepared.guarded.pins -= 1
             prepared.guarded = None
 
     # ---------------------------------------------------------------- reading
-    def pin_resident(self, domain: Domain, keys: Sequence[BlockKey]) -> list[Block | None]:
+    def pin_resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Block | None]:
         """Pins those of the keys that lie in DRAM, and marks them used. One entry a key."""
         get = self._blocks.get
         with self._lock:
@@ -231,13 +227,13 @@ class BlockTable:
             used: list[BlockKey] = []
             for key in keys:
                 block = get(key)
-                if block is not None and block.dram is not None and block.domain is domain:
+                if block is not None and block.dram is not None and block.namespace is namespace:
                     block.pins += 1
                     found.append(block)
                     used.append(key)
                 else:
                     found.append(None)
-            self._arena.touch(domain, used)
+            self._arena.touch(namespace, used)
         return found
 
     def pin_if_pinned(self, blocks: Sequence[Block]) -> bool:
@@ -255,11 +251,11 @@ class BlockTable:
             for block in blocks:
                 block.pins += 1
 
-    def held(self, domain: Domain, keys: Sequence[BlockKey]) -> list[bool]:
+    def held(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of the keys this node holds in any tier. A hint."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
-            return [block is not None and block.domain is domain for block in found]
+            return [block is not None and block.namespace is namespace for block in found]
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Ends pins."""
@@ -270,19 +266,19 @@ class BlockTable:
                     self._let_go(block)
             self._changed.notify_all()
 
-    def nvme_homes(self, domain: Domain, keys: Sequence[BlockKey]) -> list[Home | None]:
+    def volumes_of(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[NodeVolume | None]:
         """On which durable volume each of the keys lies. A hint: ``claim`` decides."""
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
-            return [block.nvme_home if block is not None and block.domain is domain else None for block in found]
+            return [block.nvme_volume if block is not None and block.namespace is namespace else None for block in found]
 
-    def claim(self, domain: Domain, keys: Sequence[BlockKey]) -> Claim:
+    def claim(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> Claim:
         """Reserves the right to bring keys into DRAM, so that two loads do not read the same block twice."""
         claim = Claim()
         with self._lock:
             for position, key in enumerate(keys):
                 block = self._blocks.get(key)
-                if block is not None and block.domain is not domain:
+                if block is not None and block.namespace is not namespace:
                     claim.absent.append(position)
                 elif block is not None and block.dram is not None:
                     block.pins += 1
@@ -295,33 +291,33 @@ class BlockTable:
                     block.pins += 1  # its NVMe slot must stay while it is read
                     self._loading.add(key)
                     claim.durable[position] = block
-                    self._durable.touch(domain, (key,))
+                    self._durable.touch(namespace, (key,))
                 else:
                     self._loading.add(key)
                     claim.absent.append(position)
                     claim.claimed_absent.append(position)
         return claim
 
-    def await_resident(self, domain: Domain, key: BlockKey, deadline_s: float) -> Block | None:
+    def await_resident(self, namespace: NodeNamespace, key: BlockKey, deadline_s: float) -> Block | None:
         """Waits while another load or store brings a key in; then pins it, or None where it did not come."""
         with self._lock:
             while key in self._loading or key in self._preparing:
                 if not self._wait(self._changed, deadline_s):
                     return None
             block = self._blocks.get(key)
-            if block is None or block.dram is None or block.domain is not domain:
+            if block is None or block.dram is None or block.namespace is not namespace:
                 return None
             block.pins += 1
             return block
 
-    def watch(self, domain: Domain, keys: Sequence[BlockKey]) -> Vigil:
+    def watch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> KeyWaiter:
         """Waits for keys, whoever brings them: each block is pinned the moment it lies in DRAM. End it with ``unwatch``."""
-        vigil = Vigil(domain)
+        vigil = KeyWaiter(namespace)
         with self._lock:
             here: list[BlockKey] = []
             for position, key in enumerate(keys):
                 block = self._blocks.get(key)
-                if block is not None and block.dram is not None and block.domain is domain:
+                if block is not None and block.dram is not None and block.namespace is namespace:
                     block.pins += 1
                     vigil.came.append((position, block))
                     here.append(key)
@@ -329,10 +325,10 @@ class BlockTable:
                 if key not in vigil.missing:
                     self._vigils.setdefault(key, []).append(vigil)
                 vigil.missing.setdefault(key, []).append(position)
-            self._arena.touch(domain, here)
+            self._arena.touch(namespace, here)
         return vigil
 
-    def came(self, vigil: Vigil, deadline_s: float) -> list[tuple[int, Block]]:
+    def came(self, vigil: KeyWaiter, deadline_s: float) -> list[tuple[int, Block]]:
         """Waits for more of a vigil: (position, block), whose pins are the caller's. Empty: nothing more in time."""
         with self._lock:
             while not vigil.came and vigil.missing:
@@ -341,7 +337,7 @@ class BlockTable:
             came, vigil.came = vigil.came, []
             return came
 
-    def unwatch(self, vigil: Vigil) -> None:
+    def unwatch(self, vigil: KeyWaiter) -> None:
         """Ends a vigil; pins that nobody took are given back."""
         with self._lock:
             for key in vigil.missing:
@@ -351,10 +347,12 @@ class BlockTable:
             came, vigil.came, vigil.missing = vigil.came, [], {}
         self.unpin([block for _, block in came])
 
-    def reserve(self, shape: BlockShape, count: int, deadline_s: float, domain: Domain | None = None) -> list[Slot] | None:
-        """Takes DRAM slots to load into, all or none, evicting and waiting as needed; ``domain``'s tenant first, by its share."""
+    def reserve(
+        self, shape: BlockShape, count: int, deadline_s: float, namespace: NodeNamespace | None = None
+    ) -> list[Slot] | None:
+        """Takes DRAM slots to load into, all or none, evicting and waiting as needed."""
         with self._lock:
-            if domain is not None and not make_own_room(self, domain, count):
+            if namespace is not None and not make_own_room(self, namespace, count):
                 self._counters.add("load_beyond_quota_blocks_total", count)  # never refused: it leaves again soon
             while (slots := self._allocate(shape, count)) is None:
                 if not self._wait(self._changed, deadline_s):
@@ -429,19 +427,19 @@ class BlockTable:
             taken: list[Block] = []
             room = max_bytes
             while self._pending and len(taken) < max_blocks and (room > 0 or not taken):
-                if taken and self._pending[0].domain is not taken[0].domain:
+                if taken and self._pending[0].namespace is not taken[0].namespace:
                     break
                 block = self._pending.popleft()
-                room -= block.domain.shape.block_bytes
+                room -= block.namespace.shape.block_bytes
                 taken.append(block)
             self._in_write += len(taken)
             return taken
 
-    def persisted(self, block: Block, home: Home | None, slot: Slot | None) -> None:
-        """A block is durable: in a slot of ``home``, or (None) on another node."""
+    def persisted(self, block: Block, node_volume: NodeVolume | None, slot: Slot | None) -> None:
+        """A block is durable: in a slot of ``node_volume``, or (None) on another node."""
         with self._lock:
-            if home is not None and slot is not None:
-                self._set_nvme(block, home, slot)
+            if node_volume is not None and slot is not None:
+                self._set_nvme(block, node_volume, slot)
                 block.ours = True  # again, where it had left for its tenant's quota
             else:
                 block.elsewhere = True
@@ -458,34 +456,36 @@ class BlockTable:
             if corrupt and block.dram is not None and block.pins == 0:
                 self._evict_dram(block)
 
-    def allocate_nvme(self, home: Home, shape: BlockShape, count: int, ahead: int) -> tuple[list[Slot] | None, list[Block]]:
+    def allocate_nvme(
+        self, node_volume: NodeVolume, shape: BlockShape, count: int, ahead: int
+    ) -> tuple[list[Slot] | None, list[Block]]:
         """Slots in a durable volume, or (None, victims): blocks whose removal must be committed first (``evicted_nvme``).
 
         They lie on any durable volume, and make room for ``ahead`` times the count where so many can leave, so that few commits
         only remove; or for some of the count, where blocks of other sizes are in the way: then ask again.
         """
         with self._lock:
-            slots = home.volume.allocate(shape, count)
+            slots = node_volume.volume.allocate(shape, count)
             if slots is not None:
                 return slots, []
             victims = first_victims(self) if self.accounts.in_force else []
             if not victims:
-                victims = self._durable.victims(home, shape, (count * ahead, count), self._no_loss, self._dispensable)
+                victims = self._durable.victims(node_volume, shape, (count * ahead, count), self._no_loss, self._dispensable)
                 for block in victims:
                     block.leave()
                 self.accounts.count_pinned(victims, self._counters)
             return None, victims
 
-    def evicted_nvme(self, home: Home, victims: Sequence[Block]) -> None:
+    def evicted_nvme(self, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
         """The catalog no longer holds ``victims``: their slots may be used again."""
         with self._lock:
             for block in victims:
                 for_quota = block.stay() is Leaving.FOR_QUOTA
-                if block.nvme is None or block.nvme_home is not home:
+                if block.nvme is None or block.nvme_volume is not node_volume:
                     continue
-                home.volume.free((block.nvme,))
-                self._durable.remove(block, home)
-                self._log.removed(home.volume.volume_id, block.key)
+                node_volume.volume.free((block.nvme,))
+                self._durable.remove(block, node_volume)
+                self._log.removed(node_volume.volume_id, block.key)
                 block.unsettle()
                 block.expendable = False  # should it leave DRAM too, it is written again first (cascade)
                 block.ours = block.ours and not for_quota
@@ -504,18 +504,18 @@ class BlockTable:
 
     def are_durable(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which blocks outlive this process: here, or on the storage node that they were written to."""
-        for home in self.homes:
-            home.look_in_place()
+        for node_volume in self.node_volumes:
+            node_volume.look_in_place()
         with self._lock:
             found = (self._blocks.get(key) for key in keys)
             return [key in self._gone if block is None else block.durable for key, block in zip(keys, found, strict=True)]
 
     def not_durable(self, tenant: str | None = None) -> int:
         """How many blocks (of a tenant) that were stored here would not outlive this process."""
-        mine = [one for one in self.snapshot() if tenant is None or (one.domain.spec and one.domain.spec.tenant == tenant)]
+        mine = [one for one in self.snapshot() if tenant is None or (one.namespace.spec and one.namespace.spec.tenant == tenant)]
         return sum(block.ours and not block.durable for block in mine)
 
-    def write_again(self, domain: Domain, keys: Sequence[BlockKey]) -> int:
+    def write_again(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> int:
         """Sends those of the keys to write-behind that lie in DRAM only: given up before, or not meant to be kept. How many."""
         if not self._writes_behind:
             return 0
@@ -523,7 +523,7 @@ class BlockTable:
         with self._lock:
             for key in keys:
                 block = self._blocks.get(key)
-                if block is None or block.domain is not domain or block.dram is None or block.nvme is not None:
+                if block is None or block.namespace is not namespace or block.dram is None or block.nvme is not None:
                     continue
                 if not block.elsewhere and not block.pending:
                     self._enqueue(block)
@@ -544,7 +544,7 @@ class BlockTable:
                 self._written(block)
             return len(given_up)
 
-    # ---------------------------------------------------------------- eviction on demand
+    # ---- eviction on demand
     def evict_dram(self) -> int:
         """Drops from DRAM whatever is not pinned and may leave as it is. Returns how many blocks."""
         with self._lock:
@@ -554,10 +554,10 @@ class BlockTable:
             self._changed.notify_all()
             return len(victims)
 
-    def nvme_victims(self, home: Home) -> list[Block]:
+    def nvme_victims(self, node_volume: NodeVolume) -> list[Block]:
         """All unpinned blocks of a durable volume, children first: on their way out, for ``evicted_nvme``."""
         with self._lock:
-            victims = [self._blocks[key] for key, _ in self._durable.coldest(home, self._idle)]
+            victims = [self._blocks[key] for key, _ in self._durable.coldest(node_volume, self._idle)]
             for block in victims:
                 block.leave()
             return victims
@@ -569,7 +569,7 @@ class BlockTable:
                 block.stay()
             self._changed.notify_all()
 
-    # ---------------------------------------------------------------- looking
+    # ---- looking
     def snapshot(self) -> list[Block]:
         """All blocks, parents before children where both came in order. For inventories."""
         with self._lock:
@@ -593,11 +593,11 @@ class BlockTable:
             self._has_pending.notify_all()
 
     def check(self) -> None:
-        """Asserts the invariants. For tests."""
+        """Asserts the invariants."""
         with self._lock:
             check_invariants(self)
 
-    # ---------------------------------------------------------------- inside the lock
+    # ---- inside the lock
     def _wait(self, condition: threading.Condition, deadline_s: float) -> bool:
         left_s = deadline_s - self._clock.now_s()
         return left_s > 0 and not self._closed and wait(condition, left_s, self._counters)
@@ -641,9 +641,9 @@ class BlockTable:
 
     def _end_vigils(self, block: Block) -> None:
         """A block that somebody waits for is there: theirs before it can leave again."""
-        others: list[Vigil] = []
+        others: list[KeyWaiter] = []
         for vigil in self._vigils.pop(block.key):
-            if vigil.domain is not block.domain:
+            if vigil.namespace is not block.namespace:
                 others.append(vigil)
                 continue
             for position in vigil.missing.pop(block.key):
@@ -652,11 +652,11 @@ class BlockTable:
         if others:
             self._vigils[block.key] = others
 
-    def _set_nvme(self, block: Block, home: Home, slot: Slot) -> None:
-        block.settle(home, slot)
+    def _set_nvme(self, block: Block, node_volume: NodeVolume, slot: Slot) -> None:
+        block.settle(node_volume, slot)
         block.expendable = True
         self._durable.insert(block)
-        self._log.stored(home.volume.volume_id, block)
+        self._log.stored(node_volume.volume_id, block)
 
     def _let_go(self, block: Block) -> None:
         """Nobody has a block pinned any more that never arrived whole, or was only passing through."""
@@ -677,7 +677,7 @@ class BlockTable:
         self._drop_if_nowhere(block)
 
     def _drop_if_nowhere(self, block: Block) -> None:
-        if block.dram is None and block.nvme_home is None and self._blocks.get(block.key) is block:
+        if block.dram is None and block.nvme_volume is None and self._blocks.get(block.key) is block:
             del self._blocks[block.key]
             if block.elsewhere:
                 self._gone.add(block.key)
@@ -686,13 +686,13 @@ class BlockTable:
         block.pending = True
         self._pending.append(block)
         self._enqueued += 1
-        self._pending_bytes += block.domain.shape.block_bytes
+        self._pending_bytes += block.namespace.shape.block_bytes
         self._has_pending.notify()
 
     def _written(self, block: Block) -> None:
         block.pending = False
         block.expendable = True  # also where it could not be written: it must not clog the arena
-        self._pending_bytes -= block.domain.shape.block_bytes
+        self._pending_bytes -= block.namespace.shape.block_bytes
         self._in_write -= 1
         self._finished += 1
         if block.passing and block.pins == 0:

@@ -14,10 +14,10 @@ from kvclient import KVClient
 from kvclient.options import ClientOptions
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.replay.engine import RequestRunner, Tally
 from kvstore.replay.progress import Report, silent
 from kvstore.replay.report import tally_json, version
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.workload.chains import BlockKeys
 from kvstore.workload.generator import PROFILES, AgentWorkload
 

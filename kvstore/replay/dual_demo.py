@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.core.errors import Internal
-from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
-from kvstore.testing.netlab import Host, NetLab
-from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
-from kvstore.testing.scratch import ScratchFolder
+from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.embedded.temp_dirs import ScratchFolder
+from kvstore.netlab.bed import METADATA_HOST, LabBed
+from kvstore.netlab.lab import Host, NetLab
 
 MIB = 1 << 20
 POLICIES = ("prefill_only", "shorter_queue", "split")

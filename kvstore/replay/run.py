@@ -11,12 +11,12 @@ from typing import Any
 from kvclient import KVClient
 from kvclient.options import ClientOptions
 from kvstore.core.errors import InvalidArgument
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.replay.capacity import Capacity
 from kvstore.replay.engine import RequestRunner, Tally
 from kvstore.replay.plan import Workload
 from kvstore.replay.progress import Report, silent
 from kvstore.replay.report import tally_json, version
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.workload.bounds import HitCount, best_hits
 
 NODE_ID = "replay"

@@ -1,1 +1,1 @@
-"""Conformance suites, fault wrappers and the cluster launcher: public, so that a third party can prove its own parts."""
+"""Conformance suites, models and fault injection: public, so that third parties can test their own implementations."""

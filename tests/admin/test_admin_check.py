@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from kvclient import CacheSpec, KVClient
 from kvstore.cli.app import root
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 WAIT_S = 30.0

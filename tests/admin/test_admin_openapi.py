@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 from certificates import SERVER_NAME, make_certificates
 from kvclient import CacheSpec, KVClient
 from kvstore.core.errors import Internal
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 CHECKS = [
     not_a_server_error,

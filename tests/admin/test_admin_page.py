@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from page_store import BLOCKS, HOSTILE, OTHER, SPEC, TOKENS, Working, browsing, working
 
-from kvstore.testing.cluster import LocalCluster
+from kvstore.embedded.cluster import LocalCluster
 
 SOON_MS = 20_000
 IMAGE_AFTER_MS = 26_000

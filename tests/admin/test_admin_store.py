@@ -15,8 +15,8 @@ from admin_client import AdminHttp
 
 from kvclient import CacheSpec, KVClient
 from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call, connect
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 WAIT_S = 30.0

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from kvclient import CacheSpec, KVClient, StoreResult
 from kvstore.cli.app import root
 from kvstore.core.types import NamespaceId
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.metadata.config import MetadataConfig
 from kvstore.metadata.retention.settings_store import OrdersFile, Rule
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 WAIT_S = 30.0

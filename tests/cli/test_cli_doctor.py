@@ -18,8 +18,8 @@ import pytest
 
 from certificates import make_certificates
 from kvstore.core.types import VolumeId
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.stub_cuda import build_stub, with_stub
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.stub_cuda import build_stub, with_stub
 from kvstore.tiers.nvme.slab import NvmeSlab
 
 COMMAND = [sys.executable, "-m", "kvstore.cli", "doctor"]

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from certificates import make_certificates
 from kvstore.cli.app import root
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 
 def health(*arguments: str) -> Result:

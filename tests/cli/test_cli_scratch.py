@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.scratch import ScratchFolder, sweep
+from kvstore.embedded.temp_dirs import ScratchFolder, sweep
 
 OWNER = """
 import sys
 from pathlib import Path
-from kvstore.testing.scratch import ScratchFolder
+from kvstore.embedded.temp_dirs import ScratchFolder
 folder = ScratchFolder(sys.argv[1], Path(sys.argv[2]))
 (folder.path / "volume").mkdir()
 (folder.path / "volume" / "slab.kv").write_bytes(bytes(4096))

@@ -14,8 +14,8 @@ from certificates import SERVER_NAME, CertificateFiles, make_certificates
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.cli.app import root
 from kvstore.core.errors import Unauthenticated, Unavailable
+from kvstore.embedded.cluster import LocalCluster
 from kvstore.process.tls import TlsConfig
-from kvstore.testing.cluster import LocalCluster
 
 SPEC = CacheSpec(model="m", block_tokens=16, layers=2, layer_block_bytes=4096)
 TOKEN = "operators-token-1"

@@ -11,7 +11,7 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, SkewedClock
 
 from kvclient import CacheSpec, ClientOptions, KVClient
-from kvstore.testing.accounts import check_accounts
+from kvstore.lab.accounting_check import check_accounts
 
 MakeClient = Callable[..., KVClient]
 

@@ -15,7 +15,7 @@ from kvclient import AsyncKVClient, CacheSpec, ClientOptions, KVClient, Outcome,
 from kvclient.results import PATH_LOCAL, PATH_PREFILL
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 SPEC = CacheSpec(model="cluster", block_tokens=16, layers=4, layer_block_bytes=4096)
 OPTIONS = ClientOptions(reopen_pause_s=0.05, breaker_pause_s=0.1, default_deadline_s=20.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Unavailable, list_namespaces
-from kvstore.testing.cluster import LocalCluster
+from kvstore.embedded.cluster import LocalCluster
 
 
 def test_namespaces_are_listed_as_they_were_registered(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from certificates import CertificateFiles, make_certificates
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvstore.cli.app import root
-from kvstore.testing.children import Children
-from kvstore.testing.scratch import ScratchFolder
+from kvstore.embedded.children import Children
+from kvstore.embedded.temp_dirs import ScratchFolder
 from support.wait import wait_until
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]

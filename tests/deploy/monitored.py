@@ -18,8 +18,8 @@ from typing import Any, Self
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.testing import children
-from kvstore.testing.engine_bed import free_port
+from kvstore.embedded import children
+from kvstore.embedded.cluster import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEPLOY = REPOSITORY / "deploy"

@@ -26,7 +26,7 @@ import yaml
 from deployed import COMPOSE, Daemon, compose, compose_daemons, image
 
 from kvclient import CacheSpec, KVClient
-from kvstore.testing import children
+from kvstore.embedded import children
 
 WAIT_S = 60.0
 ASK_S = 0.3

@@ -22,7 +22,7 @@ from kvclient.engines.vllm.options import ConnectorOptions
 from kvclient.engines.vllm.plan import GroupLoad, LoadJob, SaveJob, StepPlan
 from kvclient.engines.vllm.scheduler.prefix_lookup import BackgroundLookup
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
-from kvstore.testing.cluster import LocalCluster
+from kvstore.embedded.cluster import LocalCluster
 from support.wait import wait_until
 
 BLOCK, LAYERS, PAGES = 4, 3, 24

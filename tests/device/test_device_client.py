@@ -19,7 +19,7 @@ from kvclient.hbm import HbmPool
 from kvclient.results import PATH_HBM, PATH_LOCAL, PATH_PREFILL
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Internal
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 PAGES = 24
 BLOCKS = 8

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvclient import InvalidArgument
 from kvclient.device.copier import DeviceCopier
-from kvclient.far import FarBlocks
+from kvclient.memory.device_buffer import FarBlocks
 from kvstore.core.errors import Internal
 
 WAYS = ("staged", "batched")

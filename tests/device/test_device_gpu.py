@@ -16,7 +16,7 @@ from kvclient.device.copier import DeviceCopier
 from kvclient.device.driver import CudaDriver
 from kvclient.device.fp8 import Fp8Codec
 from kvclient.device.rows import TorchRows
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -232,8 +232,8 @@ def test_fp8_on_the_device_is_fp8_on_the_host(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pages_per_block", [1, 4])
 def test_a_pool_beside_the_pages_gives_and_takes_blocks_on_the_device(layout: str, pages_per_block: int) -> None:
+    from kvclient.call.operation import Operation
     from kvclient.hbm import HbmPool
-    from kvclient.operation import Operation
     from kvstore.core.buffers import DenseBlocks
     from kvstore.core.clock import MonotonicClock
     from kvstore.core.keys import KeyChain

@@ -17,20 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient import BlockKey, InvalidArgument, KVClient, Tier
+from kvclient.call.operation import Operation
 from kvclient.device.blocks import DeviceBlocks
 from kvclient.device.copier import DeviceCopier
 from kvclient.device.layouts import PagedCache
-from kvclient.far import PoolMemory
 from kvclient.hbm import HbmPool, memory
 from kvclient.hbm.blocks import PoolBlocks
-from kvclient.operation import Operation
+from kvclient.memory.device_buffer import PoolMemory
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KeyChain
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 WAIT_S = 20.0
 BLOCKS = 8

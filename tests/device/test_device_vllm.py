@@ -20,7 +20,7 @@ from kvclient.engines.vllm.pd.receiver import Receiver
 from kvclient.engines.vllm.pd.sender import Sender
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 numbers = itertools.count()

@@ -26,7 +26,7 @@ from kvclient.engines.vllm.pd.plan import SendJob
 from kvclient.engines.vllm.pd.sender import Sender
 from kvclient.engines.vllm.plan import StepAnswer, StepPlan
 from kvstore.core.errors import Internal
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 FIRST, OTHER = [1, 2, 3, 4, 5], [9, 10, 11, 12, 13]

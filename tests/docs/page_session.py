@@ -29,8 +29,8 @@ from typing import Final, Self
 
 from docs_site.markdown import Fence, fences
 
-from kvstore.testing.children import die_with_parent
-from kvstore.testing.scratch import ScratchFolder
+from kvstore.embedded.children import die_with_parent
+from kvstore.embedded.temp_dirs import ScratchFolder
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 TERMINAL: Final = "In a terminal of its own"

@@ -18,8 +18,8 @@ from page_session import NOT_RUN, Session, kind, steps
 from shell_commands import kvstore_commands
 
 from kvstore.cli.app import root
-from kvstore.core.config import Config
-from kvstore.core.config_sources import leaves, load_config
+from kvstore.config.model import Config
+from kvstore.config.sources import leaves, load_config
 from kvstore.core.errors import KVStoreError
 from kvstore.observe.metric_definitions import METRICS
 

@@ -14,8 +14,8 @@ import pytest
 from kvclient import CacheSpec, ClientOptions, KVClient, LoadResult, StoreResult
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
-from kvstore.testing.accounts import check_accounts
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.accounting_check import check_accounts
 from kvstore.workload.payload import Payloads
 
 WAIT_S = 30.0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import Store
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from support.wait import wait_until
 
 MIB = 1 << 20

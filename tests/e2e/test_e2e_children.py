@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing import children
+from kvstore.embedded import children
 
 WAIT_S = 30.0
 PARENT = """
 import os, sys, time
-from kvstore.testing import children
+from kvstore.embedded import children
 forks = []
 os.register_at_fork(before=lambda: forks.append("before"))
 child = children.start(["sleep", "600"])

@@ -17,7 +17,7 @@ import pytest
 from conftest import Engine, Store
 from kvclient import KVClient
 from kvstore.core.errors import Unavailable
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from support.wait import wait_until
 
 MIB = 1 << 20

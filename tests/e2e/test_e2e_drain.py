@@ -19,8 +19,8 @@ import pytest
 from conftest import Engine, Store
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.types import BlockKey, Outcome, StoreOutcome
+from kvstore.embedded.cluster import Daemon, NodeSpec
 from kvstore.replay.engine import RequestRunner, Tally
-from kvstore.testing.cluster import Daemon, NodeSpec
 from support.wait import wait_until
 
 ROOM = 64 << 20

@@ -21,7 +21,7 @@ import pytest
 from conftest import HANG_S, Engine, Store
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc, node_pb2, node_pb2_grpc
 from kvstore.core.types import Outcome, StoreOutcome
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from samples import sample
 from support.wait import wait_until
 

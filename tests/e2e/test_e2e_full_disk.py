@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import Store
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 MIB = 1 << 20

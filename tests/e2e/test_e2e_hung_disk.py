@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import WAIT_S, Engine, Store
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from support.wait import wait_until
 
 MIB = 1 << 20

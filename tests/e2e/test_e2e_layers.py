@@ -14,9 +14,9 @@ import pytest
 
 from conftest import Engine, Store
 from kvclient import LoadResult, Lookup, Paths
-from kvclient.layers import LayerGate
+from kvclient.load.layerwise import LayerGate
 from kvstore.core.types import Outcome
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 MIB = 1 << 20
 LAYERS = 4

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Engine, Store
 from kvstore.core.types import BlockKey, Tier
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from support.wait import wait_until
 
 MIB = 1 << 20

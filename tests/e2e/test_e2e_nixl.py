@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Store
 from kvstore.core.types import Outcome
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 if importlib.util.find_spec("nixl_cu12") is None:
     pytest.skip("THE TRANSPORT NIXL WAS NOT TESTED: its wheel is not installed (make install)", allow_module_level=True)

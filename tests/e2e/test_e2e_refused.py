@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvstore.cli.app import root
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 WAIT_S = 30.0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from conftest import Store
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 BLOCKS = 64
 STOP_S = 0.6

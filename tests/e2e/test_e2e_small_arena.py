@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import Engine, Store
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 
 MIB = 1 << 20
 ARENA = 4 * MIB

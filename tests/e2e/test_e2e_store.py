@@ -10,7 +10,7 @@ import pytest
 
 from conftest import Store
 from kvstore.core.types import Outcome, StoreOutcome, Tier
-from kvstore.testing.cluster import NodeSpec
+from kvstore.embedded.cluster import NodeSpec
 from support.wait import wait_until
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import numpy as np
 from kvclient import CacheSpec, ClientOptions, KVClient
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.types import StoreOutcome
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 CALL_S, LONG_S = 10.0, 120.0
 BLOCKS, WAITING = 8, 12

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from generate_bed import Connect
 
     from kvclient.engines.transformers import PrefixStore
-    from kvstore.testing.cluster import LocalCluster
+    from kvstore.embedded.cluster import LocalCluster
 
 _MIB = 1 << 20
 START_S = 300
@@ -71,7 +71,7 @@ def llama(models: Callable[[str], Any]) -> Any:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A store that nobody breaks."""
-    from kvstore.testing.cluster import LocalCluster, NodeSpec
+    from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
     with LocalCluster([NodeSpec("n", dram_bytes=128 * _MIB)], tmp_path_factory.mktemp("store")) as cluster:
         yield cluster
@@ -80,7 +80,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 @pytest.fixture
 def fragile(tmp_path: Path) -> Iterator[LocalCluster]:
     """A store to be broken."""
-    from kvstore.testing.cluster import LocalCluster, NodeSpec
+    from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
     with LocalCluster([NodeSpec("n", dram_bytes=32 * _MIB, nvme_bytes=64 * _MIB)], tmp_path / "store") as cluster:
         yield cluster

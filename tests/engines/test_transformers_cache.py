@@ -38,8 +38,8 @@ from kvclient import InvalidArgument, encode_extra
 from kvclient.engines.transformers import PrefixStore
 from kvclient.engines.transformers.model_facts import config_digest
 from kvclient.engines.transformers.weights import fingerprint, weights_digest
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.tiny_models import PAD, Family
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.tiny_models import PAD, Family
 
 FAMILIES = [family.value for family in Family]
 MIB = 1 << 20

@@ -10,8 +10,8 @@ pytest.importorskip("transformers")
 
 from generate_bed import saved
 
-from kvstore.testing.connector_suite import ConnectorSuite
-from kvstore.testing.transformers_driver import TransformersDriver
+from kvstore.lab.transformers_driver import TransformersDriver
+from kvstore.testing.connector.suite import ConnectorSuite
 
 
 class TestTransformers(ConnectorSuite):
@@ -21,7 +21,7 @@ class TestTransformers(ConnectorSuite):
 
 
 class SlidingWindows(ConnectorSuite):
-    """For soaks (``kvstore.testing.connector_soak``); what is particular about windows is in ``test_transformers_cache``."""
+    """For soaks (``kvstore.testing.connector.soak``); what is particular about windows is in ``test_transformers_cache``."""
 
     @classmethod
     def make_driver(cls, folder: Path) -> TransformersDriver:

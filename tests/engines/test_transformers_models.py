@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 from transformers import GenerationConfig
 
 from kvclient import InvalidArgument
-from kvstore.testing.cluster import LocalCluster
-from kvstore.testing.tiny_models import PAD
+from kvstore.embedded.cluster import LocalCluster
+from kvstore.lab.tiny_models import PAD
 
 
 @pytest.mark.parametrize("said_by", ["argument", "configuration", "checkpoint"])

@@ -18,11 +18,11 @@ pytest.importorskip("vllm")
 from pd_bed import Oracle, PdBed, pd_bed
 from vllm_bed import VllmDriver, VllmEngine, text, tiny
 
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.connector_kit import StoreAddress
-from kvstore.testing.connector_suite import ConnectorSuite
-from kvstore.testing.engine_bed import ServeSpec
-from kvstore.testing.tiny_models import make_model
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.engine_bed import ServeSpec
+from kvstore.lab.tiny_models import make_model
+from kvstore.testing.connector.driver import StoreAddress
+from kvstore.testing.connector.suite import ConnectorSuite
 
 LATE = {"connector": "LateConnector", "module": "late_connector"}
 PROMPTS = [text(1, 700), text(2, 580), text(3, 128), text(4, 31)]

@@ -20,7 +20,7 @@ from kvstore.events.config import EventsConfig
 from kvstore.events.publisher import Publisher
 from kvstore.events.translation import MEDIA, Translator, last_eight_bytes
 from kvstore.observe.counters import Counters
-from kvstore.testing.index_model import Chain
+from kvstore.testing.index.model import Chain
 
 WAIT_MS = 30_000
 CHAIN = Chain.of(b"n" * 16, range(40))

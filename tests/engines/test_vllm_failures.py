@@ -22,8 +22,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_bed import BLOCK, VllmDriver, VllmEngine, text, tiny
 
 from kvproto.v1 import node_pb2, node_pb2_grpc
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.connector_kit import StoreAddress
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.testing.connector.driver import StoreAddress
 
 MIB = 1 << 20
 PROMPTS = [text(seed, 500) for seed in range(3)]

@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 
 from vllm_bed import VllmDriver, text, tiny
 
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.connector_kit import StoreAddress
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.testing.connector.driver import StoreAddress
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [text(1, 700), text(2, 580), text(3, 128), text(4, 31)]

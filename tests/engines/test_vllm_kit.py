@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm_bed import VllmDriver, tiny
 
-from kvstore.testing.connector_suite import ConnectorSuite
+from kvstore.testing.connector.suite import ConnectorSuite
 
 
 class TestVllm(ConnectorSuite):

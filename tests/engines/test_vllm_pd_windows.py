@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from pd_bed import BLOCK, Oracle, PdBed, pd_bed, transfer_id
 from vllm_bed import tiny
 
-from kvstore.testing.engine_bed import token_ids_of
+from kvstore.lab.engine_bed import token_ids_of
 
 WINDOW = 96
 """Of the tiny model: three blocks."""

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm_ranks_bed import TOKENS
 
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 RANKS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",

@@ -17,9 +17,9 @@ pytest.importorskip("vllm")
 import torch
 from vllm_bed import BLOCK, VllmDriver, VllmEngine, text, tiny
 
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.connector_kit import StoreAddress
-from kvstore.testing.tiny_models import Family
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.tiny_models import Family
+from kvstore.testing.connector.driver import StoreAddress
 
 FAMILIES = [family.value for family in Family]
 MIB = 1 << 20

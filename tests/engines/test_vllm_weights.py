@@ -16,9 +16,9 @@ from vllm_bed import VllmDriver, VllmEngine, text, tiny
 
 from kvclient.engines.stamps import engine_starts
 from kvclient.engines.weights import WeightsSource
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.connector_kit import StoreAddress
-from kvstore.testing.tiny_models import Family, TinyModel, make_model
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.tiny_models import Family, TinyModel, make_model
+from kvstore.testing.connector.driver import StoreAddress
 
 MIB = 1 << 20
 PROMPTS = [text(seed, 400) for seed in range(2)]

@@ -18,8 +18,8 @@ from typing import Any
 from kvclient.engines.stamps import engine_starts
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
-from kvstore.testing.connector_kit import Generated, StoreAddress
-from kvstore.testing.tiny_models import Family, TinyModel, make_model
+from kvstore.lab.tiny_models import Family, TinyModel, make_model
+from kvstore.testing.connector.driver import Generated, StoreAddress
 
 BLOCK = 32
 MIB = 1 << 20

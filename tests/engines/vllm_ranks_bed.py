@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm_bed import VllmDriver, text, tiny
 
-from kvstore.testing.connector_kit import StoreAddress
+from kvstore.testing.connector.driver import StoreAddress
 
 TOKENS = 500
 SHOWN_S = 60.0

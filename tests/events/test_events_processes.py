@@ -22,7 +22,7 @@ from kvclient import CacheSpec, KVClient
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvproto.v1.common_pb2 import Tier
 from kvstore.core.types import BlockKey
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 BLOCKS = 20

@@ -17,7 +17,7 @@ from kvstore.events.config import EventsConfig
 from kvstore.events.publisher import Publisher
 from kvstore.events.translation import Translator, last_eight_bytes
 from kvstore.observe.counters import Counters
-from kvstore.testing.index_model import Chain
+from kvstore.testing.index.model import Chain
 
 NAMESPACE = b"n" * 16
 CHAIN = Chain.of(NAMESPACE, range(200))

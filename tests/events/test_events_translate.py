@@ -12,7 +12,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import BlockRun, Tier
 from kvstore.events.translation import MEDIA, Translator, last_eight_bytes, whole_key
 from kvstore.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvstore.testing.index_model import Chain
+from kvstore.testing.index.model import Chain
 
 NAMESPACE, OTHER = b"n" * 16, b"o" * 16
 LENGTH = 12

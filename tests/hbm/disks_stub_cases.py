@@ -16,7 +16,7 @@ from hbm_chains import room
 from test_hbm_disks import VOLUME, disk_of
 
 from kvclient.hbm.disks import NodeDisks
-from kvclient.near import StoredVolume
+from kvclient.memory.engine_pool import StoredVolume
 from kvstore.core.clock import MonotonicClock
 from kvstore.observe.counters import Counters
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES

@@ -15,8 +15,8 @@ from kvclient.hbm import HbmPool
 from kvclient.results import PATH_HBM, PATH_LOCAL, PATH_PREFILL
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey
-from kvstore.testing import children
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded import children
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 SPEC = CacheSpec(model="hbm-cluster", block_tokens=16, layers=4, layer_block_bytes=4096)

@@ -22,10 +22,10 @@ from hbm_chains import SPEC as SMALL
 from hbm_chains import Below, chain, in_time, room
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
+from kvclient.call.operation import Operation
 from kvclient.hbm import HbmPool
 from kvclient.hbm.disks import NodeDisks
-from kvclient.near import StoredPlaces, StoredVolume
-from kvclient.operation import Operation
+from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core import checksum
@@ -33,10 +33,10 @@ from kvstore.core.buffers import DenseBlocks
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Unsupported
 from kvstore.core.types import BlockKey, Outcome, VolumeId
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.stub_cuda import build_stub, with_stub
 from kvstore.observe.counters import Counters
 from kvstore.rpc.client import call, connect
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.stub_cuda import build_stub, with_stub
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 from kvstore.tiers.nvme.mounted import MountedSlab

@@ -93,7 +93,7 @@ def test_a_flipped_bit_does_not_pass_a_peers_check(pool: HbmPool, near: PoolBloc
     keys, data = chain(5, 1)
     near.keep(keys, None, 0, data, None, checksums=True)
     flip(pool, near, keys, 3)
-    server = TcpServer(PoolProvider(pool._domains, pool._parts))
+    server = TcpServer(PoolProvider(pool._namespaces, pool._parts))
     server.start()
     peer = TcpPeer(server.address)
     out = room(5)
@@ -123,7 +123,7 @@ def test_a_device_that_fails_is_a_miss_and_then_left_alone(
 def test_a_device_that_fails_is_a_miss_for_peers(pool: HbmPool, near: PoolBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, data = chain(4, 1)
     near.keep(keys, None, 0, data, None, checksums=False)
-    provider = PoolProvider(pool._domains, pool._parts)
+    provider = PoolProvider(pool._namespaces, pool._parts)
     monkeypatch.setattr("kvclient.hbm.provider.host_views", fails)
     for _ in range(2):
         parts = list(provider.read(request_for(keys)))
@@ -253,7 +253,7 @@ def test_closing_waits_neither_for_ever_nor_too_short(below: Below) -> None:
 def test_readers_over_the_wire_cannot_keep_a_pool_from_yielding(pool: HbmPool, near: PoolBlocks) -> None:
     """Peers read all the time while the pool is emptied, made smaller, larger and filled again: each hit has its bytes."""
     keys, data = chain(30, 1)
-    server = TcpServer(PoolProvider(pool._domains, pool._parts))
+    server = TcpServer(PoolProvider(pool._namespaces, pool._parts))
     server.start()
     wrong: list[str] = []
     hits = [0, 0]

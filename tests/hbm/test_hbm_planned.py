@@ -14,8 +14,8 @@ from kvclient.results import PATH_HBM
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.buffers import DenseBlocks
 from kvstore.core.types import BlockKey
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.client import call, connect
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 
 SPEC = CacheSpec(model="hbm-planned", block_tokens=16, layers=4, layer_block_bytes=4096)
 BLOCKS = 40

@@ -75,7 +75,7 @@ def test_blocks_go_to_and_from_tensors_of_the_device(pool: HbmPool, make: Make, 
         for block in reversed(pool._table.snapshot()):
             if block not in kept:
                 block.expendable = block.passing = True
-        pool._table.unpin([block for block in pool._table.pin_resident(kept[0].domain, other) if block is not None])
+        pool._table.unpin([block for block in pool._table.pin_resident(kept[0].namespace, other) if block is not None])
         assert pool.usage().blocks == len(kept)
     assert near.keep_tensor(keys, None, 0, filled) == BLOCKS
     out = room(BLOCKS, spec)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvclient.engines.transformers.example import Decoder, Shape
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 
 def test_tokens_one_by_one_are_tokens_all_at_once() -> None:

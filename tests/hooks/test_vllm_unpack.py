@@ -14,7 +14,7 @@ from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient
 from kvclient.engines.options import HookOptions
 from kvclient.engines.vllm.identity.namespaces import GroupFacts, group_spec
 from kvclient.engines.vllm.unpack import PageLayout, find_pages
-from kvstore.testing.cluster import LocalCluster
+from kvstore.embedded.cluster import LocalCluster
 
 FACTS = GroupFacts(
     model="m",

@@ -29,7 +29,7 @@ from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnect
 from kvclient.engines.vllm.worker import worker_connector as worker_side
 from kvclient.engines.vllm.worker.store_worker import StoreWorker
 from kvclient.engines.vllm.worker.worker_connector import LoadCompletions, WorkerConnector
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 
 BLOCK, LAYERS, PAGES = 4, 3, 32
 PAGE = (2, BLOCK, 64)

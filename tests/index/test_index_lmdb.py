@@ -28,9 +28,9 @@ from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Una
 from kvstore.core.types import BlockKey, BlockRun, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixHit, PrefixIndex, ReplicaRun
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.testing.index_model import Chain
-from kvstore.testing.index_process import IndexProcess
-from kvstore.testing.index_suite import CHAIN, NAMESPACE, IndexSuite, ask, begin
+from kvstore.testing.index.model import Chain
+from kvstore.testing.index.process import IndexProcess
+from kvstore.testing.index.suite import CHAIN, NAMESPACE, IndexSuite, ask, begin
 
 OPENER = "kvstore.index.lmdb:LmdbIndex.open"
 

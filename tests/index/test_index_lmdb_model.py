@@ -1,4 +1,4 @@
-"""The LMDB index against plain dictionaries, through random lives of nodes: see ``kvstore.testing.index_machine``."""
+"""The LMDB index against plain dictionaries, through random lives of nodes: see ``kvstore.testing.index.state_machine``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from kvstore.index.contract import PrefixIndex
 from kvstore.index.lmdb import LmdbIndex
-from kvstore.testing.index_machine import ClosedIndexMachine, TornIndexMachine
+from kvstore.testing.index.state_machine import ClosedIndexMachine, TornIndexMachine
 from samples import sample
 
 

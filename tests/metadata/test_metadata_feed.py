@@ -25,8 +25,8 @@ from kvstore.metadata.events.event_log import BlockFeed
 from kvstore.metadata.events.subscription import BlockWatch
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.observe.counters import Counters
-from kvstore.testing.index_machine import CHAINS, LENGTH, choices, positions
-from kvstore.testing.index_model import Chain
+from kvstore.testing.index.model import Chain
+from kvstore.testing.index.state_machine import CHAINS, LENGTH, choices, positions
 
 IDLE_S = 0.002
 FILTERS = (

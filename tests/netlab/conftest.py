@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.testing.netlab import HostSpec, NetLab, available
+from kvstore.netlab.lab import HostSpec, NetLab, available
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from harness import processor_ticks, stolen_share
-from kvstore.testing.netlab import Host
-from kvstore.testing.netlab_traffic import Network
+from kvstore.netlab.lab import Host
+from kvstore.netlab.traffic import Network
 
 TRAFFIC = Path(__file__).with_name("traffic.py")
 TRIES = 6

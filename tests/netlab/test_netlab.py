@@ -14,9 +14,9 @@ import pytest
 from netlab_peers import Peer, assert_rate, measure_mbit
 
 from kvstore.core.errors import Conflict, Internal, InvalidArgument, NotFound
-from kvstore.testing import netlab_traffic, netns
-from kvstore.testing.netlab import Host, HostSpec, NetLab
-from kvstore.testing.netlab_traffic import Network, Nic
+from kvstore.netlab import netns, traffic
+from kvstore.netlab.lab import Host, HostSpec, NetLab
+from kvstore.netlab.traffic import Network, Nic
 from support.wait import wait_until
 
 MakeLab = Callable[..., NetLab]
@@ -191,7 +191,7 @@ def test_a_recording_shows_who_moved_how_much(make_lab: MakeLab) -> None:
 
 
 def test_a_long_recording_gets_coarser_and_loses_no_byte(make_lab: MakeLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(netlab_traffic, "_MAX_SAMPLES", 16)
+    monkeypatch.setattr(traffic, "_MAX_SAMPLES", 16)
     lab, a, b = pair(make_lab)
     with lab.record(0.001) as recording:
         measure_mbit(a, b, "storage", megabytes=4)
@@ -252,7 +252,7 @@ def test_a_class_has_a_ceiling(make_lab: MakeLab) -> None:
 # ---------------------------------------------------------------- owners that die
 OWNER = """
 import subprocess, sys, time
-from kvstore.testing.netlab import HostSpec, NetLab
+from kvstore.netlab.lab import HostSpec, NetLab
 lab = NetLab([HostSpec("a", 100, 100)]).__enter__()
 lab.host("a").popen(["sh", "-c", "sleep 1000 & sleep 1000"], stdout=subprocess.DEVNULL)
 print(lab.name, lab._guard._process.pid, flush=True)
@@ -286,7 +286,7 @@ def test_what_a_dead_guard_leaves_is_removed_by_hand_or_at_the_next_start(lab_po
         owner.communicate(timeout=WAIT_S)
         assert lab in netns.stale_labs()
         if way == "by hand":
-            clean = [sys.executable, "-m", "kvstore.testing.netlab", "clean"]
+            clean = [sys.executable, "-m", "kvstore.netlab.lab", "clean"]
             said = subprocess.run(clean, capture_output=True, text=True, timeout=WAIT_S, check=True)
             assert f"removed {lab}" in said.stdout
         elif way == "at the next start":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvstore.core.spec import CacheSpec
-from kvstore.testing.netlab_bed import LabBed
+from kvstore.netlab.bed import LabBed
 from netlab.bed import MIB, BedOptions, LoadBed
 from netlab.workload import made_up
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.spec import CacheSpec
-from kvstore.testing.netlab_bed import LabBed
+from kvstore.netlab.bed import LabBed
 from netlab.agents import Chains, Trajectory, Turn, trajectories
 from netlab.coordinator import LADDER, ORACLE, Coordinator, RunResult
 from netlab.engine_bed import EngineBed, EngineSettings

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidArgument, Unsupported
-from kvstore.testing import netlab, netns
-from kvstore.testing.netlab_bed import LabBed
-from kvstore.testing.netlab_links import LinkSettings, TrafficClass, bucket_bytes, change_lines
-from kvstore.testing.netlab_traffic import Nic, Series
+from kvstore.netlab import lab as netlab
+from kvstore.netlab import netns
+from kvstore.netlab.bed import LabBed
+from kvstore.netlab.links import LinkSettings, TrafficClass, bucket_bytes, change_lines
+from kvstore.netlab.traffic import Nic, Series
 
 PLAIN = LinkSettings(1000)
 CLASSES = LinkSettings(1000, TrafficClass(8, 10, 900))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvstore.dualpath.groups import Role
-from kvstore.testing.netlab_bed import LabBed
+from kvstore.netlab.bed import LabBed
 from netlab.agents import Trajectory, Turn, trajectories
 from netlab.coordinator import LADDER, ORACLE, Variant
 from netlab.engine_bed import EngineSettings

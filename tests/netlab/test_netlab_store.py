@@ -9,10 +9,10 @@ from pathlib import Path
 
 from store_engine import BLOCKS, SPEC
 
-from kvstore.testing.cluster import LocalCluster, NodeSpec, Place
-from kvstore.testing.netlab import Host, NetLab
-from kvstore.testing.netlab_bed import METADATA_HOST, LabBed
-from kvstore.testing.netlab_traffic import Nic
+from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.netlab.bed import METADATA_HOST, LabBed
+from kvstore.netlab.lab import Host, NetLab
+from kvstore.netlab.traffic import Nic
 
 ENGINE = str(Path(__file__).with_name("store_engine.py"))
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BootId, VolumeId
 from kvstore.node.publish.anti_entropy import AntiEntropy
-from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -24,7 +24,7 @@ KEY = BlockKey(b"k" * 16)
 class Server:
     """Says that the range of one key differs; meanwhile that block may leave and come back."""
 
-    def __init__(self, log: ReplicaLog, block: Block, *, meanwhile: bool) -> None:
+    def __init__(self, log: ReplicaChangeLog, block: Block, *, meanwhile: bool) -> None:
         self.log, self.block, self.meanwhile = log, block, meanwhile
         self.repaired: list[int] = []
 
@@ -52,12 +52,12 @@ class Server:
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_block_that_leaves_and_comes_back_meanwhile_is_no_drift(meanwhile: bool) -> None:
     counters = Counters()
-    log = ReplicaLog([VOLUME], counters, ManualClock())
-    block = cast("Block", SimpleNamespace(key=KEY, parent=None, depth=0, namespace=bytes(16), dram=object()))
+    log = ReplicaChangeLog([VOLUME], counters, ManualClock())
+    block = cast("Block", SimpleNamespace(key=KEY, parent=None, depth=0, namespace_id=bytes(16), dram=object()))
     log.stored(VOLUME, block)
     for taken in log.take(10):
         log.acknowledge(VOLUME, taken.events)
-    table = cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id=VOLUME), homes=[], snapshot=lambda: [block]))
+    table = cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id=VOLUME), node_volumes=[], snapshot=lambda: [block]))
     server = Server(log, block, meanwhile=meanwhile)
     found = AntiEntropy(cast("metadata_pb2_grpc.MetadataStub", server), "n", table, log, counters)
     assert found.compare(BootId(b"b" * 16)) == (0 if meanwhile else 1)

@@ -8,16 +8,16 @@ import pytest
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
-from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
 
 SHAPE = BlockShape(1, 4096)
-DOMAIN = Domain(NamespaceId(bytes(16)), SHAPE, None)
+NAMESPACE = NodeNamespace(NamespaceId(bytes(16)), SHAPE, None)
 ROOM = 128
 CHAIN = 16
 
@@ -26,16 +26,16 @@ CHAIN = 16
 def table(request: pytest.FixtureRequest) -> Iterator[BlockTable]:
     counters, clock = Counters(), ManualClock()
     arena = DramArena(volume_id=VolumeId("dram"), capacity_bytes=ROOM * SHAPE.block_bytes)
-    log = ReplicaLog([arena.volume_id], counters, clock, keep=False)
+    log = ReplicaChangeLog([arena.volume_id], counters, clock, keep=False)
     table = BlockTable(arena, make_policy("lru"), [], log, counters, clock, writes_behind=True, cascades_chains=request.param)
     for chain in range(ROOM // CHAIN):
         keys = [key_of(chain, depth) for depth in range(CHAIN)]
-        assert len(table.claim(DOMAIN, keys).claimed_absent) == CHAIN
+        assert len(table.claim(NAMESPACE, keys).claimed_absent) == CHAIN
         slots = table.reserve(SHAPE, CHAIN, 0.0)
         assert slots is not None
         held = []
         for depth, slot in enumerate(slots):
-            block = Block(DOMAIN, keys[depth], keys[depth - 1] if depth else None, depth, b"")
+            block = Block(NAMESPACE, keys[depth], keys[depth - 1] if depth else None, depth, b"")
             held.append(table.adopted(block, slot))
             block.expendable = False
         table.unpin(held)
@@ -68,7 +68,7 @@ def test_what_must_leave_is_written_below_chain_by_chain_or_leaf_by_leaf(table: 
 
 def test_what_waits_is_given_up_at_once_and_what_is_being_written_goes_on(table: BlockTable) -> None:
     keys = [key_of(0, depth) for depth in range(CHAIN)]
-    table.write_again(DOMAIN, keys)
+    table.write_again(NAMESPACE, keys)
     taken = table.take_pending(4, 1 << 20, 0.0)
     assert table.give_up_pending() == CHAIN - 4
     assert table.counts() == (ROOM, 4)

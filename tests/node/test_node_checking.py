@@ -17,9 +17,9 @@ from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, Stor
 from kvstore.node.durability.scrub import ENDED, Check, CheckState, VolumeChecks
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.eviction.on_demand import quarantine
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
@@ -42,16 +42,16 @@ class Node:
         clock = MonotonicClock()
         slab = NvmeSlab.open(folder, volume_id=VolumeId("n/nvme0"), capacity_bytes=1 << 20, io_threads=1)
         assert list(slab.recover()) == []
-        self.home = Home(FaultyVolume(slab, self.plan))
-        log = ReplicaLog([VolumeId("n/dram"), slab.volume_id], self.counters, clock, keep=False)
+        self.node_volume = NodeVolume(FaultyVolume(slab, self.plan))
+        log = ReplicaChangeLog([VolumeId("n/dram"), slab.volume_id], self.counters, clock, keep=False)
         self.arena = DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)
         self.table = BlockTable(
-            self.arena, make_policy("lru"), [self.home], log, self.counters, clock, writes_behind=True
+            self.arena, make_policy("lru"), [self.node_volume], log, self.counters, clock, writes_behind=True
         )  # fmt: skip
         self.target = LocalTarget(self.table, self.counters, clock)
-        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+        self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
         self.keys = tuple(BlockKey(hashlib.sha256(bytes([depth])).digest()[:16]) for depth in range(BLOCKS))
-        prepared = self.table.prepare(self.domain, BlockRun(self.domain.namespace, None, 0, self.keys), clock.now_s())
+        prepared = self.table.prepare(self.namespace, BlockRun(self.namespace.namespace_id, None, 0, self.keys), clock.now_s())
         sums = []
         for key, slot in prepared.slots.items():
             payload = hashlib.sha256(key).digest() * (SHAPE.block_bytes // 32)
@@ -69,7 +69,7 @@ class Node:
         return next(block for block in self.table.snapshot() if block.key == self.keys[position])
 
     def check(self, operation: bytes = b"o" * 16) -> Check:
-        made = self.checks.begin(self.home, operation, FAST)
+        made = self.checks.begin(self.node_volume, operation, FAST)
         ended(made)
         return made
 
@@ -78,7 +78,7 @@ class Node:
         self.table.check()
         assert all(block.pins == 0 for block in self.table.snapshot()), "a check lets go of what it has read"
         self.table.close()
-        self.home.volume.close()
+        self.node_volume.volume.close()
         self.arena.close()
 
 
@@ -97,13 +97,13 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def test_what_is_good_stays_as_it_is_and_is_not_used(node: Node) -> None:
-    assert node.checks.last(node.home) is None
-    order = [block.key for block in node.table.nvme_victims(node.home)]
+    assert node.checks.last(node.node_volume) is None
+    order = [block.key for block in node.table.nvme_victims(node.node_volume)]
     node.table.stay_on_nvme([node.block(position) for position in range(BLOCKS)])
     found = node.check()
     assert (found.state, found.blocks, found.good, found.bad) == (CheckState.DONE, BLOCKS, BLOCKS, 0)
     assert found.checked_bytes == BLOCKS * SHAPE.block_bytes
-    victims = node.table.nvme_victims(node.home)
+    victims = node.table.nvme_victims(node.node_volume)
     node.table.stay_on_nvme(victims)
     assert [block.key for block in victims] == order, "the order of eviction is what it was"
 
@@ -116,7 +116,7 @@ def test_what_is_bad_leaves_and_comes_back_from_dram(node: Node) -> None:
     node.plan.add(Fault.BIT_FLIP, operation=Operation.READ, keys=[node.keys[3], node.keys[11]], times=2)
     found = node.check()
     assert (found.good, found.bad, found.rewritten_blocks, found.unreadable) == (BLOCKS - 2, 2, 1, 0)
-    assert node.counters.snapshot()["quarantined_blocks_total"] == node.home.quarantined == 2
+    assert node.counters.snapshot()["quarantined_blocks_total"] == node.node_volume.quarantined == 2
     assert node.keys[11] not in {block.key for block in node.table.snapshot()}, "it was nowhere else: a miss"
     node.write_behind()
     assert node.table.are_durable(node.keys) == [True] * 11 + [False]
@@ -128,7 +128,7 @@ def test_what_cannot_be_read_stays(node: Node) -> None:
     node.plan.add(Fault.IO_ERROR, operation=Operation.READ, keys=[node.keys[5]], times=1)
     found = node.check()
     assert (found.state, found.good, found.unreadable, found.bad) == (CheckState.DONE, BLOCKS - 1, 1, 0)
-    assert node.home.quarantined == 0
+    assert node.node_volume.quarantined == 0
     assert node.check(b"p" * 16).good == BLOCKS
 
 
@@ -136,29 +136,29 @@ def test_a_replica_that_proved_bad_is_not_taken_for_the_one_that_followed(node: 
     block = node.block(3)
     bad = block.nvme
     assert bad is not None
-    quarantine(node.table, node.home, block, bad, node.counters)
-    node.table.write_again(node.domain, [block.key])
+    quarantine(node.table, node.node_volume, block, bad, node.counters)
+    node.table.write_again(node.namespace, [block.key])
     node.write_behind()
     assert block.nvme is not None
     assert block.nvme != bad
-    quarantine(node.table, node.home, block, bad, node.counters)
+    quarantine(node.table, node.node_volume, block, bad, node.counters)
     assert block.nvme is not None, "another reader of the same bad slot came later"
-    assert node.home.quarantined == 1
+    assert node.node_volume.quarantined == 1
 
 
 def test_a_good_copy_that_is_written_while_a_bad_one_is_forgotten_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine brings the block again, and it is written behind, just as the catalog is to forget the bad one."""
     block = node.block(3)
-    bad, commit = block.nvme, node.home.volume.commit
+    bad, commit = block.nvme, node.node_volume.volume.commit
     assert bad is not None
     with node.table._lock:
         node.table._evict_dram(block)
     payload = hashlib.sha256(block.key).digest() * (SHAPE.block_bytes // 32)
     sums = layer_checksums(memoryview(payload), SHAPE)
-    run = BlockRun(node.domain.namespace, node.keys[2], 3, (block.key,))
+    run = BlockRun(node.namespace.namespace_id, node.keys[2], 3, (block.key,))
 
     def bring() -> StoreOutcome:
-        prepared = node.table.prepare(node.domain, run, 0.0)
+        prepared = node.table.prepare(node.namespace, run, 0.0)
         for slot in prepared.slots.values():
             node.arena.view(slot, SHAPE.block_bytes)[:] = payload
         node.table.complete(prepared, list(prepared.slots), [sums] * len(prepared.slots))
@@ -168,16 +168,16 @@ def test_a_good_copy_that_is_written_while_a_bad_one_is_forgotten_stays(node: No
     brought: list[StoreOutcome] = []
 
     def meanwhile(stored: Any, removed: Any) -> None:
-        monkeypatch.setattr(node.home.volume, "commit", commit)
+        monkeypatch.setattr(node.node_volume.volume, "commit", commit)
         brought.append(bring())
         commit(stored, removed)
 
-    monkeypatch.setattr(node.home.volume, "commit", meanwhile)
-    quarantine(node.table, node.home, block, bad, node.counters)
+    monkeypatch.setattr(node.node_volume.volume, "commit", meanwhile)
+    quarantine(node.table, node.node_volume, block, bad, node.counters)
     brought.append(bring())
     assert StoreOutcome.STORED in brought
     assert node.block(3).nvme not in (None, bad)
-    assert dict(node.home.volume._inner._listed())[block.key] == node.block(3).nvme, "or a restart would not find it"  # type: ignore[attr-defined]
+    assert dict(node.node_volume.volume._inner._listed())[block.key] == node.block(3).nvme, "or a restart would not find it"  # type: ignore[attr-defined]
 
 
 def test_loads_go_on_while_a_check_looks_for_what_it_is_to_read(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,18 +191,18 @@ def test_loads_go_on_while_a_check_looks_for_what_it_is_to_read(node: Node, monk
 
     snapshot = node.table.snapshot
     monkeypatch.setattr(node.table, "snapshot", lambda: Blocks(snapshot()))
-    assert len(node.checks._held(node.home)) == BLOCKS
+    assert len(node.checks._held(node.node_volume)) == BLOCKS
     assert looked == [False] * BLOCKS
 
 
 def test_one_check_of_a_volume_at_a_time_and_it_can_be_called_off(node: Node) -> None:
     node.plan.add(Fault.HANG, operation=Operation.READ, times=1)
-    first = node.checks.begin(node.home, b"1" * 16, FAST)
+    first = node.checks.begin(node.node_volume, b"1" * 16, FAST)
     assert node.plan.hanging.acquire(timeout=WAIT_S), "it reads"
     with pytest.raises(Conflict, match="already"):
-        node.checks.begin(node.home, b"2" * 16, FAST)
-    assert node.checks.begin(node.home, b"1" * 16, FAST) is first, "the same call, sent again"
-    assert node.checks.cancel(node.home) is first
+        node.checks.begin(node.node_volume, b"2" * 16, FAST)
+    assert node.checks.begin(node.node_volume, b"1" * 16, FAST) is first, "the same call, sent again"
+    assert node.checks.cancel(node.node_volume) is first
     assert first.state is CheckState.RUNNING, "the read under way is waited for"
     node.plan.release_hangs()
     ended(first)
@@ -212,12 +212,12 @@ def test_one_check_of_a_volume_at_a_time_and_it_can_be_called_off(node: Node) ->
 def test_blocks_that_left_before_their_turn_are_told_apart(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 4)
     node.plan.add(Fault.HANG, operation=Operation.READ, times=1)
-    check = node.checks.begin(node.home, b"1" * 16, FAST)
+    check = node.checks.begin(node.node_volume, b"1" * 16, FAST)
     assert node.plan.hanging.acquire(timeout=WAIT_S), "it reads the first four, which are pinned"
-    victims = node.table.nvme_victims(node.home)
+    victims = node.table.nvme_victims(node.node_volume)
     assert len(victims) == BLOCKS - 4
-    node.home.volume.commit([], [block.key for block in victims])
-    node.table.evicted_nvme(node.home, victims)
+    node.node_volume.volume.commit([], [block.key for block in victims])
+    node.table.evicted_nvme(node.node_volume, victims)
     node.plan.release_hangs()
     ended(check)
     assert (check.state, check.good, check.gone, check.checked_blocks) == (CheckState.DONE, 4, BLOCKS - 4, BLOCKS)
@@ -225,12 +225,12 @@ def test_blocks_that_left_before_their_turn_are_told_apart(node: Node, monkeypat
 
 def test_a_check_keeps_to_its_rate_and_a_cancelled_one_stops_short(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.node.durability.scrub.PIN_BLOCKS", 1)
-    check = node.checks.begin(node.home, b"1" * 16, 1)  # the first block, then an hour of rest
+    check = node.checks.begin(node.node_volume, b"1" * 16, 1)  # the first block, then an hour of rest
     end_s = time.monotonic() + WAIT_S
     while check.good < 1:
         assert time.monotonic() < end_s
         time.sleep(0.002)
     assert check.state is CheckState.RUNNING
-    node.checks.cancel(node.home)
+    node.checks.cancel(node.node_volume)
     ended(check)
     assert (check.state, check.checked_blocks) == (CheckState.CANCELLED, 1)

@@ -6,8 +6,8 @@ import pytest
 
 from kvstore.core.errors import CapacityExceeded
 from kvstore.core.spec import CacheSpec
-from kvstore.node.state import namespaces as domain
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state import namespaces as namespace
+from kvstore.node.state.namespaces import NamespaceRegistry
 
 MOST = 3
 
@@ -17,16 +17,16 @@ def spec(tenant: str, salt: int) -> CacheSpec:
 
 
 def test_a_tenant_has_so_many_namespaces_and_what_lies_here_is_not_among_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(domain, "MAX_NAMESPACES_OF_TENANT", MOST)
-    domains = Domains()
+    monkeypatch.setattr(namespace, "MAX_NAMESPACES_OF_TENANT", MOST)
+    namespaces = NamespaceRegistry()
     for salt in range(MOST):
-        assert domains.of_spec(spec("acme", salt)) is domains.of_spec(spec("acme", salt))
+        assert namespaces.of_spec(spec("acme", salt)) is namespaces.of_spec(spec("acme", salt))
     with pytest.raises(CapacityExceeded):
-        domains.of_spec(spec("acme", MOST))
-    assert domains.find(spec("acme", MOST).namespace) is None
+        namespaces.of_spec(spec("acme", MOST))
+    assert namespaces.find(spec("acme", MOST).namespace) is None
     for salt in range(2 * MOST):
-        domains.of_spec(spec("", salt))
-    assert domains.of_spec(spec("other", 0)).spec == spec("other", 0)
-    found = domains.of_shape(spec("acme", 9).namespace, spec("acme", 9).shape)  # on a volume, at the start
-    assert domains.of_spec(spec("acme", 9)) is found, "blocks that are there have their tenant, however many it has"
-    assert found.account is domains.of_spec(spec("acme", 0)).account
+        namespaces.of_spec(spec("", salt))
+    assert namespaces.of_spec(spec("other", 0)).spec == spec("other", 0)
+    found = namespaces.of_shape(spec("acme", 9).namespace, spec("acme", 9).shape)  # on a volume, at the start
+    assert namespaces.of_spec(spec("acme", 9)) is found, "blocks that are there have their tenant, however many it has"
+    assert found.account is namespaces.of_spec(spec("acme", 0)).account

@@ -15,9 +15,9 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, VolumeId
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.eviction.on_demand import evict_down_to
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -47,7 +47,7 @@ class Node:
         names = [VolumeId(f"n/nvme{number}") for number in range(len(sizes))]
         self.clock = ManualClock()
         self.counters = counters = Counters()
-        log = ReplicaLog([VolumeId("n/dram"), *names], counters, self.clock, keep=False)
+        log = ReplicaChangeLog([VolumeId("n/dram"), *names], counters, self.clock, keep=False)
         self.arena = DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)
         self.slabs = [
             Failing.open(folder / name[2:], volume_id=name, capacity_bytes=size, io_threads=1)
@@ -58,7 +58,7 @@ class Node:
         self.table = BlockTable(
             self.arena,
             make_policy(policy),
-            [Home(slab) for slab in self.slabs],
+            [NodeVolume(slab) for slab in self.slabs],
             log,
             counters,
             self.clock,
@@ -66,7 +66,7 @@ class Node:
             make_durable_policy=partial(make_policy, policy),
         )
         self.target = LocalTarget(self.table, counters, self.clock)
-        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), shape)
+        self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), shape)
         self.lengths: dict[int, int] = {}
 
     def close(self) -> None:
@@ -78,15 +78,15 @@ class Node:
 
     def turn(self, chain: int, more: int) -> None:
         """A session goes on: what is no longer held of it is computed and stored again, and some blocks more."""
-        shape = self.domain.shape
+        shape = self.namespace.shape
         length = self.lengths[chain] = self.lengths.get(chain, 0) + more
         keys = tuple(key_of(chain, depth) for depth in range(length))
         known = {block.key for block in self.table.snapshot()}
         first = next((depth for depth, key in enumerate(keys) if key not in known), length)
-        self.table.unpin(block for block in self.table.pin_resident(self.domain, keys[:first]) if block is not None)
+        self.table.unpin(block for block in self.table.pin_resident(self.namespace, keys[:first]) if block is not None)
         for start in range(first, length, BATCH):
-            run = BlockRun(self.domain.namespace, keys[start - 1] if start else None, start, keys[start : start + BATCH])
-            prepared = self.table.prepare(self.domain, run, self.clock.now_s())
+            run = BlockRun(self.namespace.namespace_id, keys[start - 1] if start else None, start, keys[start : start + BATCH])
+            prepared = self.table.prepare(self.namespace, run, self.clock.now_s())
             sums = []
             for key, slot in prepared.slots.items():
                 payload = hashlib.sha256(key).digest() * (shape.block_bytes // 32)
@@ -151,14 +151,14 @@ def test_a_volume_that_takes_no_changes_holds_up_no_other(node: Node, how: str) 
     play(node, 80)
     assert node.blocks_on()[1] == held, "nothing came, nothing left"
     assert len(node.durable().keys() - before) > 50, "the others go on"
-    home = node.table.homes[1]
-    assert home.aside, "what was met of it is out of the order"
+    node_volume = node.table.node_volumes[1]
+    assert node_volume.aside, "what was met of it is out of the order"
     bad.fails, bad._read_only = False, None
     node.clock.advance(60.0)
-    was_there = {block.key for block in node.table.snapshot() if block.nvme_home is home}
+    was_there = {block.key for block in node.table.snapshot() if block.nvme_volume is node_volume}
     play(node, 80)
-    assert not home.aside
-    now = {block.key for block in node.table.snapshot() if block.nvme_home is home}
+    assert not node_volume.aside
+    now = {block.key for block in node.table.snapshot() if block.nvme_volume is node_volume}
     assert was_there - now, "it takes part again"
     assert now - was_there
 
@@ -167,7 +167,7 @@ def test_one_volume_evicted_by_name_takes_nothing_from_the_others(node: Node) ->
     play(node, 80)
     before = node.blocks_on()
     capacity = node.slabs[0].usage().capacity_bytes
-    done = evict_down_to(node.table, node.table.homes[0], capacity // 4)
+    done = evict_down_to(node.table, node.table.node_volumes[0], capacity // 4)
     assert node.slabs[0].usage().used_bytes <= capacity // 4
     assert node.blocks_on() == [before[0] - done.blocks, *before[1:]]
     node.table.check()
@@ -195,5 +195,5 @@ def test_blocks_that_no_volume_can_hold_are_given_up_at_once(tmp_path: Path, cap
     assert node.table.counts() == (3, 0)
     assert node.counters.get("write_behind_unfit_blocks_total") == node.counters.get("write_behind_dropped_blocks_total") == 3
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert not any(home.resting_until_s for home in node.table.homes)
+    assert not any(node_volume.resting_until_s for node_volume in node.table.node_volumes)
     node.close()

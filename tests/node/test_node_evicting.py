@@ -24,11 +24,11 @@ def node(tmp_path: Path) -> Iterator[Harness]:
     made.close()
 
 
-def stored(node: Harness, chain: int, count: int, domain: int = 0, *, durable: bool = True) -> list[BlockKey]:
-    node.store(chain, 0, count, domain)
+def stored(node: Harness, chain: int, count: int, namespace: int = 0, *, durable: bool = True) -> list[BlockKey]:
+    node.store(chain, 0, count, namespace)
     while durable and node.write_behind():
         pass
-    return [key_of(chain * 2 + domain, depth) for depth in range(count)]
+    return [key_of(chain * 2 + namespace, depth) for depth in range(count)]
 
 
 def tiers(node: Harness, keys: list[BlockKey]) -> list[str]:
@@ -41,13 +41,13 @@ def tiers(node: Harness, keys: list[BlockKey]) -> list[str]:
 
 def test_down_to_a_fill_the_coldest_leave_and_prefixes_stay(node: Harness) -> None:
     old, new = stored(node, 1, 8), stored(node, 2, 8)
-    home, used = node.table.homes[0], node.slab.usage().used_bytes
-    done = evict_down_to(node.table, home, used // 4)
+    node_volume, used = node.table.node_volumes[0], node.slab.usage().used_bytes
+    done = evict_down_to(node.table, node_volume, used // 4)
     assert (done.blocks, done.kept) == (12, 0)
     assert node.slab.usage().used_bytes == used // 4
     assert tiers(node, old) == ["d"] * 8, "the coldest chain has left the volume"
     assert tiers(node, new) == ["dn"] * 4 + ["d"] * 4, "children leave before their parents"
-    assert evict_down_to(node.table, home, used).blocks == 0
+    assert evict_down_to(node.table, node_volume, used).blocks == 0
 
 
 def test_the_arena_keeps_what_is_not_durable(node: Harness) -> None:
@@ -59,8 +59,8 @@ def test_the_arena_keeps_what_is_not_durable(node: Harness) -> None:
 
 
 def test_a_namespace_leaves_and_the_other_stays(node: Harness) -> None:
-    mine, other = stored(node, 1, 6), stored(node, 1, 6, domain=1)
-    done = evict_namespace(node.table, node.domains[0], None, dram=True, nvme=True)
+    mine, other = stored(node, 1, 6), stored(node, 1, 6, namespace=1)
+    done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
     assert (done.blocks, done.kept) == (12, 0)
     assert tiers(node, mine) == ["-"] * 6
     assert tiers(node, other) == ["dn"] * 6
@@ -69,21 +69,21 @@ def test_a_namespace_leaves_and_the_other_stays(node: Harness) -> None:
 
 def test_what_is_in_use_stays_with_all_before_it(node: Harness) -> None:
     keys = stored(node, 1, 6)
-    (pinned,) = node.table.pin_resident(node.domains[0], [keys[3]])
+    (pinned,) = node.table.pin_resident(node.namespaces[0], [keys[3]])
     assert pinned is not None
-    done = evict_namespace(node.table, node.domains[0], None, dram=True, nvme=False)
+    done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=False)
     assert (done.blocks, done.kept) == (2, 4)
     assert tiers(node, keys) == ["dn"] * 4 + ["n"] * 2
     node.table.unpin([pinned])
 
 
 def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use(node: Harness) -> None:
-    other = stored(node, 1, 4, domain=1)
+    other = stored(node, 1, 4, namespace=1)
     keys = stored(node, 1, 4) + stored(node, 3, 4, durable=False)
-    (pinned,) = node.table.pin_resident(node.domains[0], [keys[0]])
+    (pinned,) = node.table.pin_resident(node.namespaces[0], [keys[0]])
     assert pinned is not None
     table, now_s = node.table, MonotonicClock().now_s
-    assert invalidate(table, node.domains[0], now_s()).kept == 5, "one pinned, four on their way to the volume"
+    assert invalidate(table, node.namespaces[0], now_s()).kept == 5, "one pinned, four on their way to the volume"
     assert tiers(node, keys) == ["dn"] + ["-"] * 3 + ["d"] * 4
 
     def let_go() -> None:
@@ -92,7 +92,7 @@ def test_invalidating_drops_what_is_not_durable_too_and_waits_for_what_is_in_use
 
     late = threading.Timer(0.05, let_go)
     late.start()
-    done = invalidate(table, node.domains[0], now_s() + 30)
+    done = invalidate(table, node.namespaces[0], now_s() + 30)
     late.join()
     assert (done.blocks, done.kept) == (5, 0)
     assert tiers(node, keys) == ["-"] * 8
@@ -108,8 +108,8 @@ def test_a_catalog_that_cannot_change_keeps_its_blocks(node: Harness, monkeypatc
 
     monkeypatch.setattr(node.slab, "commit", refuse)
     with pytest.raises(Unavailable):
-        invalidate(node.table, node.domains[0], 0.0)
+        invalidate(node.table, node.namespaces[0], 0.0)
     with pytest.raises(Unavailable):
-        evict_down_to(node.table, node.table.homes[0], 0)
+        evict_down_to(node.table, node.table.node_volumes[0], 0)
     assert tiers(node, keys) == ["dn"] * 4
     assert not any(block.leaving for block in node.table.snapshot())

@@ -23,9 +23,9 @@ from kvstore.node.loads.loader import Loader, Part
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.loads.mounts import make_mounts
 from kvstore.node.loads.peers import Peers
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
@@ -60,14 +60,14 @@ class Node:
         ]
         for slab in slabs:
             assert list(slab.recover()) == []
-        self.hung, self.good = Home(FaultyVolume(slabs[0], self.plan)), Home(slabs[1])
-        for home in (self.hung, self.good):
-            home.set_guard(self.counters, stall_s=STALL_S, readers=2)
+        self.hung, self.good = NodeVolume(FaultyVolume(slabs[0], self.plan)), NodeVolume(slabs[1])
+        for node_volume in (self.hung, self.good):
+            node_volume.set_guard(self.counters, stall_s=STALL_S, readers=2)
         self.arena = DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=ARENA)
-        log = ReplicaLog([self.arena.volume_id, *(slab.volume_id for slab in slabs)], self.counters, self.clock, keep=False)
-        homes = [self.hung, self.good]
-        self.table = BlockTable(self.arena, make_policy("lru"), homes, log, self.counters, self.clock, writes_behind=True)
-        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+        log = ReplicaChangeLog([self.arena.volume_id, *(slab.volume_id for slab in slabs)], self.counters, self.clock, keep=False)
+        node_volumes = [self.hung, self.good]
+        self.table = BlockTable(self.arena, make_policy("lru"), node_volumes, log, self.counters, self.clock, writes_behind=True)
+        self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
         self.target = LocalTarget(self.table, self.counters, self.clock)
         mounts = make_mounts((), io_threads=1, counters=self.counters, clock=self.clock)
         peers = Peers(lambda address, _: TcpPeer(address.data_address))
@@ -80,7 +80,7 @@ class Node:
     def store(self, chain: str) -> tuple[BlockKey, ...]:
         """Store a chain in DRAM, to be written behind."""
         keys = self.keys(chain)
-        prepared = self.table.prepare(self.domain, BlockRun(self.domain.namespace, None, 0, keys), self.clock.now_s())
+        prepared = self.table.prepare(self.namespace, BlockRun(self.namespace.namespace_id, None, 0, keys), self.clock.now_s())
         sums = []
         for key, slot in prepared.slots.items():
             self.arena.view(slot, SHAPE.block_bytes)[:] = payload_of(key)
@@ -88,14 +88,14 @@ class Node:
         self.table.complete(prepared, list(prepared.slots), sums)
         return keys
 
-    def store_on(self, home: Home, chain: str) -> tuple[BlockKey, ...]:
+    def store_on(self, node_volume: NodeVolume, chain: str) -> tuple[BlockKey, ...]:
         """Store a chain on one volume and evict it from DRAM."""
         keys = self.store(chain)
-        other = self.good if home is self.hung else self.hung
+        other = self.good if node_volume is self.hung else self.hung
         other.resting_until_s = self.clock.now_s() + WAIT_S
         self.target.persist(self.table.take_pending(CHAIN, ARENA, 0.0), lambda: None)
         other.resting_until_s = 0.0
-        assert all(self.block(key).nvme_home is home for key in keys)
+        assert all(self.block(key).nvme_volume is node_volume for key in keys)
         self.table.evict_dram()
         return keys
 
@@ -106,7 +106,7 @@ class Node:
         """Load, compare every byte of hits, and unpin."""
         outcomes = [Outcome.MISS] * len(keys)
         began_s = time.monotonic()
-        for part in self.loader.load(self.domain, keys, self.clock.now_s() + WAIT_S):
+        for part in self.loader.load(self.namespace, keys, self.clock.now_s() + WAIT_S):
             self._check(part, keys)
             outcomes[part.first : part.first + len(part.outcomes)] = part.outcomes
             self.table.unpin(part.pinned())
@@ -131,7 +131,7 @@ class Node:
         assert not self.hung.guard.stalled
 
     def _all_came_back(self) -> bool:
-        guards = [home.guard for home in self.table.homes]
+        guards = [node_volume.guard for node_volume in self.table.node_volumes]
         return not any(guard.outstanding or guard.left or guard.windows for guard in guards)
 
     def check_nothing_leaked(self) -> None:
@@ -141,9 +141,9 @@ class Node:
         blocks = self.table.snapshot()
         assert all(block.pins == 0 and not block.pending and not block.leaving for block in blocks)
         assert self.arena.usage().blocks == sum(block.dram is not None for block in blocks)
-        for home in self.table.homes:
-            mine = sum(block.nvme_home is home for block in blocks)
-            assert home.volume.usage().blocks == mine + len(home.outdated.slots())
+        for node_volume in self.table.node_volumes:
+            mine = sum(block.nvme_volume is node_volume for block in blocks)
+            assert node_volume.volume.usage().blocks == mine + len(node_volume.outdated.slots())
 
     def close(self) -> None:
         self.plan.clear()
@@ -155,9 +155,9 @@ class Node:
         wait_until(self._all_came_back, "all came back")
         self.check_nothing_leaked()
         self.table.close()
-        for home in self.table.homes:
-            home.guard.close()
-            home.volume.close()
+        for node_volume in self.table.node_volumes:
+            node_volume.guard.close()
+            node_volume.volume.close()
         self.arena.close()
 
 
@@ -199,7 +199,7 @@ def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
     assert 0 < stuck <= CHAIN
     filled = 0
     while node.table.prepare(
-        node.domain, BlockRun(node.domain.namespace, None, 0, (node.keys(f"fill{filled}", 1)[0],)), node.clock.now_s()
+        node.namespace, BlockRun(node.namespace.namespace_id, None, 0, (node.keys(f"fill{filled}", 1)[0],)), node.clock.now_s()
     ).slots:
         filled += 1
     assert node.arena.usage().blocks == stuck + filled, "what hangs was not given away"
@@ -228,7 +228,7 @@ def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
     keys = node.store("new")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
     assert node.table.are_durable(keys) == [True] * CHAIN
-    assert all(node.block(key).nvme_home is node.good for key in keys)
+    assert all(node.block(key).nvme_volume is node.good for key in keys)
     assert node.hung.volume.usage().blocks == CHAIN, "slots of a write that hangs rest"
     node.answers_again()
     assert node.hung.volume.usage().blocks == 0
@@ -236,7 +236,7 @@ def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
 
 @pytest.mark.parametrize("operation", [Operation.WRITE, Operation.COMMIT])
 def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Operation) -> None:
-    node.table.homes.remove(node.good)
+    node.table.node_volumes.remove(node.good)
     node.plan.add(Fault.HANG, operation=operation)
     node.start_write_behind()
     began_s = time.monotonic()
@@ -254,7 +254,7 @@ def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Ope
     node.table.evict_dram()
     for chain in keys:
         assert node.load(chain) == HIT, "from the volume"
-    node.table.homes.append(node.good)
+    node.table.node_volumes.append(node.good)
 
 
 def test_commit_that_comes_late_leaves_no_stale_entry(node: Node, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_commit_that_comes_late_leaves_no_stale_entry(node: Node, tmp_path: Path
     node.start_write_behind()
     keys = node.store("new")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
-    assert all(node.block(key).nvme_home is node.good for key in keys)
+    assert all(node.block(key).nvme_volume is node.good for key in keys)
     node.answers_again()
     assert len(node.hung.outdated.slots()) == CHAIN
     node.store("next")
@@ -301,7 +301,7 @@ def test_locate_volume_hung_names_no_place_on_it(node: Node) -> None:
     hung = node.store_on(node.hung, "hung")
     node.plan.add(Fault.HANG, operation=Operation.READ)
     assert node.load(hung) == GONE
-    assert pin_stored(node.table, node.domain, hung) == []
+    assert pin_stored(node.table, node.namespace, hung) == []
 
 
 def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:

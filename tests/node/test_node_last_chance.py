@@ -18,7 +18,7 @@ from kvstore.node.durability.shutdown_flush import _hottest_first, make_durable
 from kvstore.node.durability.shutdown_selection import what_stays
 from kvstore.node.durability.writeback import Target, WriteBehind
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import BlockRecord, Slot
@@ -53,7 +53,7 @@ def end(node: Node | TenantsNode, sleep: Callable[[float], None] = never) -> tup
 
 def use(node: Node, chain: int, length: int) -> int:
     """Loads what lies in DRAM of a chain; how many blocks."""
-    found = node.table.pin_resident(node.domain, [key_of(chain, depth) for depth in range(length)])
+    found = node.table.pin_resident(node.namespace, [key_of(chain, depth) for depth in range(length)])
     node.table.unpin([block for block in found if block is not None])
     return sum(block is not None for block in found)
 
@@ -174,13 +174,13 @@ def test_a_tenant_keeps_to_its_share_with_its_hottest(tmp_path: Path, policy: st
     assert len(durable & {*old, *hot, *node.keys(3, 15)}) == 20
 
 
-def chain_of(domain: Domain, name: int, length: int) -> list[Block]:
+def chain_of(namespace: NodeNamespace, name: int, length: int) -> list[Block]:
     keys = [key_of(name, depth) for depth in range(length)]
-    return [Block(domain, key, keys[depth - 1] if depth else None, depth, b"") for depth, key in enumerate(keys)]
+    return [Block(namespace, key, keys[depth - 1] if depth else None, depth, b"") for depth, key in enumerate(keys)]
 
 
 def test_pins_come_first_up_to_their_part_and_then_last() -> None:
-    known = Domains()
+    known = NamespaceRegistry()
     pinned, other = (known.of_shape(NamespaceId(bytes([number]) * 16), SHAPE) for number in range(2))
     pinned.pinned = True
     first, second = chain_of(pinned, 0, 8), chain_of(other, 1, 4)
@@ -197,8 +197,8 @@ def test_pins_come_first_up_to_their_part_and_then_last() -> None:
 
 
 def test_a_block_stays_with_all_above_it_or_not_at_all() -> None:
-    domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
-    long, short = chain_of(domain, 0, 6), chain_of(domain, 1, 2)
+    namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
+    long, short = chain_of(namespace, 0, 6), chain_of(namespace, 1, 2)
     parents = {block.key: block for block in (*long, *short)}
     kept = what_stays(
         [long[4], long[5], *short], lambda one: parents.get(one.parent or BlockKey(b"")), 4, lambda _: 1
@@ -215,8 +215,8 @@ def whose(*chains: list[Block]) -> Callable[[Block], Block | None]:
 
 
 def test_blocks_that_are_each_others_parents_hold_nothing_up_and_come_last() -> None:
-    domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
-    own, first, second, sound = (chain_of(domain, name, 2) for name in range(4))
+    namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
+    own, first, second, sound = (chain_of(namespace, name, 2) for name in range(4))
     own[0].parent = own[0].key
     first[0].parent, second[0].parent = second[0].key, first[0].key
     wrong = [*own, *first, *second]
@@ -227,8 +227,8 @@ def test_blocks_that_are_each_others_parents_hold_nothing_up_and_come_last() -> 
 
 
 def test_what_no_lookup_can_find_takes_no_room_before_what_one_can() -> None:
-    domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
-    headless, whole = chain_of(domain, 0, 4)[1:], chain_of(domain, 1, 3)
+    namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
+    headless, whole = chain_of(namespace, 0, 4)[1:], chain_of(namespace, 1, 3)
     hottest = [*headless, *whole]
     keys = [block.key for block in whole]
     assert [*what_stays(hottest, whose(headless, whole), 4, lambda _: 1)] == [*keys, headless[0].key]
@@ -239,13 +239,13 @@ def test_what_no_lookup_can_find_takes_no_room_before_what_one_can() -> None:
 @pytest.mark.parametrize("kind", ["no room", "pinned", "headless", "share"])
 def test_each_block_is_climbed_from_about_once(kind: str) -> None:
     """Siblings far down, whose chains lie on a volume alone, and chains that are met from their ends."""
-    domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
-    domain.pinned = kind == "pinned"
-    trunk = chain_of(domain, 0, 500)
+    namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
+    namespace.pinned = kind == "pinned"
+    trunk = chain_of(namespace, 0, 500)
     if kind == "headless":
         trunk[0].parent = key_of(9, 9)
-    twigs = [Block(domain, key_of(1, number), trunk[-1].key, 500, b"") for number in range(500)]
-    other = chain_of(domain, 2, 500)
+    twigs = [Block(namespace, key_of(1, number), trunk[-1].key, 500, b"") for number in range(500)]
+    other = chain_of(namespace, 2, 500)
     parents, climbs = whose(trunk, twigs, other), 0
 
     def above(block: Block) -> Block | None:
@@ -299,7 +299,7 @@ def test_planning_takes_a_part_of_the_time_and_what_is_not_planned_is_sent_all_t
     node.slabs[0].fails = False
     node.clock.advance(10.0)
     clock = Slow(step_s)
-    blocks = last_chance._what_stays(node.table, node.table.homes, clock, 2.0)
+    blocks = last_chance._what_stays(node.table, node.table.node_volumes, clock, 2.0)
     assert clock.s < 2.0 + 3 * step_s, "no look later"
     assert len(blocks) == 40
     assert end(node)[1] == 40

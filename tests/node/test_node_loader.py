@@ -16,9 +16,9 @@ from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.loads.loader import Loader, Part
 from kvstore.node.loads.mounts import make_mounts
 from kvstore.node.loads.peers import Peers
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Home
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -57,11 +57,11 @@ class Node:
         assert list(self.slab.recover()) == []
         self.slab.gate = threading.Event()
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA)
-        log = ReplicaLog([DRAM, NVME], counters, self.clock, keep=False)
-        home = Home(self.slab)
-        self.table = BlockTable(self.arena, make_policy("gap"), [home], log, counters, self.clock, writes_behind=True)
-        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
-        prepared = self.table.prepare(self.domain, BlockRun(self.domain.namespace, None, 0, KEYS), self.clock.now_s())
+        log = ReplicaChangeLog([DRAM, NVME], counters, self.clock, keep=False)
+        node_volume = NodeVolume(self.slab)
+        self.table = BlockTable(self.arena, make_policy("gap"), [node_volume], log, counters, self.clock, writes_behind=True)
+        self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
+        prepared = self.table.prepare(self.namespace, BlockRun(self.namespace.namespace_id, None, 0, KEYS), self.clock.now_s())
         sums = []
         for key, slot in prepared.slots.items():
             payload = hashlib.sha256(key).digest() * (SHAPE.block_bytes // 32)
@@ -93,7 +93,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 @pytest.mark.parametrize("slow", [0, 9, BLOCKS - 1])
 def test_what_has_come_is_not_kept_for_what_takes_its_time(node: Node, slow: int) -> None:
     node.slab.slow = frozenset((KEYS[slow],))
-    parts = node.loader.load(node.domain, KEYS, node.clock.now_s() + WAIT_S)
+    parts = node.loader.load(node.namespace, KEYS, node.clock.now_s() + WAIT_S)
     window = range(slow // 4 * 4, slow // 4 * 4 + 4)
     came: set[int] = set()
     while len(came) < BLOCKS - len(window):
@@ -114,11 +114,11 @@ def test_what_has_come_is_not_kept_for_what_takes_its_time(node: Node, slow: int
 def test_a_block_that_is_never_written_stops_only_who_asks_for_it(node: Node) -> None:
     """As a writer that never ends, and more loads of its block than the loader has threads."""
     key = BlockKey(b"k" * 16)
-    writer = node.table.prepare(node.domain, BlockRun(node.domain.namespace, None, 0, (key,)), node.clock.now_s())
+    writer = node.table.prepare(node.namespace, BlockRun(node.namespace.namespace_id, None, 0, (key,)), node.clock.now_s())
     found: list[list[Outcome]] = []
 
     def wait() -> None:
-        for part in node.loader.load(node.domain, [key, KEYS[0]], node.clock.now_s() + WAIT_S):
+        for part in node.loader.load(node.namespace, [key, KEYS[0]], node.clock.now_s() + WAIT_S):
             found.append(part.outcomes)
             node.table.unpin(part.pinned())
 
@@ -126,7 +126,7 @@ def test_a_block_that_is_never_written_stops_only_who_asks_for_it(node: Node) ->
     for thread in waiting:
         thread.start()
     came: set[int] = set()
-    for part in node.loader.load(node.domain, KEYS, node.clock.now_s() + WAIT_S):
+    for part in node.loader.load(node.namespace, KEYS, node.clock.now_s() + WAIT_S):
         assert part.outcomes == [Outcome.HIT] * len(part.blocks)
         came.update(range(part.first, part.first + len(part.blocks)))
         node.table.unpin(part.pinned())
@@ -143,7 +143,7 @@ def test_a_block_that_is_never_written_stops_only_who_asks_for_it(node: Node) ->
 def test_a_block_that_its_writer_gives_up_is_ours_to_bring(node: Node) -> None:
     """Whichever thread waits for it: those of the loader, or, where they may wait no more, the caller's."""
     for waiters in (2, 0):
-        claim = node.table.claim(node.domain, KEYS[:8])
+        claim = node.table.claim(node.namespace, KEYS[:8])
         node.loader._waiters = threading.Semaphore(waiters)
         parts: list[Part] = []
         load = threading.Thread(target=load_into, args=(node, parts))
@@ -160,4 +160,4 @@ def test_a_block_that_its_writer_gives_up_is_ours_to_bring(node: Node) -> None:
 
 
 def load_into(node: Node, parts: list[Part]) -> None:
-    parts += node.loader.load(node.domain, KEYS[:8], node.clock.now_s() + WAIT_S)
+    parts += node.loader.load(node.namespace, KEYS[:8], node.clock.now_s() + WAIT_S)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, VolumeId
+from kvstore.lab.filled_table import BytelessVolume, FilledTable
 from kvstore.node.state.eviction_reason import Leaving
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.state.slot_map import PlaceMap
-from kvstore.testing.filled_table import BytelessVolume, FilledTable
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.eviction.ghost_list import GhostList
 from kvstore.tiers.nvme.slot_header import seal_of, slot_bytes
@@ -58,20 +58,21 @@ def test_ghost_takes_few_bytes() -> None:
 
 def test_block_keeps_every_field_apart() -> None:
     """All small fields lie in one integer: to change one leaves the others as they are."""
-    domain = Domains().of_shape(NamespaceId(bytes(16)), SHAPE)
+    namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
     checksums = bytes(range(256))
-    block = Block(domain, BlockKey(b"k" * 16), None, (1 << 24) - 1, checksums)
+    block = Block(namespace, BlockKey(b"k" * 16), None, (1 << 24) - 1, checksums)
     block.dram = Slot(0, 4096, 1)
-    home = Home(BytelessVolume(VolumeId("n/nvme0"), 1 << 30))
+    node_volume = NodeVolume(BytelessVolume(VolumeId("n/nvme0"), 1 << 30))
     slot = Slot((1 << 46) - 4096, slot_bytes(SHAPE), (1 << 64) - 1)
 
     def state() -> dict[str, object]:
         flags = ("expendable", "elsewhere", "ours", "pending", "arriving", "passing", "leaving")
-        return {name: getattr(block, name) for name in (*flags, "depth", "row", "disputed", "nvme", "nvme_home", "durable")}
+        return {name: getattr(block, name) for name in (*flags, "depth", "row", "disputed", "nvme", "nvme_volume", "durable")}
 
     expected = state()
     assert expected == dict.fromkeys(expected, False) | {
-        "ours": True, "depth": (1 << 24) - 1, "row": 0, "disputed": 0, "nvme": None, "nvme_home": None, "leaving": Leaving.STAYS,
+        "ours": True, "depth": (1 << 24) - 1, "row": 0, "disputed": 0, "nvme": None, "nvme_volume": None,
+        "leaving": Leaving.STAYS,
     }  # fmt: skip
     for name, value in (("pending", True), ("expendable", True), ("ours", False), ("arriving", True), ("passing", True)):
         setattr(block, name, value)
@@ -84,37 +85,37 @@ def test_block_keeps_every_field_apart() -> None:
     for row in (1, (1 << 32) - 1, 7):
         block.row = expected["row"] = row
         assert state() == expected
-    block.settle(home, slot)
-    expected |= {"nvme": slot, "nvme_home": home, "durable": True}
+    block.settle(node_volume, slot)
+    expected |= {"nvme": slot, "nvme_volume": node_volume, "durable": True}
     assert state() == expected
     for why in (Leaving.FOR_QUOTA, Leaving.FOR_ROOM):
         block.leave(why)
         assert state() == expected | {"leaving": why}
-        assert domain.parting == 1
+        assert namespace.parting == 1
     assert block.stay() is Leaving.FOR_ROOM
     assert state() == expected
     assert block.stay() is Leaving.STAYS
-    assert domain.parting == 0
+    assert namespace.parting == 0
     assert block.record().seal is None
     block.dram = None
     block.forget_checksums()
     assert (block.record().checksums, block.record().seal) == (b"", seal_of(checksums))
     block.row = 0
     block.unsettle()
-    assert state() == expected | {"nvme": None, "nvme_home": None, "durable": False, "row": 0}
+    assert state() == expected | {"nvme": None, "nvme_volume": None, "durable": False, "row": 0}
 
 
 def test_block_in_dram_alone_keeps_its_checksums() -> None:
-    block = Block(Domains().of_shape(NamespaceId(bytes(16)), SHAPE), BlockKey(b"k" * 16), None, 0, b"sums")
+    block = Block(NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE), BlockKey(b"k" * 16), None, 0, b"sums")
     block.forget_checksums()
     assert block.checksums == b"sums"
 
 
 def test_place_map_finds_blocks_of_several_sizes() -> None:
-    domain = Domains().of_shape(NamespaceId(bytes(16)), SHAPE)
+    namespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
     places = PlaceMap()
     blocks = {
-        Slot(start + number * size, size, 1): Block(domain, BlockKey(b"%016d" % (start + number * size)), None, 0, b"")
+        Slot(start + number * size, size, 1): Block(namespace, BlockKey(b"%016d" % (start + number * size)), None, 0, b"")
         for start, size, count in ((0, 4096, 700), (3_000_000, 12_288, 300), (9_000_001 // 4096 * 4096, 8192, 5))
         for number in range(count)
     }

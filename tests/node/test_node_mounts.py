@@ -16,7 +16,7 @@ from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
 from kvstore.node.config import MountConfig, NodeConfig
 from kvstore.node.loads.mounts import Answers, Mount, Mounts
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.testing.mount_suite import put
 from kvstore.testing.volume_suite import NAMESPACE, SHAPES, block_key, block_payload
@@ -44,8 +44,8 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def domain() -> Domain:
-    return Domains().of_shape(NAMESPACE, SHAPE)
+def namespace() -> NodeNamespace:
+    return NamespaceRegistry().of_shape(NAMESPACE, SHAPE)
 
 
 @pytest.fixture
@@ -55,54 +55,54 @@ def mount(tmp_path: Path, counters: Counters) -> Iterator[Mount]:
     mount.close()
 
 
-def read(mount: Mount, domain: Domain, number: int, left_s: float, back: threading.Event) -> bytes | None:
+def read(mount: Mount, namespace: NodeNamespace, number: int, left_s: float, back: threading.Event) -> bytes | None:
     """Reads one block that the mount knows of; its bytes where it came."""
-    [slot] = mount.find(domain, [block_key(number)])
+    [slot] = mount.find(namespace, [block_key(number)])
     assert slot is not None
     memory = memoryview(mmap.mmap(-1, SHAPE.block_bytes))
-    answers = mount.read(domain, [(block_key(number), slot, memory)], MonotonicClock().now_s() + left_s, back.set)
+    answers = mount.read(namespace, [(block_key(number), slot, memory)], MonotonicClock().now_s() + left_s, back.set)
     return bytes(memory) if answers is not None and answers[0][0] is Outcome.HIT else None
 
 
-def test_what_is_known_is_read(owner: NvmeSlab, mount: Mount, domain: Domain) -> None:
+def test_what_is_known_is_read(owner: NvmeSlab, mount: Mount, namespace: NodeNamespace) -> None:
     put(owner, [1, 2], SHAPE)
-    assert mount.find(domain, [block_key(1)]) == [None]
+    assert mount.find(namespace, [block_key(1)]) == [None]
     assert "not read yet" in mount.describe()
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
     back = threading.Event()
-    assert read(mount, domain, 2, LONG_S, back) == block_payload(2, SHAPE)
+    assert read(mount, namespace, 2, LONG_S, back) == block_payload(2, SHAPE)
     assert not back.is_set()  # the memory is the caller's, who was answered
     assert "O_DIRECT" in mount.describe()
     assert "2 blocks" in mount.describe()
 
 
 def test_a_read_that_hangs_is_left_behind_and_its_memory_rests(
-    owner: NvmeSlab, mount: Mount, domain: Domain, counters: Counters, monkeypatch: pytest.MonkeyPatch
+    owner: NvmeSlab, mount: Mount, namespace: NodeNamespace, counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
     go_on, real = threading.Event(), MountedSlab.read
 
     def hang(
-        self: MountedSlab, namespace: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, memoryview]]
+        self: MountedSlab, namespace_id: NamespaceId, shape: BlockShape, items: Sequence[tuple[BlockKey, Slot, memoryview]]
     ) -> list[tuple[Outcome, bytes]]:
         assert go_on.wait(LONG_S)
-        return real(self, namespace, shape, items)
+        return real(self, namespace_id, shape, items)
 
     monkeypatch.setattr(MountedSlab, "read", hang)
     back = threading.Event()
-    assert read(mount, domain, 1, SOON_S, back) is None
+    assert read(mount, namespace, 1, SOON_S, back) is None
     assert not back.is_set()
-    assert mount.find(domain, [block_key(1)]) == [None]  # nobody else is sent there
+    assert mount.find(namespace, [block_key(1)]) == [None]  # nobody else is sent there
     mount.catch_up(MonotonicClock().now_s() + LONG_S)  # answers at once
     assert counters.snapshot()["mount_stalled_total"] == 1
     go_on.set()
     assert back.wait(LONG_S)
-    assert read(mount, domain, 1, LONG_S, threading.Event()) == block_payload(1, SHAPE)
+    assert read(mount, namespace, 1, LONG_S, threading.Event()) == block_payload(1, SHAPE)
 
 
 def test_closing_does_not_wait_for_what_hangs(
-    owner: NvmeSlab, mount: Mount, domain: Domain, monkeypatch: pytest.MonkeyPatch
+    owner: NvmeSlab, mount: Mount, namespace: NodeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
     mount.catch_up(MonotonicClock().now_s() + LONG_S)
@@ -110,7 +110,7 @@ def test_closing_does_not_wait_for_what_hangs(
     monkeypatch.setattr(MountedSlab, "read", lambda *_: go_on.wait(LONG_S) and [])
     monkeypatch.setattr(MountedSlab, "close", lambda _: closed.set())
     back = threading.Event()
-    assert read(mount, domain, 1, SOON_S, back) is None
+    assert read(mount, namespace, 1, SOON_S, back) is None
     mount.close()
     assert not closed.is_set()
     go_on.set()
@@ -119,7 +119,7 @@ def test_closing_does_not_wait_for_what_hangs(
 
 
 def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
-    tmp_path: Path, owner: NvmeSlab, domain: Domain, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, owner: NvmeSlab, namespace: NodeNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(owner, [1], SHAPE)
     monkeypatch.setattr("kvstore.node.loads.mounts.THREADS", 1)
@@ -136,9 +136,9 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
     monkeypatch.setattr(MountedSlab, "read", hang)
     backs = [threading.Event(), threading.Event()]
     with ThreadPoolExecutor(2) as readers:
-        first = readers.submit(read, mount, domain, 1, LONG_S, backs[0])
+        first = readers.submit(read, mount, namespace, 1, LONG_S, backs[0])
         assert begun.wait(LONG_S)
-        second = readers.submit(read, mount, domain, 1, LONG_S, backs[1])
+        second = readers.submit(read, mount, namespace, 1, LONG_S, backs[1])
         while not mount._guard._others._work_queue.qsize():
             assert not second.done()
             time.sleep(0.001)
@@ -150,7 +150,9 @@ def test_what_waits_for_its_turn_when_the_mount_is_closed_is_answered(
         assert first.result(LONG_S) is None  # a miss, as it was said
 
 
-def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(tmp_path: Path, domain: Domain, counters: Counters) -> None:
+def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(
+    tmp_path: Path, namespace: NodeNamespace, counters: Counters
+) -> None:
     config = MountConfig(NAME, tmp_path / "v")
     mount = Mount(config, io_threads=2, counters=counters, clock=MonotonicClock(), rest_s=0.0)
     deadline_s = MonotonicClock().now_s() + LONG_S
@@ -164,7 +166,7 @@ def test_a_folder_that_comes_later_or_is_replaced_is_opened_again(tmp_path: Path
         slab.close()
         mount.catch_up(deadline_s)  # the second time: another volume lies there, so that this one is closed
         mount.catch_up(deadline_s)
-        assert read(mount, domain, number, LONG_S, threading.Event()) == block_payload(number, SHAPE)
+        assert read(mount, namespace, number, LONG_S, threading.Event()) == block_payload(number, SHAPE)
         (tmp_path / "v").rename(tmp_path / f"old-{number}")
     mount.close()
     assert counters.snapshot()["mount_errors_total"] == 2

@@ -18,7 +18,7 @@ NAMESPACES = [NamespaceId(bytes([number]) * 16) for number in (1, 2)]
 class Held:
     """A block as the plan needs it."""
 
-    namespace: NamespaceId
+    namespace_id: NamespaceId
     key: BlockKey
     parent: BlockKey | None
     depth: int
@@ -73,7 +73,7 @@ def test_all_that_lies_nowhere_else_goes_once_and_where_there_is_room(
         assert sum(room_of(block.nbytes) for b in moves.batches if b.node_id == node_id for block in b.blocks) <= room[node_id]
     # batches are of one namespace and within the window; one that is larger is a block by itself
     for batch in moves.batches:
-        assert {block.namespace for block in batch.blocks} == {batch.namespace}
+        assert {block.namespace_id for block in batch.blocks} == {batch.namespace_id}
         assert 1 <= len(batch.blocks) <= most
         assert sum(block.nbytes for block in batch.blocks) <= window or len(batch.blocks) == 1
     # a parent that must go has gone before its child

@@ -18,9 +18,9 @@ from kvstore.core.types import BlockKey, BlockRun, BlockShape, BootId, Namespace
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.state.chain_conflicts import PATIENCE
-from kvstore.node.state.change_log import ReplicaLog, runs_of
-from kvstore.node.state.model import Home, Prepared
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
+from kvstore.node.state.model import NodeVolume, StoreGrant
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -28,8 +28,8 @@ from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slab import NvmeSlab
 
 SHAPE = BlockShape(1, 4096)
-DOMAIN = Domain(NamespaceId(b"n" * 16), SHAPE, None)
-OTHER = Domain(NamespaceId(b"o" * 16), SHAPE, None)
+NAMESPACE = NodeNamespace(NamespaceId(b"n" * 16), SHAPE, None)
+OTHER = NodeNamespace(NamespaceId(b"o" * 16), SHAPE, None)
 DRAM, NVME = VolumeId("n/dram"), VolumeId("n/nvme0")
 BLOCKS = 24
 KEYS = tuple(BlockKey(hashlib.sha256(bytes([number])).digest()[:16]) for number in range(BLOCKS))
@@ -41,23 +41,25 @@ class Node:
 
     def __init__(self, path: Path, index: LmdbIndex, boot: int = 0) -> None:
         self.counters, self.clock, self.index = Counters(), ManualClock(), index
-        self.log = ReplicaLog([DRAM, NVME], self.counters, self.clock)
+        self.log = ReplicaChangeLog([DRAM, NVME], self.counters, self.clock)
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=4 * BLOCKS * SHAPE.block_bytes)
         self.slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=1 << 20, io_threads=1)
-        home = Home(self.slab)
-        self.table = BlockTable(self.arena, make_policy("lru"), [home], self.log, self.counters, self.clock, writes_behind=True)
+        node_volume = NodeVolume(self.slab)
+        self.table = BlockTable(
+            self.arena, make_policy("lru"), [node_volume], self.log, self.counters, self.clock, writes_behind=True
+        )
         for slot, record in self.slab.recover():
-            self.table.restore(home, DOMAIN, record, slot)
+            self.table.restore(node_volume, NAMESPACE, record, slot)
         self.target = LocalTarget(self.table, self.counters, self.clock)
         tiers = {DRAM: Tier.DRAM, NVME: Tier.NVME}
         self.lives = {
             volume: index.open_life(volume, NodeId("n"), tier, BootId(bytes([boot]) * 16)) for volume, tier in tiers.items()
         }
 
-    def begin(self, run: BlockRun, domain: Domain = DOMAIN) -> Prepared:
-        return self.table.prepare(domain, run, self.clock.now_s())
+    def begin(self, run: BlockRun, namespace: NodeNamespace = NAMESPACE) -> StoreGrant:
+        return self.table.prepare(namespace, run, self.clock.now_s())
 
-    def end(self, prepared: Prepared) -> None:
+    def end(self, prepared: StoreGrant) -> None:
         keys = list(prepared.slots)
         for key, slot in prepared.slots.items():
             self.arena.view(slot, SHAPE.block_bytes)[:] = payload_of(key)
@@ -82,7 +84,7 @@ class Node:
             self.publish()
 
     def found(self) -> int:
-        return self.index.lookup(DOMAIN.namespace, b"".join(KEYS), set(self.lives.values())).blocks
+        return self.index.lookup(NAMESPACE.namespace_id, b"".join(KEYS), set(self.lives.values())).blocks
 
     def inventory(self) -> None:
         """As after the loss of an index."""
@@ -102,11 +104,11 @@ def payload_of(key: BlockKey) -> bytes:
 
 
 def right(first: int, count: int) -> BlockRun:
-    return BlockRun(DOMAIN.namespace, KEYS[first - 1] if first else None, first, KEYS[first : first + count])
+    return BlockRun(NAMESPACE.namespace_id, KEYS[first - 1] if first else None, first, KEYS[first : first + count])
 
 
 def forgotten(first: int, count: int = BLOCKS) -> BlockRun:
-    return BlockRun(DOMAIN.namespace, None, 0, KEYS[first : first + count])
+    return BlockRun(NAMESPACE.namespace_id, None, 0, KEYS[first : first + count])
 
 
 @pytest.fixture
@@ -124,8 +126,8 @@ def node(tmp_path: Path, index: LmdbIndex) -> Iterator[Node]:
 
 
 def test_heads_of_chains_take_their_places_together(node: Node) -> None:
-    def begin(count: int) -> Prepared:
-        return node.table.prepare(DOMAIN, forgotten(0, count), node.clock.now_s(), heads=True)
+    def begin(count: int) -> StoreGrant:
+        return node.table.prepare(NAMESPACE, forgotten(0, count), node.clock.now_s(), heads=True)
 
     node.end(begin(3))
     prepared = begin(5)
@@ -134,7 +136,7 @@ def test_heads_of_chains_take_their_places_together(node: Node) -> None:
     node.write_behind()
     node.publish_all()
     lives = set(node.lives.values())
-    assert [node.index.lookup(DOMAIN.namespace, key, lives).blocks for key in KEYS[:6]] == [1, 1, 1, 1, 1, 0]
+    assert [node.index.lookup(NAMESPACE.namespace_id, key, lives).blocks for key in KEYS[:6]] == [1, 1, 1, 1, 1, 0]
     assert {(block.parent, block.depth) for block in node.table.snapshot()} == {(None, 0)}
     assert node.store(right(0, 2)) == [StoreOutcome.EXISTS, StoreOutcome.STORED], "who knows the chain puts them into it"
 
@@ -162,7 +164,7 @@ def test_a_forgotten_parent_is_mended_by_the_store_that_has_it(
     node.publish_all()
     assert node.found() == BLOCKS
     assert node.counters.get("store_displaced_blocks_total") == 14
-    assert not node.table.homes[0].outdated.slots()
+    assert not node.table.node_volumes[0].outdated.slots()
     assert node.slab.usage().blocks == BLOCKS
     assert node.store(right(0, BLOCKS)) == [StoreOutcome.EXISTS] * BLOCKS
     node.close()
@@ -179,7 +181,7 @@ def test_what_is_pinned_stays_and_the_writer_is_told(node: Node) -> None:
     node.write_behind()
     node.store(right(0, 10))
     node.write_behind()
-    (pinned,) = node.table.pin_resident(DOMAIN, KEYS[12:13])
+    (pinned,) = node.table.pin_resident(NAMESPACE, KEYS[12:13])
     assert pinned is not None
     assert node.store(right(8, 16))[:5] == [StoreOutcome.EXISTS] * 2 + [StoreOutcome.STORED] * 2 + [StoreOutcome.SKIPPED]
     with pytest.raises(Conflict, match="in use"):
@@ -217,13 +219,13 @@ def test_a_key_being_written_elsewhere_is_not_taken_for_this_one(node: Node) -> 
 def test_a_key_of_another_namespace_is_refused_by_name(node: Node) -> None:
     writing = node.begin(right(0, 4))
     with pytest.raises(Conflict, match="another namespace"):
-        node.begin(BlockRun(OTHER.namespace, None, 0, KEYS[:4]), OTHER)
+        node.begin(BlockRun(OTHER.namespace_id, None, 0, KEYS[:4]), OTHER)
     node.end(writing)
     with pytest.raises(Conflict, match="another namespace"):
-        node.begin(BlockRun(OTHER.namespace, None, 0, KEYS[:4]), OTHER)
+        node.begin(BlockRun(OTHER.namespace_id, None, 0, KEYS[:4]), OTHER)
     mixed = (BlockKey(b"its own key....."), *KEYS[:4])
     assert (
-        node.begin(BlockRun(OTHER.namespace, None, 0, mixed), OTHER).outcomes
+        node.begin(BlockRun(OTHER.namespace_id, None, 0, mixed), OTHER).outcomes
         == [StoreOutcome.STORED] + [StoreOutcome.SKIPPED] * 4
     )
     assert node.counters.get("store_conflicts_total") == 2
@@ -235,8 +237,8 @@ def test_slots_of_displaced_blocks_are_used_again_even_if_nothing_else_may_leave
     node.write_behind()
     abandoned = node.begin(right(1, BLOCKS - 1))
     node.table.abandon(abandoned)
-    home = node.table.homes[0]
-    assert len(home.outdated.slots()) == BLOCKS - 1
+    node_volume = node.table.node_volumes[0]
+    assert len(node_volume.outdated.slots()) == BLOCKS - 1
     taken = []
     while slots := node.slab.allocate(SHAPE, 1):
         taken += slots
@@ -269,7 +271,7 @@ def test_after_any_slips_a_writer_that_is_right_is_found(history: list[tuple[obj
         for step in history:
             match step:
                 case ("slip", int(first), int(count), (parent, depth)):
-                    run = BlockRun(DOMAIN.namespace, parent, depth, KEYS[first : first + count])  # type: ignore[arg-type]
+                    run = BlockRun(NAMESPACE.namespace_id, parent, depth, KEYS[first : first + count])  # type: ignore[arg-type]
                 case ("right", int(first), int(count), _):
                     run = right(first, count)
                 case ("abandon", int(first)):
@@ -284,7 +286,9 @@ def test_after_any_slips_a_writer_that_is_right_is_found(history: list[tuple[obj
                     node.publish()
                     continue
                 case ("pin", int(first)):
-                    pinned += [block for block in node.table.pin_resident(DOMAIN, KEYS[first : first + 3]) if block is not None]
+                    pinned += [
+                        block for block in node.table.pin_resident(NAMESPACE, KEYS[first : first + 3]) if block is not None
+                    ]
                     continue
                 case _:
                     node.table.unpin(pinned)

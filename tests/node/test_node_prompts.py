@@ -28,7 +28,7 @@ def node() -> Iterator[Node]:
 
 def store(node: Node, first: int, count: int, *, tail: bool = False) -> None:
     run = BlockRun(SPEC.namespace, keys(64)[first - 1] if first else None, first, tuple(keys(64)[first : first + count]))
-    prepared = node.table.prepare(node.domain, run, node.clock.now_s() + LONG_S)
+    prepared = node.table.prepare(node.namespace, run, node.clock.now_s() + LONG_S)
     if tail:
         prepared.tail = run.keys[-1]
     sums = []
@@ -60,7 +60,7 @@ class Waiting:
             pass
 
     def _wait(self, count: int, wait_s: float) -> None:
-        self.parts += self.prompts.arrive(self.node.domain, keys(count), self.node.clock.now_s() + wait_s, self.transfer)
+        self.parts += self.prompts.arrive(self.node.namespace, keys(count), self.node.clock.now_s() + wait_s, self.transfer)
 
     def leave(self) -> list[Outcome]:
         """Its engine goes away."""
@@ -155,8 +155,8 @@ def test_a_prompt_larger_than_the_buffer_has_no_room(node: Node) -> None:
 
 def test_the_same_key_of_another_namespace_is_not_meant(node: Node) -> None:
     waiting = Waiting(node, 2, wait_s=0.3)
-    other = node.domains.of_shape(NamespaceId(b"n" * 16), SHAPE)
-    prepared = node.table.prepare(other, BlockRun(other.namespace, None, 0, tuple(keys(2))), node.clock.now_s())
+    other = node.namespaces.of_shape(NamespaceId(b"n" * 16), SHAPE)
+    prepared = node.table.prepare(other, BlockRun(other.namespace_id, None, 0, tuple(keys(2))), node.clock.now_s())
     node.table.complete(prepared, keys(2), [bytes(8 * SHAPE.layers)] * 2)
     node.table.check()
     assert waiting.end() == [Outcome.TIMEOUT] * 2
@@ -224,7 +224,7 @@ def test_who_waits_for_room_in_vain_is_told_too(node: Node) -> None:
     assert node.buffer.admit(node.buffer.capacity_bytes, node.clock.now_s())
     done: list[Part] = []
     thread = threading.Thread(
-        target=lambda: done.extend(prompts.arrive(node.domain, keys(2), node.clock.now_s() + FOR_EVER_S, "t"))
+        target=lambda: done.extend(prompts.arrive(node.namespace, keys(2), node.clock.now_s() + FOR_EVER_S, "t"))
     )
     thread.start()
     while not node.buffer.waiting:

@@ -14,9 +14,9 @@ from kvstore.node.durability import read_rate
 from kvstore.node.durability.read_rate import ReadRate
 from kvstore.node.durability.scrub import ENDED, VolumeChecks
 from kvstore.node.durability.writeback import LocalTarget
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Home
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.faulty_volume import Fault, FaultPlan, FaultyVolume, Operation
@@ -38,20 +38,22 @@ class Node:
         names = [VolumeId("n/nvme0"), VolumeId("n/nvme1")]
         slabs = [NvmeSlab.open(folder / name[2:], volume_id=name, capacity_bytes=8 << 20) for name in names]
         assert [list(slab.recover()) for slab in slabs] == [[], []]
-        self.homes = [Home(FaultyVolume(slab, self.plan)) for slab in slabs]
-        log = ReplicaLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
+        self.node_volumes = [NodeVolume(FaultyVolume(slab, self.plan)) for slab in slabs]
+        log = ReplicaChangeLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
         self.arena = DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=8 << 20)
         self.table = BlockTable(
-            self.arena, make_policy("lru"), self.homes, log, self.counters, self.clock, writes_behind=True
+            self.arena, make_policy("lru"), self.node_volumes, log, self.counters, self.clock, writes_behind=True
         )  # fmt: skip
         self.target = LocalTarget(self.table, self.counters, self.clock)
-        self.domain = Domains().of_shape(NamespaceId(b"n" * 16), SHAPE)
+        self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
 
     def fill(self) -> None:
         """Writes one chain to each volume: the target picks the one with the most room."""
         for chain in range(2):
             keys = tuple(BlockKey(hashlib.sha256(bytes([chain, depth])).digest()[:16]) for depth in range(BLOCKS))
-            prepared = self.table.prepare(self.domain, BlockRun(self.domain.namespace, None, 0, keys), self.clock.now_s())
+            prepared = self.table.prepare(
+                self.namespace, BlockRun(self.namespace.namespace_id, None, 0, keys), self.clock.now_s()
+            )
             sums = []
             for key, slot in prepared.slots.items():
                 payload = hashlib.sha256(key).digest() * (SHAPE.block_bytes // 32)
@@ -62,8 +64,8 @@ class Node:
 
     def close(self) -> None:
         self.arena.close()
-        for home in self.homes:
-            home.volume.close()
+        for node_volume in self.node_volumes:
+            node_volume.volume.close()
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_read_rate_full_volumes_are_measured_once(node: Node) -> None:
     node.fill()
     rate = ReadRate(node.table, node.counters, node.clock, direct=True)
     assert rate.measure_if_due()
-    each = [rate.of(home) for home in node.homes]
+    each = [rate.of(node_volume) for node_volume in node.node_volumes]
     assert all(one is not None and one > 0 for one in each)
     assert rate.bytes_per_s == pytest.approx(sum(one for one in each if one is not None))
     assert not rate.measure_if_due()
@@ -112,8 +114,8 @@ def test_read_rate_failing_volume_leaves_it_unknown(node: Node) -> None:
 
 def test_check_without_a_bound_follows_the_read_rate(node: Node) -> None:
     node.fill()
-    checks = VolumeChecks(node.table, node.counters, node.clock, lambda _home: 7e9)
-    check = checks.begin(node.homes[0], b"o" * 16, 0)
+    checks = VolumeChecks(node.table, node.counters, node.clock, lambda _node_volume: 7e9)
+    check = checks.begin(node.node_volumes[0], b"o" * 16, 0)
     assert check.bytes_per_s == 700_000_000
     while check.state not in ENDED:
         check.cancel.wait(0.01)

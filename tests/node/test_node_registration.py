@@ -17,7 +17,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, VolumeId
 from kvstore.node.publish.publisher import BATCHES_IN_FLIGHT, Publisher
-from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -55,8 +55,8 @@ def test_a_refused_node_says_so_and_keeps_trying_as_the_same_boot(caplog: pytest
     publisher = Publisher(
         f"127.0.0.1:{port}",
         info,
-        cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id="n/dram"), homes=[])),
-        ReplicaLog([], counters, MonotonicClock()),
+        cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id="n/dram"), node_volumes=[])),
+        ReplicaChangeLog([], counters, MonotonicClock()),
         counters,
         tls=None,
         anti_entropy_interval_s=60.0,
@@ -118,9 +118,10 @@ def test_a_stream_that_fails_within_a_round_loses_none_of_it(door: Breaking, mon
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     volumes = [VolumeId(f"n/{number}") for number in range(3 * BATCHES_IN_FLIGHT)]
-    log = ReplicaLog(volumes, counters, MonotonicClock())
+    log = ReplicaChangeLog(volumes, counters, MonotonicClock())
     held = [
-        SimpleNamespace(key=BlockKey(bytes([at]) * 16), parent=None, depth=0, namespace=bytes(16)) for at in range(len(volumes))
+        SimpleNamespace(key=BlockKey(bytes([at]) * 16), parent=None, depth=0, namespace_id=bytes(16))
+        for at in range(len(volumes))
     ]
     for volume, block in zip(volumes, held, strict=True):
         log.stored(volume, cast("Block", block))
@@ -129,7 +130,7 @@ def test_a_stream_that_fails_within_a_round_loses_none_of_it(door: Breaking, mon
         common_pb2.NodeInfo(
             node_id="n", boot_id=secrets.token_bytes(16), volumes=[common_pb2.VolumeInfo(volume_id=volume) for volume in volumes]
         ),
-        cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id="n/0"), homes=[], snapshot=list)),
+        cast("BlockTable", SimpleNamespace(dram=SimpleNamespace(volume_id="n/0"), node_volumes=[], snapshot=list)),
         log,
         counters,
         tls=None,

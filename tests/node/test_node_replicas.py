@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
-from kvstore.node.state.change_log import ReplicaLog, runs_of
+from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
 from kvstore.observe.counters import Counters
 
 VOLUME = VolumeId("n/dram")
@@ -26,7 +26,7 @@ class Stored:
     key: BlockKey
     parent: BlockKey | None
     depth: int
-    namespace: NamespaceId = SPACE
+    namespace_id: NamespaceId = SPACE
 
 
 def key_of(number: int) -> BlockKey:
@@ -37,8 +37,8 @@ def block_of(number: int) -> Stored:
     return Stored(key_of(number), key_of(number - 1) if number % 10 else None, number % 10)
 
 
-def make_log(bound: int = 1000) -> ReplicaLog:
-    return ReplicaLog([VOLUME], Counters(), ManualClock(), bound=bound)
+def make_log(bound: int = 1000) -> ReplicaChangeLog:
+    return ReplicaChangeLog([VOLUME], Counters(), ManualClock(), bound=bound)
 
 
 def test_consecutive_blocks_join_to_one_run() -> None:
@@ -89,7 +89,7 @@ def test_a_block_that_moves_between_volumes_is_always_shown_somewhere(
 ) -> None:
     """Blocks begin in both volumes; one leaves a volume only while the other holds it, and comes back at any time."""
     volumes = [VOLUME, VolumeId("n/nvme")]
-    log = ReplicaLog(volumes, Counters(), ManualClock())
+    log = ReplicaChangeLog(volumes, Counters(), ManualClock())
     held = [{key_of(number) for number in range(12)} for _ in volumes]
     index = [set(of) for of in held]
 
@@ -155,7 +155,7 @@ def test_what_was_gathered_is_taken_before_the_next_wait() -> None:
 
 
 def test_who_waits_to_be_published_does_not_wait_for_more() -> None:
-    log = ReplicaLog([VOLUME], Counters(), MonotonicClock())
+    log = ReplicaChangeLog([VOLUME], Counters(), MonotonicClock())
     with ThreadPoolExecutor(1) as publisher:
         waited = publisher.submit(log.wait, 60.0)
         log.stored(VOLUME, block_of(0))

@@ -17,9 +17,9 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.eviction.space import LOOK, Room
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -50,7 +50,7 @@ def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
 ) -> None:
     draw = random.Random(seed)
     policy = make_policy(policy_name)
-    domains = [Domains().of_shape(NamespaceId(b"n" * 16), each) for each in SIZES]
+    namespaces = [NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), each) for each in SIZES]
     blocks: dict[BlockKey, Block] = {}
     with closing(DramArena(volume_id=VolumeId("n/dram"), capacity_bytes=1 << 20)) as arena:
         room = Room(arena, blocks, policy)
@@ -58,11 +58,11 @@ def test_what_leaves_is_one_place_with_its_descendants_or_the_coldest(
         odds = [draw.random() ** 3 for _ in SIZES]
         while True:
             chain = draw.randrange(len(chains))
-            above, domain = chains[chain], draw.choices(domains, odds)[0]
-            slots = arena.allocate(domain.shape, 1)
+            above, namespace = chains[chain], draw.choices(namespaces, odds)[0]
+            slots = arena.allocate(namespace.shape, 1)
             if slots is None:
                 break
-            block = Block(domain, key_of(len(blocks)), above.key if above else None, 0, b"")
+            block = Block(namespace, key_of(len(blocks)), above.key if above else None, 0, b"")
             block.dram, block.pins = slots[0], int(draw.random() < pinned)
             blocks[block.key] = block
             room.insert(block, slots[0])
@@ -105,40 +105,40 @@ class Full:
         self.slabs = [NvmeSlab.open(folder / name[2:], volume_id=name, capacity_bytes=capacity, io_threads=1) for name in names]
         for slab in self.slabs:
             assert list(slab.recover()) == []
-        log = ReplicaLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
-        homes = [Home(slab) for slab in self.slabs]
+        log = ReplicaChangeLog([VolumeId("n/dram"), *names], self.counters, self.clock, keep=False)
+        node_volumes = [NodeVolume(slab) for slab in self.slabs]
         self.table = BlockTable(
-            *(self.arena, make_policy("gap"), homes, log, self.counters, self.clock),
+            *(self.arena, make_policy("gap"), node_volumes, log, self.counters, self.clock),
             writes_behind=True, make_durable_policy=partial(make_policy, "gap"),
         )  # fmt: skip
         self.target = LocalTarget(self.table, self.counters, self.clock)
-        domains = Domains()
-        self.small = domains.of_shape(NamespaceId(b"s" * 16), SMALL)
-        self.large = domains.of_shape(NamespaceId(b"l" * 16), LARGE)
-        self._fill(homes)
+        namespaces = NamespaceRegistry()
+        self.small = namespaces.of_shape(NamespaceId(b"s" * 16), SMALL)
+        self.large = namespaces.of_shape(NamespaceId(b"l" * 16), LARGE)
+        self._fill(node_volumes)
 
-    def _fill(self, homes: list[Home]) -> None:
+    def _fill(self, node_volumes: list[NodeVolume]) -> None:
         draw = random.Random(5)
         lengths = [0] * 60
         full: set[int] = set()
         turn = 0
-        while len(full) < len(homes):
+        while len(full) < len(node_volumes):
             turn += 1
-            at, session = turn % len(homes), draw.randrange(len(lengths))
-            slots = homes[at].volume.allocate(SMALL, 8)
+            at, session = turn % len(node_volumes), draw.randrange(len(lengths))
+            slots = node_volumes[at].volume.allocate(SMALL, 8)
             if slots is None:
                 full.add(at)
                 continue
             for slot in slots:
                 depth = lengths[session]
                 above = key_of(session, depth - 1) if depth else None
-                record = BlockRecord(self.small.namespace, key_of(session, depth), above, depth, SMALL, bytes(8))
-                assert self.table.restore(homes[at], self.small, record, slot)
+                record = BlockRecord(self.small.namespace_id, key_of(session, depth), above, depth, SMALL, bytes(8))
+                assert self.table.restore(node_volumes[at], self.small, record, slot)
                 lengths[session] += 1
 
     def store(self, name: str, count: int) -> int:
         """A chain of large blocks. How many of them became durable."""
-        run = BlockRun(self.large.namespace, None, 0, tuple(key_of(name, depth) for depth in range(count)))
+        run = BlockRun(self.large.namespace_id, None, 0, tuple(key_of(name, depth) for depth in range(count)))
         prepared = self.table.prepare(self.large, run, self.clock.now_s())
         assert prepared.outcomes == [StoreOutcome.STORED] * count
         self.table.complete(prepared, list(prepared.slots), [self._sum(slot) for slot in prepared.slots.values()])
@@ -151,9 +151,9 @@ class Full:
         self.arena.view(slot, LARGE.block_bytes)[:] = bytes(LARGE.block_bytes)
         return bytes(8)
 
-    def durable(self, domain: Domain) -> dict[BlockKey, tuple[Block, Home]]:
-        found = (block for block in self.table.snapshot() if block.domain is domain)
-        return {block.key: (block, block.nvme_home) for block in found if block.nvme_home is not None}
+    def durable(self, namespace: NodeNamespace) -> dict[BlockKey, tuple[Block, NodeVolume]]:
+        found = (block for block in self.table.snapshot() if block.namespace is namespace)
+        return {block.key: (block, block.nvme_volume) for block in found if block.nvme_volume is not None}
 
     def members(self) -> int:
         """About how many small blocks lie where one large block takes room, at most."""
@@ -200,11 +200,11 @@ def test_larger_blocks_become_durable_where_more_small_ones_lie_than_a_search_lo
 def test_one_larger_block_takes_one_place_with_what_hangs_on_it(full: Full) -> None:
     before = full.durable(full.small)
     assert full.store("L", 1) == 1
-    home = full.table.homes[next(at for at, slab in enumerate(full.slabs) if any(
-        block.nvme_home is full.table.homes[at] for block, _ in full.durable(full.large).values()))]  # fmt: skip
+    node_volume = full.table.node_volumes[next(at for at, slab in enumerate(full.slabs) if any(
+        block.nvme_volume is full.table.node_volumes[at] for block, _ in full.durable(full.large).values()))]  # fmt: skip
     gone = before.keys() - full.durable(full.small).keys()
     assert 0 < len(gone) <= 3 * full.members()
-    here = {key for key in gone if before[key][1] is home}
+    here = {key for key in gone if before[key][1] is node_volume}
     blocks = {key: block for key, (block, _) in before.items()}
     assert gone == closure(blocks, here), "others lose descendants alone, and all of them"
 
@@ -212,17 +212,17 @@ def test_one_larger_block_takes_one_place_with_what_hangs_on_it(full: Full) -> N
 @pytest.mark.parametrize("full", [1], indirect=True)
 def test_a_place_in_which_something_is_in_use_is_passed_by(full: Full) -> None:
     """The place that would have been emptied, and with one block of it pinned another is; with all pinned, none."""
-    table, home = full.table, full.table.homes[0]
-    _, first = table.allocate_nvme(home, LARGE, 1, ahead=1)
+    table, node_volume = full.table, full.table.node_volumes[0]
+    _, first = table.allocate_nvme(node_volume, LARGE, 1, ahead=1)
     table.stay_on_nvme(first)
     first[-1].pins = 1
-    _, second = table.allocate_nvme(home, LARGE, 1, ahead=1)
+    _, second = table.allocate_nvme(node_volume, LARGE, 1, ahead=1)
     assert second
     assert first[-1] not in second
     table.stay_on_nvme(second)
     for block in table.snapshot():
         block.pins = 1
-    assert table.allocate_nvme(home, LARGE, 1, ahead=1) == (None, [])
+    assert table.allocate_nvme(node_volume, LARGE, 1, ahead=1) == (None, [])
     for block in table.snapshot():
         block.pins = 0
 
@@ -236,7 +236,7 @@ def test_the_arena_gives_room_to_larger_blocks_than_it_is_full_of(tmp_path: Path
         session = draw.randrange(len(depths))
         first = depths[session]
         keys = tuple(key_of("a", session, depth) for depth in range(first, first + 16))
-        run = BlockRun(full.small.namespace, key_of("a", session, first - 1) if first else None, first, keys)
+        run = BlockRun(full.small.namespace_id, key_of("a", session, first - 1) if first else None, first, keys)
         prepared = full.table.prepare(full.small, run, full.clock.now_s())
         full.table.complete(prepared, list(prepared.slots), [bytes(8)] * len(prepared.slots))
         full.table.give_up_pending()

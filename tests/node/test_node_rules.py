@@ -35,7 +35,7 @@ def ruled(node: Node, *rules: tuple[int, float, bool]) -> None:
     """Rules: position of the tenant whose namespace it is, seconds, pinned."""
     told = Retention()
     for tenant, ttl_s, pinned in rules:
-        told.rules.add(namespace_id=node.domains[tenant].namespace, ttl_ms=int(ttl_s * 1000), pinned=pinned)
+        told.rules.add(namespace_id=node.namespaces[tenant].namespace_id, ttl_ms=int(ttl_s * 1000), pinned=pinned)
     node.retainer.told(told)
     node.retainer.round()
 
@@ -86,7 +86,7 @@ def test_a_block_below_that_is_used_keeps_those_above_it(node: Node) -> None:
 def test_what_is_in_use_or_on_its_way_to_a_volume_stays_until_it_is_not(node: Node) -> None:
     ruled(node, (0, 60, False))
     keys = node.stored(1, 4)
-    pinned = node.table.pin_resident(node.domains[0], keys[2:3])
+    pinned = node.table.pin_resident(node.namespaces[0], keys[2:3])
     node.store(2, 0, 4)
     node.clock.advance(61)
     node.retainer.round()
@@ -102,7 +102,7 @@ def test_reading_from_a_volume_is_use_and_the_time_goes_on_over_tiers(node: Node
     keys = node.stored(1, 4)
     node.table.evict_dram()
     node.clock.advance(50)
-    claim = node.table.claim(node.domains[0], keys[:2])
+    claim = node.table.claim(node.namespaces[0], keys[:2])
     node.table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
     node.clock.advance(50)
     node.retainer.round()
@@ -119,7 +119,7 @@ def test_a_rule_that_is_lifted_or_another_time_holds_at_once(node: Node) -> None
     node.clock.advance(10_000)
     node.retainer.round()
     assert held(node) == (4, 4)
-    assert node.domains[0].dram_orders == node.domains[0].nvme_orders == ()
+    assert node.namespaces[0].dram_orders == node.namespaces[0].nvme_orders == ()
 
 
 # ---- pins ----
@@ -132,24 +132,24 @@ def test_a_pinned_namespace_outlives_any_pressure_and_leaves_once_it_is_unpinned
     assert held(node) == (20, 20)
     evict_down_to(node.table, None, 0)
     node.table.evict_dram()
-    assert evict_down_to(node.table, node.table.homes[0], 0).kept >= 20
+    assert evict_down_to(node.table, node.table.node_volumes[0], 0).kept >= 20
     assert held(node) == (20, 20)
-    done = evict_namespace(node.table, node.domains[0], None, dram=True, nvme=True)
+    done = evict_namespace(node.table, node.namespaces[0], None, dram=True, nvme=True)
     assert (done.blocks, done.kept) == (0, 40), "unpin it first"
     ruled(node)
     press(node, 200)
     assert held(node) == (0, 0), "cold as it is"
-    assert node.domains[0].dram_orders == ()
+    assert node.namespaces[0].dram_orders == ()
 
 
 def test_invalidating_drops_a_pinned_namespace_too(node: Node) -> None:
     node.stored(1, 5)
     ruled(node, (0, 0, True))
-    done = invalidate(node.table, node.domains[0], node.clock.now_s())
+    done = invalidate(node.table, node.namespaces[0], node.clock.now_s())
     assert (done.blocks, done.kept) == (5, 0)
     assert held(node) == (0, 0)
     node.stored(1, 5)
-    assert node.domains[0].pinned, "the pin is the namespace's, not its blocks'"
+    assert node.namespaces[0].pinned, "the pin is the namespace's, not its blocks'"
 
 
 def test_pins_never_take_more_than_half_where_others_need_room(node: Node) -> None:
@@ -171,7 +171,7 @@ def test_a_pin_keeps_from_its_tenants_quota_and_its_time_to_live(node: Node) -> 
     ruled(node, (0, 60, True))
     told = Retention()
     told.shares.add(tenant="acme", dram_bytes=4 * BLOCK, nvme_bytes=4 * BLOCK)
-    told.rules.add(namespace_id=node.domains[0].namespace, ttl_ms=60_000, pinned=True)
+    told.rules.add(namespace_id=node.namespaces[0].namespace_id, ttl_ms=60_000, pinned=True)
     node.retainer.told(told)
     node.clock.advance(100)
     node.retainer.round()
@@ -187,12 +187,12 @@ def test_a_few_pinned_blocks_everywhere_do_not_keep_another_size_out(node: Node)
         node.durable()
     ruled(node, (0, 0, True))
     before = held(node)
-    node.domains.append(node.known.of_spec(large))
+    node.namespaces.append(node.known.of_spec(large))
     for chain in range(6):
-        assert node.store(200 + chain, 0, 1, len(node.domains) - 1) == [STORED]
+        assert node.store(200 + chain, 0, 1, len(node.namespaces) - 1) == [STORED]
         node.durable()
-    assert node.held(len(node.domains) - 1, Tier.DRAM) >= 1
-    assert node.held(len(node.domains) - 1, Tier.NVME) >= 1
+    assert node.held(len(node.namespaces) - 1, Tier.DRAM) >= 1
+    assert node.held(len(node.namespaces) - 1, Tier.NVME) >= 1
     left = [was - now for was, now in zip(before, held(node), strict=True)]
     assert 0 < left[0] <= 16
     assert 0 < left[1] <= 32, "one place of each tier; then the size makes room among its own"
@@ -207,17 +207,17 @@ def test_rules_are_kept_for_a_start_without_the_metadata_server(tmp_path: Path) 
     node.close()
     again = Node(tmp_path / "slab")
     again.retainer.recall()
-    assert again.domains[0].pinned, "before anybody is served"
+    assert again.namespaces[0].pinned, "before anybody is served"
     press(again, 100)
     assert again.held(0, Tier.NVME) == 10
     assert again.table.are_durable(kept) == [True] * 10
-    assert again.domains[1].uses is not None
-    assert again.domains[1].uses.ttl_s == 60
+    assert again.namespaces[1].uses is not None
+    assert again.namespaces[1].uses.ttl_s == 60
     ruled(again)
     again.close()
     third = Node(tmp_path / "slab")
     third.retainer.recall()
-    assert not third.domains[0].pinned, "lifted"
+    assert not third.namespaces[0].pinned, "lifted"
     third.close()
 
 
@@ -246,7 +246,7 @@ def test_a_damaged_file_of_rules_is_ignored(tmp_path: Path) -> None:
         write()
         again = Node(tmp_path / "slab")
         again.retainer.recall()
-        assert not again.domains[0].pinned
+        assert not again.namespaces[0].pinned
         assert again.counters.get("retention_rules_unreadable_total") == 1
         again.close()
         if file.is_dir() and not file.is_symlink():
@@ -261,7 +261,7 @@ def test_rules_that_cannot_be_written_hold_and_are_tried_again(tmp_path: Path) -
     file.mkdir()
     ruled(node, (0, 0, True))
     node.retainer.round()
-    assert node.domains[0].pinned
+    assert node.namespaces[0].pinned
     assert node.counters.get("retention_rules_unwritten_total") == 1, "not at every round"
     file.rmdir()
     node.clock.advance(60)
@@ -305,11 +305,11 @@ class RuleMachine(RuleBasedStateMachine):
         self.node.retainer.round()
         now_s = self.node.clock.now_s()
         for tenant, (ttl_s, pinned) in enumerate(self.wanted):
-            uses = self.node.domains[tenant].uses
+            uses = self.node.namespaces[tenant].uses
             assert (uses is not None) == bool(ttl_s)
             if uses is None or pinned:
                 continue
-            blocks = {block.key: block for block in self.node.table.snapshot() if block.domain is self.node.domains[tenant]}
+            blocks = {block.key: block for block in self.node.table.snapshot() if block.namespace is self.node.namespaces[tenant]}
             latest = {key: uses.used_s[key] for key in blocks}
             for key, block in sorted(blocks.items(), key=lambda item: -item[1].depth):
                 if block.parent in latest:
@@ -319,15 +319,15 @@ class RuleMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.node.table.check()
-        for domain in self.node.domains[:2]:
-            held_keys = {block.key for block in self.node.table.snapshot() if block.domain is domain}
-            if domain.uses is not None:
-                assert domain.uses.keys == held_keys == domain.uses.used_s.keys()
-            for tier, order in domain.pin_orders.items() if domain.pinned else ():
+        for namespace in self.node.namespaces[:2]:
+            held_keys = {block.key for block in self.node.table.snapshot() if block.namespace is namespace}
+            if namespace.uses is not None:
+                assert namespace.uses.keys == held_keys == namespace.uses.used_s.keys()
+            for tier, order in namespace.pin_orders.items() if namespace.pinned else ():
                 place = {
                     block.key
                     for block in self.node.table.snapshot()
-                    if block.domain is domain and (block.dram if tier is Tier.DRAM else block.nvme) is not None
+                    if block.namespace is namespace and (block.dram if tier is Tier.DRAM else block.nvme) is not None
                 }
                 assert order.keys == place
 

@@ -15,8 +15,8 @@ from kvstore.core.limits import MAX_SESSIONS, TENANT_SHARE
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, OperationId, SessionId, StoreOutcome, VolumeId
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.rpc.sessions import MAX_STORES_PER_SESSION, REMOTE_IDLE_TTL_S, UNCONNECTED_TTL_S, Session, Sessions
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth import interceptor
@@ -32,20 +32,20 @@ class Node:
     def __init__(self) -> None:
         self.counters, self.clock = Counters(), ManualClock()
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=1 << 20)
-        log = ReplicaLog([DRAM], self.counters, self.clock, keep=False)
+        log = ReplicaChangeLog([DRAM], self.counters, self.clock, keep=False)
         self.table = BlockTable(self.arena, make_policy("lru"), [], log, self.counters, self.clock, writes_behind=False)
         self.gate = Gate(self.table, self.counters)
         self.sessions = Sessions(self.table, self.gate, self.counters, self.clock, lease_s=5.0, prepare_ttl_s=30.0)
-        self.domain: Domain = Domains().of_shape(NamespaceId(bytes(16)), SHAPE)
+        self.namespace: NodeNamespace = NamespaceRegistry().of_shape(NamespaceId(bytes(16)), SHAPE)
 
     def open(self) -> Session:
-        session = self.sessions.open(self.domain, "test")
+        session = self.sessions.open(self.namespace, "test")
         assert self.sessions.connect(session.session_id)
         return session
 
     def run(self, first: int, count: int) -> BlockRun:
         keys = tuple(key_of(number) for number in range(first, first + count))
-        return BlockRun(self.domain.namespace, None, 0, keys)
+        return BlockRun(self.namespace.namespace_id, None, 0, keys)
 
     def prepare(self, session: Session, first: int, count: int, operation: int = 1) -> tuple[bytes, bytes]:
         return self.sessions.prepare(session, op(operation), self.run(first, count), self.clock.now_s())
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_gives_everything_back(node: Node) -> None:
     node.prepare(session, 0, 2)
     node.complete(session, 0, 2)
     node.prepare(session, 10, 3, operation=2)
-    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
     node.sessions.lease(session, blocks)
     node.sessions.end(session.session_id)
     assert node.used == 2
@@ -126,7 +126,7 @@ def test_leases_end_by_time(node: Node) -> None:
     session = node.open()
     node.prepare(session, 0, 1)
     node.complete(session, 0, 1)
-    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
     lease = node.sessions.lease(session, blocks)
     node.clock.advance(5.5)
     node.sessions.expire()
@@ -139,7 +139,7 @@ def test_leasing_for_an_ended_session_unpins(node: Node) -> None:
     session = node.open()
     node.prepare(session, 0, 1)
     node.complete(session, 0, 1)
-    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
     node.sessions.end(session.session_id)
     with pytest.raises(LeaseLost):
         node.sessions.lease(session, blocks)
@@ -147,7 +147,7 @@ def test_leasing_for_an_ended_session_unpins(node: Node) -> None:
 
 
 def test_a_session_that_never_comes_to_the_door_ends(node: Node) -> None:
-    session = node.sessions.open(node.domain, "ghost")
+    session = node.sessions.open(node.namespace, "ghost")
     node.clock.advance(UNCONNECTED_TTL_S + 1)
     node.sessions.expire()
     with pytest.raises(LeaseLost):
@@ -165,7 +165,7 @@ def test_who_never_mapped_the_arena_gets_no_slots_of_it(node: Node, far: dict[st
     """Or it would complete them unwritten, and read as its own blocks what others left there."""
     node.prepare(local := node.open(), 0, 4)
     node.complete(local, 0, 4)
-    session = node.sessions.open(node.domain, "thief", **far)
+    session = node.sessions.open(node.namespace, "thief", **far)
     with pytest.raises(PermissionDenied):
         node.prepare(session, 100, 1)
     assert node.used == 4, "nothing left for it either"
@@ -196,17 +196,17 @@ def test_a_prepare_that_grants_nothing_pins_nothing(node: Node) -> None:
     outcomes, _ = node.prepare(session, 0, 300)
     granted = outcomes.index(StoreOutcome.SKIPPED)
     node.complete(session, 0, granted)
-    parent = node.table.pin_resident(node.domain, [key_of(granted - 1)])[0]
+    parent = node.table.pin_resident(node.namespace, [key_of(granted - 1)])[0]
     assert parent is not None
     node.table.unpin([parent])
-    more = BlockRun(node.domain.namespace, key_of(granted - 1), granted, (key_of(granted),))
+    more = BlockRun(node.namespace.namespace_id, key_of(granted - 1), granted, (key_of(granted),))
     assert node.sessions.prepare(session, op(2), more, node.clock.now_s())[0] == bytes([StoreOutcome.SKIPPED])
     assert parent.pins == 0, "the parent is guarded only while children are being written"
 
 
 # ---- sessions of engines of other hosts ----
 def test_a_remote_session_has_no_door_and_ends_when_it_is_idle(node: Node) -> None:
-    session = node.sessions.open(node.domain, "far", remote=True)
+    session = node.sessions.open(node.namespace, "far", remote=True)
     assert not node.sessions.connect(session.session_id)
     node.clock.advance(UNCONNECTED_TTL_S + 1)
     node.sessions.expire()
@@ -224,9 +224,9 @@ def test_a_remote_session_with_a_lease_goes_on(node: Node) -> None:
     local = node.open()
     node.prepare(local, 0, 1)
     node.complete(local, 0, 1)
-    session = node.sessions.open(node.domain, "far", remote=True)
+    session = node.sessions.open(node.namespace, "far", remote=True)
     node.clock.advance(REMOTE_IDLE_TTL_S + 1)
-    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
     node.sessions.lease(session, blocks)
     node.sessions.expire()
     assert blocks[0].pins == 1
@@ -242,31 +242,31 @@ def test_a_release_that_comes_with_the_end_gives_back_once(node: Node) -> None:
     session = node.open()
     node.prepare(session, 0, 1)
     node.complete(session, 0, 1)
-    blocks = [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block is not None]
+    blocks = [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block is not None]
     lease = node.sessions.lease(session, blocks)
     node.sessions.end(session.session_id)
     node.sessions.release(session, [lease])
     assert blocks[0].pins == 0
     with pytest.raises(LeaseLost):
-        node.sessions.lease(session, [block for block in node.table.pin_resident(node.domain, [key_of(0)]) if block])
+        node.sessions.lease(session, [block for block in node.table.pin_resident(node.namespace, [key_of(0)]) if block])
     assert blocks[0].pins == 0
 
 
 def test_sessions_over_tcp_leave_half_of_the_places_to_this_host(node: Node) -> None:
     for _ in range(MAX_SESSIONS // 2):
-        node.sessions.open(node.domain, "far", remote=True, over_tcp=True)
+        node.sessions.open(node.namespace, "far", remote=True, over_tcp=True)
     with pytest.raises(CapacityExceeded):
-        node.sessions.open(node.domain, "far", remote=True, over_tcp=True)
+        node.sessions.open(node.namespace, "far", remote=True, over_tcp=True)
     for _ in range(MAX_SESSIONS // 2):
-        node.sessions.open(node.domain, "here")
+        node.sessions.open(node.namespace, "here")
     with pytest.raises(CapacityExceeded):
-        node.sessions.open(node.domain, "here")
+        node.sessions.open(node.namespace, "here")
 
 
 def test_sessions_over_tcp_of_a_tenant_have_a_share_of_those_places(node: Node) -> None:
     context = copy_context()
     context.run(interceptor._caller.set, Caller("acme", Role.TENANT))
-    open_far = partial(node.sessions.open, node.domain, "far", remote=True, over_tcp=True)
+    open_far = partial(node.sessions.open, node.namespace, "far", remote=True, over_tcp=True)
     mine = [context.run(open_far) for _ in range(MAX_SESSIONS // 2 // TENANT_SHARE)]
     with pytest.raises(CapacityExceeded, match="share"):
         context.run(open_far)
@@ -289,7 +289,7 @@ def test_a_shut_gate_gives_no_slots_and_lets_what_was_begun_finish(node: Node) -
     assert node.used == 3
     node.gate.draining = False
     assert list(node.prepare(session, 0, 5, operation=3)[0]) == [StoreOutcome.EXISTS] * 3 + [StoreOutcome.STORED] * 2
-    vigil = node.table.watch(node.domain, [key_of(9)])
+    vigil = node.table.watch(node.namespace, [key_of(9)])
     assert node.gate.awaits([key_of(8), key_of(9)])
     node.table.unwatch(vigil)
     assert not node.gate.awaits([key_of(9)])

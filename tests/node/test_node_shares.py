@@ -50,7 +50,7 @@ def test_what_was_found_at_start_leaves_only_for_a_share_made_with_knowledge_of_
     node.told(("acme", None, 4), report=1)  # of what nobody seems to hold here, the server gives little
     node.clock.advance(60)
     node.retainer.round()
-    assert node.domains[0].account is not None, "whose they are is known now"
+    assert node.namespaces[0].account is not None, "whose they are is known now"
     node.retainer.round()
     assert told_of(node) == {(False, "acme"): 20}
     node.told(("acme", None, 5), report=1)  # an answer of the server's cache
@@ -85,7 +85,7 @@ def test_what_left_its_volume_for_a_quota_owes_nobody_durability(node: Node) -> 
     assert node.table.not_durable() == 0
     node.told()
     kept = node.keys(1, 20)
-    node.table.write_again(node.domains[0], kept)
+    node.table.write_again(node.namespaces[0], kept)
     node.durable()
     assert node.table.are_durable(kept) == [True] * 20
     assert all(block.ours for block in node.table.snapshot()), "durable here again: that is to be kept"
@@ -94,11 +94,11 @@ def test_what_left_its_volume_for_a_quota_owes_nobody_durability(node: Node) -> 
 def test_a_pin_beyond_its_part_still_owes_durability(node: Node) -> None:
     ruled(node, (0, 0, True))
     node.stored(1, 10)
-    order = node.domains[0].pin_orders[Tier.NVME]
+    order = node.namespaces[0].pin_orders[Tier.NVME]
     with node.table._lock:
         victims = durable_victims(node.table, order, 3 * BLOCK)
     assert [block.leaving for block in victims] == [Leaving.FOR_ROOM] * 3
-    leave_nvme(node.table, node.table.homes[0], victims)
+    leave_nvme(node.table, node.table.node_volumes[0], victims)
     assert node.table.not_durable() == 3
 
 
@@ -113,23 +113,23 @@ def test_a_draining_node_is_told_of_rules_alone_and_nothing_leaves(node: Node) -
 def test_blocks_of_a_node_that_drains_come_only_as_far_as_the_share_has_room(node: Node) -> None:
     unused: Any = None  # what fetches them: not reached
     puller = Puller(node.table, unused, unused, Gate(node.table, node.counters), node.counters)
-    domain = node.domains[0]
+    namespace = node.namespaces[0]
     here = node.stored(1, 6)
 
     def run(chain: int, count: int) -> BlockRun:
-        return BlockRun(domain.namespace, None, 0, tuple(node.keys(chain, count)))
+        return BlockRun(namespace.namespace_id, None, 0, tuple(node.keys(chain, count)))
 
-    with puller._within_share(domain, run(2, 1000)) as fits:
+    with puller._within_share(namespace, run(2, 1000)) as fits:
         assert fits, "no quota"
     node.told(("acme", None, 10))
-    with puller._within_share(domain, run(2, 3)) as fits, puller._within_share(domain, run(3, 2)) as more:
+    with puller._within_share(namespace, run(2, 3)) as fits, puller._within_share(namespace, run(3, 2)) as more:
         assert (fits, more) == (True, False), "another run that comes meanwhile counts"
-    with puller._within_share(domain, run(1, 6 + 4)) as fits:
+    with puller._within_share(namespace, run(1, 6 + 4)) as fits:
         assert fits, "what is here takes no more room"
-    with puller._within_share(domain, run(3, 5)) as fits:
+    with puller._within_share(namespace, run(3, 5)) as fits:
         assert not fits
     node.told(("acme", None, 6))
-    (outcomes, why) = puller.pull(domain, [run(3, 5)], PeerAddress(NodeId("x"), "", ""), node.clock.now_s())
+    (outcomes, why) = puller.pull(namespace, [run(3, 5)], PeerAddress(NodeId("x"), "", ""), node.clock.now_s())
     assert (outcomes, why) == ([SKIPPED] * 5, "no free room in the tenant's quota here")
     assert node.table.are_durable(here) == [True] * 6
 
@@ -145,13 +145,13 @@ def test_what_is_on_its_way_out_is_no_excess_for_others(node: Node) -> None:
         victims = durable_victims(table, order, excess)
         assert len(victims) == 8
         assert list(over_share(table, Tier.NVME)) == [], "another thread looks before they have left"
-    leave_nvme(table, table.homes[0], victims)
+    leave_nvme(table, table.node_volumes[0], victims)
     assert held(node)[1] == 12
-    first = claim_durable(table, node.domains[0], 4)
-    second = claim_durable(table, node.domains[0], 4)
+    first = claim_durable(table, node.namespaces[0], 4)
+    second = claim_durable(table, node.namespaces[0], 4)
     assert (first.blocks, len(first.victims)) == (0, 4)
     assert (second.blocks, len(second.victims)) == (4, 0), "what leaves for one is not asked for twice"
-    leave_nvme(table, table.homes[0], first.victims)
+    leave_nvme(table, table.node_volumes[0], first.victims)
     unclaim_durable(table, second)
     assert held(node)[1] == 8
 
@@ -226,7 +226,7 @@ def test_a_share_full_of_what_is_pinned_is_waited_for_by_nobody(node: Node, monk
     ruled(node)
     node.told(("acme", 8, None))
     node.retainer._join_all()
-    used = node.table.pin_resident(node.domains[0], node.keys(1, 8))
+    used = node.table.pin_resident(node.namespaces[0], node.keys(1, 8))
     assert node.prepare(2, 0, 4).outcomes == [SKIPPED] * 4
     assert waits, "its own come free one day"
     node.table.unpin([block for block in used if block is not None])

@@ -18,9 +18,9 @@ from kvstore.node.loads.mounts import make_mounts
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
 from kvstore.node.loads.staging_budget import StagingBuffer
-from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload
@@ -60,12 +60,12 @@ class Node:
     def __init__(self, *, arena_bytes: int = 4 << 20, buffer_bytes: int = 2 << 20, keep: bool = True) -> None:
         self.counters, self.clock = Counters(), MonotonicClock()
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=arena_bytes)
-        log = ReplicaLog([DRAM], self.counters, self.clock, keep=False)
+        log = ReplicaChangeLog([DRAM], self.counters, self.clock, keep=False)
         self.table = BlockTable(
             self.arena, make_policy("lru"), [], log, self.counters, self.clock, writes_behind=False, keep_loaded=keep
         )
-        self.domains = Domains()
-        self.domain: Domain = self.domains.of_spec(SPEC)
+        self.namespaces = NamespaceRegistry()
+        self.namespace: NodeNamespace = self.namespaces.of_spec(SPEC)
         self.peers = Peers(lambda address, _: TcpPeer(address.data_address, breaker_failures=1000))
         name = NodeId("n")
         mounts = make_mounts((), io_threads=1, counters=self.counters, clock=self.clock)
@@ -76,13 +76,13 @@ class Node:
             window_bytes=8 * SHAPE.layer_block_bytes, threads=4,
         )  # fmt: skip
         gate = node_gate.Gate(self.table, self.counters)
-        self.provider = NodeProvider(self.domains, self.table, gate, self.loader, self.stager, self.clock)
+        self.provider = NodeProvider(self.namespaces, self.table, gate, self.loader, self.stager, self.clock)
 
     def load(
         self, count: int, sources: Sequence[Source], layer_group: int, first_layer: int = 0, *, wait_s: float = WAIT_S
     ) -> Iterator[Part]:
         return self.stager.load(
-            self.domain,
+            self.namespace,
             keys(count),
             self.clock.now_s() + wait_s,
             parent=None,
@@ -126,7 +126,7 @@ class Node:
         assert self.buffer.used_bytes == 0
         self.table.evict_dram()
         assert self.arena.usage().blocks == 0, "a slot leaks"
-        claim = self.table.claim(self.domain, keys(64))
+        claim = self.table.claim(self.namespace, keys(64))
         assert claim.busy == []
         self.table.unclaim([keys(64)[at] for at in claim.claimed_absent], ())
 
@@ -183,7 +183,7 @@ def test_all_first_layers_come_before_any_second(node: Node, storage: MakeStorag
     assert order == sorted(order)
     expected = [(at, min(layer_group, 5 - at)) for at in range(0, 5, layer_group)]
     assert layers == dict.fromkeys(range(20), expected)
-    assert all(node.table.held(node.domain, keys(20))), "what came whole is kept"
+    assert all(node.table.held(node.namespace, keys(20))), "what came whole is kept"
 
 
 def test_what_storage_does_not_have_is_missed_and_the_rest_comes(node: Node, storage: MakeStorage) -> None:
@@ -201,7 +201,7 @@ def test_a_corrupt_layer_costs_its_block_and_is_never_adopted(node: Node, storag
     layers, failed, _ = node.take(node.load(6, [s.source(0, 6)], 1))
     assert failed == {3: Outcome.CORRUPT}
     assert layers[3] == [(0, 1), (1, 1)]
-    assert node.table.held(node.domain, keys(6)) == [True, True, True, False, True, True]
+    assert node.table.held(node.namespace, keys(6)) == [True, True, True, False, True, True]
 
 
 def test_a_block_whose_first_read_failed_is_not_made_whole_by_its_second(node: Node, storage: MakeStorage) -> None:
@@ -224,7 +224,7 @@ def test_a_block_whose_first_read_failed_is_not_made_whole_by_its_second(node: N
     second.join()
     assert layers == {}
     assert sorted(failed) == [0, 1]
-    assert node.table.held(node.domain, keys(2)) == [False] * 2
+    assert node.table.held(node.namespace, keys(2)) == [False] * 2
 
 
 def test_layers_out_of_order_are_not_ready_for_others(node: Node, storage: MakeStorage) -> None:
@@ -246,7 +246,7 @@ def test_layers_out_of_order_are_not_ready_for_others(node: Node, storage: MakeS
     wait_until(lambda: any(one.first_layer == 3 for one in s.provider.requests))
     wait_until(lambda: node.counters.get("staged_bytes_total") > 0)  # the second group is here, the first is not
     for first_layer, count in ((0, 5), (0, 1), (3, 2), (0, 4)):
-        assert node.stager.ready(node.domain, keys(2), first_layer, count) is None
+        assert node.stager.ready(node.namespace, keys(2), first_layer, count) is None
     gate.open.set()
     loading.join(WAIT_S)
     assert len(told) == 1
@@ -301,14 +301,14 @@ def test_later_layers_alone_are_read_told_and_served_as_long_as_they_are_pinned(
     assert failed == {}
     assert set(map(tuple, layers.values())) == {((3, 2),)}
     assert {request.first_layer for request in s.provider.requests} == {3}
-    assert node.table.held(node.domain, keys(6)) == [False] * 6, "half a block is no block"
+    assert node.table.held(node.namespace, keys(6)) == [False] * 6, "half a block is no block"
     # the load has ended; its leases have not: another host's engine still reads what it was told
     (part,) = node.provider.read(ReadRequest(SPEC.namespace, keys(6), 3, 2, 0, node.clock.now_s() + 1))
     assert list(part.outcomes) == [Outcome.HIT] * 6
     part.release()
-    assert node.stager.ready(node.domain, keys(6), 2, 3) is None
+    assert node.stager.ready(node.namespace, keys(6), 2, 3) is None
     node.table.unpin(pins)
-    assert node.stager.ready(node.domain, keys(6), 3, 2) is None
+    assert node.stager.ready(node.namespace, keys(6), 3, 2) is None
     assert node.arena.usage().blocks == 0
 
 

@@ -21,9 +21,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from kvstore.core.checksum import layer_checksums, verify
 from kvstore.core.clock import ManualClock
 from kvstore.core.types import BlockKey, BlockRun, BlockShape, NamespaceId, StoreOutcome, VolumeId
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Block, Home, Prepared, Vigil
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import Block, KeyWaiter, NodeVolume, StoreGrant
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.arena import DramArena
@@ -47,59 +47,59 @@ def payload_of(key: BlockKey, shape: BlockShape) -> bytes:
 @dataclass
 class Harness:
     table: BlockTable
-    domains: list[Domain]
-    log: ReplicaLog
+    namespaces: list[NodeNamespace]
+    log: ReplicaChangeLog
     counters: Counters
     clock: ManualClock
     slab: NvmeSlab
     arena: DramArena
 
-    def write(self, prepared: Prepared) -> None:
+    def write(self, prepared: StoreGrant) -> None:
         for key, slot in prepared.slots.items():
-            shape = prepared.domain.shape
+            shape = prepared.namespace.shape
             self.arena.view(slot, shape.block_bytes)[:] = payload_of(key, shape)
 
-    def complete(self, prepared: Prepared) -> list[StoreOutcome]:
+    def complete(self, prepared: StoreGrant) -> list[StoreOutcome]:
         keys = list(prepared.slots)
-        shape = prepared.domain.shape
+        shape = prepared.namespace.shape
         sums = [layer_checksums(memoryview(payload_of(key, shape)), shape) for key in keys]
         return self.table.complete(prepared, keys, sums)
 
-    def store(self, chain: int, first: int, count: int, domain: int = 0) -> list[StoreOutcome]:
-        prepared = self.prepare(chain, first, count, domain)
+    def store(self, chain: int, first: int, count: int, namespace: int = 0) -> list[StoreOutcome]:
+        prepared = self.prepare(chain, first, count, namespace)
         self.write(prepared)
         self.complete(prepared)
         return list(prepared.outcomes)
 
-    def prepare(self, chain: int, first: int, count: int, domain: int = 0) -> Prepared:
-        where = self.domains[domain]
-        keys = tuple(key_of(chain * 2 + domain, depth) for depth in range(first, first + count))
-        parent = key_of(chain * 2 + domain, first - 1) if first else None
-        return self.table.prepare(where, BlockRun(where.namespace, parent, first, keys), self.clock.now_s())
+    def prepare(self, chain: int, first: int, count: int, namespace: int = 0) -> StoreGrant:
+        where = self.namespaces[namespace]
+        keys = tuple(key_of(chain * 2 + namespace, depth) for depth in range(first, first + count))
+        parent = key_of(chain * 2 + namespace, first - 1) if first else None
+        return self.table.prepare(where, BlockRun(where.namespace_id, parent, first, keys), self.clock.now_s())
 
     def write_behind(self) -> int:
         blocks = self.table.take_pending(16, 1 << 20, 0.0)
         if not blocks:
             return 0
-        home = self.table.homes[0]
+        node_volume = self.table.node_volumes[0]
         while True:
-            slots, victims = self.table.allocate_nvme(home, blocks[0].domain.shape, len(blocks), ahead=1)
+            slots, victims = self.table.allocate_nvme(node_volume, blocks[0].namespace.shape, len(blocks), ahead=1)
             if slots is not None:
                 break
             if not victims:
                 for block in blocks:
                     self.table.not_persisted(block)
                 return 0
-            home.volume.commit([], [block.key for block in victims])
-            self.table.evicted_nvme(home, victims)
+            node_volume.volume.commit([], [block.key for block in victims])
+            self.table.evicted_nvme(node_volume, victims)
         items = []
         for block, slot in zip(blocks, slots, strict=True):
             assert block.dram is not None
-            items.append((slot, block.record(), self.arena.view(block.dram, block.domain.shape.block_bytes)))
-        assert home.volume.write(items) == [None] * len(items)
-        home.volume.commit([(slot, record) for slot, record, _ in items], [])
+            items.append((slot, block.record(), self.arena.view(block.dram, block.namespace.shape.block_bytes)))
+        assert node_volume.volume.write(items) == [None] * len(items)
+        node_volume.volume.commit([(slot, record) for slot, record, _ in items], [])
         for block, slot in zip(blocks, slots, strict=True):
-            self.table.persisted(block, home, slot)
+            self.table.persisted(block, node_volume, slot)
         return len(blocks)
 
     def close(self) -> None:
@@ -110,22 +110,22 @@ class Harness:
 
 def make_harness(path: Path, policy: str = "lru", slab_bytes: int = SLAB_BYTES) -> Harness:
     counters, clock = Counters(), ManualClock()
-    log = ReplicaLog([DRAM, NVME], counters, clock)
+    log = ReplicaChangeLog([DRAM, NVME], counters, clock)
     arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
     slab = NvmeSlab.open(path, volume_id=NVME, capacity_bytes=slab_bytes, io_threads=1)
     assert list(slab.recover()) == []
     table = BlockTable(
         arena,
         make_policy(policy),
-        [Home(slab)],
+        [NodeVolume(slab)],
         log,
         counters,
         clock,
         writes_behind=True,
         make_durable_policy=partial(make_policy, policy),
     )
-    domains = Domains()
-    known = [domains.of_shape(NamespaceId(bytes([number]) * 16), shape) for number, shape in enumerate(SHAPES)]
+    namespaces = NamespaceRegistry()
+    known = [namespaces.of_shape(NamespaceId(bytes([number]) * 16), shape) for number, shape in enumerate(SHAPES)]
     return Harness(table, known, log, counters, clock, slab, arena)
 
 
@@ -140,7 +140,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
 def test_a_stored_block_is_pinned_with_its_bytes(node: Harness) -> None:
     assert node.store(1, 0, 3) == [StoreOutcome.STORED] * 3
     keys = [key_of(2, depth) for depth in range(3)]
-    blocks = node.table.pin_resident(node.domains[0], keys)
+    blocks = node.table.pin_resident(node.namespaces[0], keys)
     for key, block in zip(keys, blocks, strict=True):
         assert block is not None
         assert block.dram is not None
@@ -150,7 +150,7 @@ def test_a_stored_block_is_pinned_with_its_bytes(node: Harness) -> None:
 
 def test_nothing_is_visible_before_complete_nor_after_abandon(node: Harness) -> None:
     prepared = node.prepare(1, 0, 4)
-    assert node.table.pin_resident(node.domains[0], [key_of(2, 0)]) == [None]
+    assert node.table.pin_resident(node.namespaces[0], [key_of(2, 0)]) == [None]
     assert node.prepare(1, 0, 4).outcomes == [StoreOutcome.IN_PROGRESS] * 4
     node.table.abandon(prepared)
     assert node.arena.usage().blocks == 0
@@ -166,8 +166,8 @@ def test_completing_what_was_given_back_is_lost(node: Harness) -> None:
 
 def test_another_namespace_is_a_miss(node: Harness) -> None:
     node.store(1, 0, 2)
-    assert node.table.pin_resident(node.domains[1], [key_of(2, 0)]) == [None]
-    claim = node.table.claim(node.domains[1], [key_of(2, 0)])
+    assert node.table.pin_resident(node.namespaces[1], [key_of(2, 0)]) == [None]
+    claim = node.table.claim(node.namespaces[1], [key_of(2, 0)])
     assert claim.absent == [0]
     assert not claim.claimed_absent
 
@@ -177,12 +177,12 @@ def test_pinned_blocks_do_not_leave(node: Harness) -> None:
     while node.write_behind():
         pass
     keys = [key_of(2, depth) for depth in range(8)]
-    pinned = [block for block in node.table.pin_resident(node.domains[0], keys) if block is not None]
+    pinned = [block for block in node.table.pin_resident(node.namespaces[0], keys) if block is not None]
     for chain in range(2, 60):
         node.store(chain, 0, 8)
         while node.write_behind():
             pass
-    again = node.table.pin_resident(node.domains[0], keys)
+    again = node.table.pin_resident(node.namespaces[0], keys)
     assert again == pinned
     node.table.unpin([*pinned, *pinned])
 
@@ -207,7 +207,7 @@ def test_evicting_dram_keeps_durable_blocks_readable(node: Harness) -> None:
     while node.write_behind():
         pass
     assert node.table.evict_dram() == 8
-    claim = node.table.claim(node.domains[0], [key_of(2, depth) for depth in range(8)])
+    claim = node.table.claim(node.namespaces[0], [key_of(2, depth) for depth in range(8)])
     assert sorted(claim.durable) == list(range(8))
     node.table.unclaim((block.key for block in claim.durable.values()), claim.durable.values())
 
@@ -234,10 +234,10 @@ def test_a_block_that_lost_its_nvme_replica_is_written_again_before_it_leaves_dr
     node.store(1, 0, 8)
     while node.write_behind():
         pass
-    home = node.table.homes[0]
-    victims = node.table.nvme_victims(home)
-    home.volume.commit([], [block.key for block in victims])
-    node.table.evicted_nvme(home, victims)
+    node_volume = node.table.node_volumes[0]
+    victims = node.table.nvme_victims(node_volume)
+    node_volume.volume.commit([], [block.key for block in victims])
+    node.table.evicted_nvme(node_volume, victims)
     assert node.table.evict_dram() == 0, "nowhere else: must not be dropped"
     for chain in range(2, 40):
         node.store(chain, 0, 8)
@@ -252,7 +252,7 @@ def test_where_dram_only_stages_what_is_stored_leaves_it_once_it_is_durable_and_
     node = make_harness(tmp_path / "slab")
     node.table.keep_loaded = False
     node.store(1, 0, 3)
-    used, *others = node.table.pin_resident(node.domains[0], [key_of(2, depth) for depth in range(3)])
+    used, *others = node.table.pin_resident(node.namespaces[0], [key_of(2, depth) for depth in range(3)])
     node.table.unpin(block for block in others if block is not None)
     assert node.arena.usage().blocks == 3, "not durable yet"
     assert node.write_behind() == 3
@@ -279,24 +279,24 @@ class TableMachine(RuleBasedStateMachine):
         self.pinned: list[list[Block]] = []
         self.arriving: list[Block] = []
         self.halves: list[Block] = []
-        self.vigils: list[Vigil] = []
+        self.vigils: list[KeyWaiter] = []
 
     def teardown(self) -> None:
         self.node.close()
         self.folder.cleanup()
 
-    @rule(target=stores, chain=st.integers(0, 5), first=st.integers(0, 12), count=st.integers(1, 20), domain=st.integers(0, 1))
-    def prepare(self, chain: int, first: int, count: int, domain: int) -> Prepared:
-        return self.node.prepare(chain, first, count, domain)
+    @rule(target=stores, chain=st.integers(0, 5), first=st.integers(0, 12), count=st.integers(1, 20), namespace=st.integers(0, 1))
+    def prepare(self, chain: int, first: int, count: int, namespace: int) -> StoreGrant:
+        return self.node.prepare(chain, first, count, namespace)
 
     @rule(store=stores)
-    def complete(self, store: Prepared) -> None:
+    def complete(self, store: StoreGrant) -> None:
         granted = len(store.slots)
         self.node.write(store)
         assert self.node.complete(store) == [StoreOutcome.STORED] * granted
 
     @rule(store=stores)
-    def abandon(self, store: Prepared) -> None:
+    def abandon(self, store: StoreGrant) -> None:
         self.node.table.abandon(store)
 
     @rule()
@@ -307,10 +307,10 @@ class TableMachine(RuleBasedStateMachine):
     def evict_dram(self) -> None:
         self.node.table.evict_dram()
 
-    @rule(chain=st.integers(0, 5), count=st.integers(1, 20), domain=st.integers(0, 1))
-    def pin(self, chain: int, count: int, domain: int) -> None:
-        keys = [key_of(chain * 2 + domain, depth) for depth in range(count)]
-        blocks = self.node.table.pin_resident(self.node.domains[domain], keys)
+    @rule(chain=st.integers(0, 5), count=st.integers(1, 20), namespace=st.integers(0, 1))
+    def pin(self, chain: int, count: int, namespace: int) -> None:
+        keys = [key_of(chain * 2 + namespace, depth) for depth in range(count)]
+        blocks = self.node.table.pin_resident(self.node.namespaces[namespace], keys)
         self.pinned.append([block for block in blocks if block is not None])
 
     @rule()
@@ -318,12 +318,12 @@ class TableMachine(RuleBasedStateMachine):
         if self.pinned:
             self.node.table.unpin(self.pinned.pop(0))
 
-    @rule(chain=st.integers(0, 5), count=st.integers(1, 20), domain=st.integers(0, 1))
-    def promote(self, chain: int, count: int, domain: int) -> None:
+    @rule(chain=st.integers(0, 5), count=st.integers(1, 20), namespace=st.integers(0, 1))
+    def promote(self, chain: int, count: int, namespace: int) -> None:
         node = self.node
-        keys = [key_of(chain * 2 + domain, depth) for depth in range(count)]
-        claim = node.table.claim(node.domains[domain], keys)
-        shape = node.domains[domain].shape
+        keys = [key_of(chain * 2 + namespace, depth) for depth in range(count)]
+        claim = node.table.claim(node.namespaces[namespace], keys)
+        shape = node.namespaces[namespace].shape
         slots = node.table.reserve(shape, len(claim.durable), node.clock.now_s())
         done = list(claim.resident.values())
         for slot, block in zip(slots or (), claim.durable.values(), strict=False):
@@ -343,11 +343,11 @@ class TableMachine(RuleBasedStateMachine):
     def keep_loaded(self, keep: bool) -> None:
         self.node.table.keep_loaded = keep
 
-    @rule(chain=st.integers(0, 5), count=st.integers(1, 12), domain=st.integers(0, 1))
-    def begin_to_arrive(self, chain: int, count: int, domain: int) -> None:
+    @rule(chain=st.integers(0, 5), count=st.integers(1, 12), namespace=st.integers(0, 1))
+    def begin_to_arrive(self, chain: int, count: int, namespace: int) -> None:
         node = self.node
-        where = node.domains[domain]
-        keys = [key_of(chain * 2 + domain, depth) for depth in range(count)]
+        where = node.namespaces[namespace]
+        keys = [key_of(chain * 2 + namespace, depth) for depth in range(count)]
         claim = node.table.claim(where, keys)
         node.table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
         node.table.unpin(claim.resident.values())
@@ -377,7 +377,7 @@ class TableMachine(RuleBasedStateMachine):
         block = self.arriving.pop(0)
         assert block.dram is not None
         if whole:
-            shape = block.domain.shape
+            shape = block.namespace.shape
             payload = payload_of(block.key, shape)
             self.node.arena.view(block.dram, shape.block_bytes)[:] = payload
             block.checksums = layer_checksums(memoryview(payload), shape)
@@ -391,10 +391,10 @@ class TableMachine(RuleBasedStateMachine):
             assert block.dram is None, "nobody can use it: its slot is given back"
             assert not self.node.table.pin_if_pinned([block])
 
-    @rule(chain=st.integers(0, 5), count=st.integers(1, 12), domain=st.integers(0, 1))
-    def watch(self, chain: int, count: int, domain: int) -> None:
-        keys = [key_of(chain * 2 + domain, depth) for depth in range(count)]
-        self.vigils.append(self.node.table.watch(self.node.domains[domain], keys))
+    @rule(chain=st.integers(0, 5), count=st.integers(1, 12), namespace=st.integers(0, 1))
+    def watch(self, chain: int, count: int, namespace: int) -> None:
+        keys = [key_of(chain * 2 + namespace, depth) for depth in range(count)]
+        self.vigils.append(self.node.table.watch(self.node.namespaces[namespace], keys))
 
     @rule(take=st.booleans())
     def unwatch(self, take: bool) -> None:
@@ -421,7 +421,7 @@ class TableMachine(RuleBasedStateMachine):
                 assert block.dram is not None
         for blocks in self.pinned:
             for block in blocks:
-                shape = block.domain.shape
+                shape = block.namespace.shape
                 assert block.dram is not None
                 if block.arriving:
                     continue  # what of it is there, its load knows

@@ -21,9 +21,9 @@ from kvstore.core.types import BlockKey, BlockRun, StoreOutcome, Tier
 from kvstore.node.control.retention import Retainer
 from kvstore.node.durability.writeback import LocalTarget
 from kvstore.node.eviction.quotas import Accounts, held_bytes
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Block, Home, Prepared
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import Block, NodeVolume, StoreGrant
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import spec_to_proto
@@ -41,23 +41,23 @@ def spec_of(tenant: str) -> CacheSpec:
 
 
 class Node(Harness):
-    """A namespace of each tenant; ``domain`` is a tenant's position."""
+    """A namespace of each tenant; ``namespace`` is a tenant's position."""
 
     def __init__(self, folder: Path, policy: str = "gap") -> None:
         counters, clock = Counters(), ManualClock()
-        log = ReplicaLog([DRAM, NVME], counters, clock)
+        log = ReplicaChangeLog([DRAM, NVME], counters, clock)
         arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA_BYTES)
         slab = NvmeSlab.open(folder, volume_id=NVME, capacity_bytes=SLAB_BYTES, io_threads=1)
-        self.known = Domains(Accounts(lambda: make_policy(policy)))
+        self.known = NamespaceRegistry(Accounts(lambda: make_policy(policy)))
         table = BlockTable(
-            arena, make_policy(policy), [Home(slab)], log, counters, clock, writes_behind=True,
+            arena, make_policy(policy), [NodeVolume(slab)], log, counters, clock, writes_behind=True,
             make_durable_policy=partial(make_policy, policy), accounts=self.known.accounts,
         )  # fmt: skip
         for slot, record in slab.recover():  # whose these are nobody has said
-            assert table.restore(table.homes[0], self.known.of_shape(record.namespace, record.shape), record, slot)
+            assert table.restore(table.node_volumes[0], self.known.of_shape(record.namespace, record.shape), record, slot)
         specs = [spec_of(name) for name in TENANTS]
-        domains = [self.known.find(spec.namespace) or self.known.of_spec(spec) for spec in specs]
-        super().__init__(table, domains, log, counters, clock, slab, arena)
+        namespaces = [self.known.find(spec.namespace) or self.known.of_spec(spec) for spec in specs]
+        super().__init__(table, namespaces, log, counters, clock, slab, arena)
         self.target = LocalTarget(table, counters, clock)
         self.retainer = Retainer(table, self.known, self.specs, counters, folder / "rules")
 
@@ -69,10 +69,10 @@ class Node(Harness):
         while blocks := self.table.take_pending(16, 1 << 20, 0.0):
             self.target.persist(blocks, lambda: None)
 
-    def prepare(self, chain: int, first: int, count: int, domain: int = 0) -> Prepared:
-        keys = self.keys(chain, first + count, domain)
-        where, parent = self.domains[domain], keys[first - 1] if first else None
-        return self.table.prepare(where, BlockRun(where.namespace, parent, first, tuple(keys[first:])), self.clock.now_s())
+    def prepare(self, chain: int, first: int, count: int, namespace: int = 0) -> StoreGrant:
+        keys = self.keys(chain, first + count, namespace)
+        where, parent = self.namespaces[namespace], keys[first - 1] if first else None
+        return self.table.prepare(where, BlockRun(where.namespace_id, parent, first, tuple(keys[first:])), self.clock.now_s())
 
     def stored(self, chain: int, count: int, tenant: int = 0) -> list[BlockKey]:
         outcomes = self.store(chain, 0, count, tenant)
@@ -95,10 +95,10 @@ class Node(Harness):
         self.retainer.told(told)
 
     def held(self, tenant: int, tier: Tier) -> int:
-        return held_bytes(self.table, [self.domains[tenant]], tier) // BLOCK
+        return held_bytes(self.table, [self.namespaces[tenant]], tier) // BLOCK
 
     def resident(self, keys: list[BlockKey], tenant: int) -> list[bool]:
-        found = self.table.pin_resident(self.domains[tenant], keys)
+        found = self.table.pin_resident(self.namespaces[tenant], keys)
         self.table.unpin([block for block in found if block is not None])
         return [block is not None for block in found]
 
@@ -129,10 +129,10 @@ def test_a_store_beyond_the_share_makes_room_among_its_own(node: Node) -> None:
 def test_what_cannot_leave_is_a_skipped_store_and_no_error(node: Node) -> None:
     node.told(("acme", 8, None))
     first = node.stored(1, 8)
-    pinned = node.table.pin_resident(node.domains[0], first)
+    pinned = node.table.pin_resident(node.namespaces[0], first)
     assert node.store(2, 0, 4) == [SKIPPED] * 4
     assert node.counters.get("store_skipped_quota_blocks_total") == 4
-    assert node.store(9, 0, 4, domain=1) == [STORED] * 4, "nobody else is concerned"
+    assert node.store(9, 0, 4, namespace=1) == [STORED] * 4, "nobody else is concerned"
     node.table.unpin([block for block in pinned if block is not None])
     assert node.store(2, 0, 4) == [STORED] * 4
 
@@ -156,14 +156,14 @@ def test_a_share_that_becomes_smaller_takes_the_coldest(node: Node) -> None:
     assert node.held(1, Tier.NVME) == 20
     node.told()
     assert node.store(3, 0, 30) == [STORED] * 30, "lifted"
-    assert node.domains[0].dram_orders == node.domains[0].nvme_orders == ()
+    assert node.namespaces[0].dram_orders == node.namespaces[0].nvme_orders == ()
 
 
 def test_where_room_is_needed_who_is_over_its_share_gives_first(node: Node) -> None:
     mine, other = node.stored(1, 50), node.stored(9, 60, 1)
     node.told(("acme", 40, None))
     node.retainer._join_all()  # and not brought down yet
-    assert node.store(8, 0, 20, domain=2) == [STORED] * 20
+    assert node.store(8, 0, 20, namespace=2) == [STORED] * 20
     assert node.held(0, Tier.DRAM) <= 40
     assert node.resident(other, 1) == [True] * 60, "though it is as cold"
     assert node.resident(mine[:30], 0) == [True] * 30
@@ -174,11 +174,11 @@ def test_loads_are_never_refused_and_what_is_beyond_leaves_soon(node: Node) -> N
     node.told(("acme", 4, None))
     node.retainer.round()
     assert node.held(0, Tier.DRAM) == 4
-    claim = node.table.claim(node.domains[0], keys)
-    slots = node.table.reserve(node.domains[0].shape, len(claim.durable), node.clock.now_s(), node.domains[0])
+    claim = node.table.claim(node.namespaces[0], keys)
+    slots = node.table.reserve(node.namespaces[0].shape, len(claim.durable), node.clock.now_s(), node.namespaces[0])
     assert slots is not None
     for block, slot in zip(claim.durable.values(), slots, strict=True):
-        node.table.promoted(block, slot, bytes(8 * block.domain.shape.layers))
+        node.table.promoted(block, slot, bytes(8 * block.namespace.shape.layers))
     assert node.held(0, Tier.DRAM) == 12
     node.retainer.round()
     assert node.held(0, Tier.DRAM) == 12, "in use"
@@ -201,11 +201,11 @@ def test_a_share_of_nothing_on_nvme_keeps_blocks_in_dram_and_holds_up_no_drain(n
 def test_a_namespace_without_a_spec_is_nobodys_until_the_metadata_server_tells(node: Node, tmp_path: Path) -> None:
     node.told(("acme", None, 4))
     strange = node.known.of_shape(
-        CacheSpec(model="x", layers=2, layer_block_bytes=2048, block_tokens=16).namespace, node.domains[0].shape
+        CacheSpec(model="x", layers=2, layer_block_bytes=2048, block_tokens=16).namespace, node.namespaces[0].shape
     )
     assert strange.account is None
-    fresh = Domains(Accounts())
-    found = fresh.of_shape(spec_of("acme").namespace, node.domains[0].shape)
+    fresh = NamespaceRegistry(Accounts())
+    found = fresh.of_shape(spec_of("acme").namespace, node.namespaces[0].shape)
     retainer = Retainer(node.table, fresh, node.specs, node.counters)
     node.clock.advance(60)
     retainer.round()
@@ -263,7 +263,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(chain=st.integers(0, 12), count=st.integers(1, 20), tenant=st.integers(0, 2))
     def pin(self, chain: int, count: int, tenant: int) -> None:
-        found = self.node.table.pin_resident(self.node.domains[tenant], self.node.keys(chain, count, tenant))
+        found = self.node.table.pin_resident(self.node.namespaces[tenant], self.node.keys(chain, count, tenant))
         self.pinned.append([block for block in found if block is not None])
 
     @rule()
@@ -293,15 +293,15 @@ class TenantMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.node.table.check()
-        for domain in self.node.domains:
-            assert domain.granted == 0
-            for tier, order in domain.in_account.items():
+        for namespace in self.node.namespaces:
+            assert namespace.granted == 0
+            for tier, order in namespace.in_account.items():
                 if order is None:
                     continue
                 held = {
                     block.key
                     for block in self.node.table.snapshot()
-                    if block.domain is domain and (block.dram if tier is Tier.DRAM else block.nvme) is not None
+                    if block.namespace is namespace and (block.dram if tier is Tier.DRAM else block.nvme) is not None
                 }
                 assert order.keys == held, "its order knows its blocks, and no others"
 

@@ -14,8 +14,8 @@ from kvstore.core.clock import ManualClock
 from kvstore.core.limits import MAX_REASON
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
 from kvstore.node.publish.health import BEHIND_S, QUARANTINE_TOLD_S, Troubles
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Home
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import FORGOTTEN_S, SETTLED_S, Failing
@@ -28,29 +28,29 @@ class Node:
     def __init__(self) -> None:
         self.clock, self.sent_away, self.waiting = ManualClock(), Failing(), 0
         volume = SimpleNamespace(volume_id="n/nvme0", read_only=None)
-        self.home = Home(cast("DurableVolume", volume))
-        table = cast("BlockTable", SimpleNamespace(homes=[self.home]))
-        log = cast("ReplicaLog", SimpleNamespace(waiting=lambda: self.waiting))
+        self.node_volume = NodeVolume(cast("DurableVolume", volume))
+        table = cast("BlockTable", SimpleNamespace(node_volumes=[self.node_volume]))
+        log = cast("ReplicaChangeLog", SimpleNamespace(waiting=lambda: self.waiting))
         self.troubles = Troubles(table, log, self.clock, self.sent_away)
 
 
 def test_all_is_well() -> None:
     node = Node()
     assert node.troubles.told() == []
-    assert node.troubles.why_no_blocks(node.home) == ""
+    assert node.troubles.why_no_blocks(node.node_volume) == ""
     assert node.troubles.publish_failing_s() == 0
 
 
 def test_bad_blocks_are_told_until_none_has_come_for_long() -> None:
     node = Node()
-    node.home.quarantined = 3
+    node.node_volume.quarantined = 3
     assert node.troubles.told() == ["3 blocks on n/nvme0 proved bad within 10 minutes and are quarantined"]
     node.clock.advance(QUARANTINE_TOLD_S - 1)
-    node.home.quarantined = 4
+    node.node_volume.quarantined = 4
     assert node.troubles.told()[0].startswith("4 blocks")
     node.clock.advance(QUARANTINE_TOLD_S + 1)
     assert node.troubles.told() == []
-    node.home.quarantined = 5
+    node.node_volume.quarantined = 5
     assert node.troubles.told()[0].startswith("1 blocks"), "a lot of its own"
 
 
@@ -84,12 +84,12 @@ def test_what_is_not_acknowledged_for_long_is_behind() -> None:
 
 def test_writes_that_fail_are_told_by_the_volume_until_they_work() -> None:
     node = Node()
-    node.home.failing.failed(node.clock.now_s(), OSError(28, "No space left on device" * 100))
-    assert "No space left on device" in node.troubles.why_no_blocks(node.home)
-    assert len(node.troubles.why_no_blocks(node.home)) <= MAX_REASON
+    node.node_volume.failing.failed(node.clock.now_s(), OSError(28, "No space left on device" * 100))
+    assert "No space left on device" in node.troubles.why_no_blocks(node.node_volume)
+    assert len(node.troubles.why_no_blocks(node.node_volume)) <= MAX_REASON
     node.clock.advance(SETTLED_S)
-    node.home.failing.worked(node.clock.now_s())
-    assert node.troubles.why_no_blocks(node.home) == ""
+    node.node_volume.failing.worked(node.clock.now_s())
+    assert node.troubles.why_no_blocks(node.node_volume) == ""
     node.sent_away.failed(node.clock.now_s(), "no answer")
     assert node.troubles.told() == ["the storage node does not take its blocks: no answer"]
     node.clock.advance(FORGOTTEN_S)
@@ -98,14 +98,14 @@ def test_writes_that_fail_are_told_by_the_volume_until_they_work() -> None:
 
 def test_troubles_volume_stalled_told_until_it_answers() -> None:
     node, release = Node(), threading.Event()
-    node.home.volume.answered_s = -math.inf  # type: ignore[misc]
-    node.home.set_guard(Counters(), stall_s=0.05)
+    node.node_volume.volume.answered_s = -math.inf  # type: ignore[misc]
+    node.node_volume.set_guard(Counters(), stall_s=0.05)
     with pytest.raises(VolumeStalled):
-        node.home.guard.read(lambda: release.wait(30.0), ignore)
+        node.node_volume.guard.read(lambda: release.wait(30.0), ignore)
     (told,) = node.troubles.told()
     assert told.startswith("Volume n/nvme0 does not answer I/O since 0 s; its blocks are misses")
     release.set()
-    while node.home.guard.left:
+    while node.node_volume.guard.left:
         time.sleep(0.001)
     assert node.troubles.told() == []
-    assert node.troubles.why_no_blocks(node.home) == ""
+    assert node.troubles.why_no_blocks(node.node_volume) == ""

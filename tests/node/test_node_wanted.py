@@ -13,9 +13,9 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.types import BlockKey, BlockRun, Outcome
 from kvstore.node.base.cancellation import Wanted, ending, over, result, wait
 from kvstore.node.loads.prompt_wait import Prompts
-from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, Claim
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.testing.memory_provider import Gate
 from kvstore.transport.contract import ReadPart, ReadRequest
@@ -66,9 +66,9 @@ def later(node: Node) -> float:
 def fill(node: Node, count: int) -> list[Block]:
     """Blocks that somebody uses: they do not leave."""
     run = BlockRun(SPEC.namespace, None, 0, tuple(keys(64)[-count:]))
-    prepared = node.table.prepare(node.domain, run, node.clock.now_s())
+    prepared = node.table.prepare(node.namespace, run, node.clock.now_s())
     node.table.complete(prepared, list(run.keys), [bytes(8 * SHAPE.layers)] * count)
-    return [block for block in node.table.pin_resident(node.domain, run.keys) if block is not None]
+    return [block for block in node.table.pin_resident(node.namespace, run.keys) if block is not None]
 
 
 def test_a_wait_for_room_ends(node: Node) -> None:
@@ -82,17 +82,17 @@ def test_a_wait_for_room_ends(node: Node) -> None:
 def test_a_stores_wait_for_room_ends(node: Node) -> None:
     pinned = fill(node, 16)
     run = BlockRun(SPEC.namespace, None, 0, tuple(keys(2)))
-    call = Call(lambda: node.table.prepare(node.domain, run, later(node))).sleeps()
+    call = Call(lambda: node.table.prepare(node.namespace, run, later(node))).sleeps()
     prepared = call.leave()
     assert prepared.slots == {}  # type: ignore[attr-defined]
     node.table.unpin(pinned)
-    assert len(node.table.prepare(node.domain, run, node.clock.now_s()).slots) == 2, "its keys are not taken any more"
+    assert len(node.table.prepare(node.namespace, run, node.clock.now_s()).slots) == 2, "its keys are not taken any more"
     node.table.abandon(node.table._preparing[keys(1)[0]])
 
 
 def test_a_wait_for_anothers_load_ends(node: Node) -> None:
-    claim = node.table.claim(node.domain, keys(1))
-    call = Call(lambda: list(node.loader.load(node.domain, keys(1), later(node)))).sleeps()
+    claim = node.table.claim(node.namespace, keys(1))
+    call = Call(lambda: list(node.loader.load(node.namespace, keys(1), later(node)))).sleeps()
     assert not any(part.pinned() for part in call.leave())  # type: ignore[attr-defined]
     node.table.unclaim([keys(1)[at] for at in claim.claimed_absent], ())
 
@@ -102,10 +102,10 @@ def test_a_load_whose_windows_wait_for_room_ends(node: Node) -> None:
     storage = Storage("s")
     storage.provider.put(SPEC.namespace, range(12))
     pinned = fill(node, 16)
-    call = Call(lambda: list(node.loader.load(node.domain, keys(12), later(node), sources=[storage.source(0, 12)]))).sleeps()
+    call = Call(lambda: list(node.loader.load(node.namespace, keys(12), later(node), sources=[storage.source(0, 12)]))).sleeps()
     assert not any(part.pinned() for part in call.leave())  # type: ignore[attr-defined]
     node.table.unpin(pinned)
-    parts = list(node.loader.load(node.domain, keys(2), later(node), sources=[storage.source(0, 12)]))
+    parts = list(node.loader.load(node.namespace, keys(2), later(node), sources=[storage.source(0, 12)]))
     assert [outcome for part in parts for outcome in part.outcomes] == [Outcome.HIT] * 2
     for part in parts:
         node.table.unpin(part.pinned())
@@ -117,16 +117,16 @@ def test_what_other_windows_brought_is_given_back_where_one_fails(node: Node, mo
     storage.provider.put(SPEC.namespace, range(4))
     claim, begun = node.table.claim, threading.Event()
 
-    def failing(domain: Domain, wanted: Sequence[BlockKey]) -> Claim:
+    def failing(namespace: NodeNamespace, wanted: Sequence[BlockKey]) -> Claim:
         if wanted[0] == keys(1)[0]:
             assert begun.wait(20.0)  # a window that has not begun would be cancelled instead
             raise RuntimeError("a bug")
         begun.set()
-        return claim(domain, wanted)
+        return claim(namespace, wanted)
 
     monkeypatch.setattr(node.table, "claim", failing)
     with pytest.raises(RuntimeError, match="a bug"):
-        list(node.loader.load(node.domain, keys(4), later(node), sources=[storage.source(0, 4)]))
+        list(node.loader.load(node.namespace, keys(4), later(node), sources=[storage.source(0, 4)]))
     assert node.counters.get("load_window_bugs_total") == 1
     assert [block.pins for block in node.table.snapshot()] == [0, 0], "of the window that went well"
     storage.server.stop()
@@ -149,7 +149,7 @@ def test_a_load_from_a_node_that_hangs_ends(node: Node, layer_group: int) -> Non
         if layer_group:
             parts = node.load(6, sources, layer_group, wait_s=DEADLINE_S)
         else:
-            parts = node.loader.load(node.domain, keys(6), later(node), sources=sources)
+            parts = node.loader.load(node.namespace, keys(6), later(node), sources=sources)
         for part in parts:
             node.table.unpin(part.pinned())
 
@@ -180,7 +180,7 @@ def test_prompts_that_nobody_waits_for_leave_their_room(node: Node) -> None:
 
     def arrive(count: int) -> list[Outcome]:
         outcomes = []
-        for part in prompts.arrive(node.domain, keys(count), later(node)):
+        for part in prompts.arrive(node.namespace, keys(count), later(node)):
             node.table.unpin(part.pinned())
             outcomes += part.outcomes
         return outcomes
@@ -193,7 +193,7 @@ def test_prompts_that_nobody_waits_for_leave_their_room(node: Node) -> None:
     for call in calls:
         call.leave()
     run = BlockRun(SPEC.namespace, None, 0, tuple(keys(8)))
-    prepared = node.table.prepare(node.domain, run, node.clock.now_s())
+    prepared = node.table.prepare(node.namespace, run, node.clock.now_s())
     node.table.complete(prepared, keys(8), [bytes(8 * SHAPE.layers)] * 8)
     assert whole.answer.result(BOUND_S) == [Outcome.HIT] * 8
     assert not node.table._vigils
@@ -201,8 +201,8 @@ def test_prompts_that_nobody_waits_for_leave_their_room(node: Node) -> None:
 
 
 def test_a_wait_for_the_index_ends() -> None:
-    log, clock = ReplicaLog([DRAM], Counters(), MonotonicClock()), MonotonicClock()
-    log.stored(DRAM, Block(Domains().of_spec(SPEC), keys(1)[0], None, 0, b""))
+    log, clock = ReplicaChangeLog([DRAM], Counters(), MonotonicClock()), MonotonicClock()
+    log.stored(DRAM, Block(NamespaceRegistry().of_spec(SPEC), keys(1)[0], None, 0, b""))
     call = Call(lambda: log.wait_published([DRAM], clock.now_s() + DEADLINE_S)).sleeps()
     assert call.leave() is False
 

@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from kvclient import KVClient
 from kvstore.cli.app import root
 from kvstore.core.errors import InvalidArgument
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.replay import plan
 from kvstore.replay.capacity import Capacity, room_for
 from kvstore.replay.demo import DemoPlan, run_demo
 from kvstore.replay.engine import RequestRunner, Tally
 from kvstore.replay.plan import Workload, read_workload
 from kvstore.replay.run import NODE_ID, replay
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 from kvstore.workload.generator import PROFILES, AgentWorkload
 from kvstore.workload.requests import TraceInfo, TraceRequest
 from kvstore.workload.traces import open_trace

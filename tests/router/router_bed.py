@@ -12,10 +12,10 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.lab.fake_engine import FakeEngine
 from kvstore.router.config import EngineConfig, HealthLimits, Role, RouterConfig
 from kvstore.router.main import router
 from kvstore.rpc.http_server import Connection, bind
-from kvstore.testing.fake_engine import FakeEngine
 
 QUICK = HealthLimits(check_interval_s=0.05, check_timeout_s=2.0, ejection_time_s=0.1, max_ejection_time_s=0.4)
 FIRST_CHECK_ONLY = HealthLimits(check_interval_s=3600.0)

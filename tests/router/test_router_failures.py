@@ -8,7 +8,7 @@ import json
 import pytest
 from router_bed import QUICK, Make
 
-from kvstore.testing.fake_engine import Behaviour
+from kvstore.lab.fake_engine import Behaviour
 from support.wait import wait_until_async
 
 # ---- responses that are passed on

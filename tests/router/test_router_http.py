@@ -11,8 +11,8 @@ import httpx
 import pytest
 from router_bed import Make
 
+from kvstore.lab.fake_engine import Behaviour
 from kvstore.observe.limited_log import LimitedLog
-from kvstore.testing.fake_engine import Behaviour
 from support.wait import wait_until_async
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from router_bed import Make
 
-from kvstore.testing.fake_engine import Behaviour
+from kvstore.lab.fake_engine import Behaviour
 from support.wait import wait_until_async
 
 FLOWS = pytest.mark.parametrize("flow", ["concurrent", "sequential"])

@@ -14,9 +14,9 @@ from tempfile import TemporaryFile
 
 from monitored import scraped, selectors, targets
 
-from kvstore.testing.children import Children
-from kvstore.testing.fake_engine import FakeEngine
-from kvstore.testing.router_process import RouterProcess
+from kvstore.embedded.children import Children
+from kvstore.lab.fake_engine import FakeEngine
+from kvstore.lab.router_process import RouterProcess
 
 
 async def test_router_process_serves_and_stops(tmp_path: Path) -> None:

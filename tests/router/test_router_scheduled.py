@@ -14,12 +14,12 @@ from router_bed import FIRST_CHECK_ONLY, QUICK, Bed, Make
 from kvclient import AsyncSchedulerClient, EngineRequest
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1 import metadata_pb2_grpc
+from kvstore.embedded.cluster import LocalCluster
+from kvstore.lab.fake_engine import Behaviour
 from kvstore.router.config import EngineConfig, Role, RouterConfig
 from kvstore.router.main import make_context
 from kvstore.router.placement.scheduler_reporter import SchedulerReporter
 from kvstore.rpc.client import call_aio, connect_aio
-from kvstore.testing.cluster import LocalCluster
-from kvstore.testing.fake_engine import Behaviour
 from support.wait import wait_until_async
 
 

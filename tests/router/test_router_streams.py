@@ -9,7 +9,7 @@ import json
 import pytest
 from router_bed import Make
 
-from kvstore.testing.fake_engine import Behaviour
+from kvstore.lab.fake_engine import Behaviour
 
 
 async def test_stream_pieces_forwarded_at_once(bed: Make) -> None:

@@ -25,11 +25,11 @@ from kvproto.v1 import admin_pb2, admin_pb2_grpc, common_pb2, metadata_pb2, meta
 from kvstore.cli.app import root
 from kvstore.core.errors import Internal, KVStoreError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
 from kvstore.core.types import Outcome, StoreOutcome
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.rpc.auth.interceptor import MAY, NEEDS, Need
 from kvstore.rpc.auth.tokens import Role, Shown
 from kvstore.rpc.client import call, connect
 from kvstore.rpc.codec import spec_to_proto
-from kvstore.testing.cluster import LocalCluster, NodeSpec
 from support.wait import wait_until
 
 WAIT_S = 30.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.lab.stub_cuda import build_stub, with_stub
 from kvstore.observe.counters import Counters
 from kvstore.testing.io_engine_suite import IoEngineSuite
-from kvstore.testing.stub_cuda import build_stub, with_stub
 from kvstore.tiers.io_engines.contract import IoEngine
 from kvstore.tiers.io_engines.posix import PosixFile
 

@@ -13,7 +13,7 @@ import torch
 
 from kvclient import BlockShape, CacheSpec, InvalidArgument
 from kvclient.device.streams import Event
-from kvclient.far import FarBlocks, Offsets, PoolMemory, Stuck
+from kvclient.memory.device_buffer import FarBlocks, Offsets, PoolMemory, Stuck
 from kvstore.core.errors import Internal
 from kvstore.transport.layout import address_of
 

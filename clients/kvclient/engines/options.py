@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, TlsConfig
-from kvclient.operation import check_seconds
+from kvclient.call.operation import check_seconds
 
 if TYPE_CHECKING:
-    from kvclient.far import ArenaWatcher
+    from kvclient.memory.device_buffer import ArenaWatcher
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "float": (int, float), "int": (int,)}
 

@@ -15,20 +15,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.buffers import pick_blocks
-from kvclient.far import FarBlocks, PoolMemory, Stuck
+from kvclient.call.operation import Operation
 from kvclient.hbm.disks import DiskRead, NodeDisks
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
 from kvclient.hbm.volume import HbmVolume
-from kvclient.near import StoredPlaces, StoredVolume
-from kvclient.operation import Operation
+from kvclient.memory.buffers import pick_blocks
+from kvclient.memory.device_buffer import FarBlocks, PoolMemory, Stuck
+from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import PIECE_BLOCKS
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.slot_header import slot_bytes
@@ -57,14 +57,16 @@ class Pinned:
 
 
 class PoolBlocks:
-    """One namespace in the pool; ``kvclient.near.NearBlocks``, and beyond it what an engine needs that stays on its device."""
+    """One namespace in the pool: ``NearBlocks``, and beyond it what an engine needs that stays on its device."""
 
-    def __init__(self, parts: PoolParts, disks: NodeDisks, domain: Domain, detach: Callable[[PoolBlocks], None]) -> None:
+    def __init__(
+        self, parts: PoolParts, disks: NodeDisks, namespace: NodeNamespace, detach: Callable[[PoolBlocks], None]
+    ) -> None:
         self._parts = parts
         self._disks = disks
-        self._domain = domain
+        self._namespace = namespace
         self._detach = detach
-        self._step = max(1, COPY_BYTES // domain.shape.block_bytes)
+        self._step = max(1, COPY_BYTES // namespace.shape.block_bytes)
 
     @property
     def node_id(self) -> str:
@@ -87,7 +89,7 @@ class PoolBlocks:
         Whoever reads on a stream waits for it before the context ends, as the slots may be written to after that.
         """
         parts = self._parts
-        found = parts.table.pin_resident(self._domain, keys) if parts.open else []
+        found = parts.table.pin_resident(self._namespace, keys) if parts.open else []
         lead = next((at for at, block in enumerate(found) if block is None), len(found))
         parts.table.unpin([block for block in found[lead:] if block is not None])
         blocks = [block for block in found[:lead] if block is not None]
@@ -142,8 +144,8 @@ class PoolBlocks:
     ) -> int:
         parts = self._parts
         parts.counters.add("hbm_located_blocks_total", len(keys))
-        size = slot_bytes(self._domain.shape)
-        step = max(1, self.volume.usage().capacity_bytes // POOL_SHARE // self._domain.shape.block_bytes)
+        size = slot_bytes(self._namespace.shape)
+        step = max(1, self.volume.usage().capacity_bytes // POOL_SHARE // self._namespace.shape.block_bytes)
         good = came = 0
 
         def move(slots: Sequence[Slot], positions: Positions) -> Sequence[bytes]:
@@ -157,7 +159,7 @@ class PoolBlocks:
                 )
                 for at, slot in zip(positions.tolist(), slots, strict=True)
             ]
-            rows = self._disks.read(self._domain, volumes, wanted, parts.clock.now_s() + operation.left_s())
+            rows = self._disks.read(self._namespace, volumes, wanted, parts.clock.now_s() + operation.left_s())
             came += len(rows)
             return rows
 
@@ -188,7 +190,7 @@ class PoolBlocks:
         Raises:
             InvalidArgument: ``out`` is on another device, of another size, overlaps itself or lies in an unknown way.
         """
-        rows = tensor_blocks(out, self._domain.shape, len(keys), self.volume.device, writable=True)
+        rows = tensor_blocks(out, self._namespace.shape, len(keys), self.volume.device, writable=True)
         good = 0
         with self._parts.guarded("read from"), self.pinned(keys) as found:
             gather(self.volume.memory, found.offsets, rows)
@@ -246,7 +248,7 @@ class PoolBlocks:
                 with self._parts.kept_if_stuck("write to"):
                     some.write_pool(self._memory, offsets)
                 return [b""] * len(slots)
-            sums = np.empty((len(positions), self._domain.shape.layers), np.uint64) if checksums else None
+            sums = np.empty((len(positions), self._namespace.shape.layers), np.uint64) if checksums else None
             self.volume.copy_in(offsets, pick_blocks(buffer, positions), sums)
             return [b""] * len(slots) if sums is None else [_packed(row) for row in sums]
 
@@ -267,7 +269,7 @@ class PoolBlocks:
         Raises:
             InvalidArgument: as for ``copy_to_tensor``.
         """
-        rows = tensor_blocks(source, self._domain.shape, len(keys), self.volume.device, writable=False)
+        rows = tensor_blocks(source, self._namespace.shape, len(keys), self.volume.device, writable=False)
 
         def move(slots: Sequence[Slot], positions: Positions) -> Sequence[bytes]:
             source = rows[int(positions[0]) : int(positions[-1]) + 1]  # a run without holes
@@ -295,8 +297,8 @@ class PoolBlocks:
         if not parts.open or not keys:
             return 0
         table = parts.table
-        guard = [] if parent is None else table.pin_resident(self._domain, [parent])
-        claim = table.claim(self._domain, keys)
+        guard = [] if parent is None else table.pin_resident(self._namespace, [parent])
+        claim = table.claim(self._namespace, keys)
         # children come behind what is here already: that stays while room is made for them
         held = [*claim.resident.values(), *(block for block in guard if block is not None)]
         wanted = claim.claimed_absent
@@ -334,7 +336,7 @@ class PoolBlocks:
 
     def _room(self, count: int, deadline_s: float) -> list[Slot]:
         """Slots for some of so many blocks; none where there is no room in time."""
-        table, shape = self._parts.table, self._domain.shape
+        table, shape = self._parts.table, self._namespace.shape
         try:
             while count:
                 # large pieces are not waited for: a smaller one may be had at once
@@ -368,7 +370,7 @@ class PoolBlocks:
             table.unreserve(slots[len(rows) :])
         blocks = []
         for position, slot, row in zip(positions, slots, rows, strict=False):
-            block = Block(self._domain, keys[position], keys[position - 1] if position else parent, depth + position, row)
+            block = Block(self._namespace, keys[position], keys[position - 1] if position else parent, depth + position, row)
             table.adopted(block, slot)
             block.expendable = not demote  # pinned until the whole is done: nobody looks at it before
             blocks.append(block)

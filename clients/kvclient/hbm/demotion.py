@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.provider import host_views
-from kvclient.near import Demote
+from kvclient.memory.engine_pool import Demote
 from kvstore.core.buffers import ScatteredBlocks
 from kvstore.core.checksum import verify
 from kvstore.core.errors import KVStoreError
@@ -79,16 +79,16 @@ class Demoter:
 
     def _demote(self, blocks: Sequence[Block]) -> bool:
         """One run. Whether the tiers below hold all of it now."""
-        parts, domain = self._parts, blocks[0].domain
-        ways = tuple(self._ways.get(domain.namespace, ()))
+        parts, namespace = self._parts, blocks[0].namespace
+        ways = tuple(self._ways.get(namespace.namespace_id, ()))
         if not ways:
             parts.counters.add("hbm_demotion_without_client_blocks_total", len(blocks))
             return False
         views: list[memoryview] = []
         with parts.guarded("read from"):
-            views = host_views(parts.volume, blocks, domain.shape)
+            views = host_views(parts.volume, blocks, namespace.shape)
         for at, (block, view) in enumerate(zip(blocks, views, strict=False)):
-            if block.checksums and not verify(view, domain.shape, block.checksums):
+            if block.checksums and not verify(view, namespace.shape, block.checksums):
                 parts.condemn(block)  # below it would get checksums of its wrong bytes
                 views = views[:at]
                 break
@@ -97,7 +97,7 @@ class Demoter:
         blocks = blocks[: len(views)]
         try:
             held = ways[-1](
-                [block.key for block in blocks], blocks[0].parent, blocks[0].depth, ScatteredBlocks(views, domain.shape)
+                [block.key for block in blocks], blocks[0].parent, blocks[0].depth, ScatteredBlocks(views, namespace.shape)
             )
         except KVStoreError as error:
             _log.debug("demotion failed: %s", error)

@@ -22,14 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from kvclient.far import Stuck
 from kvclient.hbm.parts import PoolParts
-from kvclient.near import StoredVolume
+from kvclient.memory.device_buffer import Stuck
+from kvclient.memory.engine_pool import StoredVolume
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
 from kvstore.node.config import MountConfig
 from kvstore.node.loads.mounts import Answers, Mount
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.kvikio_library import Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe import choose_gds, glance_at_gds
@@ -213,11 +213,13 @@ class NodeDisks:
         return lines or [f"disks into {pool}: none known yet"]
 
     # ---- reads ----
-    def read(self, domain: Domain, volumes: Sequence[StoredVolume], wanted: Sequence[DiskRead], deadline_s: float) -> list[bytes]:
+    def read(
+        self, namespace: NodeNamespace, volumes: Sequence[StoredVolume], wanted: Sequence[DiskRead], deadline_s: float
+    ) -> list[bytes]:
         """Reads blocks into slots of the pool that the caller holds.
 
         Args:
-            domain: whose they are.
+            namespace: whose they are.
             volumes: which the blocks' ``volume`` count.
             wanted: the blocks.
             deadline_s: a part of the time until then is waited for.
@@ -229,7 +231,7 @@ class NodeDisks:
             StillOut: not all reads came back in time; the slots are given back here.
         """
         parts = self._parts
-        memory, size = parts.volume.memory, domain.shape.block_bytes
+        memory, size = parts.volume.memory, namespace.shape.block_bytes
         items = [
             (read.key, read.source, TensorMemory(memory[read.target.offset : read.target.offset + size])) for read in wanted
         ]  # before anything is under way: should this fail, the slots are free
@@ -246,7 +248,7 @@ class NodeDisks:
             if mount is None:
                 out.back()
             else:
-                answers = mount.read_device(domain, [items[at] for at in positions], deadline_s, out.back)
+                answers = mount.read_device(namespace, [items[at] for at in positions], deadline_s, out.back)
                 if answers is not None:
                     out.back()
                     if all(outcome is Outcome.MISS for outcome, _ in answers):

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
-from kvclient.far import Stuck
 from kvclient.hbm import memory
 from kvclient.hbm.volume import HbmVolume
+from kvclient.memory.device_buffer import Stuck
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.node.state.model import Block

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvclient.call.operation import check_seconds
 from kvclient.hbm import memory
 from kvclient.hbm.blocks import PoolBlocks
 from kvclient.hbm.demotion import Demoter
@@ -17,14 +18,13 @@ from kvclient.hbm.disks import DiskMode, NodeDisks
 from kvclient.hbm.parts import PoolParts
 from kvclient.hbm.presence import Presence
 from kvclient.hbm.volume import HbmVolume
-from kvclient.near import Demote
-from kvclient.operation import check_seconds
+from kvclient.memory.engine_pool import Demote
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, NamespaceId, VolumeId
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.process.node_id import check_node_id
@@ -100,14 +100,14 @@ class HbmPool:
         room_wait_s = check_seconds("room_wait_s", room_wait_s, zero=True)
         self._counters = Counters()
         self._clock = MonotonicClock()
-        self._domains = Domains()
+        self._namespaces = NamespaceRegistry()
         self._ways: dict[NamespaceId, list[Demote]] = {}
         self._lock = threading.Lock()
         self._sizing = threading.Lock()
         chosen = make_policy(policy)
         volume_id = VolumeId(f"{self.node_id}/hbm")
         self._volume = HbmVolume(volume_id, where, capacity, counters=self._counters)
-        self._log = ReplicaLog([volume_id], self._counters, self._clock, keep=metadata is not None)
+        self._log = ReplicaChangeLog([volume_id], self._counters, self._clock, keep=metadata is not None)
         # of a volume the table wants room alone; views are for a node's movers, which a pool has none of
         self._table = BlockTable(
             self._volume,  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ class HbmPool:
                     parts=self._parts,
                     io_engines=self.io_engines,
                     replica_log=self._log,
-                    domains=self._domains,
+                    namespaces=self._namespaces,
                     anti_entropy_interval_s=check_seconds("anti_entropy_interval_s", anti_entropy_interval_s),
                 )
                 self._presence.start()
@@ -159,7 +159,7 @@ class HbmPool:
             if self._parts.closed:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
-            domain = self._domains.of_spec(spec)
+            namespace = self._namespaces.of_spec(spec)
             self._ways.setdefault(spec.namespace, []).append(demote)
 
         def detach(_: PoolBlocks) -> None:
@@ -168,7 +168,7 @@ class HbmPool:
                 if demote in ways:
                     ways.remove(demote)
 
-        return PoolBlocks(self._parts, self._disks, domain, detach)
+        return PoolBlocks(self._parts, self._disks, namespace, detach)
 
     def blocks(self, spec: CacheSpec) -> PoolBlocks:
         """A namespace, for an engine's own copies on its device (``copy_to_tensor``, ``keep_tensor``, ``pinned``).
@@ -181,7 +181,7 @@ class HbmPool:
             if self._parts.closed:
                 raise InvalidArgument("the pool is closed", node_id=self.node_id)
             self._volume.check_fits(spec.shape)
-            return PoolBlocks(self._parts, self._disks, self._domains.of_spec(spec), lambda _: None)
+            return PoolBlocks(self._parts, self._disks, self._namespaces.of_spec(spec), lambda _: None)
 
     # ---- memory ----
     def usage(self) -> VolumeUsage:
@@ -198,9 +198,9 @@ class HbmPool:
         if demote and self._parts.demote and not self._parts.lost:
             waiting: dict[NamespaceId, list[BlockKey]] = {}
             for block in self._table.snapshot():
-                waiting.setdefault(block.namespace, []).append(block.key)
-            for namespace, keys in waiting.items():
-                self._table.write_again(self._domains.get(namespace), keys)
+                waiting.setdefault(block.namespace_id, []).append(block.key)
+            for namespace_id, keys in waiting.items():
+                self._table.write_again(self._namespaces.get(namespace_id), keys)
             self._table.wait_written(self._clock.now_s() + timeout_s)
         self._demoter.hurry()
         for block in self._table.snapshot():

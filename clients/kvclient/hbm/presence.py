@@ -20,8 +20,8 @@ from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BootId
 from kvstore.node.publish.publisher import Publisher
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.observe.counters import Counters
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import stays_on_host
@@ -75,8 +75,8 @@ class Presence:
         tls: TlsConfig | None,
         parts: PoolParts,
         io_engines: Callable[[], Sequence[str]],
-        replica_log: ReplicaLog,
-        domains: Domains,
+        replica_log: ReplicaChangeLog,
+        namespaces: NamespaceRegistry,
         anti_entropy_interval_s: float,
         token: Shown | None = None,
         tokens: Watched[Tokens] | None = None,
@@ -98,7 +98,7 @@ class Presence:
         boot_id = BootId(secrets.token_bytes(16))
         authority = TicketAuthority(secrets.token_bytes(32), boot_id, parts.clock)
         self._data = TcpServer(
-            PoolProvider(domains, parts),
+            PoolProvider(namespaces, parts),
             listen,
             authority=authority,
             tls=server_context(tls) if tls is not None else None,
@@ -106,7 +106,7 @@ class Presence:
             max_connections=MAX_CONNECTIONS,
         )
         self.info = common_pb2.NodeInfo(node_id=node_id, boot_id=boot_id)
-        self._servicer = _PoolServicer(self.info, domains, authority, parts.volume, io_engines, parts.counters)
+        self._servicer = _PoolServicer(self.info, namespaces, authority, parts.volume, io_engines, parts.counters)
         self._door: _Door | None = None
         self._publisher: Publisher | None = None
 
@@ -167,14 +167,14 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
     def __init__(
         self,
         info: common_pb2.NodeInfo,
-        domains: Domains,
+        namespaces: NamespaceRegistry,
         authority: TicketAuthority,
         volume: HbmVolume,
         io_engines: Callable[[], Sequence[str]],
         counters: Counters,
     ) -> None:
         self._info = info
-        self._domains = domains
+        self._namespaces = namespaces
         self._authority = authority
         self._volume = volume
         self._io_engines = io_engines
@@ -190,10 +190,10 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.IssueTicketResponse:
         spec = spec_from_proto(request.spec)
         confine(spec.tenant)
-        namespace = spec.namespace
-        if self._domains.find(namespace) is None:  # a pool knows the namespaces of its engine, and learns none from outside
-            raise NotFound("this pool has no such namespace", namespace=namespace.hex())
-        ticket = self._authority.issue(namespace, TICKET_VALID_S)
+        namespace_id = spec.namespace
+        if self._namespaces.find(namespace_id) is None:  # a pool knows the namespaces of its engine, and learns none from outside
+            raise NotFound("this pool has no such namespace", namespace=namespace_id.hex())
+        ticket = self._authority.issue(namespace_id, TICKET_VALID_S)
         return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
 
     async def GetNodeStats(  # noqa: N802

@@ -12,7 +12,7 @@ from kvstore.core.buffers import DenseBlocks
 from kvstore.core.checksum import layer_checksums
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, StoreOutcome, Tier
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
 PART_BYTES = 16 << 20
@@ -22,24 +22,24 @@ PART_BYTES = 16 << 20
 class PoolProvider(BlockProvider):
     """A pool's blocks. Nothing is stored here from outside: device memory is the engine's to fill."""
 
-    def __init__(self, domains: Domains, parts: PoolParts) -> None:
-        self._domains = domains
+    def __init__(self, namespaces: NamespaceRegistry, parts: PoolParts) -> None:
+        self._namespaces = namespaces
         self._parts = parts
 
-    def shape(self, namespace: NamespaceId) -> BlockShape | None:
-        domain = self._domains.find(namespace)
-        return None if domain is None else domain.shape
+    def shape(self, namespace_id: NamespaceId) -> BlockShape | None:
+        namespace = self._namespaces.find(namespace_id)
+        return None if namespace is None else namespace.shape
 
     def read(self, request: ReadRequest) -> Iterator[ReadPart]:
-        domain = self._domains.get(request.namespace)
-        step = max(1, PART_BYTES // domain.shape.block_bytes)
+        namespace = self._namespaces.get(request.namespace)
+        step = max(1, PART_BYTES // namespace.shape.block_bytes)
         for first in range(0, len(request.keys), step):
-            yield self._part(domain, first, request.keys[first : first + step])
+            yield self._part(namespace, first, request.keys[first : first + step])
 
-    def _part(self, domain: Domain, first: int, keys: Sequence[BlockKey]) -> ReadPart:
-        parts, shape = self._parts, domain.shape
+    def _part(self, namespace: NodeNamespace, first: int, keys: Sequence[BlockKey]) -> ReadPart:
+        parts, shape = self._parts, namespace.shape
         # a pool that is to be emptied lends nothing more: else readers could keep it from giving memory back
-        found = parts.table.pin_resident(domain, keys) if parts.open else [None] * len(keys)
+        found = parts.table.pin_resident(namespace, keys) if parts.open else [None] * len(keys)
         here = [block for block in found if block is not None]
         views: list[memoryview] = []
         sums: list[bytes] = []

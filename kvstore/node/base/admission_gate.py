@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core.types import BlockKey, BlockRun, StoreOutcome
-from kvstore.node.state.model import Prepared
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.model import StoreGrant
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
@@ -29,13 +29,13 @@ class Gate:
         """Whether nothing new is taken."""
         return self.draining or self.stopping
 
-    def refuse(self, domain: Domain, run: BlockRun) -> Prepared:
+    def refuse(self, namespace: NodeNamespace, run: BlockRun) -> StoreGrant:
         """A store that gets no slots: up to the first block that is not held, EXISTS, from there on SKIPPED."""
-        held = self._table.held(domain, run.keys)
+        held = self._table.held(namespace, run.keys)
         first = held.index(False) if False in held else len(held)
         outcomes = [StoreOutcome.EXISTS] * first + [StoreOutcome.SKIPPED] * (len(held) - first)
         self._counters.add("store_skipped_shut_blocks_total", len(held) - first)
-        return Prepared(domain, run, outcomes)
+        return StoreGrant(namespace, run, outcomes)
 
     def stores_under_way(self) -> int:
         """Blocks whose slots somebody is writing to."""

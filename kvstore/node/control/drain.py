@@ -27,7 +27,7 @@ from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BlockKey
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.control.migrator import Mover
-from kvstore.node.durability.shutdown_flush import by_domain
+from kvstore.node.durability.shutdown_flush import by_namespace
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -209,8 +209,8 @@ class Drainer:
 
     def _volatile(self, order: DrainOrder) -> list[Block]:
         """Blocks stored here that would be lost with this process."""
-        for home in self._table.homes:
-            home.volume.in_place()
+        for node_volume in self._table.node_volumes:
+            node_volume.volume.in_place()
         moved: Callable[[BlockKey], bool] = self.mover.is_safe if order.move and self.mover is not None else lambda _key: False
         return [block for block in self._table.snapshot() if block.ours and not block.durable and not moved(block.key)]
 
@@ -218,8 +218,8 @@ class Drainer:
         """Sends what lies in DRAM only to where it is durable, and waits for it, as long as this order holds."""
         if not self._writes_behind:
             return
-        for domain, keys in by_domain(sorted(self._volatile(order), key=lambda block: block.depth)):
-            self._table.write_again(domain, keys)
+        for namespace, keys in by_namespace(sorted(self._volatile(order), key=lambda block: block.depth)):
+            self._table.write_again(namespace, keys)
         while not self._over(order) and not self._table.wait_written(self._clock.now_s() + WRITTEN_S):
             self._not_durable = len(self._volatile(order))
 

@@ -36,7 +36,7 @@ class Batch(Generic[Held]):
     """Blocks of one namespace that one node is to take, parents before their children."""
 
     node_id: NodeId
-    namespace: NamespaceId
+    namespace_id: NamespaceId
     blocks: Sequence[Held]
 
 
@@ -80,14 +80,14 @@ def plan_moves(
     def close() -> None:
         nonlocal taker, batch_bytes
         if taker is not None and batch:
-            moves.batches.append(Batch(taker, batch[0].namespace, list(batch)))
+            moves.batches.append(Batch(taker, batch[0].namespace_id, list(batch)))
         batch.clear()
         taker, batch_bytes = None, 0
 
-    for block in in_chains(sorted((one for one in held if one.key not in safe), key=lambda one: (one.namespace, one.depth))):
+    for block in in_chains(sorted((one for one in held if one.key not in safe), key=lambda one: (one.namespace_id, one.depth))):
         size = room_of(block.nbytes)
         full = batch_bytes + block.nbytes > window_bytes or len(batch) >= window_blocks
-        if batch and (full or batch[0].namespace != block.namespace):
+        if batch and (full or batch[0].namespace_id != block.namespace_id):
             close()
         if taker is None or free[taker] < size:
             close()

@@ -123,7 +123,7 @@ class Mover:
             specs = self._specs()
             nodes = {status.node.node_id: status.node for status in takers}
             for batch in moves.batches:
-                why = self._send(batch, nodes[batch.node_id], specs.get(batch.namespace)) or why
+                why = self._send(batch, nodes[batch.node_id], specs.get(batch.namespace_id)) or why
                 if self._pause(self._rest_s(batch)):
                     return Round(self.left, "")
         return Round(self.left, why)
@@ -147,11 +147,11 @@ class Mover:
         asked: dict[NamespaceId, list[BlockKey]] = defaultdict(list)
         for block in blocks:
             if block.key not in safe:
-                asked[block.namespace].append(block.key)
-        for namespace, keys in asked.items():
+                asked[block.namespace_id].append(block.key)
+        for namespace_id, keys in asked.items():
             for at in range(0, len(keys), LOCATE_KEYS):
                 part = keys[at : at + LOCATE_KEYS]
-                request = metadata_pb2.LocateBlocksRequest(namespace_id=namespace, keys=pack_keys(part))
+                request = metadata_pb2.LocateBlocksRequest(namespace_id=namespace_id, keys=pack_keys(part))
                 answer = call(self._stub.LocateBlocks, request, RPC_TIMEOUT_S, _RETRY)
                 good = [
                     one.alive
@@ -170,11 +170,11 @@ class Mover:
     # ---- moving ----
     def _send(self, batch: Batch[Block], taker: common_pb2.NodeInfo, spec: common_pb2.CacheSpec | None) -> str:
         """Has a node take a batch. Why it did not take all of it; empty: it did."""
-        known = batch.blocks[0].domain.spec
+        known = batch.blocks[0].namespace.spec
         try:
             if spec is None and known is None:
                 raise NotFound(
-                    "nobody knows the spec of the namespace, so no ticket is to be had", namespace=batch.namespace.hex()
+                    "nobody knows the spec of the namespace, so no ticket is to be had", namespace=batch.namespace_id.hex()
                 )
             request = node_pb2.PullBlocksRequest(
                 operation_id=secrets.token_bytes(16),

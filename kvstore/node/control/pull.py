@@ -20,7 +20,7 @@ from kvstore.node.control.migration_plan import free_room, room_of
 from kvstore.node.eviction.quotas import Account, free_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -43,7 +43,7 @@ class Puller:
         self._coming: Counter[Account | None] = Counter()  # bytes that pulls under way bring to a tenant with a quota
 
     def pull(
-        self, domain: Domain, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
+        self, namespace: NodeNamespace, runs: Sequence[BlockRun], source: PeerAddress, deadline_s: float
     ) -> tuple[list[StoreOutcome], str]:
         """Copies runs, in order; waits until they are durable, or the deadline.
 
@@ -53,12 +53,12 @@ class Puller:
         outcomes: list[StoreOutcome] = []
         why = ""
         for run in runs:
-            refusal = self._refusal(domain, run)
-            with self._within_share(domain, run) as fits:
+            refusal = self._refusal(namespace, run)
+            with self._within_share(namespace, run) as fits:
                 if refusal or not fits:
                     came, reason = [StoreOutcome.SKIPPED] * len(run.keys), refusal or "no free room in the tenant's quota here"
                 else:
-                    came, reason = self._pull(domain, run, source, deadline_s)
+                    came, reason = self._pull(namespace, run, source, deadline_s)
             outcomes += came
             why = why or reason
         good = sum(outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS) for outcome in outcomes)
@@ -68,27 +68,27 @@ class Puller:
             _limited.warning("did not take over all blocks of node %s, which drains: %s", source.node_id, why)
         return outcomes, why
 
-    def _refusal(self, domain: Domain, run: BlockRun) -> str:
+    def _refusal(self, namespace: NodeNamespace, run: BlockRun) -> str:
         """Why the volumes here do not take a run; empty: they do."""
         if self._gate.shut:
             return "this node drains or ends too"
-        volumes = [home.volume for home in self._table.homes if home.volume.read_only is None]
+        volumes = [node_volume.volume for node_volume in self._table.node_volumes if node_volume.volume.read_only is None]
         if not volumes:
             return "no volume here takes blocks"
         usages = [volume.usage() for volume in volumes]
         if max(free_room(one.capacity_bytes, one.used_bytes) for one in usages) < len(run.keys) * room_of(
-            domain.shape.block_bytes
+            namespace.shape.block_bytes
         ):
             return "no free room on a volume here"
         return ""
 
     @contextmanager
-    def _within_share(self, domain: Domain, run: BlockRun) -> Iterator[bool]:
+    def _within_share(self, namespace: NodeNamespace, run: BlockRun) -> Iterator[bool]:
         """Whether a run fits what is free in its tenant's share, with all others that come meanwhile."""
-        size = self._table.nvme_homes(domain, run.keys).count(None) * domain.shape.block_bytes
-        account = domain.account
+        size = self._table.volumes_of(namespace, run.keys).count(None) * namespace.shape.block_bytes
+        account = namespace.account
         with self._lock:
-            free = free_durable(self._table, domain)
+            free = free_durable(self._table, namespace)
             fits = not size or free is None or self._coming[account] + size <= free
             if fits:
                 self._coming[account] += size
@@ -99,8 +99,10 @@ class Puller:
                 with self._lock:
                     self._coming[account] -= size
 
-    def _pull(self, domain: Domain, run: BlockRun, source: PeerAddress, deadline_s: float) -> tuple[list[StoreOutcome], str]:
-        shape = domain.shape
+    def _pull(
+        self, namespace: NodeNamespace, run: BlockRun, source: PeerAddress, deadline_s: float
+    ) -> tuple[list[StoreOutcome], str]:
+        shape = namespace.shape
         try:
             grant = self._provider.write(WriteRequest(run, shape, durable=True, deadline_s=deadline_s))
         except KVStoreError as error:  # a key is held at another place here
@@ -110,9 +112,9 @@ class Puller:
         if not granted:
             grant.abort()
             return outcomes, _reason(outcomes)
-        request = ReadRequest(domain.namespace, [run.keys[at] for at in granted], 0, shape.layers, 0, deadline_s)
+        request = ReadRequest(namespace.namespace_id, [run.keys[at] for at in granted], 0, shape.layers, 0, deadline_s)
         try:
-            answer = self._peers.peer(source, domain).read(request, ScatteredBlocks(list(grant.views), shape))
+            answer = self._peers.peer(source, namespace).read(request, ScatteredBlocks(list(grant.views), shape))
         except KVStoreError as error:
             grant.abort()
             for at in granted:

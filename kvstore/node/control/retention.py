@@ -27,8 +27,8 @@ from kvstore.node.eviction.on_demand import leave_nvme
 from kvstore.node.eviction.quotas import (
     MOST_GIVEN,
     TIERS,
-    Share,
-    SideOrder,
+    EvictionOrder,
+    QuotaShare,
     durable_victims,
     enter,
     give_dram,
@@ -36,9 +36,9 @@ from kvstore.node.eviction.quotas import (
     join,
     over_share,
 )
-from kvstore.node.eviction.ttl import MOST_EXPIRED, UseOrder, expired
+from kvstore.node.eviction.ttl import MOST_EXPIRED, TtlOrder, expired
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
@@ -62,7 +62,7 @@ class Retainer:
 
     Args:
         table: what this node holds.
-        domains: its namespaces.
+        namespaces: its namespaces.
         specs: asks for the specs of all namespaces; raises ``KVStoreError``.
         counters: events.
         rules_file: where rules are kept over restarts; None: nothing outlives this process.
@@ -71,13 +71,13 @@ class Retainer:
     def __init__(
         self,
         table: BlockTable,
-        domains: Domains,
+        namespaces: NamespaceRegistry,
         specs: Callable[[], Iterable[CacheSpec]],
         counters: Counters,
         rules_file: Path | None = None,
     ) -> None:
         self._table = table
-        self._domains = domains
+        self._namespaces = namespaces
         self._specs = specs
         self._counters = counters
         self._rules_file = rules_file
@@ -86,11 +86,11 @@ class Retainer:
         self._asked_s = -ASK_S
         self._stopping = threading.Event()
         self._wake = threading.Event()
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, QuotaShare] = {}
         self._reported = self._heard = 0  # reports made, and the one that the shares in force were made of
-        self._joining: dict[Domain, int] = {}  # namespaces that do not count yet, and the report that told of them first
+        self._joining: dict[NodeNamespace, int] = {}  # namespaces that do not count yet, and the report that told of them first
         self._rules: dict[NamespaceId, tuple[float, bool]] = {}
-        self._ruled: set[Domain] = set()
+        self._ruled: set[NodeNamespace] = set()
         self._thread = threading.Thread(target=self._run, name="kvstore-retention", daemon=True)
 
     def start(self) -> None:
@@ -139,7 +139,7 @@ class Retainer:
     def told(self, orders: Retention) -> None:
         """What the metadata server says; the same again changes nothing."""
         shares = {
-            one.tenant: Share(
+            one.tenant: QuotaShare(
                 one.dram_bytes if one.HasField("dram_bytes") else None, one.nvme_bytes if one.HasField("nvme_bytes") else None
             )
             for one in orders.shares
@@ -151,14 +151,14 @@ class Retainer:
         if orders.report > self._reported or 0 < orders.report < self._heard:
             return  # shares of a report that was overtaken on its way, of a worker that lags behind, or of another life
         self._heard = orders.report
-        known = [domain for domain, report in self._joining.items() if report <= orders.report]
+        known = [namespace for namespace, report in self._joining.items() if report <= orders.report]
         if shares == self._shares and not known:
             return
         with self._table._lock:
-            self._domains.accounts.told(shares)
-            for domain in known:
-                domain.counted = True
-                del self._joining[domain]
+            self._namespaces.accounts.told(shares)
+            for namespace in known:
+                namespace.counted = True
+                del self._joining[namespace]
         self._shares = shares
         self._wake.set()
 
@@ -167,12 +167,12 @@ class Retainer:
 
         One thread calls this and ``told``.
         """
-        joining = [domain for domain in self._domains.all() if domain.account is not None and not domain.counted]
+        joining = [namespace for namespace in self._namespaces.all() if namespace.account is not None and not namespace.counted]
         told = []  # counts are read as they are: a block that comes or leaves meanwhile is told at the next heartbeat
-        for account in self._domains.accounts.all():
-            dram, nvme = (held_bytes(self._table, account.domains, tier) for tier in TIERS)
+        for account in self._namespaces.accounts.all():
+            dram, nvme = (held_bytes(self._table, account.namespaces, tier) for tier in TIERS)
             told.append(TenantUsage(tenant=account.tenant, dram_bytes=dram, nvme_bytes=nvme))
-        nobodys = [domain for domain in self._domains.all() if domain.account is None]
+        nobodys = [namespace for namespace in self._namespaces.all() if namespace.account is None]
         dram, nvme = (held_bytes(self._table, nobodys, tier) for tier in TIERS)
         told.append(TenantUsage(unknown=True, dram_bytes=dram, nvme_bytes=nvme))
         told = [one for one in told if one.dram_bytes or one.nvme_bytes]
@@ -181,9 +181,9 @@ class Retainer:
         self._reported += 1
         heartbeat.report = self._reported
         heartbeat.tenants.extend(told[:MAX_TENANTS_TOLD])
-        for domain in joining:
-            if domain.account is not None and domain.account.tenant not in left_out:
-                self._joining.setdefault(domain, self._reported)
+        for namespace in joining:
+            if namespace.account is not None and namespace.account.tenant not in left_out:
+                self._joining.setdefault(namespace, self._reported)
 
     # ---- rounds ----
     def _run(self) -> None:
@@ -206,7 +206,7 @@ class Retainer:
             KVStoreError: a volume's catalog could not be changed, or the metadata server does not answer. Tried again next time.
             OSError: likewise.
         """
-        if any(self._domains.accounts.limited.values()):
+        if any(self._namespaces.accounts.limited.values()):
             self._join_all()
         if self._rules or self._ruled:
             self._apply_rules()
@@ -219,65 +219,65 @@ class Retainer:
         """Namespaces that came to a tenant with a quota, or whose tenant was given one, go by its orders."""
         table = self._table
         fresh = []
-        for account in self._domains.accounts.all():
-            for domain in account.domains if account.orders else ():
+        for account in self._namespaces.accounts.all():
+            for namespace in account.namespaces if account.orders else ():
                 with table._lock:
-                    if join(table, domain):
-                        fresh.append(domain)
-        for domain, blocks in self._held_of(fresh).items():
-            enter(table, {tier: order for tier, order in domain.in_account.items() if order is not None}, blocks)
+                    if join(table, namespace):
+                        fresh.append(namespace)
+        for namespace, blocks in self._held_of(fresh).items():
+            enter(table, {tier: order for tier, order in namespace.in_account.items() if order is not None}, blocks)
 
-    def _held_of(self, domains: Sequence[Domain]) -> dict[Domain, list[Block]]:
+    def _held_of(self, namespaces: Sequence[NodeNamespace]) -> dict[NodeNamespace, list[Block]]:
         """The blocks of some namespaces, as they came."""
-        held: dict[Domain, list[Block]] = {domain: [] for domain in domains}
+        held: dict[NodeNamespace, list[Block]] = {namespace: [] for namespace in namespaces}
         for block in self._table.snapshot() if held else ():
-            if block.domain in held:
-                held[block.domain].append(block)
+            if block.namespace in held:
+                held[block.namespace].append(block)
         return held
 
     def _apply_rules(self) -> None:
         """Times to live and pins begin and end. A namespace that came here since gets its own."""
         table = self._table
-        begun: list[tuple[Domain, dict[Tier, SideOrder]]] = []
+        begun: list[tuple[NodeNamespace, dict[Tier, EvictionOrder]]] = []
         unpinned = []
-        for domain in self._domains.all():
-            ttl_s, pinned = self._rules.get(domain.namespace, (0.0, False))
-            if (ttl_s, pinned) == (domain.uses.ttl_s if domain.uses is not None else 0.0, domain.pinned):
+        for namespace in self._namespaces.all():
+            ttl_s, pinned = self._rules.get(namespace.namespace_id, (0.0, False))
+            if (ttl_s, pinned) == (namespace.uses.ttl_s if namespace.uses is not None else 0.0, namespace.pinned):
                 continue
             with table._lock:
-                if domain.uses is not None and ttl_s:
-                    domain.uses.ttl_s = ttl_s
-                elif domain.uses is not None:
+                if namespace.uses is not None and ttl_s:
+                    namespace.uses.ttl_s = ttl_s
+                elif namespace.uses is not None:
                     for tier in TIERS:
-                        domain.drop_order(tier, domain.uses)
-                    domain.uses = None
+                        namespace.drop_order(tier, namespace.uses)
+                    namespace.uses = None
                 elif ttl_s:
-                    domain.uses = UseOrder(table._clock, ttl_s)
-                    begun.append((domain, dict.fromkeys(TIERS, domain.uses)))
-                if pinned and not domain.pinned:
-                    domain.pin_orders = {tier: SideOrder(LruPolicy(), of_pins=True) for tier in TIERS}
-                    begun.append((domain, domain.pin_orders))
-                elif domain.pinned and not pinned:
-                    for tier, order in domain.pin_orders.items():
-                        domain.drop_order(tier, order)
-                    unpinned.append(domain)
-                domain.pinned = pinned
-                table.accounts.pinned = tuple(one for one in {*table.accounts.pinned, domain} if one.pinned)
-        for domain, orders in begun:
+                    namespace.uses = TtlOrder(table._clock, ttl_s)
+                    begun.append((namespace, dict.fromkeys(TIERS, namespace.uses)))
+                if pinned and not namespace.pinned:
+                    namespace.pin_orders = {tier: EvictionOrder(LruPolicy(), of_pins=True) for tier in TIERS}
+                    begun.append((namespace, namespace.pin_orders))
+                elif namespace.pinned and not pinned:
+                    for tier, order in namespace.pin_orders.items():
+                        namespace.drop_order(tier, order)
+                    unpinned.append(namespace)
+                namespace.pinned = pinned
+                table.accounts.pinned = tuple(one for one in {*table.accounts.pinned, namespace} if one.pinned)
+        for namespace, orders in begun:
             with table._lock:
                 for tier, order in orders.items():
                     order.entering = 1
-                    domain.add_order(tier, order)
-        held = self._held_of([*(domain for domain, _ in begun), *unpinned])
-        for domain, orders in begun:
-            enter(table, orders, held[domain])
-        for domain in unpinned:
-            keys = [block.key for block in held[domain]]
+                    namespace.add_order(tier, order)
+        held = self._held_of([*(namespace for namespace, _ in begun), *unpinned])
+        for namespace, orders in begun:
+            enter(table, orders, held[namespace])
+        for namespace in unpinned:
+            keys = [block.key for block in held[namespace]]
             for first in range(0, len(keys), MOST_GIVEN):
                 with table._lock:
-                    table._arena.restore(domain, keys[first : first + MOST_GIVEN])
-                    table._durable.restore(domain, keys[first : first + MOST_GIVEN])
-        self._ruled = {domain for domain in self._domains.all() if domain.pinned or domain.uses is not None}
+                    table._arena.restore(namespace, keys[first : first + MOST_GIVEN])
+                    table._durable.restore(namespace, keys[first : first + MOST_GIVEN])
+        self._ruled = {namespace for namespace in self._namespaces.all() if namespace.pinned or namespace.uses is not None}
 
     def _bring_down(self) -> None:
         table = self._table
@@ -295,10 +295,10 @@ class Retainer:
 
     def _drop_expired(self) -> None:
         table = self._table
-        for domain in self._ruled:
+        for namespace in self._ruled:
             for _ in range(BATCHES):
                 with table._lock:
-                    victims = expired(table, domain.uses) if domain.uses is not None and not domain.pinned else []
+                    victims = expired(table, namespace.uses) if namespace.uses is not None and not namespace.pinned else []
                 try:
                     self._leave([block for block in victims if block.nvme is not None])
                 finally:
@@ -314,9 +314,9 @@ class Retainer:
     def _leave(self, victims: Sequence[Block]) -> None:
         """Blocks marked as leaving leave their volumes; one volume whose catalog cannot be changed holds up no other."""
         failed: OSError | KVStoreError | None = None
-        for home in self._table.homes:
+        for node_volume in self._table.node_volumes:
             try:
-                leave_nvme(self._table, home, [block for block in victims if block.nvme_home is home])
+                leave_nvme(self._table, node_volume, [block for block in victims if block.nvme_volume is node_volume])
             except (OSError, KVStoreError) as error:
                 failed = error
         if failed is not None:
@@ -325,21 +325,21 @@ class Retainer:
     def _learn_specs(self) -> None:
         """Whose the namespaces are that were found at start, and that no engine has opened since."""
         now_s = self._table._clock.now_s()
-        unknown = {domain.namespace for domain in self._domains.all() if domain.spec is None}
+        unknown = {namespace.namespace_id for namespace in self._namespaces.all() if namespace.spec is None}
         if not unknown or now_s < self._asked_s + ASK_S:
             return
         self._asked_s = now_s
         for told in self._specs():
             spec = spec_from_proto(told)
             if spec.namespace in unknown:
-                self._domains.of_spec(spec)
+                self._namespaces.of_spec(spec)
 
-    def by_tenant(self, held: dict[Domain, int], tier: Tier) -> list[TenantUsage]:
+    def by_tenant(self, held: dict[NodeNamespace, int], tier: Tier) -> list[TenantUsage]:
         """Blocks of namespaces on a volume as bytes of tenants, by name; of very many those that hold most."""
         known: Counter[tuple[bool, str]] = Counter()
-        for domain, blocks in held.copy().items():
-            whose = (True, "") if domain.account is None else (False, domain.account.tenant)
-            known[whose] += blocks * domain.shape.block_bytes
+        for namespace, blocks in held.copy().items():
+            whose = (True, "") if namespace.account is None else (False, namespace.account.tenant)
+            known[whose] += blocks * namespace.shape.block_bytes
         field = "dram_bytes" if tier is Tier.DRAM else "nvme_bytes"
         most = sorted((whose for whose, size in known.most_common(MAX_TENANTS_TOLD) if size), key=lambda whose: whose)
         return [TenantUsage(tenant=tenant, unknown=nobodys, **{field: known[nobodys, tenant]}) for nobodys, tenant in most]

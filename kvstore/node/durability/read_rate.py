@@ -23,7 +23,7 @@ from typing import Final
 from kvstore.core.clock import Clock
 from kvstore.core.types import Outcome, VolumeId
 from kvstore.node.durability.scrub import batches_of, pin_held
-from kvstore.node.state.model import Block, Home
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
@@ -61,7 +61,7 @@ class ReadRate:
         self._table = table
         self._counters = counters
         self._clock = clock
-        self._due = direct and bool(table.homes)
+        self._due = direct and bool(table.node_volumes)
         self._rates: dict[VolumeId, float] = {}
 
     @property
@@ -69,25 +69,25 @@ class ReadRate:
         """Read rate of all volumes together; None: not measured."""
         return sum(self._rates.values()) or None
 
-    def of(self, home: Home) -> float | None:
+    def of(self, node_volume: NodeVolume) -> float | None:
         """Read rate of one volume while the others are read too; None: not measured."""
-        return self._rates.get(home.volume.volume_id)
+        return self._rates.get(node_volume.volume_id)
 
     def measure_if_due(self) -> bool:
         """Measure once, when every volume holds enough blocks. Returns whether this call measured."""
-        if not self._due or any(home.volume.usage().used_bytes < LEAST_BYTES for home in self._table.homes):
+        if not self._due or any(node_volume.volume.usage().used_bytes < LEAST_BYTES for node_volume in self._table.node_volumes):
             return False
         self._due = False
         picked = self._pick()
-        samples = {home.volume.volume_id: _Sample() for home in self._table.homes}
+        samples = {node_volume.volume_id: _Sample() for node_volume in self._table.node_volumes}
         threads = [
             threading.Thread(
                 target=self._read,
-                args=(home, picked[home.volume.volume_id], samples[home.volume.volume_id]),
+                args=(node_volume, picked[node_volume.volume_id], samples[node_volume.volume_id]),
                 name=f"kvstore-read-rate-{number}",
                 daemon=True,
             )
-            for number, home in enumerate(self._table.homes)
+            for number, node_volume in enumerate(self._table.node_volumes)
         ]
         for thread in threads:
             thread.start()
@@ -111,40 +111,40 @@ class ReadRate:
 
     def _pick(self) -> dict[VolumeId, list[Block]]:
         """Pick random blocks of each volume."""
-        picked: dict[VolumeId, list[Block]] = {home.volume.volume_id: [] for home in self._table.homes}
+        picked: dict[VolumeId, list[Block]] = {node_volume.volume_id: [] for node_volume in self._table.node_volumes}
         missing = dict.fromkeys(picked, MOST_BYTES)
         known = self._table.snapshot()
         for block in random.sample(known, min(len(known), _PICKS)):
-            home = block.nvme_home
-            if home is None or missing[home.volume.volume_id] <= 0:
+            node_volume = block.nvme_volume
+            if node_volume is None or missing[node_volume.volume_id] <= 0:
                 continue
-            picked[home.volume.volume_id].append(block)
-            missing[home.volume.volume_id] -= block.nbytes
+            picked[node_volume.volume_id].append(block)
+            missing[node_volume.volume_id] -= block.nbytes
             if max(missing.values()) <= 0:
                 break
         return picked
 
-    def _read(self, home: Home, blocks: Sequence[Block], sample: _Sample) -> None:
+    def _read(self, node_volume: NodeVolume, blocks: Sequence[Block], sample: _Sample) -> None:
         try:
             memory = memoryview(mmap.mmap(-1, max((sum(one.nbytes for one in batch) for batch in batches_of(blocks)), default=1)))
             until_s = self._clock.now_s() + MOST_S
             for batch in batches_of(blocks):
                 if self._clock.now_s() >= until_s:
                     return
-                self._read_batch(home, batch, memory, sample)
+                self._read_batch(node_volume, batch, memory, sample)
         except Exception:  # edge of the thread: the figure is missing, nothing else
             self._counters.add("node_read_rate_bugs_total")
-            log.exception("measuring volume %s failed", home.volume.volume_id)
+            log.exception("measuring volume %s failed", node_volume.volume_id)
 
-    def _read_batch(self, home: Home, batch: Sequence[Block], memory: memoryview, sample: _Sample) -> None:
-        pinned = pin_held(self._table, home, batch)
+    def _read_batch(self, node_volume: NodeVolume, batch: Sequence[Block], memory: memoryview, sample: _Sample) -> None:
+        pinned = pin_held(self._table, node_volume, batch)
         try:
             items, at = [], 0
             for block, slot in pinned:
                 items.append((slot, block.record(), memory[at : at + block.nbytes]))
                 at += block.nbytes
             began_s = self._clock.now_s()
-            outcomes = home.volume.read(items, verify=False)
+            outcomes = node_volume.volume.read(items, verify=False)
             sample.seconds += self._clock.now_s() - began_s
         finally:
             self._table.unpin([block for block, _ in pinned])

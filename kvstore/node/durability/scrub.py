@@ -25,7 +25,7 @@ from kvstore.core.errors import Conflict
 from kvstore.core.types import Outcome
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
 from kvstore.node.eviction.on_demand import quarantine
-from kvstore.node.state.model import Block, Home
+from kvstore.node.state.model import Block, NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.process.host_defaults import check_bandwidth
@@ -103,7 +103,11 @@ class VolumeChecks:
     """
 
     def __init__(
-        self, table: BlockTable, counters: Counters, clock: Clock, rate_of: Callable[[Home], float | None] = lambda _home: None
+        self,
+        table: BlockTable,
+        counters: Counters,
+        clock: Clock,
+        rate_of: Callable[[NodeVolume], float | None] = lambda _node_volume: None,
     ) -> None:
         self._table = table
         self._rate_of = rate_of
@@ -120,16 +124,16 @@ class VolumeChecks:
                 check.cancel.set()
         self._pool.shutdown(cancel_futures=True)
 
-    def last(self, home: Home) -> Check | None:
+    def last(self, node_volume: NodeVolume) -> Check | None:
         """The check of a volume that is under way, or the last one since the node was started; None: there was none."""
         with self._lock:
-            return self._last.get(home.volume.volume_id)
+            return self._last.get(node_volume.volume_id)
 
-    def begin(self, home: Home, operation_id: bytes, bytes_per_s: int) -> Check:
+    def begin(self, node_volume: NodeVolume, operation_id: bytes, bytes_per_s: int) -> Check:
         """Begins a check of a volume in the background.
 
         Args:
-            home: the volume.
+            node_volume: the volume.
             operation_id: with that of the last one, nothing is begun.
             bytes_per_s: the most to read, over time; 0: a part of what the volume reads at most.
 
@@ -137,32 +141,32 @@ class VolumeChecks:
             Conflict: one is under way.
         """
         with self._lock:
-            before = self._last.get(home.volume.volume_id)
+            before = self._last.get(node_volume.volume_id)
             if before is not None and before.operation_id == operation_id:
                 return before
             if before is not None and before.state not in ENDED:
-                raise Conflict("the volume is being checked already", volume_id=home.volume.volume_id, state=before.state.value)
-            rate = bytes_per_s or check_bandwidth(self._rate_of(home))
-            check = self._last[home.volume.volume_id] = Check(operation_id, rate, self._clock.now_s())
-            self._pool.submit(self._run, home, check)
+                raise Conflict("the volume is being checked already", volume_id=node_volume.volume_id, state=before.state.value)
+            rate = bytes_per_s or check_bandwidth(self._rate_of(node_volume))
+            check = self._last[node_volume.volume_id] = Check(operation_id, rate, self._clock.now_s())
+            self._pool.submit(self._run, node_volume, check)
         self._counters.add("volume_checks_begun_total")
         return check
 
-    def cancel(self, home: Home) -> Check | None:
+    def cancel(self, node_volume: NodeVolume) -> Check | None:
         """Ends the check of a volume after the read that is under way; what it found bad stays out. None: there was none."""
-        check = self.last(home)
+        check = self.last(node_volume)
         if check is not None:
             check.cancel.set()
         return check
 
     # ---- in the pool ----
-    def _run(self, home: Home, check: Check) -> None:
-        name = home.volume.volume_id
+    def _run(self, node_volume: NodeVolume, check: Check) -> None:
+        name = node_volume.volume_id
         try:
-            blocks = self._held(home)
+            blocks = self._held(node_volume)
             check.blocks, check.state = len(blocks), CheckState.RUNNING
             log.info("checking volume %s: %d blocks, at most %d bytes/s", name, len(blocks), check.bytes_per_s)
-            self._check(home, blocks, check)
+            self._check(node_volume, blocks, check)
             end = CheckState.CANCELLED if check.cancel.is_set() and check.checked_blocks < check.blocks else CheckState.DONE
         except VolumeStalled as error:
             end, check.why = CheckState.FAILED, str(error)
@@ -180,66 +184,70 @@ class VolumeChecks:
             check.gone,
         )  # fmt: skip
 
-    def _held(self, home: Home) -> list[Block]:
+    def _held(self, node_volume: NodeVolume) -> list[Block]:
         """What the volume holds, in the order in which it lies there."""
         # the lock is held for a copy alone; what leaves or moves meanwhile is told apart when it is pinned
         found = [
             (slot.offset, block)
             for block in self._table.snapshot()
-            if block.nvme_home is home and (slot := block.nvme) is not None
+            if block.nvme_volume is node_volume and (slot := block.nvme) is not None
         ]
         return [block for _, block in sorted(found, key=lambda pair: pair[0])]
 
-    def _check(self, home: Home, blocks: Sequence[Block], check: Check) -> None:
+    def _check(self, node_volume: NodeVolume, blocks: Sequence[Block], check: Check) -> None:
         largest = max((block.nbytes for block in blocks), default=0)
         memory = memoryview(mmap.mmap(-1, max(READ_BYTES, largest)))
         due_s = self._clock.now_s()
         for batch in batches_of(blocks):
             if check.cancel.wait(max(0.0, due_s - self._clock.now_s())):
                 return
-            nbytes = self._read(home, batch, check, memory)
+            nbytes = self._read(node_volume, batch, check, memory)
             # what a slow disk or a busy host has cost is not made up for by reading faster
             due_s = max(due_s, self._clock.now_s() - nbytes / check.bytes_per_s) + nbytes / check.bytes_per_s
 
-    def _read(self, home: Home, batch: Sequence[Block], check: Check, memory: memoryview) -> int:
+    def _read(self, node_volume: NodeVolume, batch: Sequence[Block], check: Check, memory: memoryview) -> int:
         """Reads some blocks and judges them. Returns how many bytes."""
-        pinned = pin_held(self._table, home, batch)
+        pinned = pin_held(self._table, node_volume, batch)
         check.gone += len(batch) - len(pinned)
         try:
             items, at = [], 0
             for block, slot in pinned:
                 items.append((slot, block.record(), memory[at : at + block.nbytes]))
                 at += block.nbytes
-            outcomes = home.guard.read(lambda: home.volume.read(items), ignore)  # its memory is not used again once that raises
+            outcomes = node_volume.guard.read(
+                lambda: node_volume.volume.read(items), ignore
+            )  # its memory is not used again once that raises
             for (block, slot), outcome in zip(pinned, outcomes, strict=True):
-                self._judge(home, block, slot, outcome, check)
+                self._judge(node_volume, block, slot, outcome, check)
         finally:
             self._table.unpin([block for block, _ in pinned])
         check.checked_bytes += at
         self._counters.add("volume_check_bytes_total", at)
         return at
 
-    def _judge(self, home: Home, block: Block, slot: Slot, outcome: Outcome, check: Check) -> None:
+    def _judge(self, node_volume: NodeVolume, block: Block, slot: Slot, outcome: Outcome, check: Check) -> None:
         if outcome is Outcome.HIT:
             check.good += 1
             return
         if check.bad + check.unreadable < LOGGED_BLOCKS:
-            log.warning("check of %s: block %s: %s", home.volume.volume_id, block.key.hex(), outcome.name)
+            log.warning("check of %s: block %s: %s", node_volume.volume_id, block.key.hex(), outcome.name)
         self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")
         if outcome is not Outcome.CORRUPT:
             check.unreadable += 1  # the disk may do better another time: a load tries again, too
             return
         check.bad += 1
-        quarantine(self._table, home, block, slot, self._counters)
+        quarantine(self._table, node_volume, block, slot, self._counters)
         # only now: before the catalog forgot the bad copy, it would forget the new one with it
-        check.rewritten_blocks += self._table.write_again(block.domain, [block.key])
+        check.rewritten_blocks += self._table.write_again(block.namespace, [block.key])
 
 
-def pin_held(table: BlockTable, home: Home, batch: Sequence[Block]) -> list[tuple[Block, Slot]]:
+def pin_held(table: BlockTable, node_volume: NodeVolume, batch: Sequence[Block]) -> list[tuple[Block, Slot]]:
     """Pins those blocks of a batch that are still on a volume. Their slots stay theirs until they are unpinned."""
     with table._lock:
         pinned = [
-            (block, block.nvme) for block in batch if block.nvme is not None and block.nvme_home is home and not block.leaving
+            (block, block.nvme)
+            for block in batch
+            if block.nvme is not None and block.nvme_volume is node_volume and not block.leaving
         ]
         for block, _ in pinned:
             block.pins += 1

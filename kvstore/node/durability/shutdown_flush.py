@@ -35,8 +35,8 @@ from kvstore.node.control.migration_plan import room_of
 from kvstore.node.durability.shutdown_selection import what_stays
 from kvstore.node.durability.writeback import BATCH_BLOCKS, BATCH_BYTES
 from kvstore.node.state.change_log import in_chains
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ HAND_OVER_S = 1e-5
 """Between two holds: whoever waits for the lock gets it then."""
 
 
-def by_domain(blocks: Iterable[Block]) -> list[tuple[Domain, list[BlockKey]]]:
+def by_namespace(blocks: Iterable[Block]) -> list[tuple[NodeNamespace, list[BlockKey]]]:
     """Keys of blocks, namespace by namespace, each in the order given."""
-    found: dict[Domain, list[BlockKey]] = {}  # one object a namespace
+    found: dict[NodeNamespace, list[BlockKey]] = {}  # one object a namespace
     for block in blocks:
-        found.setdefault(block.domain, []).append(block.key)
+        found.setdefault(block.namespace, []).append(block.key)
     return list(found.items())
 
 
@@ -81,16 +81,18 @@ def make_durable(
     if not meant:
         return True, 0
     log.warning("%d blocks lie in DRAM only, given up before or gone from their volume: what finds room is sent again", meant)
-    homes = [home for home in table.homes if home.volume.read_only is None] or table.homes
+    node_volumes = [
+        node_volume for node_volume in table.node_volumes if node_volume.volume.read_only is None
+    ] or table.node_volumes
     now_s = clock.now_s()
     until_s = now_s + (deadline_s - now_s) / PLAN_PART
-    stays = _what_stays(table, homes, clock, until_s)
+    stays = _what_stays(table, node_volumes, clock, until_s)
     order = list(stays.values())
-    if not homes:  # chain after chain, unless there is no time for it
+    if not node_volumes:  # chain after chain, unless there is no time for it
         order = in_chains(order[::-1]) if clock.now_s() < until_s else sorted(order, key=lambda block: block.depth)
     table.spare(stays)
     try:
-        return _send(table, homes, stays, order, clock, deadline_s, sleep)
+        return _send(table, node_volumes, stays, order, clock, deadline_s, sleep)
     finally:
         table.spare(())
 
@@ -103,8 +105,10 @@ def write_back(table: BlockTable) -> int:
     Returns:
         How many such blocks there were.
     """
-    homes = table.homes
-    dirty = [block for block in table.snapshot() if _can_be_saved(block) and not block.pending and _fits(block.domain, homes)]
+    node_volumes = table.node_volumes
+    dirty = [
+        block for block in table.snapshot() if _can_be_saved(block) and not block.pending and _fits(block.namespace, node_volumes)
+    ]
     left = deque(in_chains(sorted(dirty, key=lambda block: block.depth)))
     most_bytes = table.dram.usage().capacity_bytes // WRITE_BACK_PART
     _write_again(table, _next(left, lambda _: True, maxsize, most_bytes))
@@ -113,7 +117,7 @@ def write_back(table: BlockTable) -> int:
 
 def _send(
     table: BlockTable,
-    homes: Sequence[Home],
+    node_volumes: Sequence[NodeVolume],
     stays: dict[BlockKey, Block],
     order: Sequence[Block],
     clock: Clock,
@@ -124,7 +128,7 @@ def _send(
     won, stuck = 0, False
     left = deque(order)
     back: deque[Block] = deque()  # only what fails now may take them
-    most = (BATCH_BLOCKS, BATCH_BYTES) if homes else (maxsize, maxsize)
+    most = (BATCH_BLOCKS, BATCH_BYTES) if node_volumes else (maxsize, maxsize)
     while clock.now_s() < deadline_s:
         most_now = (1, maxsize) if stuck else most
         tried = _next(left, lambda block: block.key in stays and _can_be_saved(block), *most_now)
@@ -142,17 +146,19 @@ def _send(
         won += taken
         refused = [block for block in tried if _can_be_saved(block)]
         now_s = clock.now_s()
-        working = [home for home in homes if home.takes_changes(now_s)]
-        fails = not working or any(home.volume.read_only is None for home in homes if not home.takes_changes(now_s))
+        working = [node_volume for node_volume in node_volumes if node_volume.takes_changes(now_s)]
+        fails = not working or any(
+            node_volume.volume.read_only is None for node_volume in node_volumes if not node_volume.takes_changes(now_s)
+        )
         stuck = fails and not taken and (from_back or not working)
         if from_back:
             back.extendleft(reversed(refused) if taken or fails else ())
         elif taken or not working:
             left.extendleft(reversed(refused))
         else:
-            fit = [block for block in refused if _fits(block.domain, working)]
+            fit = [block for block in refused if _fits(block.namespace, working)]
             left.extendleft(reversed(fit))
-            gone = [block for block in refused if not _fits(block.domain, working)]
+            gone = [block for block in refused if not _fits(block.namespace, working)]
             gone += _give_way(stays, sum(room_of(block.nbytes) for block in fit), working)
             back.extend(gone if fails else ())
     return False, won
@@ -173,25 +179,25 @@ def _next(queue: deque[Block], wanted: Callable[[Block], bool], most_blocks: int
 def _write_again(table: BlockTable, blocks: Sequence[Block]) -> None:
     """Sends blocks to write-behind, in their order but for what is of several namespaces within a batch."""
     for first in range(0, len(blocks), BATCH_BLOCKS):
-        for domain, keys in by_domain(blocks[first : first + BATCH_BLOCKS]):
-            table.write_again(domain, keys)
+        for namespace, keys in by_namespace(blocks[first : first + BATCH_BLOCKS]):
+            table.write_again(namespace, keys)
 
 
-def _what_stays(table: BlockTable, homes: Sequence[Home], clock: Clock, until_s: float) -> dict[BlockKey, Block]:
+def _what_stays(table: BlockTable, node_volumes: Sequence[NodeVolume], clock: Clock, until_s: float) -> dict[BlockKey, Block]:
     """As ``what_stays``; without volumes, all that lies in DRAM. What time does not suffice for comes at the end, uncounted."""
     blocks = {block.key: block for block in table.snapshot()}
-    fits: dict[Domain, bool] = {}
+    fits: dict[NodeNamespace, bool] = {}
     for block in blocks.values():
-        if block.domain not in fits:
-            fits[block.domain] = not homes or _fits(block.domain, homes)
-    here = [block for block in blocks.values() if block.dram is not None and (block.nvme is not None or fits[block.domain])]
+        if block.namespace not in fits:
+            fits[block.namespace] = not node_volumes or _fits(block.namespace, node_volumes)
+    here = [block for block in blocks.values() if block.dram is not None and (block.nvme is not None or fits[block.namespace])]
     order = iter(_hottest_first(table, here, clock, until_s))
     stays = what_stays(
         _until(order, clock, until_s),
         lambda block: _above(block, blocks),
-        sum(home.volume.usage().capacity_bytes for home in homes) if homes else maxsize,
-        lambda block: _room_for(block, homes),
-        may_lie_elsewhere=not homes,
+        sum(node_volume.volume.usage().capacity_bytes for node_volume in node_volumes) if node_volumes else maxsize,
+        lambda block: _room_for(block, node_volumes),
+        may_lie_elsewhere=not node_volumes,
     )
     for block in order:
         stays.setdefault(block.key, block)
@@ -210,7 +216,7 @@ def _hottest_first(table: BlockTable, blocks: Sequence[Block], clock: Clock, unt
             break
         warmth[first : first + LOOK] = table.warmth([block.key for block in blocks[first : first + LOOK]])
         time.sleep(HAND_OVER_S)
-    pinned = np.fromiter((block.domain.pinned for block in blocks), np.bool_, len(blocks))
+    pinned = np.fromiter((block.namespace.pinned for block in blocks), np.bool_, len(blocks))
     depth = np.fromiter((block.depth for block in blocks), np.int64, len(blocks))
     warmth[pinned] = 0
     return [blocks[at] for at in np.lexsort((depth, -warmth, ~pinned)).tolist()]
@@ -230,26 +236,26 @@ def _until(order: Iterator[Block], clock: Clock, until_s: float) -> Iterator[Blo
 def _above(block: Block, blocks: Mapping[BlockKey, Block]) -> Block | None:
     """The parent of a block, if it is here; what lies in another namespace is none, for no lookup finds both."""
     found = None if block.parent is None else blocks.get(block.parent)
-    return found if found is not None and found.domain is block.domain else None
+    return found if found is not None and found.namespace is block.namespace else None
 
 
-def _fits(domain: Domain, homes: Iterable[Home]) -> bool:
+def _fits(namespace: NodeNamespace, node_volumes: Iterable[NodeVolume]) -> bool:
     """Whether some volume can hold blocks of a namespace at all."""
-    return any(home.volume.fits(domain.shape) for home in homes)
+    return any(node_volume.volume.fits(namespace.shape) for node_volume in node_volumes)
 
 
-def _room_for(block: Block, homes: Sequence[Home]) -> int:
+def _room_for(block: Block, node_volumes: Sequence[NodeVolume]) -> int:
     """Bytes that a block takes of some volumes, or would; none where it lies elsewhere, or nobody here owes it to be durable."""
-    takes = block.ours if block.nvme_home is None else any(block.nvme_home is home for home in homes)
+    takes = block.ours if block.nvme_volume is None else any(block.nvme_volume is node_volume for node_volume in node_volumes)
     return room_of(block.nbytes) if takes else 0
 
 
-def _give_way(stays: dict[BlockKey, Block], needed: int, homes: Sequence[Home]) -> list[Block]:
+def _give_way(stays: dict[BlockKey, Block], needed: int, node_volumes: Sequence[NodeVolume]) -> list[Block]:
     """The coldest of what stays no longer do, until it is smaller by the bytes needed. Returns them, the warmest first."""
     gone: list[Block] = []
     while stays and needed > 0:
         gone.append(stays.popitem()[1])
-        needed -= _room_for(gone[-1], homes)
+        needed -= _room_for(gone[-1], node_volumes)
     return gone[::-1]
 
 

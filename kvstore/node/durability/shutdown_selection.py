@@ -13,7 +13,7 @@ from math import inf
 from kvstore.core.types import BlockKey
 from kvstore.node.eviction.quotas import PIN_PART, Account, durable_share
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 
 Above = Callable[[Block], Block | None]
 
@@ -23,7 +23,7 @@ def what_stays(
     above: Above,
     room_bytes: int,
     room_for: Callable[[Block], int],
-    share_of: Callable[[Domain], int | None] = durable_share,
+    share_of: Callable[[NodeNamespace], int | None] = durable_share,
     *,
     may_lie_elsewhere: bool = False,
 ) -> dict[BlockKey, Block]:
@@ -58,7 +58,7 @@ class _Plan:
         above: Above,
         room_bytes: int,
         room_for: Callable[[Block], int],
-        share_of: Callable[[Domain], int | None],
+        share_of: Callable[[NodeNamespace], int | None],
         may_lie_elsewhere: bool,
     ) -> None:
         self._above = above
@@ -117,8 +117,8 @@ class _Plan:
     def _take(self, new: Sequence[Block], *, late: bool) -> None:
         """All of a block and those above it stay, or it is out, or put off."""
         block = new[-1]
-        share = self._share_of(block.domain)
-        allowed = inf if share is None else self._shares.setdefault(block.domain.account, share)
+        share = self._share_of(block.namespace)
+        allowed = inf if share is None else self._shares.setdefault(block.namespace.account, share)
         needed = payload = 0
         for at, one in enumerate(new):
             takes = self._room_for(one)
@@ -129,12 +129,12 @@ class _Plan:
                 if one is block and block.parent is not None:
                     self._narrow[block.parent] = takes
                 return
-        if block.domain.pinned and not late:
+        if block.namespace.pinned and not late:
             if needed > self._left_for_pins:
                 self._put_off(block, (one.key for one in new), self.beyond)
                 return
             self._left_for_pins -= needed
         self._left -= needed
         if share is not None:
-            self._shares[block.domain.account] -= payload
+            self._shares[block.namespace.account] -= payload
         self.stays.update((one.key, one) for one in new)

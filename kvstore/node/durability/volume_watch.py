@@ -14,7 +14,7 @@ from typing import Final
 
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
 from kvstore.node.durability.shutdown_flush import write_back
-from kvstore.node.state.model import Home
+from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 
@@ -37,9 +37,9 @@ class VolumeWatch:
         self._table = table
         self._measure = measure
         self._counters = counters
-        self._stalls = [0] * len(table.homes)
+        self._stalls = [0] * len(table.node_volumes)
         """Stalls of each volume that were seen."""
-        self._dirty = [0] * len(table.homes)
+        self._dirty = [0] * len(table.node_volumes)
         """For each volume that was stalled: blocks in DRAM only at the last look. 0: nothing to write back."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-volumes", daemon=True)
@@ -56,34 +56,34 @@ class VolumeWatch:
 
     def look(self) -> None:
         """Look after each volume once."""
-        homes: Sequence[Home] = self._table.homes
-        for number, home in enumerate(homes):
+        node_volumes: Sequence[NodeVolume] = self._table.node_volumes
+        for number, node_volume in enumerate(node_volumes):
             try:
-                self._keep_open(home)
-                self._write_back(number, home)
+                self._keep_open(node_volume)
+                self._write_back(number, node_volume)
             except Exception:  # process edge: the other volumes are to be looked after
                 self._counters.add("nvme_watch_bugs_total")
-                log.exception("looking after volume %s failed, trying again", home.volume.volume_id)
+                log.exception("looking after volume %s failed, trying again", node_volume.volume_id)
 
     def _run(self) -> None:
         while not self._stopping.wait(INTERVAL_S):
             self.look()
             self._measure()
 
-    def _keep_open(self, home: Home) -> None:
-        volume = home.volume
+    def _keep_open(self, node_volume: NodeVolume) -> None:
+        volume = node_volume.volume
         with suppress(VolumeStalled):
-            if volume.read_only is not None or not home.look_in_place():
-                home.guard.change(volume.resume, ignore)
+            if volume.read_only is not None or not node_volume.look_in_place():
+                node_volume.guard.change(volume.resume, ignore)
 
-    def _write_back(self, number: int, home: Home) -> None:
+    def _write_back(self, number: int, node_volume: NodeVolume) -> None:
         """Send blocks again that write-behind gave up during a stall, a part at each look."""
-        if home.guard.stalls != self._stalls[number]:
-            self._stalls[number], self._dirty[number] = home.guard.stalls, sys.maxsize
-        if not self._dirty[number] or not home.guard.takes_changes:
+        if node_volume.guard.stalls != self._stalls[number]:
+            self._stalls[number], self._dirty[number] = node_volume.guard.stalls, sys.maxsize
+        if not self._dirty[number] or not node_volume.guard.takes_changes:
             return
         dirty = write_back(self._table)
         if dirty:
-            log.info("blocks sent to write-behind again: %s answers again (dirty=%d)", home.volume.volume_id, dirty)
+            log.info("blocks sent to write-behind again: %s answers again (dirty=%d)", node_volume.volume_id, dirty)
         # if they become no fewer, the volume is full or fails: the rest is tried again when the node stops
         self._dirty[number] = dirty if dirty < self._dirty[number] else 0

@@ -32,8 +32,8 @@ from kvstore.node.eviction.on_demand import leave_nvme
 from kvstore.node.eviction.quotas import Leave, claim_durable, unclaim_durable
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.state.change_log import runs_of
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import Failing
@@ -80,8 +80,8 @@ class LocalTarget:
         self._clock = clock
 
     def persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
-        domain = blocks[0].domain
-        leave = self._claim(domain, len(blocks))
+        namespace = blocks[0].namespace
+        leave = self._claim(namespace, len(blocks))
         try:
             self._persist(blocks[: leave.blocks], turn)
         finally:
@@ -92,10 +92,10 @@ class LocalTarget:
             for block in denied:
                 self._table.not_persisted(block, denied=True)
 
-    def _claim(self, domain: Domain, wanted: int) -> Leave:
+    def _claim(self, namespace: NodeNamespace, wanted: int) -> Leave:
         """How many leading blocks their tenant's share lets come to the volumes; its coldest have left for them."""
         for _ in range(CLAIM_TRIES):
-            leave = claim_durable(self._table, domain, wanted)
+            leave = claim_durable(self._table, namespace, wanted)
             if not leave.victims:
                 return leave
             self._leave(None, leave.victims)
@@ -104,15 +104,15 @@ class LocalTarget:
     def _persist(self, blocks: Sequence[Block], turn: Callable[[], None]) -> None:
         if not blocks:
             return
-        shape = blocks[0].domain.shape
-        homes = [home for home in self._table.homes if home.volume.fits(shape)]
-        if not homes:
+        shape = blocks[0].namespace.shape
+        node_volumes = [node_volume for node_volume in self._table.node_volumes if node_volume.volume.fits(shape)]
+        if not node_volumes:
             self._counters.add("write_behind_unfit_blocks_total", len(blocks))
             _limited.warning("blocks of %d bytes fit no volume of this node: they stay in DRAM only", shape.block_bytes)
-        for home in sorted(homes, key=self._room, reverse=True):
-            if home.resting_until_s > self._clock.now_s() or not home.guard.takes_changes:
+        for node_volume in sorted(node_volumes, key=self._room, reverse=True):
+            if node_volume.resting_until_s > self._clock.now_s() or not node_volume.guard.takes_changes:
                 continue
-            left = self._write(home, blocks, turn)
+            left = self._write(node_volume, blocks, turn)
             if not left:
                 return
             blocks = left
@@ -122,13 +122,13 @@ class LocalTarget:
             self._table.not_persisted(block)
 
     @staticmethod
-    def _room(home: Home) -> int:
-        usage = home.volume.usage()
+    def _room(node_volume: NodeVolume) -> int:
+        usage = node_volume.volume.usage()
         return usage.capacity_bytes - usage.used_bytes
 
-    def _write(self, home: Home, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Block]:
+    def _write(self, node_volume: NodeVolume, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Block]:
         """Writes to one volume; returns the blocks it did not take."""
-        slots = self._slots(home, blocks, turn)
+        slots = self._slots(node_volume, blocks, turn)
         taken, left = blocks[: len(slots)], list(blocks[len(slots) :])
         if not taken:
             return left
@@ -136,123 +136,123 @@ class LocalTarget:
         items = []
         for block, slot in zip(taken, slots, strict=True):
             assert block.dram is not None  # pending blocks do not leave DRAM
-            items.append((slot, block.record(), view(block.dram, block.domain.shape.block_bytes)))
+            items.append((slot, block.record(), view(block.dram, block.namespace.shape.block_bytes)))
         try:
-            errors = home.guard.change(lambda: home.volume.write(items), lambda _: home.volume.free(slots))
+            errors = node_volume.guard.change(lambda: node_volume.volume.write(items), lambda _: node_volume.volume.free(slots))
         except VolumeStalled as error:
-            self._stalled(home, error)
+            self._stalled(node_volume, error)
             return list(blocks)
         written = [(block, slot) for block, slot, error in zip(taken, slots, errors, strict=True) if error is None]
         failed = [(block, slot, error) for block, slot, error in zip(taken, slots, errors, strict=True) if error is not None]
         turn()
-        outdated = home.outdated.take()
+        outdated = node_volume.outdated.take()
         stored = {block.key for block, _ in written}
 
         def late(error: BaseException | None) -> None:
             """The commit ended after its blocks were given up: the next commit removes its entries from the catalog."""
             if error is None:
-                home.volume.free(list(outdated.values()))
-                _put_back(home, {block.key: slot for block, slot in written})
+                node_volume.volume.free(list(outdated.values()))
+                _put_back(node_volume, {block.key: slot for block, slot in written})
             else:
-                _put_back(home, outdated)
-                home.volume.free([slot for _, slot in written])
+                _put_back(node_volume, outdated)
+                node_volume.volume.free([slot for _, slot in written])
 
         entries = [(slot, block.record()) for block, slot in written]
         removed = [key for key in outdated if key not in stored]
         try:
-            home.guard.change(lambda: home.volume.commit(entries, removed), late)
+            node_volume.guard.change(lambda: node_volume.volume.commit(entries, removed), late)
         except VolumeStalled as error:
-            self._stalled(home, error)
-            home.volume.free([slot for _, slot, _ in failed])
+            self._stalled(node_volume, error)
+            node_volume.volume.free([slot for _, slot, _ in failed])
             return list(blocks)
         except (OSError, KVStoreError) as error:
-            _put_back(home, outdated)
+            _put_back(node_volume, outdated)
             failed += [(block, slot, error) for block, slot in written]
             written = []
         else:
-            home.volume.free(list(outdated.values()))
+            node_volume.volume.free(list(outdated.values()))
             if written:
-                home.failing.worked(self._clock.now_s())
+                node_volume.failing.worked(self._clock.now_s())
         for block, slot in written:
-            self._table.persisted(block, home, slot)
+            self._table.persisted(block, node_volume, slot)
         self._counters.add("write_behind_blocks_total", len(written))
         if failed:
-            self._rest(home, failed[0][2])
-            home.volume.free([slot for _, slot, _ in failed])
+            self._rest(node_volume, failed[0][2])
+            node_volume.volume.free([slot for _, slot, _ in failed])
             left += [block for block, _, _ in failed]
         return left
 
-    def _slots(self, home: Home, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Slot]:
+    def _slots(self, node_volume: NodeVolume, blocks: Sequence[Block], turn: Callable[[], None]) -> list[Slot]:
         """Slots for as many leading blocks as room can be made for."""
-        shape, count = blocks[0].domain.shape, len(blocks)
+        shape, count = blocks[0].namespace.shape, len(blocks)
         while count:
-            slots, victims = self._table.allocate_nvme(home, shape, count, ahead=EVICT_AHEAD)
+            slots, victims = self._table.allocate_nvme(node_volume, shape, count, ahead=EVICT_AHEAD)
             if slots is not None:
                 return slots
             if not victims:
-                if home.outdated.slots():
+                if node_volume.outdated.slots():
                     turn()  # what of them was stored anew since is committed: no commit of it may come between
-                    if self._forget_outdated(home):
+                    if self._forget_outdated(node_volume):
                         continue
                 count //= 2
                 continue
-            if not self._leave(home, victims):
+            if not self._leave(node_volume, victims):
                 return []
         return []
 
-    def _leave(self, home: Home | None, victims: Sequence[Block]) -> bool:
-        """Victims leave their volumes, for the sake of room on ``home``, if that is why. False: that one's do not."""
+    def _leave(self, node_volume: NodeVolume | None, victims: Sequence[Block]) -> bool:
+        """Victims leave their volumes, for the sake of room on ``node_volume``, if that is why. False: that one's do not."""
         left = True
-        for each in self._table.homes:
-            theirs = [block for block in victims if block.nvme_home is each]
+        for each in self._table.node_volumes:
+            theirs = [block for block in victims if block.nvme_volume is each]
             try:
                 leave_nvme(self._table, each, theirs)
             except VolumeStalled as error:
                 self._stalled(each, error)
-                left = left and each is not home
+                left = left and each is not node_volume
             except (OSError, KVStoreError) as error:
                 self._rest(each, error)
-                left = left and each is not home
+                left = left and each is not node_volume
         return left
 
-    def _forget_outdated(self, home: Home) -> bool:
+    def _forget_outdated(self, node_volume: NodeVolume) -> bool:
         """Frees the slots of displaced blocks. Whether there were some."""
-        outdated = home.outdated.take()
+        outdated = node_volume.outdated.take()
 
         def settle(error: BaseException | None) -> None:
             if error is None:
-                home.volume.free(list(outdated.values()))
+                node_volume.volume.free(list(outdated.values()))
             else:
-                _put_back(home, outdated)
+                _put_back(node_volume, outdated)
 
         try:
-            home.guard.change(lambda: home.volume.commit([], list(outdated)), settle)
+            node_volume.guard.change(lambda: node_volume.volume.commit([], list(outdated)), settle)
         except VolumeStalled as error:
-            self._stalled(home, error)
+            self._stalled(node_volume, error)
             return False
         except (OSError, KVStoreError) as error:
             settle(error)
-            self._rest(home, error)
+            self._rest(node_volume, error)
             return False
         settle(None)
         return bool(outdated)
 
-    def _stalled(self, home: Home, error: VolumeStalled) -> None:
+    def _stalled(self, node_volume: NodeVolume, error: VolumeStalled) -> None:
         """Count a stall. The volume's guard refuses writes until it answers, so no rest is needed."""
         self._counters.add("write_behind_errors_total")
-        _limited.warning("%s does not take blocks: %s", home.volume.volume_id, error)
+        _limited.warning("%s does not take blocks: %s", node_volume.volume_id, error)
 
-    def _rest(self, home: Home, error: Exception) -> None:
+    def _rest(self, node_volume: NodeVolume, error: Exception) -> None:
         self._counters.add("write_behind_errors_total")
-        log.warning("%s does not take blocks (%s); it is left alone for %.0f s", home.volume.volume_id, error, REST_S)
+        log.warning("%s does not take blocks (%s); it is left alone for %.0f s", node_volume.volume_id, error, REST_S)
         now_s = self._clock.now_s()
-        home.failing.failed(now_s, error)
-        home.resting_until_s = now_s + REST_S
+        node_volume.failing.failed(now_s, error)
+        node_volume.resting_until_s = now_s + REST_S
 
 
-def _put_back(home: Home, outdated: Mapping[BlockKey, Slot]) -> None:
+def _put_back(node_volume: NodeVolume, outdated: Mapping[BlockKey, Slot]) -> None:
     for key, slot in outdated.items():
-        home.outdated.add(key, slot)
+        node_volume.outdated.add(key, slot)
 
 
 class RemoteTarget:
@@ -274,7 +274,7 @@ class RemoteTarget:
         durable: set[int] = set()
         if self._resting_until <= self._clock.now_s():
             try:
-                durable = self._send(blocks[0].domain, blocks)
+                durable = self._send(blocks[0].namespace, blocks)
             except KVStoreError as error:
                 self._counters.add("write_behind_errors_total")
                 log.warning("the storage node does not take blocks (%s); it is left alone for %.0f s", error, REST_S)
@@ -290,9 +290,9 @@ class RemoteTarget:
             else:
                 self._table.not_persisted(block)
 
-    def _send(self, domain: Domain, blocks: Sequence[Block]) -> set[int]:
-        peer = self._peers.peer(self._find(), domain)
-        shape = domain.shape
+    def _send(self, namespace: NodeNamespace, blocks: Sequence[Block]) -> set[int]:
+        peer = self._peers.peer(self._find(), namespace)
+        shape = namespace.shape
         by_key = {block.key: block for block in blocks}
         durable: set[int] = set()
         for run in runs_of(blocks):
@@ -424,14 +424,14 @@ class WriteBehind:
             if since_pause >= PAUSE_EVERY_BYTES:
                 time.sleep(PAUSE_S)
                 since_pause = 0
-            since_pause += block.domain.shape.block_bytes
+            since_pause += block.namespace.shape.block_bytes
             if self._sound(block):
                 sound.append(block)
         return sound
 
     def _sound(self, block: Block) -> bool:
         """Whether the bytes in DRAM are those that the producer summed; if not, the block leaves at once."""
-        shape = block.domain.shape
+        shape = block.namespace.shape
         assert block.dram is not None
         if verify(self._table.dram.view(block.dram, shape.block_bytes), shape, block.checksums):
             return True

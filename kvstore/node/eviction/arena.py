@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstore.core.types import BlockKey, BlockShape
-from kvstore.node.eviction.space import Room
+from kvstore.node.eviction.space import SpaceReclaimer
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.tiers.contract import EvictionPolicy, MappedVolume, Slot
 
 CASCADE_AT_ONCE = 256
 """Blocks that one search for room sends to write-behind at most."""
 
 
-class ArenaRoom:
+class ArenaEvictor:
     """The order in which blocks leave the arena.
 
     Args:
@@ -30,32 +30,32 @@ class ArenaRoom:
         self._blocks = blocks
         self._policy = policy
         self._idle = idle
-        self.room = Room(dram, blocks, policy)
+        self.room = SpaceReclaimer(dram, blocks, policy)
 
     def insert(self, block: Block, slot: Slot) -> None:
         """A block has come."""
         self.room.insert(block, slot)
         self._policy.insert(block.key, block.parent)
-        for order in block.domain.dram_orders:
+        for order in block.namespace.dram_orders:
             order.insert(block)
 
     def remove(self, block: Block, slot: Slot) -> None:
         """A block has left."""
         self.room.remove(block, slot)
         self._policy.remove(block.key)
-        for order in block.domain.dram_orders:
+        for order in block.namespace.dram_orders:
             order.remove(block)
 
-    def touch(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
+    def touch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace were used in DRAM."""
         self._policy.touch(keys)
-        for order in domain.dram_orders:
+        for order in namespace.dram_orders:
             order.touch(keys)
 
-    def restore(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
+    def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace that is not pinned any more may leave again."""
         self._policy.restore(keys)
-        for order in domain.dram_orders:
+        for order in namespace.dram_orders:
             order.policy.restore(keys)
 
     def coldest(self) -> Iterator[tuple[BlockKey, Slot]]:
@@ -64,7 +64,7 @@ class ArenaRoom:
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            return None if block.domain.pinned else idle(block) and block.expendable
+            return None if block.namespace.pinned else idle(block) and block.expendable
 
         for key in self._policy.coldest(may_leave):
             slot = blocks[key].dram
@@ -85,7 +85,7 @@ class ArenaRoom:
 
         def may_leave(key: BlockKey) -> bool | None:
             block = blocks[key]
-            if block.domain.pinned:
+            if block.namespace.pinned:
                 return None
             if not idle(block):
                 return False

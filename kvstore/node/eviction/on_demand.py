@@ -19,8 +19,8 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey
 from kvstore.node.base.cancellation import over
 from kvstore.node.base.volume_guard import VolumeStalled, ignore
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
@@ -39,39 +39,41 @@ class Evicted(NamedTuple):
     kept: int
 
 
-def evict_down_to(table: BlockTable, home: Home | None, down_to_bytes: int) -> Evicted:
-    """Evicts the coldest blocks of the arena (``home`` None) or a durable volume until it has no more than that in use.
+def evict_down_to(table: BlockTable, node_volume: NodeVolume | None, down_to_bytes: int) -> Evicted:
+    """Evicts the coldest blocks of the arena (``node_volume`` None) or a durable volume until it has no more than that in use.
 
     Raises:
         OSError: the volume's catalog could not be changed; those blocks stay.
         KVStoreError: likewise.
     """
-    volume = table.dram if home is None else home.volume
-    batch = BATCH if home is None or len(table.homes) == 1 else BATCHES_AMONG_SEVERAL * BATCH
+    volume = table.dram if node_volume is None else node_volume.volume
+    batch = BATCH if node_volume is None or len(table.node_volumes) == 1 else BATCHES_AMONG_SEVERAL * BATCH
     evicted = 0
     while (excess := volume.usage().used_bytes - down_to_bytes) > 0 and not over():  # others may store as fast as this evicts
         with table._lock:
             victims = []
-            for key, slot in islice(table._arena.coldest() if home is None else table._durable.coldest(home, table._idle), batch):
+            for key, slot in islice(
+                table._arena.coldest() if node_volume is None else table._durable.coldest(node_volume, table._idle), batch
+            ):
                 if excess <= 0:
                     break
                 victims.append(table._blocks[key])
                 excess -= slot.size
-            _leave_dram(table, victims) if home is None else _mark(victims)
+            _leave_dram(table, victims) if node_volume is None else _mark(victims)
         if not victims:
             return Evicted(evicted, volume.usage().blocks)
-        if home is not None:
-            leave_nvme(table, home, victims)
+        if node_volume is not None:
+            leave_nvme(table, node_volume, victims)
         evicted += len(victims)
     return Evicted(evicted, volume.usage().blocks if excess > 0 else 0)
 
 
-def evict_namespace(table: BlockTable, domain: Domain, only: Home | None, *, dram: bool, nvme: bool) -> Evicted:
+def evict_namespace(table: BlockTable, namespace: NodeNamespace, only: NodeVolume | None, *, dram: bool, nvme: bool) -> Evicted:
     """Evicts a namespace's blocks from the tiers named: from DRAM first, while their durable copies let them leave.
 
     Args:
         table: the blocks.
-        domain: the namespace.
+        namespace: the namespace.
         only: of durable volumes only this one; None: all.
         dram: from the arena.
         nvme: from durable volumes.
@@ -80,14 +82,14 @@ def evict_namespace(table: BlockTable, domain: Domain, only: Home | None, *, dra
         OSError: a volume's catalog could not be changed; those blocks stay.
         KVStoreError: likewise.
     """
-    mine = _of(table, domain)
-    places: list[Home | None] = [None] if dram else []
-    places += [home for home in table.homes if nvme and (only is None or home is only)]
+    mine = _of(table, namespace)
+    places: list[NodeVolume | None] = [None] if dram else []
+    places += [node_volume for node_volume in table.node_volumes if nvme and (only is None or node_volume is only)]
     parts = [_evict_each(table, [block for block in mine if _lies_in(block, place)], place) for place in places]
     return Evicted(sum(part.blocks for part in parts), sum(part.kept for part in parts))
 
 
-def invalidate(table: BlockTable, domain: Domain, deadline_s: float) -> Evicted:
+def invalidate(table: BlockTable, namespace: NodeNamespace, deadline_s: float) -> Evicted:
     """Drops all blocks of a namespace that are there now, from all tiers, durable or not.
 
     Those in use, or on their way to a durable volume, are waited for until the deadline. What is stored meanwhile stays.
@@ -96,16 +98,16 @@ def invalidate(table: BlockTable, domain: Domain, deadline_s: float) -> Evicted:
         OSError: a volume's catalog could not be changed; those blocks stay.
         KVStoreError: likewise.
     """
-    doomed = _of(table, domain)
+    doomed = _of(table, namespace)
     dropped = 0
     while doomed:
         for first in range(0, len(doomed), BATCH):
             batch = doomed[first : first + BATCH]
-            for home in table.homes:
+            for node_volume in table.node_volumes:
                 with table._lock:
-                    victims = [block for block in batch if block.nvme_home is home and table._idle(block)]
+                    victims = [block for block in batch if block.nvme_volume is node_volume and table._idle(block)]
                     _mark(victims)
-                leave_nvme(table, home, victims)
+                leave_nvme(table, node_volume, victims)
             with table._lock:
                 idle = [block for block in batch if block.nvme is None and block.dram is not None and table._idle(block)]
                 for block in idle:
@@ -120,7 +122,7 @@ def invalidate(table: BlockTable, domain: Domain, deadline_s: float) -> Evicted:
     return Evicted(dropped, len(doomed))
 
 
-def leave_nvme(table: BlockTable, home: Home, victims: Sequence[Block]) -> None:
+def leave_nvme(table: BlockTable, node_volume: NodeVolume, victims: Sequence[Block]) -> None:
     """Blocks that were marked as leaving do leave a durable volume.
 
     Raises:
@@ -133,13 +135,13 @@ def leave_nvme(table: BlockTable, home: Home, victims: Sequence[Block]) -> None:
 
     def settle(error: BaseException | None) -> None:
         if error is None:
-            table.evicted_nvme(home, victims)
+            table.evicted_nvme(node_volume, victims)
         else:
             table.stay_on_nvme(victims)
 
     keys = [block.key for block in victims]
     try:
-        home.guard.change(lambda: home.volume.commit([], keys), settle)
+        node_volume.guard.change(lambda: node_volume.volume.commit([], keys), settle)
     except VolumeStalled:
         raise  # settled once the commit has ended; until then the victims are on their way out
     except (OSError, KVStoreError) as error:
@@ -148,27 +150,27 @@ def leave_nvme(table: BlockTable, home: Home, victims: Sequence[Block]) -> None:
     settle(None)
 
 
-def quarantine(table: BlockTable, home: Home, block: Block, slot: Slot, counters: Counters) -> None:
+def quarantine(table: BlockTable, node_volume: NodeVolume, block: Block, slot: Slot, counters: Counters) -> None:
     """Forgets a replica that proved bad in ``slot``, unless somebody has, or is about to.
 
     The slot rests until the next start, which does not find it in the catalog any more. The catalog forgets it first: once the
     table has, a good copy may be committed under the same key, and would be forgotten in its place.
     """
     with table._lock:
-        if block.nvme != slot or block.nvme_home is not home or block.leaving:
+        if block.nvme != slot or block.nvme_volume is not node_volume or block.leaving:
             return
         block.leave()
     counters.add("quarantined_blocks_total")
     try:
-        home.guard.change(lambda: home.volume.commit([], [block.key]), ignore)
+        node_volume.guard.change(lambda: node_volume.volume.commit([], [block.key]), ignore)
     except (OSError, KVStoreError) as error:
-        log.warning("the catalog of %s still names the bad block %s: %s", home.volume.volume_id, block.key.hex(), error)
+        log.warning("the catalog of %s still names the bad block %s: %s", node_volume.volume_id, block.key.hex(), error)
     finally:
         with table._lock:
             block.stay()
-            home.quarantined += 1
-            table._durable.remove(block, home)
-            table._log.removed(home.volume.volume_id, block.key)
+            node_volume.quarantined += 1
+            table._durable.remove(block, node_volume)
+            table._log.removed(node_volume.volume_id, block.key)
             block.unsettle()
             table._drop_if_nowhere(block)
             table._changed.notify_all()
@@ -182,19 +184,19 @@ def evict_all_nvme(table: BlockTable) -> int:
         KVStoreError: likewise.
     """
     evicted = 0
-    for home in table.homes:
-        victims = table.nvme_victims(home)
-        leave_nvme(table, home, victims)
+    for node_volume in table.node_volumes:
+        victims = table.nvme_victims(node_volume)
+        leave_nvme(table, node_volume, victims)
         evicted += len(victims)
     return evicted
 
 
-def _of(table: BlockTable, domain: Domain) -> list[Block]:
+def _of(table: BlockTable, namespace: NodeNamespace) -> list[Block]:
     """A namespace's blocks, children before their parents."""
-    return sorted((block for block in table.snapshot() if block.domain is domain), key=lambda block: -block.depth)
+    return sorted((block for block in table.snapshot() if block.namespace is namespace), key=lambda block: -block.depth)
 
 
-def _evict_each(table: BlockTable, held: Sequence[Block], home: Home | None) -> Evicted:
+def _evict_each(table: BlockTable, held: Sequence[Block], node_volume: NodeVolume | None) -> Evicted:
     """Evicts blocks, given children first, from the arena or a durable volume; above one that stays, its parents stay too."""
     staying: set[BlockKey | None] = set()
     evicted = kept = 0
@@ -202,24 +204,24 @@ def _evict_each(table: BlockTable, held: Sequence[Block], home: Home | None) -> 
         with table._lock:
             victims = []
             for block in held[first : first + BATCH]:
-                if not _lies_in(block, home):  # it left meanwhile
+                if not _lies_in(block, node_volume):  # it left meanwhile
                     continue
-                stays = block.key in staying or block.domain.pinned
-                if stays or not table._idle(block) or (home is None and not block.expendable):
+                stays = block.key in staying or block.namespace.pinned
+                if stays or not table._idle(block) or (node_volume is None and not block.expendable):
                     staying.add(block.parent)
                     kept += 1
                 else:
                     victims.append(block)
-            _leave_dram(table, victims) if home is None else _mark(victims)
-        if home is not None:
-            leave_nvme(table, home, victims)
+            _leave_dram(table, victims) if node_volume is None else _mark(victims)
+        if node_volume is not None:
+            leave_nvme(table, node_volume, victims)
         evicted += len(victims)
     return Evicted(evicted, kept)
 
 
-def _lies_in(block: Block, home: Home | None) -> bool:
+def _lies_in(block: Block, node_volume: NodeVolume | None) -> bool:
     """Whether a durable volume, or (None) the arena, holds it."""
-    return block.dram is not None if home is None else block.nvme_home is home
+    return block.dram is not None if node_volume is None else block.nvme_volume is node_volume
 
 
 def _mark(victims: Iterable[Block]) -> None:

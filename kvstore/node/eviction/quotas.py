@@ -6,13 +6,13 @@ leave, and is skipped as far as none can; where room is needed, tenants over the
 another reason (a share that became smaller, loads, which are never refused for it) is brought down soon after.
 No engine sees an error of it.
 
-What is held is counted in blocks a namespace and volume (``Room.held``), whether there are quotas or not. Only tenants with a
+What is held is counted in blocks a namespace and volume (``held``), whether there are quotas or not. Only tenants with a
 quota have an order of eviction of their own, beside the common one, in which their blocks stay: so finding a tenant's coldest
 looks at nobody else's, and the common order is as it is without quotas.
 
 Decisions count what will be there once all that is on its way out of a volume has left it: who looks meanwhile, in another
 thread, finds no excess twice. What a node found on its volumes counts only once the share was made with knowledge of it
-(``Domain.counted``): a share of a tenant that seems to hold nothing here is small.
+(``NodeNamespace.counted``): a share of a tenant that seems to hold nothing here is small.
 
 Bytes are payload, as in all that is said of usage; slots may be somewhat larger. All but ``Accounts.of`` under the table's lock.
 """
@@ -33,8 +33,8 @@ from kvstore.tiers.contract import EvictionPolicy
 from kvstore.tiers.eviction.policy import LruPolicy
 
 if TYPE_CHECKING:
-    from kvstore.node.state.model import Block, Prepared
-    from kvstore.node.state.namespaces import Domain
+    from kvstore.node.state.model import Block, StoreGrant
+    from kvstore.node.state.namespaces import NodeNamespace
     from kvstore.node.table import BlockTable
 
 _limited: Final = LimitedLog(logging.getLogger(__name__))
@@ -45,7 +45,7 @@ MOST_GIVEN: Final = 1_024
 """Blocks that leave at a time for a quota's sake: so long the table's lock is held."""
 
 
-class SideOrder:
+class EvictionOrder:
     """Some namespaces' blocks in one tier, in an order of eviction of their own beside the common one."""
 
     __slots__ = ("entering", "keys", "of_pins", "policy")
@@ -75,7 +75,7 @@ class SideOrder:
         self.policy.touch(keys)
 
 
-class Share(NamedTuple):
+class QuotaShare(NamedTuple):
     """The most that a tenant may hold on this node, in bytes of payload; None: no quota."""
 
     dram: int | None = None
@@ -89,13 +89,13 @@ class Share(NamedTuple):
 class Account:
     """One tenant's namespaces here, and its share."""
 
-    __slots__ = ("claimed_bytes", "domains", "orders", "share", "tenant")
+    __slots__ = ("claimed_bytes", "namespaces", "orders", "share", "tenant")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
-        self.domains: list[Domain] = []
-        self.share = Share()
-        self.orders: dict[Tier, SideOrder] = {}
+        self.namespaces: list[NodeNamespace] = []
+        self.share = QuotaShare()
+        self.orders: dict[Tier, EvictionOrder] = {}
         """Of the tiers that it has a quota in."""
         self.claimed_bytes = 0
         """On their way to durable volumes, by leave of ``claim_durable``."""
@@ -112,7 +112,7 @@ class Accounts:
         self._make_order = make_order
         self._lock = threading.Lock()
         self._accounts: dict[str, Account] = {}
-        self.pinned: tuple[Domain, ...] = ()
+        self.pinned: tuple[NodeNamespace, ...] = ()
         """Namespaces that are pinned."""
         self.limited: dict[Tier, tuple[Account, ...]] = dict.fromkeys(TIERS, ())
         """Those with a quota in a tier."""
@@ -123,18 +123,18 @@ class Accounts:
         return bool(self.pinned or any(self.limited.values()))
 
     def count_pinned(self, leaving: Sequence[Block], counters: Counters) -> None:
-        """Counts those of pinned namespaces among blocks that make room (``Room.among_pins``)."""
-        if self.pinned and (pinned := sum(block.domain.pinned for block in leaving)):
+        """Counts those of pinned namespaces among blocks that make room (``SpaceReclaimer.among_pins``)."""
+        if self.pinned and (pinned := sum(block.namespace.pinned for block in leaving)):
             counters.add("evicted_pinned_blocks_total", pinned)
             _limited.warning("%d blocks of pinned namespaces made room: their size had no place at all", pinned)
 
-    def of(self, domain: Domain, tenant: str) -> Account:
+    def of(self, namespace: NodeNamespace, tenant: str) -> Account:
         """The account of a tenant, which a namespace turns out to belong to. Thread-safe; once a namespace."""
         with self._lock:
             account = self._accounts.get(tenant)
             if account is None:
                 account = self._accounts[tenant] = Account(tenant)
-            account.domains.append(domain)
+            account.namespaces.append(namespace)
             return account
 
     def all(self) -> list[Account]:
@@ -142,110 +142,110 @@ class Accounts:
         with self._lock:
             return list(self._accounts.values())
 
-    def told(self, shares: Mapping[str, Share]) -> None:
+    def told(self, shares: Mapping[str, QuotaShare]) -> None:
         """The shares in force from now on. Tenants without one have no quota."""
         before = {account.tenant for limited in self.limited.values() for account in limited}
         with self._lock:
             concerned = [self._accounts.setdefault(tenant, Account(tenant)) for tenant in shares.keys() | before]
         for account in concerned:
-            account.share = shares.get(account.tenant, Share())
+            account.share = shares.get(account.tenant, QuotaShare())
             for tier in TIERS:
                 if account.share.of(tier) is None:
                     if account.orders.pop(tier, None) is not None:
-                        for domain in account.domains:
-                            domain.leave_account(tier)
+                        for namespace in account.namespaces:
+                            namespace.leave_account(tier)
                 elif tier not in account.orders:
-                    account.orders[tier] = SideOrder(self._make_order())
+                    account.orders[tier] = EvictionOrder(self._make_order())
         self.limited = {tier: tuple(one for one in concerned if tier in one.orders) for tier in TIERS}
 
 
-def held_bytes(table: BlockTable, domains: Iterable[Domain], tier: Tier) -> int:
+def held_bytes(table: BlockTable, namespaces: Iterable[NodeNamespace], tier: Tier) -> int:
     """What some namespaces hold in a tier, with what is granted to stores under way there."""
     total = 0
-    for domain in domains:
+    for namespace in namespaces:
         in_dram = tier is Tier.DRAM
-        blocks = table._arena.room.held.get(domain, 0) + domain.granted if in_dram else table._durable.held(domain)
-        total += blocks * domain.shape.block_bytes
+        blocks = table._arena.room.held.get(namespace, 0) + namespace.granted if in_dram else table._durable.held(namespace)
+        total += blocks * namespace.shape.block_bytes
     return total
 
 
 def _taken_bytes(table: BlockTable, account: Account, tier: Tier) -> int:
     """What a tenant takes of its share: without what is on its way out, and what the share was made without."""
-    domains = [domain for domain in account.domains if domain.counted]
-    leaving = sum(domain.parting * domain.shape.block_bytes for domain in domains) if tier is Tier.NVME else 0
-    return held_bytes(table, domains, tier) - leaving
+    namespaces = [namespace for namespace in account.namespaces if namespace.counted]
+    leaving = sum(namespace.parting * namespace.shape.block_bytes for namespace in namespaces) if tier is Tier.NVME else 0
+    return held_bytes(table, namespaces, tier) - leaving
 
 
-def _limit(domain: Domain, tier: Tier) -> int | None:
+def _limit(namespace: NodeNamespace, tier: Tier) -> int | None:
     """The share that a namespace's blocks are held to; None: there is none, or they do not count yet."""
-    return domain.account.share.of(tier) if domain.account is not None and domain.counted else None
+    return namespace.account.share.of(tier) if namespace.account is not None and namespace.counted else None
 
 
-def durable_share(domain: Domain) -> int | None:
+def durable_share(namespace: NodeNamespace) -> int | None:
     """Bytes that a namespace's tenant may hold on durable volumes; None: no quota holds for it."""
-    return _limit(domain, Tier.NVME)
+    return _limit(namespace, Tier.NVME)
 
 
-def join(table: BlockTable, domain: Domain, *, empty: bool = False) -> bool:
+def join(table: BlockTable, namespace: NodeNamespace, *, empty: bool = False) -> bool:
     """A namespace's blocks go by its tenant's orders from now on.
 
     Args:
         table: the blocks.
-        domain: the namespace.
+        namespace: the namespace.
         empty: only where it holds nothing, so that nothing is to be entered.
 
     Returns:
         Whether it did not before; what it holds is then to be entered (``enter``).
     """
-    account = domain.account
-    if account is None or not domain.counted or all(domain.in_account[tier] is account.orders.get(tier) for tier in TIERS):
+    account = namespace.account
+    if account is None or not namespace.counted or all(namespace.in_account[tier] is account.orders.get(tier) for tier in TIERS):
         return False
-    if empty and (table._arena.room.held.get(domain, 0) or table._durable.held(domain)):
+    if empty and (table._arena.room.held.get(namespace, 0) or table._durable.held(namespace)):
         return False
     for tier, order in account.orders.items():
-        domain.join_account(tier, order)
+        namespace.join_account(tier, order)
         order.entering += not empty
     return True
 
 
-def make_own_room(table: BlockTable, domain: Domain, count: int) -> bool:
+def make_own_room(table: BlockTable, namespace: NodeNamespace, count: int) -> bool:
     """Whether a tenant's share has room for ``count`` blocks more in DRAM; its own coldest leave for them."""
-    account, share = domain.account, _limit(domain, Tier.DRAM)
+    account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
         return True
-    join(table, domain, empty=True)
-    needed = count * domain.shape.block_bytes
+    join(table, namespace, empty=True)
+    needed = count * namespace.shape.block_bytes
     if needed > share:
         return False
     excess = _taken_bytes(table, account, Tier.DRAM) + needed - share
     return excess <= 0 or give_dram(table, account.orders[Tier.DRAM], excess) >= excess
 
 
-def is_full(table: BlockTable, domain: Domain) -> bool:
+def is_full(table: BlockTable, namespace: NodeNamespace) -> bool:
     """Whether one block more in DRAM would be beyond the tenant's share."""
-    account, share = domain.account, _limit(domain, Tier.DRAM)
+    account, share = namespace.account, _limit(namespace, Tier.DRAM)
     if account is None or share is None:
         return False
-    return _taken_bytes(table, account, Tier.DRAM) + domain.shape.block_bytes > share
+    return _taken_bytes(table, account, Tier.DRAM) + namespace.shape.block_bytes > share
 
 
-def holds_nothing(domain: Domain) -> bool:
+def holds_nothing(namespace: NodeNamespace) -> bool:
     """Whether the tenant's share of DRAM is smaller than a block: there is nothing to wait for."""
-    share = _limit(domain, Tier.DRAM)
-    return share is not None and share < domain.shape.block_bytes
+    share = _limit(namespace, Tier.DRAM)
+    return share is not None and share < namespace.shape.block_bytes
 
 
-def may_come(table: BlockTable, waiting: Prepared, *, own: bool) -> bool:
+def may_come(table: BlockTable, waiting: StoreGrant, *, own: bool) -> bool:
     """Whether room in DRAM may come without anybody's doing: something is being written, read, stored or held by others.
 
     ``own``: it is the tenant's share that is full, so only its own blocks that are not pinned by order can make room.
     """
-    account = waiting.domain.account
+    account = waiting.namespace.account
     if own and account is not None:
         order = account.orders.get(Tier.DRAM)
         held = (table._blocks[key] for key in order.keys) if order is not None else ()
-        blocks: Iterable[Block] = (block for block in held if not block.domain.pinned)
-        stores = [each for each in table._preparing.values() if each.domain.account is account and not each.domain.pinned]
+        blocks: Iterable[Block] = (block for block in held if not block.namespace.pinned)
+        stores = [each for each in table._preparing.values() if each.namespace.account is account and not each.namespace.pinned]
     else:
         if table._pending or table._in_write or table._loading:
             return True
@@ -255,7 +255,7 @@ def may_come(table: BlockTable, waiting: Prepared, *, own: bool) -> bool:
     return any(block.pins > (block is waiting.guarded) or block.leaving or block.pending for block in blocks)
 
 
-def give_dram(table: BlockTable, order: SideOrder, wanted_bytes: int) -> int:
+def give_dram(table: BlockTable, order: EvictionOrder, wanted_bytes: int) -> int:
     """The coldest of an order leave DRAM. Returns how many bytes.
 
     Those that lie nowhere else are written behind, so that they may leave later.
@@ -272,8 +272,8 @@ def give_dram(table: BlockTable, order: SideOrder, wanted_bytes: int) -> int:
     return sum(block.nbytes for block in leaving)
 
 
-def _may_leave_dram(table: BlockTable, order: SideOrder, block: Block, passed: dict[BlockKey, Block]) -> bool | None:
-    if block.domain.pinned and not order.of_pins:
+def _may_leave_dram(table: BlockTable, order: EvictionOrder, block: Block, passed: dict[BlockKey, Block]) -> bool | None:
+    if block.namespace.pinned and not order.of_pins:
         return None  # not asked about again until it is unpinned
     if not table._idle(block):
         return False
@@ -282,15 +282,15 @@ def _may_leave_dram(table: BlockTable, order: SideOrder, block: Block, passed: d
     return block.expendable
 
 
-def durable_victims(table: BlockTable, order: SideOrder, wanted_bytes: int) -> list[Block]:
+def durable_victims(table: BlockTable, order: EvictionOrder, wanted_bytes: int) -> list[Block]:
     """The coldest of an order that may leave durable volumes, marked as leaving: for ``leave_nvme``, each on its own volume."""
     now_s = table._clock.now_s()
 
     def to_leave(rule: Callable[[Block], bool]) -> list[Block]:
         def may_leave(block: Block) -> bool | None:
-            if block.domain.pinned and not order.of_pins:
+            if block.namespace.pinned and not order.of_pins:
                 return None
-            return block.nvme_home is not None and block.nvme_home.takes_changes(now_s) and rule(block)
+            return block.nvme_volume is not None and block.nvme_volume.takes_changes(now_s) and rule(block)
 
         return list(_coldest(table, order, wanted_bytes, may_leave))
 
@@ -302,7 +302,7 @@ def durable_victims(table: BlockTable, order: SideOrder, wanted_bytes: int) -> l
 
 
 def _coldest(
-    table: BlockTable, order: SideOrder, wanted_bytes: int, may_leave: Callable[[Block], bool | None]
+    table: BlockTable, order: EvictionOrder, wanted_bytes: int, may_leave: Callable[[Block], bool | None]
 ) -> Iterator[Block]:
     """Blocks of an order, coldest first, until they are enough or ``MOST_GIVEN``."""
     blocks = table._blocks
@@ -316,7 +316,7 @@ def _coldest(
         yield blocks[key]
 
 
-def over_share(table: BlockTable, tier: Tier) -> Iterator[tuple[SideOrder, int]]:
+def over_share(table: BlockTable, tier: Tier) -> Iterator[tuple[EvictionOrder, int]]:
     """The tenants that hold more than their share: their order, and by how much."""
     for account in table.accounts.limited[tier]:
         allowed = account.share.of(tier)
@@ -324,26 +324,26 @@ def over_share(table: BlockTable, tier: Tier) -> Iterator[tuple[SideOrder, int]]
             yield account.orders[tier], excess
 
 
-def beyond_pins(table: BlockTable, tier: Tier) -> Iterator[tuple[SideOrder, int]]:
+def beyond_pins(table: BlockTable, tier: Tier) -> Iterator[tuple[EvictionOrder, int]]:
     """Pinned namespaces that take more than their part of a tier together: the orders of the largest, and by how much."""
     pinned = table.accounts.pinned
     if not pinned:
         return
-    volumes = [table.dram] if tier is Tier.DRAM else [home.volume for home in table.homes]
-    taken = {domain: _slot_bytes(table, domain, tier) for domain in pinned}
+    volumes = [table.dram] if tier is Tier.DRAM else [node_volume.volume for node_volume in table.node_volumes]
+    taken = {namespace: _slot_bytes(table, namespace, tier) for namespace in pinned}
     excess = sum(taken.values()) - sum(volume.usage().capacity_bytes for volume in volumes) // PIN_PART
-    for domain in sorted(pinned, key=lambda one: -taken[one]):
+    for namespace in sorted(pinned, key=lambda one: -taken[one]):
         if excess <= 0:
             return
-        yield domain.pin_orders[tier], excess
-        excess -= taken[domain]
+        yield namespace.pin_orders[tier], excess
+        excess -= taken[namespace]
 
 
-def _slot_bytes(table: BlockTable, domain: Domain, tier: Tier) -> int:
+def _slot_bytes(table: BlockTable, namespace: NodeNamespace, tier: Tier) -> int:
     """What a namespace takes of the room of a tier: whole slots, without what is on its way out."""
     if tier is Tier.DRAM:
-        return held_bytes(table, [domain], tier)
-    return (table._durable.held(domain) - domain.parting) * room_of(domain.shape.block_bytes)
+        return held_bytes(table, [namespace], tier)
+    return (table._durable.held(namespace) - namespace.parting) * room_of(namespace.shape.block_bytes)
 
 
 def give_first(table: BlockTable) -> bool:
@@ -361,10 +361,10 @@ def first_victims(table: BlockTable) -> list[Block]:
     return found
 
 
-def free_durable(table: BlockTable, domain: Domain) -> int | None:
+def free_durable(table: BlockTable, namespace: NodeNamespace) -> int | None:
     """Bytes that may come to durable volumes without anything's leaving for the tenant's quota; None: any; takes the lock."""
     with table._lock:
-        account, share = domain.account, _limit(domain, Tier.NVME)
+        account, share = namespace.account, _limit(namespace, Tier.NVME)
         if account is None or share is None:
             return None
         return share - _taken_bytes(table, account, Tier.NVME) - account.claimed_bytes
@@ -381,16 +381,16 @@ class Leave(NamedTuple):
     claimed_bytes: int = 0
 
 
-def claim_durable(table: BlockTable, domain: Domain, count: int) -> Leave:
+def claim_durable(table: BlockTable, namespace: NodeNamespace, count: int) -> Leave:
     """Leave to bring ``count`` blocks of a namespace to durable volumes, or some, within the tenant's share; takes the lock."""
-    if _limit(domain, Tier.NVME) is None:
+    if _limit(namespace, Tier.NVME) is None:
         return Leave(count)
-    size = domain.shape.block_bytes
+    size = namespace.shape.block_bytes
     with table._lock:
-        account, allowed = domain.account, _limit(domain, Tier.NVME)
+        account, allowed = namespace.account, _limit(namespace, Tier.NVME)
         if account is None or allowed is None:  # lifted meanwhile
             return Leave(count)
-        join(table, domain, empty=True)
+        join(table, namespace, empty=True)
         count = min(count, allowed // size)
         free = allowed - _taken_bytes(table, account, Tier.NVME) - account.claimed_bytes
         if count and free < count * size:
@@ -409,7 +409,7 @@ def unclaim_durable(table: BlockTable, leave: Leave) -> None:
             leave.account.claimed_bytes -= leave.claimed_bytes
 
 
-def enter(table: BlockTable, orders: Mapping[Tier, SideOrder], held: Sequence[Block]) -> None:
+def enter(table: BlockTable, orders: Mapping[Tier, EvictionOrder], held: Sequence[Block]) -> None:
     """Blocks that were there before their namespace got an order come into it; takes the lock, by parts.
 
     Args:

@@ -16,7 +16,7 @@ from math import inf
 
 from kvstore.core.types import BlockKey, BlockShape
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.slot_map import PlaceMap
 from kvstore.tiers.contract import EvictionPolicy, Slot, Vacancy, Volume
 
@@ -32,7 +32,7 @@ WARM = 2
 """What it costs that a block leaves which is not among the coldest, against one that is."""
 
 
-class Room:
+class SpaceReclaimer:
     """One volume's blocks by where they lie, and the search for those that leave it.
 
     Args:
@@ -46,19 +46,19 @@ class Room:
         self._blocks = blocks
         self._policy = policy
         self.by_place = PlaceMap()
-        self.held: dict[Domain, int] = {}
+        self.held: dict[NodeNamespace, int] = {}
         """Blocks of each namespace here."""
 
     def insert(self, block: Block, slot: Slot) -> None:
         """A block lies in a slot of the volume from now on."""
         self.by_place.put(slot, block)
-        held, domain = self.held, block.domain
-        held[domain] = held.get(domain, 0) + 1
+        held, namespace = self.held, block.namespace
+        held[namespace] = held.get(namespace, 0) + 1
 
     def remove(self, block: Block, slot: Slot) -> None:
         """It no longer does."""
         self.by_place.take(slot)
-        self.held[block.domain] -= 1
+        self.held[block.namespace] -= 1
 
     def victims(
         self,
@@ -123,10 +123,10 @@ class Room:
             may_leave: whether a block may, pinned or not.
         """
         pinned = False
-        for domain, blocks in self.held.items():
-            if blocks and domain.shape.block_bytes == shape.block_bytes:
+        for namespace, blocks in self.held.items():
+            if blocks and namespace.shape.block_bytes == shape.block_bytes:
                 return []
-            pinned |= bool(blocks and domain.pinned)
+            pinned |= bool(blocks and namespace.pinned)
 
         def size_of(block: Block) -> int:
             slot = slot_of(block)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey
-from kvstore.node.eviction.quotas import SideOrder
+from kvstore.node.eviction.quotas import EvictionOrder
 from kvstore.tiers.eviction.policy import LruPolicy
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ MOST_EXPIRED: Final = 1_024
 """Blocks that leave at a time: so long the table's lock is held."""
 
 
-class UseOrder(SideOrder):
+class TtlOrder(EvictionOrder):
     """A namespace's blocks, whatever tier they lie in, by their last use. Guarded by the table's lock."""
 
     __slots__ = ("_clock", "ttl_s", "used_s")
@@ -53,7 +53,7 @@ class UseOrder(SideOrder):
         self.used_s.update((key, now_s) for key in keys if key in self.keys)
 
 
-def expired(table: BlockTable, order: UseOrder) -> list[Block]:
+def expired(table: BlockTable, order: TtlOrder) -> list[Block]:
     """Blocks whose time is over and that nobody uses, children first, ``MOST_EXPIRED`` at most. Under the table's lock.
 
     Those on volumes are marked as leaving.
@@ -70,7 +70,7 @@ def expired(table: BlockTable, order: UseOrder) -> list[Block]:
             fresh = True  # and so is all that comes after it: the order is that of use
             return True
         block = blocks[key]
-        return table._idle(block) and (block.nvme_home is None or block.nvme_home.takes_changes(now_s))
+        return table._idle(block) and (block.nvme_volume is None or block.nvme_volume.takes_changes(now_s))
 
     found: list[Block] = []
     for key in order.policy.coldest(may_leave):

@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, BlockShape
-from kvstore.node.eviction.space import PLAN_LIMIT, Room
-from kvstore.node.state.model import Block, Home
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.eviction.space import PLAN_LIMIT, SpaceReclaimer
+from kvstore.node.state.model import Block, NodeVolume
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.state.policy_rows import BlockRows
 from kvstore.node.state.slot_map import PlaceMap
 from kvstore.tiers.contract import EvictionPolicy, Rows, Slot
 
 
-class DurableRoom:
+class VolumeEvictor:
     """The order in which blocks leave the durable volumes of one node.
 
     Args:
         blocks: the table's, by key.
         make_policy: makes the order, which keeps its rows where it is told.
-        homes: the volumes.
+        node_volumes: the volumes.
         clock: time.
     """
 
@@ -37,97 +37,99 @@ class DurableRoom:
         self,
         blocks: Mapping[BlockKey, Block],
         make_policy: Callable[[Rows], EvictionPolicy],
-        homes: Sequence[Home],
+        node_volumes: Sequence[NodeVolume],
         clock: Clock,
     ) -> None:
         self._blocks = blocks
         self._rows = BlockRows(blocks)
         policy = self._policy = make_policy(self._rows)
-        self._homes = homes
+        self._node_volumes = node_volumes
         self._clock = clock
-        self._rooms = {id(home): Room(home.volume, blocks, policy) for home in homes}
+        self._rooms = {id(node_volume): SpaceReclaimer(node_volume.volume, blocks, policy) for node_volume in node_volumes}
 
     def __len__(self) -> int:
-        return len(self._policy) + sum(len(home.aside) for home in self._homes)
+        return len(self._policy) + sum(len(node_volume.aside) for node_volume in self._node_volumes)
 
     def insert(self, block: Block) -> None:
         """A block has come to a volume."""
-        if block.nvme is not None and block.nvme_home is not None:
-            self._rooms[id(block.nvme_home)].insert(block, block.nvme)
+        if block.nvme is not None and block.nvme_volume is not None:
+            self._rooms[id(block.nvme_volume)].insert(block, block.nvme)
         self._policy.insert(block.key, block.parent)
-        for order in block.domain.nvme_orders:
+        for order in block.namespace.nvme_orders:
             order.insert(block)
 
-    def remove(self, block: Block, home: Home) -> None:
+    def remove(self, block: Block, node_volume: NodeVolume) -> None:
         """A block has left a volume."""
         if block.nvme is not None:
-            self._rooms[id(home)].remove(block, block.nvme)
-        if home.aside.pop(block.key, None) is None:
+            self._rooms[id(node_volume)].remove(block, block.nvme)
+        if node_volume.aside.pop(block.key, None) is None:
             self._leave_order(block)
-        for order in block.domain.nvme_orders:
+        for order in block.namespace.nvme_orders:
             order.remove(block)
 
     def _leave_order(self, block: Block) -> None:
         self._policy.remove(block.key)
         self._rows.keep(block)
 
-    def touch(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
+    def touch(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace were used on their volumes."""
         self._policy.touch(keys)
-        for order in domain.nvme_orders:
+        for order in namespace.nvme_orders:
             order.touch(keys)
 
-    def restore(self, domain: Domain, keys: Sequence[BlockKey]) -> None:
+    def restore(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> None:
         """Blocks of a namespace that is not pinned any more may leave again."""
         self._policy.restore(keys)
-        for order in domain.nvme_orders:
+        for order in namespace.nvme_orders:
             order.policy.restore(keys)
 
-    def held(self, domain: Domain) -> int:
+    def held(self, namespace: NodeNamespace) -> int:
         """Blocks of a namespace on all volumes."""
-        return sum(room.held.get(domain, 0) for room in self._rooms.values())
+        return sum(room.held.get(namespace, 0) for room in self._rooms.values())
 
-    def held_on(self, home: Home) -> dict[Domain, int]:
+    def held_on(self, node_volume: NodeVolume) -> dict[NodeNamespace, int]:
         """Blocks of each namespace on one."""
-        return self._rooms[id(home)].held
+        return self._rooms[id(node_volume)].held
 
-    def by_place(self, home: Home) -> PlaceMap:
+    def by_place(self, node_volume: NodeVolume) -> PlaceMap:
         """The blocks of a volume by where they lie on it."""
-        return self._rooms[id(home)].by_place
+        return self._rooms[id(node_volume)].by_place
 
-    def coldest(self, home: Home, may_leave: Callable[[Block], bool]) -> Iterator[tuple[BlockKey, Slot]]:
+    def coldest(self, node_volume: NodeVolume, may_leave: Callable[[Block], bool]) -> Iterator[tuple[BlockKey, Slot]]:
         """What may leave one volume, with its slots, coldest first; children before their parents where both lie there."""
         self._take_back()
         blocks = self._blocks
 
         def leaves(key: BlockKey) -> bool | None:
             block = blocks[key]
-            return None if block.domain.pinned else block.nvme_home is not home or may_leave(block)
+            return None if block.namespace.pinned else block.nvme_volume is not node_volume or may_leave(block)
 
         for key in self._policy.coldest(leaves):
             block = blocks[key]
-            if block.nvme_home is home and block.nvme is not None:
+            if block.nvme_volume is node_volume and block.nvme is not None:
                 yield key, block.nvme
 
-    def victims(self, home: Home, shape: BlockShape, counts: Sequence[int], *may_leave: Callable[[Block], bool]) -> list[Block]:
+    def victims(
+        self, node_volume: NodeVolume, shape: BlockShape, counts: Sequence[int], *may_leave: Callable[[Block], bool]
+    ) -> list[Block]:
         """Blocks of all volumes that leave for the sake of slots on one, or of some of them; empty: no room can be made.
 
         Args:
-            home: the volume.
+            node_volume: the volume.
             shape: of the blocks to come.
             counts: how many of them, by preference: the first for which so much can leave.
             may_leave: whether a block may; by preference, all counts with the first rule before any with the next.
         """
         self._take_back()
-        fit = {id(each) for each in self._homes if each.takes_changes(self._clock.now_s())} | {id(home)}
+        fit = {id(each) for each in self._node_volumes if each.takes_changes(self._clock.now_s())} | {id(node_volume)}
 
         def slot_of(block: Block) -> Slot | None:
-            return block.nvme if block.nvme_home is home else None
+            return block.nvme if block.nvme_volume is node_volume else None
 
         def passing(rule: Callable[[Block], bool]) -> Callable[[BlockKey], bool | None]:
             def leaves(key: BlockKey) -> bool | None:
                 block = self._blocks[key]
-                return None if block.domain.pinned else id(block.nvme_home) not in fit or rule(block)
+                return None if block.namespace.pinned else id(block.nvme_volume) not in fit or rule(block)
 
             return leaves
 
@@ -135,27 +137,27 @@ class DurableRoom:
         for number, rule in enumerate(rules):
             unfit: list[Block] = []
             order = (self._blocks[key] for key in self._policy.coldest(rule))
-            met = _up_to_limit(order, lambda block: id(block.nvme_home) in fit, slot_of, unfit)
-            found = self._rooms[id(home)].victims(shape, counts, met, slot_of, rules[number:])
-            unfit += (block for block in found if id(block.nvme_home) not in fit)
+            met = _up_to_limit(order, lambda block: id(block.nvme_volume) in fit, slot_of, unfit)
+            found = self._rooms[id(node_volume)].victims(shape, counts, met, slot_of, rules[number:])
+            unfit += (block for block in found if id(block.nvme_volume) not in fit)
             for block in unfit:
-                if block.nvme_home is not None:
+                if block.nvme_volume is not None:
                     self._leave_order(block)
-                    block.nvme_home.aside[block.key] = block
-            victims = [block for block in found if id(block.nvme_home) in fit]
+                    block.nvme_volume.aside[block.key] = block
+            victims = [block for block in found if id(block.nvme_volume) in fit]
             if victims:
                 return victims
-        return self._rooms[id(home)].among_pins(
-            shape, slot_of, lambda key: id(self._blocks[key].nvme_home) in fit and may_leave[-1](self._blocks[key])
+        return self._rooms[id(node_volume)].among_pins(
+            shape, slot_of, lambda key: id(self._blocks[key].nvme_volume) in fit and may_leave[-1](self._blocks[key])
         )
 
     def _take_back(self) -> None:
         """What was set aside of volumes that take changes again is in the order again, as newcomers."""
-        for home in self._homes:
-            if home.aside and home.takes_changes(self._clock.now_s()):
-                for block in home.aside.values():
+        for node_volume in self._node_volumes:
+            if node_volume.aside and node_volume.takes_changes(self._clock.now_s()):
+                for block in node_volume.aside.values():
                     self._policy.insert(block.key, block.parent)
-                home.aside.clear()
+                node_volume.aside.clear()
 
 
 def _up_to_limit(

@@ -36,7 +36,7 @@ from kvstore.node.loads.peer_waits import asking
 from kvstore.node.loads.peers import Peers
 from kvstore.node.loads.staging_budget import StagingBuffer
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import tenant
@@ -63,7 +63,7 @@ class _Arrival:
     __slots__ = ("_have", "_sources", "block", "first", "ready", "sums")
 
     def __init__(self, block: Block, first: int, sources: Sequence[Source]) -> None:
-        layers = block.domain.shape.layers
+        layers = block.namespace.shape.layers
         self.block = block
         self.first = first
         self.ready = first
@@ -147,7 +147,7 @@ class Stager:
 
     # ---------------------------------------------------------------- for the data plane
     def ready(
-        self, domain: Domain, keys: Sequence[BlockKey], first_layer: int, layer_count: int
+        self, namespace: NodeNamespace, keys: Sequence[BlockKey], first_layer: int, layer_count: int
     ) -> tuple[list[Block], Checksums] | None:
         """Blocks on their way that have all of layers ``[first_layer, first_layer + layer_count)``, pinned; and their checksums.
 
@@ -159,7 +159,7 @@ class Stager:
                 one = self._arriving.get(key) or self._left_over.get(key)
                 if (
                     one is None
-                    or one.block.domain is not domain
+                    or one.block.namespace is not namespace
                     or first_layer < one.first
                     or first_layer + layer_count > one.ready
                 ):
@@ -175,7 +175,7 @@ class Stager:
     # ---------------------------------------------------------------- loads
     def load(
         self,
-        domain: Domain,
+        namespace: NodeNamespace,
         keys: Sequence[BlockKey],
         deadline_s: float,
         *,
@@ -188,7 +188,7 @@ class Stager:
         """Yields parts until every wanted layer of every key is answered. Pins in a yielded part are the caller's to give back.
 
         Args:
-            domain: whose blocks.
+            namespace: whose blocks.
             keys: consecutive keys of a chain.
             deadline_s: when to stop.
             parent: key before the first.
@@ -197,8 +197,8 @@ class Stager:
             layer_group: layers a group, at least 1.
             first_layer: layers below are not wanted.
         """
-        staged, rest = self._split(domain, keys, sources)
-        if len(staged) * domain.shape.block_bytes > self._buffer.most_bytes(tenant()):
+        staged, rest = self._split(namespace, keys, sources)
+        if len(staged) * namespace.shape.block_bytes > self._buffer.most_bytes(tenant()):
             self._counters.add("staged_loads_too_large_total")
             log.info(
                 "a load of %d blocks is larger than the prefill buffer, or its tenant's share of it: block by block instead of"
@@ -210,18 +210,18 @@ class Stager:
             moved = [replace(one, start=one.start - start) for one in sources]
             place = (keys[start - 1] if start else parent, depth + start)
             for part in self._loader.load(
-                domain, keys[start : start + count], deadline_s, parent=place[0], depth=place[1], sources=moved
+                namespace, keys[start : start + count], deadline_s, parent=place[0], depth=place[1], sources=moved
             ):
                 part.first += start
                 yield part
         if staged:
-            yield from self._stage(_Chain(domain, keys, parent, depth, deadline_s), staged, sources, layer_group, first_layer)
+            yield from self._stage(_Chain(namespace, keys, parent, depth, deadline_s), staged, sources, layer_group, first_layer)
 
     def _split(
-        self, domain: Domain, keys: Sequence[BlockKey], sources: Sequence[Source]
+        self, namespace: NodeNamespace, keys: Sequence[BlockKey], sources: Sequence[Source]
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Positions to stage, and the rest as (start, count): what is here already, or is said to be nowhere else."""
-        here = self._table.held(domain, keys)
+        here = self._table.held(namespace, keys)
         offered = np.zeros(len(keys), bool)
         for source in sources:
             if self._loader.reads_directly(source):
@@ -239,15 +239,15 @@ class Stager:
     def _stage(
         self, chain: _Chain, positions: Sequence[int], sources: Sequence[Source], layer_group: int, first_layer: int
     ) -> Iterator[Part]:
-        table, shape = self._table, chain.domain.shape
+        table, shape = self._table, chain.namespace.shape
         size = len(positions) * shape.block_bytes
         others: list[int] = []
         with self._buffer.room(size, chain.deadline_s, tenant()) as admitted:
-            slots = table.reserve(shape, len(positions), chain.deadline_s, chain.domain) if admitted else None
+            slots = table.reserve(shape, len(positions), chain.deadline_s, chain.namespace) if admitted else None
             if slots is None:
                 yield from self._answers(positions, Outcome.NO_ROOM)
                 return
-            claim = table.claim(chain.domain, [chain.keys[position] for position in positions])
+            claim = table.claim(chain.namespace, [chain.keys[position] for position in positions])
             mine = [positions[index] for index in claim.claimed_absent]
             others = sorted(set(positions) - set(mine))  # they came while we waited, or somebody else brings them in now
             table.unclaim([block.key for block in claim.durable.values()], claim.durable.values())
@@ -267,7 +267,7 @@ class Stager:
         holding = [replace(one, start=0, count=1) for one in sources if one.start <= position < one.start + one.count]
         for left in reversed(range(TRIES_AT_OTHERS)):
             place = {"parent": parent, "depth": chain.depth + position, "sources": holding}
-            parts = self._loader.load(chain.domain, [chain.keys[position]], chain.deadline_s, **place)  # type: ignore[arg-type]
+            parts = self._loader.load(chain.namespace, [chain.keys[position]], chain.deadline_s, **place)  # type: ignore[arg-type]
             part = next(parts, Part(0, [Outcome.UNAVAILABLE], [None], Tier.NVME, self._node_id))  # none: nobody wants it any more
             if part.outcomes[0] is not Outcome.TIMEOUT or self._clock.now_s() >= chain.deadline_s or not left:
                 break
@@ -287,7 +287,7 @@ class Stager:
             for position, slot in zip(mine, slots, strict=True):
                 key = chain.keys[position]
                 parent = chain.keys[position - 1] if position else chain.parent
-                block = self._table.arriving(Block(chain.domain, key, parent, chain.depth + position, b""), slot)
+                block = self._table.arriving(Block(chain.namespace, key, parent, chain.depth + position, b""), slot)
                 arrival = _Arrival(block, first_layer, holding[position])
                 arrivals[position] = self._arriving[key] = arrival
         return arrivals
@@ -324,7 +324,7 @@ class Stager:
                 first = result(future)
                 in_flight.popleft()
                 for settled, read in self._settled(chain, arrivals, step, first):
-                    for part in self._answer(settled, read, arrivals, chain.domain.shape.layers, lost):
+                    for part in self._answer(settled, read, arrivals, chain.namespace.shape.layers, lost):
                         lost.update(part.first + at for at, outcome in enumerate(part.outcomes) if outcome is not Outcome.HIT)
                         yield part
         except CancelledError:
@@ -336,7 +336,7 @@ class Stager:
 
     def _steps(self, chain: _Chain, arrivals: dict[int, _Arrival], layer_group: int, first_layer: int) -> Iterator[_Step]:
         """All reads of a load, in order: by layer group, then by source, then in windows."""
-        shape = chain.domain.shape
+        shape = chain.namespace.shape
         by_source = _by_source(arrivals, sorted(arrivals))
         for layer in range(first_layer, shape.layers, layer_group):
             layers = min(layer_group, shape.layers - layer)
@@ -371,12 +371,12 @@ class Stager:
 
     def _read(self, chain: _Chain, arrivals: dict[int, _Arrival], step: _Step) -> Part:
         """One read, in a pool thread. The part has one outcome a position of the step (``first`` has no meaning yet)."""
-        shape = chain.domain.shape
+        shape = chain.namespace.shape
         blocks = [arrivals[position].block for position in step.positions]
         view = self._table.dram.view
         destination = ScatteredBlocks([view(block.dram, shape.block_bytes) for block in blocks if block.dram is not None], shape)
         request = ReadRequest(
-            chain.domain.namespace,
+            chain.namespace.namespace_id,
             [block.key for block in blocks],
             step.first_layer,
             step.layer_count,
@@ -387,7 +387,7 @@ class Stager:
         part = Part(0, [Outcome.UNAVAILABLE] * len(blocks), list(blocks), Tier.NVME, step.source.peer.node_id)
         try:
             with ending(control.cancel), asking(step.source.peer.node_id) as answered:
-                answer = self._peers.peer(step.source.peer, chain.domain).read(request, destination, control=control)
+                answer = self._peers.peer(step.source.peer, chain.namespace).read(request, destination, control=control)
                 answered(answer.outcomes)
         except KVStoreError as error:
             self._counters.add("staged_reads_failed_total")
@@ -447,7 +447,7 @@ class Stager:
 class _Chain:
     """The keys of one load and their place in their chain."""
 
-    domain: Domain
+    namespace: NodeNamespace
     keys: Sequence[BlockKey]
     parent: BlockKey | None
     depth: int

@@ -37,8 +37,8 @@ from kvstore.node.loads.mount_reader import MountLoads
 from kvstore.node.loads.mounts import Mount, Mounts
 from kvstore.node.loads.peer_waits import asking
 from kvstore.node.loads.peers import PeerAddress, Peers
-from kvstore.node.state.model import Block, Claim, Home
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.model import Block, Claim, NodeVolume
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe import tracing
 from kvstore.observe.counters import Counters
@@ -129,10 +129,10 @@ class _Window:
     first: int
     count: int
     nbytes: int
-    run: Callable[[Home | None], Part]
+    run: Callable[[NodeVolume | None], Part]
     """Fetches them, in a reader thread of the volume given, or in a thread of the loader (None)."""
     sources: tuple[Source, ...]
-    home: Home | None
+    node_volume: NodeVolume | None
     """The volume of its first block, as far as is known."""
 
 
@@ -142,20 +142,20 @@ class _InFlight:
 
     window: _Window
     future: Future[Part]
-    home: Home | None
+    node_volume: NodeVolume | None
     """The volume whose thread brings it."""
 
     @property
     def stalled(self) -> bool:
         """Whether its volume is stalled and it has not ended."""
-        return self.home is not None and not self.future.done() and self.home.guard.stalled
+        return self.node_volume is not None and not self.future.done() and self.node_volume.guard.stalled
 
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
     """The keys of one load and their place in their chain."""
 
-    domain: Domain
+    namespace: NodeNamespace
     keys: Sequence[BlockKey]
     parent: BlockKey | None
     depth: int
@@ -191,16 +191,16 @@ class Loader:
     def close(self) -> None:
         """Waits for windows under way, except those of a stalled volume (other waits are bounded by their deadlines)."""
         self._pool.shutdown(cancel_futures=True)
-        for home in self._table.homes:
-            home.guard.close()
+        for node_volume in self._table.node_volumes:
+            node_volume.guard.close()
 
     def reads_directly(self, source: Source) -> bool:
         """Whether the volume that a source names is mounted here."""
         return self._mounts.get(source.volume_id) is not None
 
-    def resident(self, domain: Domain, keys: Sequence[BlockKey]) -> Part | None:
+    def resident(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> Part | None:
         """All keys as one pinned part where all lie in DRAM, else None. Never waits."""
-        blocks = self._table.pin_resident(domain, keys)
+        blocks = self._table.pin_resident(namespace, keys)
         part = Part(0, [Outcome.HIT] * len(keys), blocks, Tier.DRAM, self._node_id)
         if keys and None not in blocks:
             return part
@@ -209,7 +209,7 @@ class Loader:
 
     def load(
         self,
-        domain: Domain,
+        namespace: NodeNamespace,
         keys: Sequence[BlockKey],
         deadline_s: float,
         *,
@@ -222,8 +222,8 @@ class Loader:
         Pins in a yielded part are the caller's to give back.
         """
         table = self._table
-        chain = _Chain(domain, keys, parent, depth, deadline_s)
-        resident = table.pin_resident(domain, keys)
+        chain = _Chain(namespace, keys, parent, depth, deadline_s)
+        resident = table.pin_resident(namespace, keys)
         held = deque(self._resident_parts(resident))
         try:
             if len(held) == 1 and len(held[0].blocks) == len(keys):  # the common case: all in DRAM
@@ -273,9 +273,9 @@ class Loader:
 
     def _submit(self, window: _Window) -> _InFlight:
         """Begin to fetch a window: in a reader thread of its volume if that answers, else in a thread of the loader."""
-        home = None if window.home is None or window.home.guard.stalled else window.home
-        submit = self._pool.submit if home is None else home.guard.submit
-        return _InFlight(window, submit(partial(copy_context().run, window.run, home)), home)
+        node_volume = None if window.node_volume is None or window.node_volume.guard.stalled else window.node_volume
+        submit = self._pool.submit if node_volume is None else node_volume.guard.submit
+        return _InFlight(window, submit(partial(copy_context().run, window.run, node_volume)), node_volume)
 
     def _part_of(self, one: _InFlight) -> Part:
         """The answer of a window.
@@ -316,15 +316,15 @@ class Loader:
 
     def _windows(self, chain: _Chain, done: Sequence[bool], sources: Sequence[Source]) -> Iterator[_Window]:
         """The rest of the load, cut by where it lies and by window size."""
-        homes = self._table.nvme_homes(chain.domain, chain.keys)
-        durable = [home is not None for home in homes]
+        node_volumes = self._table.volumes_of(chain.namespace, chain.keys)
+        durable = [node_volume is not None for node_volume in node_volumes]
         count = len(chain.keys)
         candidates: list[tuple[Source, ...]] = [()] * count
         for source in sources:
             for position in range(max(0, source.start), min(count, source.start + source.count)):
                 if not done[position] and not durable[position]:
                     candidates[position] = (*candidates[position], source)
-        block_bytes = chain.domain.shape.block_bytes
+        block_bytes = chain.namespace.shape.block_bytes
         start = 0
         while start < count:
             if done[start]:
@@ -340,7 +340,7 @@ class Loader:
             ):
                 end += 1
             run = partial(self._run, chain, start, end, candidates[start])
-            yield _Window(start, end - start, (end - start) * block_bytes, run, candidates[start], homes[start])
+            yield _Window(start, end - start, (end - start) * block_bytes, run, candidates[start], node_volumes[start])
             start = end
 
     def _blocks_of_window(self, block_bytes: int, *, durable: bool) -> int:
@@ -351,14 +351,14 @@ class Loader:
             blocks = min(2, self._ahead_bytes // (DISK_WINDOWS // 2) // block_bytes)
         return max(1, blocks)
 
-    def _claim(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: Home | None = None) -> Part:
+    def _claim(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: NodeVolume | None = None) -> Part:
         """Some keys, in whichever thread: claim, take room, read or fetch. What others bring is left awaited.
 
         ``own``: the calling thread is a reader thread of this volume.
         """
         keys = chain.keys[start:end]
         part = Part(start, [Outcome.MISS] * len(keys), [None] * len(keys), Tier.NVME, self._node_id)
-        claim = self._table.claim(chain.domain, keys)
+        claim = self._table.claim(chain.namespace, keys)
         for position, block in claim.resident.items():
             part.blocks[position] = block
             part.outcomes[position] = Outcome.HIT
@@ -377,7 +377,7 @@ class Loader:
         part.awaited = claim.busy
         return part
 
-    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: Home | None) -> Part:
+    def _run(self, chain: _Chain, start: int, end: int, sources: tuple[Source, ...], own: NodeVolume | None) -> Part:
         """One window, in a reader thread of the volume ``own``, or in a thread of the loader (None).
 
         What others bring is awaited as well, if enough threads are left to work meanwhile.
@@ -418,9 +418,9 @@ class Loader:
     def _await_one(self, chain: _Chain, key: BlockKey) -> tuple[Block | None, bool]:
         """Wait for a block that another load or store brings. Returns it, and whether its volume is stalled."""
         until_s = self._clock.now_s()  # the first look is at once: a window has many blocks
-        while (block := self._table.await_resident(chain.domain, key, until_s)) is None:
-            (home,) = self._table.nvme_homes(chain.domain, (key,))
-            if home is not None and home.guard.stalled:
+        while (block := self._table.await_resident(chain.namespace, key, until_s)) is None:
+            (node_volume,) = self._table.volumes_of(chain.namespace, (key,))
+            if node_volume is not None and node_volume.guard.stalled:
                 return None, True
             now_s = self._clock.now_s()
             if now_s < until_s or now_s >= chain.deadline_s or over():
@@ -431,15 +431,17 @@ class Loader:
     def _reserve(self, chain: _Chain, count: int) -> list[Slot] | None:
         if self._clock.now_s() >= chain.deadline_s or over():
             return None
-        return self._table.reserve(chain.domain.shape, count, chain.deadline_s, chain.domain)
+        return self._table.reserve(chain.namespace.shape, count, chain.deadline_s, chain.namespace)
 
-    def _read_nvme(self, chain: _Chain, claim: Claim, part: Part, own: Home | None) -> None:
+    def _read_nvme(self, chain: _Chain, claim: Claim, part: Part, own: NodeVolume | None) -> None:
         """Reads claimed durable blocks into fresh slots, verified; those on the volume ``own`` in this thread."""
-        table, shape = self._table, chain.domain.shape
+        table, shape = self._table, chain.namespace.shape
         todo = list(claim.durable.items())
-        if stalled := [home for home in table.homes if home.guard.stalled]:  # no room is made for what does not come
-            self._not_read(part, [position for position, block in todo if block.nvme_home in stalled])
-            todo = [(position, block) for position, block in todo if block.nvme_home not in stalled]
+        if stalled := [
+            node_volume for node_volume in table.node_volumes if node_volume.guard.stalled
+        ]:  # no room is made for what does not come
+            self._not_read(part, [position for position, block in todo if block.nvme_volume in stalled])
+            todo = [(position, block) for position, block in todo if block.nvme_volume not in stalled]
             if not todo:
                 return
         slots = self._reserve(chain, len(todo))
@@ -449,25 +451,25 @@ class Loader:
             return
         by_home: dict[int, list[int]] = {}
         for index, (_, block) in enumerate(todo):
-            by_home.setdefault(id(block.nvme_home), []).append(index)
+            by_home.setdefault(id(block.nvme_volume), []).append(index)
         for indices in by_home.values():
-            home = todo[indices[0]][1].nvme_home
-            assert home is not None
+            node_volume = todo[indices[0]][1].nvme_volume
+            assert node_volume is not None
             items = []
             for index in indices:
                 block = todo[index][1]
                 assert block.nvme is not None  # pinned: it cannot leave
                 items.append((block.nvme, block.record(), table.dram.view(slots[index], shape.block_bytes)))
             held = [slots[index] for index in indices]
-            read = partial(home.volume.read_with_checksums, items)
+            read = partial(node_volume.volume.read_with_checksums, items)
             try:
                 with tracing.span(
-                    "volume.read", {"volume": home.volume.volume_id, "blocks": len(items)} if tracing.on() else None
+                    "volume.read", {"volume": node_volume.volume_id, "blocks": len(items)} if tracing.on() else None
                 ):
-                    if home is own:
-                        answers = home.guard.timed(read)
+                    if node_volume is own:
+                        answers = node_volume.guard.timed(read)
                     else:
-                        answers = home.guard.read(read, partial(self._read_late, held), chain.deadline_s)
+                        answers = node_volume.guard.read(read, partial(self._read_late, held), chain.deadline_s)
             except VolumeStalled:
                 self._not_read(part, [todo[index][0] for index in indices])
                 continue
@@ -479,10 +481,10 @@ class Loader:
                     part.blocks[position] = block
                     continue
                 self._counters.add(f"nvme_read_{outcome.name.lower()}_blocks_total")
-                log.warning("block %s on %s: %s", block.key.hex(), home.volume.volume_id, outcome.name)
+                log.warning("block %s on %s: %s", block.key.hex(), node_volume.volume_id, outcome.name)
                 table.unreserve((slots[index],))
                 if outcome is Outcome.CORRUPT:
-                    quarantine(table, home, block, slot, self._counters)
+                    quarantine(table, node_volume, block, slot, self._counters)
 
     def _not_read(self, part: Part, positions: Sequence[int]) -> None:
         """Answer UNAVAILABLE for blocks of a stalled volume: the client reads them from another node, or misses them."""
@@ -499,7 +501,7 @@ class Loader:
         if not wanted:
             return wanted
         blocks = [
-            Block(chain.domain, chain.keys[at], chain.keys[at - 1] if at else chain.parent, chain.depth + at, b"")
+            Block(chain.namespace, chain.keys[at], chain.keys[at - 1] if at else chain.parent, chain.depth + at, b"")
             for at in (start + position for position in wanted)
         ]
         left: list[int] = []
@@ -514,7 +516,7 @@ class Loader:
 
     def _fetch(self, chain: _Chain, start: int, claim: Claim, part: Part, sources: tuple[Source, ...]) -> None:
         """Fetches claimed absent blocks from the first source that delivers each: directly, where its volume is mounted here."""
-        table, shape = self._table, chain.domain.shape
+        table, shape = self._table, chain.namespace.shape
         left = list(claim.claimed_absent)
         part.tier = Tier.DRAM if sources and not claim.durable else part.tier
         named = {source.volume_id for source in sources}
@@ -530,7 +532,7 @@ class Loader:
                 break
             destination = ScatteredBlocks([table.dram.view(slot, shape.block_bytes) for slot in slots], shape)
             keys = [chain.keys[start + position] for position in left]
-            request = ReadRequest(chain.domain.namespace, keys, 0, shape.layers, 0, chain.deadline_s)
+            request = ReadRequest(chain.namespace.namespace_id, keys, 0, shape.layers, 0, chain.deadline_s)
             control = ReadControl()
             try:
                 with (
@@ -538,7 +540,7 @@ class Loader:
                     ending(control.cancel),
                     asking(source.peer.node_id) as answered,
                 ):
-                    answer = self._peers.peer(source.peer, chain.domain).read(request, destination, control=control)
+                    answer = self._peers.peer(source.peer, chain.namespace).read(request, destination, control=control)
                     answered(answer.outcomes)
             except KVStoreError as error:
                 self._counters.add("peer_fetch_failed_total")
@@ -558,7 +560,7 @@ class Loader:
                     continue
                 at = start + position
                 block = Block(
-                    chain.domain,
+                    chain.namespace,
                     chain.keys[at],
                     chain.keys[at - 1] if at else chain.parent,
                     chain.depth + at,

@@ -14,7 +14,7 @@ from itertools import groupby
 from kvproto.v1 import node_pb2
 from kvstore.core.types import BlockKey
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.rpc.codec import pack_u64
 from kvstore.tiers.contract import Slot
@@ -23,22 +23,28 @@ Located = tuple[int, Block, int, Slot]
 """Position among the keys, the block (pinned), position of its volume among the table's, its slot there."""
 
 
-def pin_stored(table: BlockTable, domain: Domain, keys: Sequence[BlockKey]) -> list[Located]:
+def pin_stored(table: BlockTable, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Located]:
     """Pins those of the keys that lie on NVMe and nowhere nearer, and marks them used there."""
     found: list[Located] = []
     used: list[BlockKey] = []
     with table._lock:
         for position, key in enumerate(keys):
             block = table._blocks.get(key)
-            if block is None or block.domain is not domain or block.dram is not None or block.leaving or key in table._loading:
+            if (
+                block is None
+                or block.namespace is not namespace
+                or block.dram is not None
+                or block.leaving
+                or key in table._loading
+            ):
                 continue  # what is being loaded will be in DRAM in a moment
-            if block.nvme is None or block.nvme_home is None or block.nvme_home.guard.stalled:
+            if block.nvme is None or block.nvme_volume is None or block.nvme_volume.guard.stalled:
                 continue
-            home = table.homes.index(block.nvme_home)
+            node_volume = table.node_volumes.index(block.nvme_volume)
             block.pins += 1
             used.append(key)
-            found.append((position, block, home, block.nvme))
-        table._durable.touch(domain, used)
+            found.append((position, block, node_volume, block.nvme))
+        table._durable.touch(namespace, used)
     return found
 
 
@@ -47,7 +53,9 @@ def runs_of(found: Sequence[Located]) -> list[node_pb2.LocatedRun]:
     runs = []
     for _, stretch in groupby(enumerate(found), lambda item: item[1][0] - item[0]):
         places = [place for _, place in stretch]
-        run = node_pb2.LocatedRun(start=places[0][0], count=len(places), volumes=bytes(home for _, _, home, _ in places))
+        run = node_pb2.LocatedRun(
+            start=places[0][0], count=len(places), volumes=bytes(node_volume for _, _, node_volume, _ in places)
+        )
         run.offsets = pack_u64(slot.offset for _, _, _, slot in places)
         run.generations = pack_u64(slot.generation for _, _, _, slot in places)
         runs.append(run)

@@ -32,21 +32,23 @@ class MountLoads:
         Returns:
             One entry a block: pinned in DRAM, or None where it has to come from elsewhere.
         """
-        table, domain = self._table, blocks[0].domain
+        table, namespace = self._table, blocks[0].namespace
         brought: list[Block | None] = [None] * len(blocks)
         keys = [block.key for block in blocks]
-        found = mount.find(domain, keys)
+        found = mount.find(namespace, keys)
         if read_on and None in found:
             mount.catch_up(deadline_s)
-            found = mount.find(domain, keys)
+            found = mount.find(namespace, keys)
         known = [(at, slot) for at, slot in enumerate(found) if slot is not None]
         rooms = (
-            table.reserve(domain.shape, len(known), deadline_s, domain) if known and self._clock.now_s() < deadline_s else None
+            table.reserve(namespace.shape, len(known), deadline_s, namespace)
+            if known and self._clock.now_s() < deadline_s
+            else None
         )
         if rooms is not None:
-            views = [table.dram.view(room, domain.shape.block_bytes) for room in rooms]
+            views = [table.dram.view(room, namespace.shape.block_bytes) for room in rooms]
             wanted = [(blocks[at].key, slot, view) for (at, slot), view in zip(known, views, strict=True)]
-            answers = mount.read(domain, wanted, deadline_s, lambda: table.unreserve(rooms))
+            answers = mount.read(namespace, wanted, deadline_s, lambda: table.unreserve(rooms))
             for (at, _), room, (outcome, checksums) in zip(known, rooms, answers or (), strict=False):
                 if outcome is Outcome.HIT:
                     blocks[at].checksums = checksums

@@ -24,7 +24,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.types import BlockKey, Outcome, VolumeId
 from kvstore.node.base.volume_guard import STALL_S, VolumeGuard, VolumeStalled, ignore
 from kvstore.node.config import MountConfig
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
@@ -103,12 +103,12 @@ class Mount:
         state = self._trouble if opened is None else f"{opened.volume.io_engine}, {opened.volume.blocks} blocks known"
         return f"{self.volume_id} mounted at {self._config.path}: {state}"
 
-    def find(self, domain: Domain, keys: Sequence[BlockKey]) -> list[Slot | None]:
+    def find(self, namespace: NodeNamespace, keys: Sequence[BlockKey]) -> list[Slot | None]:
         """Where blocks are said to lie, as far as is known. Memory only; nothing while the mount is in trouble."""
         opened = self._opened
         if opened is None or not self.usable:
             return [None] * len(keys)
-        return opened.volume.find(keys, domain.shape)
+        return opened.volume.find(keys, namespace.shape)
 
     def catch_up(self, deadline_s: float) -> None:
         """Takes in what the owner wrote since; opens the volume where it is not."""
@@ -119,7 +119,7 @@ class Mount:
         if self.usable:
             self._guard.begin(lambda: self._do(lambda volume: volume.catch_up()), ignore)
 
-    def read(self, domain: Domain, wanted: Wanted, deadline_s: float, when_back: Callable[[], None]) -> Answers | None:
+    def read(self, namespace: NodeNamespace, wanted: Wanted, deadline_s: float, when_back: Callable[[], None]) -> Answers | None:
         """Reads blocks into memory.
 
         Returns:
@@ -127,15 +127,18 @@ class Mount:
             writes to the memory any more, perhaps at once.
         """
         return self._bounded(
-            lambda volume: volume.read(domain.namespace, domain.shape, wanted), deadline_s, f"{len(wanted)} blocks", when_back
+            lambda volume: volume.read(namespace.namespace_id, namespace.shape, wanted),
+            deadline_s,
+            f"{len(wanted)} blocks",
+            when_back,
         )
 
     def read_device(
-        self, domain: Domain, wanted: WantedOnDevice, deadline_s: float, when_back: Callable[[], None]
+        self, namespace: NodeNamespace, wanted: WantedOnDevice, deadline_s: float, when_back: Callable[[], None]
     ) -> Answers | None:
         """As ``read``, into device memory and as ``MountedSlab.read_device``."""
         return self._bounded(
-            lambda volume: volume.read_device(domain.namespace, domain.shape, wanted),
+            lambda volume: volume.read_device(namespace.namespace_id, namespace.shape, wanted),
             deadline_s,
             f"{len(wanted)} blocks",
             when_back,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvstore.core.errors import NotFound
 from kvstore.core.types import NamespaceId, NodeId
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.transport.contract import BlockPeer
 
 MAX_PEERS = 64
@@ -24,7 +24,7 @@ class PeerAddress:
     data_address: str
 
 
-MakePeer = Callable[[PeerAddress, Domain], BlockPeer]
+MakePeer = Callable[[PeerAddress, NodeNamespace], BlockPeer]
 
 
 class Peers:
@@ -41,22 +41,22 @@ class Peers:
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[PeerAddress, NamespaceId], BlockPeer] = OrderedDict()
 
-    def peer(self, address: PeerAddress, domain: Domain) -> BlockPeer:
+    def peer(self, address: PeerAddress, namespace: NodeNamespace) -> BlockPeer:
         """The peer to move blocks of a namespace with.
 
         Raises:
             NotFound: this node has not seen the namespace's spec, without which no ticket is to be had.
             KVStoreError: the address is refused.
         """
-        if domain.spec is None:
-            raise NotFound("the spec of the namespace is not known here", namespace=domain.namespace.hex())
-        key = (address, domain.namespace)
+        if namespace.spec is None:
+            raise NotFound("the spec of the namespace is not known here", namespace=namespace.namespace_id.hex())
+        key = (address, namespace.namespace_id)
         if self._check is not None and key not in self._open:  # it may ask others: not in the lock
             self._check(address)
         with self._lock:
             peer = self._open.get(key)
             if peer is None:
-                peer = self._open[key] = self._make(address, domain)
+                peer = self._open[key] = self._make(address, namespace)
             self._open.move_to_end(key)
             retired = self._open.popitem(last=False)[1] if len(self._open) > MAX_PEERS else None
         if retired is not None:

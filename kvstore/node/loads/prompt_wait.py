@@ -19,7 +19,7 @@ from kvstore.node.loads.loader import Loader, Part
 from kvstore.node.loads.provider import runs_of_equal
 from kvstore.node.loads.staging_budget import StagingBuffer
 from kvstore.node.state.model import Block, Recent
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import tenant
@@ -38,20 +38,22 @@ class Prompts:
         self._awaiting: dict[str, tuple[tuple[Wanted, str | None], ...]] = {}  # with the tenant whose namespace it is
         self._abandoned: Recent[tuple[str | None, str]] = Recent()
 
-    def arrive(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float, transfer_id: str = "") -> Iterator[Part]:
+    def arrive(
+        self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float, transfer_id: str = ""
+    ) -> Iterator[Part]:
         """Yields the prompt's blocks, once all are resident or the deadline has passed. Their pins are the caller's.
 
         Nothing is yielded before, so that the time in which the caller must have copied begins when it can. The wait also ends
         where the transfer is abandoned.
         """
-        size, mine = len(keys) * domain.shape.block_bytes, tenant()
-        with self._abandonable(domain, transfer_id) as wanted:
+        size, mine = len(keys) * namespace.shape.block_bytes, tenant()
+        with self._abandonable(namespace, transfer_id) as wanted:
             waiting = wanted.context()
             if not waiting.run(self._buffer.admit, size, deadline_s, mine):
                 yield Part(0, [Outcome.NO_ROOM] * len(keys), [None] * len(keys), Tier.DRAM, self._node_id)
                 return
             try:
-                found = waiting.run(self._gather, domain, keys, deadline_s)
+                found = waiting.run(self._gather, namespace, keys, deadline_s)
                 if over():
                     fate, missing = "left", Outcome.TIMEOUT
                 elif wanted.over:
@@ -79,13 +81,13 @@ class Prompts:
         return len(awaiting)
 
     @contextmanager
-    def _abandonable(self, domain: Domain, transfer_id: str) -> Iterator[Wanted]:
+    def _abandonable(self, namespace: NodeNamespace, transfer_id: str) -> Iterator[Wanted]:
         """What ends with the call that awaits a prompt, and with its transfer."""
         wanted = Wanted()
         if not transfer_id:
             yield wanted
             return
-        whose = None if domain.spec is None else domain.spec.tenant
+        whose = None if namespace.spec is None else namespace.spec.tenant
         with self._lock:
             self._awaiting[transfer_id] = (*self._awaiting.get(transfer_id, ()), (wanted, whose))
             if (None, transfer_id) in self._abandoned or (whose, transfer_id) in self._abandoned:
@@ -98,13 +100,13 @@ class Prompts:
                 if others:
                     self._awaiting[transfer_id] = others
 
-    def _gather(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> list[Block | None]:
+    def _gather(self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float) -> list[Block | None]:
         """The prompt's blocks, pinned; None for those that did not come."""
         found: list[Block | None] = [None] * len(keys)
         left = len(keys)
-        vigil = self._table.watch(domain, keys)
+        vigil = self._table.watch(namespace, keys)
         try:
-            self._bring(domain, keys, deadline_s)
+            self._bring(namespace, keys, deadline_s)
             while left and (came := self._table.came(vigil, deadline_s)):
                 for position, block in came:
                     found[position] = block
@@ -113,11 +115,11 @@ class Prompts:
             self._table.unwatch(vigil)
         return found
 
-    def _bring(self, domain: Domain, keys: Sequence[BlockKey], deadline_s: float) -> None:
+    def _bring(self, namespace: NodeNamespace, keys: Sequence[BlockKey], deadline_s: float) -> None:
         """Reads what lies on NVMe here into DRAM, where the vigil pins it."""
-        durable = [home is not None for home in self._table.nvme_homes(domain, keys)]
+        durable = [node_volume is not None for node_volume in self._table.volumes_of(namespace, keys)]
         for start, stop in ((start, stop) for start, stop in runs_of_equal(durable) if durable[start]):
-            for part in self._loader.load(domain, keys[start:stop], deadline_s):
+            for part in self._loader.load(namespace, keys[start:stop], deadline_s):
                 if part.tier is not Tier.DRAM:
                     self._counters.add("prompt_nvme_blocks_total", len(part.pinned()))
                 self._table.unpin(part.pinned())

@@ -11,8 +11,8 @@ from kvstore.core.types import BlockShape, NamespaceId, Outcome, StoreOutcome, T
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.loads.layered import Stager
 from kvstore.node.loads.loader import Loader, Part
-from kvstore.node.state.model import Block, Prepared
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.model import Block, StoreGrant
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.transport.contract import BlockProvider, Checksums, ReadPart, ReadRequest, WriteGrant, WriteRequest
 
@@ -23,30 +23,32 @@ WRITE_ROOM_WAIT_S = 2.0
 class NodeProvider(BlockProvider):
     """One node's blocks. Thread-safe."""
 
-    def __init__(self, domains: Domains, table: BlockTable, gate: Gate, loader: Loader, stager: Stager, clock: Clock) -> None:
-        self._domains = domains
+    def __init__(
+        self, namespaces: NamespaceRegistry, table: BlockTable, gate: Gate, loader: Loader, stager: Stager, clock: Clock
+    ) -> None:
+        self._namespaces = namespaces
         self._table = table
         self._gate = gate
         self._loader = loader
         self._stager = stager
         self._clock = clock
 
-    def shape(self, namespace: NamespaceId) -> BlockShape | None:
-        domain = self._domains.find(namespace)
-        return None if domain is None else domain.shape
+    def shape(self, namespace_id: NamespaceId) -> BlockShape | None:
+        namespace = self._namespaces.find(namespace_id)
+        return None if namespace is None else namespace.shape
 
     def read(self, request: ReadRequest) -> Iterator[ReadPart]:
-        domain = self._domains.get(request.namespace)
-        staged = self._stager.ready(domain, request.keys, request.first_layer, request.layer_count)
+        namespace = self._namespaces.get(request.namespace)
+        staged = self._stager.ready(namespace, request.keys, request.first_layer, request.layer_count)
         if staged is not None:
             blocks, checksums = staged
-            views = [self._table.dram.view(block.dram, domain.shape.block_bytes) for block in blocks if block.dram is not None]
+            views = [self._table.dram.view(block.dram, namespace.shape.block_bytes) for block in blocks if block.dram is not None]
             yield ReadPart(0, [Outcome.HIT] * len(blocks), views, checksums, Tier.NVME, self._releaser(blocks))
             return
-        parts = self._loader.load(domain, request.keys, request.deadline_s)
+        parts = self._loader.load(namespace, request.keys, request.deadline_s)
         try:
             for part in parts:
-                yield self._read_part(part, domain.shape)
+                yield self._read_part(part, namespace.shape)
         finally:
             parts.close()  # type: ignore[attr-defined]  # a generator, by construction
 
@@ -60,25 +62,25 @@ class NodeProvider(BlockProvider):
         return lambda: self._table.unpin(pinned)
 
     def write(self, request: WriteRequest) -> WriteGrant:
-        domain = self._domains.of_shape(request.run.namespace, request.shape)
+        namespace = self._namespaces.of_shape(request.run.namespace, request.shape)
         if self._gate.shut and not self._gate.awaits(request.run.keys):
-            prepared = self._gate.refuse(domain, request.run)
+            prepared = self._gate.refuse(namespace, request.run)
         else:
             until_s = min(request.deadline_s, self._clock.now_s() + WRITE_ROOM_WAIT_S)
-            prepared = self._table.prepare(domain, request.run, until_s)
+            prepared = self._table.prepare(namespace, request.run, until_s)
         if request.tail:
             prepared.tail = request.run.keys[-1]
         if request.durable:
-            self._hold_to_durability(domain, prepared, request)
+            self._hold_to_durability(namespace, prepared, request)
         return _Grant(self._table, prepared, request)
 
-    def _hold_to_durability(self, domain: Domain, prepared: Prepared, request: WriteRequest) -> None:
+    def _hold_to_durability(self, namespace: NodeNamespace, prepared: StoreGrant, request: WriteRequest) -> None:
         """A block that is held, but not durable, does not count as existing for a durable write."""
         held = [at for at, outcome in enumerate(prepared.outcomes) if outcome is StoreOutcome.EXISTS]
         keys = [request.run.keys[at] for at in held]
         if all(self._table.are_durable(keys)):
             return
-        self._table.write_again(domain, keys)
+        self._table.write_again(namespace, keys)
         self._table.wait_written(request.deadline_s)
         for at, durable in zip(held, self._table.are_durable(keys), strict=True):
             if not durable:
@@ -86,7 +88,7 @@ class NodeProvider(BlockProvider):
 
 
 class _Grant(WriteGrant):
-    def __init__(self, table: BlockTable, prepared: Prepared, request: WriteRequest) -> None:
+    def __init__(self, table: BlockTable, prepared: StoreGrant, request: WriteRequest) -> None:
         self._table = table
         self._prepared = prepared
         self._request = request

@@ -17,7 +17,7 @@ from kvproto.v1 import metadata_pb2, metadata_pb2_grpc
 from kvstore.core.limits import DIGEST_RANGES
 from kvstore.core.range_digests import key_range
 from kvstore.core.types import BootId, VolumeId
-from kvstore.node.state.change_log import ReplicaLog, runs_of
+from kvstore.node.state.change_log import ReplicaChangeLog, runs_of
 from kvstore.node.state.model import Block
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
@@ -37,21 +37,26 @@ def held_by(table: BlockTable, volume: VolumeId) -> list[Block]:
     blocks = table.snapshot()
     if volume == table.dram.volume_id:
         return [block for block in blocks if block.dram is not None]
-    return [block for block in blocks if (home := block.nvme_home) is not None and home.volume.volume_id == volume]
+    return [block for block in blocks if (node_volume := block.nvme_volume) is not None and node_volume.volume_id == volume]
 
 
 class AntiEntropy:
     """Compares one node's volumes with the index."""
 
     def __init__(
-        self, stub: metadata_pb2_grpc.MetadataStub, node_id: str, table: BlockTable, replica_log: ReplicaLog, counters: Counters
+        self,
+        stub: metadata_pb2_grpc.MetadataStub,
+        node_id: str,
+        table: BlockTable,
+        replica_log: ReplicaChangeLog,
+        counters: Counters,
     ) -> None:
         self._stub = stub
         self._node_id = node_id
         self._table = table
         self._log = replica_log
         self._counters = counters
-        self._volumes = [table.dram.volume_id, *(home.volume.volume_id for home in table.homes)]
+        self._volumes = [table.dram.volume_id, *(node_volume.volume_id for node_volume in table.node_volumes)]
 
     def compare(self, boot_id: BootId) -> int:
         """One round over all volumes. Returns how many ranges were repaired.

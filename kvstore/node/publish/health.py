@@ -7,8 +7,8 @@ from typing import Final
 from kvstore.core.clock import Clock
 from kvstore.core.limits import MAX_PROBLEMS_TOLD, MAX_REASON
 from kvstore.core.types import VolumeId
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Home
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.failure_tracker import Failing
 
@@ -29,7 +29,7 @@ class Troubles:
         sent_away: how writing behind to another node fares.
     """
 
-    def __init__(self, table: BlockTable, replica_log: ReplicaLog | None, clock: Clock, sent_away: Failing) -> None:
+    def __init__(self, table: BlockTable, replica_log: ReplicaChangeLog | None, clock: Clock, sent_away: Failing) -> None:
         self._table = table
         self._log = replica_log
         self._clock = clock
@@ -64,11 +64,11 @@ class Troubles:
         return 0 if self._log is None else self._log.waiting()
 
     # ---- volumes
-    def why_no_blocks(self, home: Home) -> str:
+    def why_no_blocks(self, node_volume: NodeVolume) -> str:
         """Why a durable volume takes no blocks now, or failed to a moment ago; empty: it takes them."""
-        if home.volume.read_only is not None:
-            return home.volume.read_only[:MAX_REASON]
-        failing = home.failing.why(self._clock.now_s())
+        if node_volume.volume.read_only is not None:
+            return node_volume.volume.read_only[:MAX_REASON]
+        failing = node_volume.failing.why(self._clock.now_s())
         return (_FAILED + failing)[:MAX_REASON] if failing else ""
 
     # ---- all of it
@@ -83,20 +83,20 @@ class Troubles:
             )
         if why := self._sent_away.why(now_s):
             found.append(f"the storage node does not take its blocks: {why}")
-        for home in self._table.homes:
-            if silent := home.guard.why():
-                found.append(f"Volume {home.volume.volume_id} {silent}; its blocks are misses, or read from other nodes")
-            bad = self._lately_bad(home, now_s)
+        for node_volume in self._table.node_volumes:
+            if silent := node_volume.guard.why():
+                found.append(f"Volume {node_volume.volume_id} {silent}; its blocks are misses, or read from other nodes")
+            bad = self._lately_bad(node_volume, now_s)
             lately = f"within {QUARANTINE_TOLD_S / 60:.0f} minutes"
-            found += [f"{bad} blocks on {home.volume.volume_id} proved bad {lately} and are quarantined"] if bad else []
+            found += [f"{bad} blocks on {node_volume.volume_id} proved bad {lately} and are quarantined"] if bad else []
         return [problem[:MAX_REASON] for problem in found[:MAX_PROBLEMS_TOLD]]
 
-    def _lately_bad(self, home: Home, now_s: float) -> int:
+    def _lately_bad(self, node_volume: NodeVolume, now_s: float) -> int:
         """How many replicas proved bad since a time without any."""
-        before, known, last_s = self._seen.get(home.volume.volume_id, (0, 0, now_s))
+        before, known, last_s = self._seen.get(node_volume.volume_id, (0, 0, now_s))
         if now_s - last_s > QUARANTINE_TOLD_S:
             before = known
-        if home.quarantined != known:
+        if node_volume.quarantined != known:
             last_s = now_s
-        self._seen[home.volume.volume_id] = before, home.quarantined, last_s
-        return home.quarantined - before
+        self._seen[node_volume.volume_id] = before, node_volume.quarantined, last_s
+        return node_volume.quarantined - before

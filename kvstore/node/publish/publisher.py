@@ -1,6 +1,6 @@
 """Tells the metadata server what this node holds: registration, heartbeats, the stream of changes, anti-entropy.
 
-Three threads. The *publisher* registers, sends inventories where the server lacks them, then streams the ``ReplicaLog`` in
+Three threads. The *publisher* registers, sends inventories where the server lacks them, then streams the ``ReplicaChangeLog`` in
 numbered batches, a few unacknowledged at a time; after a broken stream it sends again what was not acknowledged, and the server
 ignores what it has seen. The *heart* beats, and notices a server that forgot this node or made its index anew: then everything
 begins again with a registration. The third is ``antientropy``: it compares digests with the index and repairs what differs.
@@ -28,8 +28,8 @@ from kvstore.node.control.drain import Drainer
 from kvstore.node.control.retention import Retainer
 from kvstore.node.publish.anti_entropy import AntiEntropy, held_by
 from kvstore.node.publish.health import Troubles
-from kvstore.node.state.change_log import ReplicaLog, Taken, in_chains, runs_of
-from kvstore.node.state.model import Home
+from kvstore.node.state.change_log import ReplicaChangeLog, Taken, in_chains, runs_of
+from kvstore.node.state.model import NodeVolume
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import Failing
@@ -65,7 +65,7 @@ class Publisher:
         address: str,
         node: common_pb2.NodeInfo,
         table: BlockTable,
-        replica_log: ReplicaLog,
+        replica_log: ReplicaChangeLog,
         counters: Counters,
         *,
         tls: TlsConfig | None,
@@ -415,15 +415,17 @@ class Publisher:
     def _beat(self) -> None:
         self._tell_of_quotas()
         usages = []
-        places: list[tuple[Volume, Home | None]] = [(home.volume, home) for home in self._table.homes]
-        for volume, home in [(self._table.dram, None), *places]:
+        places: list[tuple[Volume, NodeVolume | None]] = [
+            (node_volume.volume, node_volume) for node_volume in self._table.node_volumes
+        ]
+        for volume, node_volume in [(self._table.dram, None), *places]:
             usage = volume.usage()
             usages.append(
                 metadata_pb2.VolumeUsage(
                     volume_id=volume.volume_id,
                     used_bytes=usage.used_bytes,
                     blocks=usage.blocks,
-                    read_only=self._troubles.why_no_blocks(home) if home is not None else "",
+                    read_only=self._troubles.why_no_blocks(node_volume) if node_volume is not None else "",
                 )
             )
         drain = self._drainer.progress() if self._drainer is not None else None

@@ -23,15 +23,15 @@ from kvstore.node.publish.health import Troubles
 from kvstore.node.publish.publisher import Publisher
 from kvstore.node.rpc.gauges import Links
 from kvstore.node.rpc.sessions import Sessions
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.model import Home
-from kvstore.node.state.namespaces import Domain, Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.model import NodeVolume
+from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.metric_definitions import EVENTS
 from kvstore.observe.metrics import PREFIX
 from kvstore.observe.slow_loads import SHOWN, RecentLoads
-from kvstore.process.effective_config import InForce
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.codec import check_id, tier_to_proto
 from kvstore.tiers.contract import Volume
 from kvstore.transport.shaping.traffic import KvTraffic
@@ -58,9 +58,9 @@ class AdminParts:
     """What the handlers look at and change."""
 
     table: BlockTable
-    domains: Domains
+    namespaces: NamespaceRegistry
     sessions: Sessions
-    replica_log: ReplicaLog
+    replica_log: ReplicaChangeLog
     buffers: Mapping[str, StagingBuffer]
     recent: RecentLoads
     traffic: KvTraffic
@@ -68,7 +68,7 @@ class AdminParts:
     """None: the node publishes to nobody."""
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
-    in_force: Sequence[InForce]
+    in_force: Sequence[EffectiveSetting]
     counters: Counters
     links: Links
     checks: VolumeChecks
@@ -125,38 +125,40 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         table, by_tenant = self._parts.table, self._parts.retainer.by_tenant
         described = [_volume(table.dram)]
         described[0].tenants.extend(by_tenant(table._arena.room.held, Tier.DRAM))
-        for home in table.homes:
-            described.append(_volume(home.volume, self._parts.troubles.why_no_blocks(home), home.quarantined))
-            described[-1].tenants.extend(by_tenant(table._durable.held_on(home), Tier.NVME))
+        for node_volume in table.node_volumes:
+            described.append(
+                _volume(node_volume.volume, self._parts.troubles.why_no_blocks(node_volume), node_volume.quarantined)
+            )
+            described[-1].tenants.extend(by_tenant(table._durable.held_on(node_volume), Tier.NVME))
         return described
 
     async def DescribeUsage(self, request: pb.DescribeUsageRequest, context: Context) -> pb.DescribeUsageResponse:  # noqa: N802, ARG002
-        domain = self._domain(request.namespace_id) if request.namespace_id else None
-        if request.namespace_id and domain is None:
+        namespace = self._namespace(request.namespace_id) if request.namespace_id else None
+        if request.namespace_id and namespace is None:
             return pb.DescribeUsageResponse()
-        return await self._apart(lambda: self._usage(domain))
+        return await self._apart(lambda: self._usage(namespace))
 
-    def _usage(self, only: Domain | None) -> pb.DescribeUsageResponse:
+    def _usage(self, only: NodeNamespace | None) -> pb.DescribeUsageResponse:
         """Counted over a copy of the table: blocks that move meanwhile are counted where they were or where they are."""
         table = self._parts.table
-        found: Counter[tuple[Domain, Volume]] = Counter()
+        found: Counter[tuple[NodeNamespace, Volume]] = Counter()
         for block in table.snapshot():
-            if only is None or block.domain is only:
+            if only is None or block.namespace is only:
                 if block.dram is not None:
-                    found[block.domain, table.dram] += 1
-                home = block.nvme_home
-                if home is not None:
-                    found[block.domain, home.volume] += 1
+                    found[block.namespace, table.dram] += 1
+                node_volume = block.nvme_volume
+                if node_volume is not None:
+                    found[block.namespace, node_volume.volume] += 1
         return pb.DescribeUsageResponse(
             usages=[
                 pb.NamespaceUsage(
-                    namespace_id=domain.namespace,
+                    namespace_id=namespace.namespace_id,
                     volume_id=volume.volume_id,
                     tier=tier_to_proto(volume.tier),
                     blocks=count,
-                    bytes=count * domain.shape.block_bytes,
+                    bytes=count * namespace.shape.block_bytes,
                 )
-                for (domain, volume), count in found.items()
+                for (namespace, volume), count in found.items()
             ]
         )
 
@@ -185,46 +187,46 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             raise InvalidArgument("evict a namespace, or a volume down to a fill: not both")
         if not request.namespace_id and not request.volume_id:
             raise InvalidArgument("evict what: a namespace, or a volume?")
-        home = self._home(request.volume_id) if request.volume_id else None
-        in_dram = not request.volume_id or home is None
+        node_volume = self._node_volume(request.volume_id) if request.volume_id else None
+        in_dram = not request.volume_id or node_volume is None
         if not request.namespace_id:
-            done = await self._apart(lambda: evict_down_to(table, home, request.down_to_bytes))
+            done = await self._apart(lambda: evict_down_to(table, node_volume, request.down_to_bytes))
         else:
-            domain = self._domain(request.namespace_id)
-            if domain is None:
+            namespace = self._namespace(request.namespace_id)
+            if namespace is None:
                 return pb.EvictBlocksResponse()
-            nvme = not request.volume_id or home is not None
-            done = await self._apart(lambda: evict_namespace(table, domain, home, dram=in_dram, nvme=nvme))
+            nvme = not request.volume_id or node_volume is not None
+            done = await self._apart(lambda: evict_namespace(table, namespace, node_volume, dram=in_dram, nvme=nvme))
         used = 0
         if request.volume_id:
-            used = (table.dram if home is None else home.volume).usage().used_bytes
+            used = (table.dram if node_volume is None else node_volume.volume).usage().used_bytes
         return pb.EvictBlocksResponse(evicted_blocks=done.blocks, kept_blocks=done.kept, used_bytes=used)
 
     async def InvalidateNamespace(  # noqa: N802
         self, request: pb.InvalidateNamespaceRequest, context: Context
     ) -> pb.InvalidateNamespaceResponse:
         check_id(request.operation_id, "operation_id")
-        domain = self._domain(request.namespace_id)
+        namespace = self._namespace(request.namespace_id)
         done = Evicted(0, 0)
-        if domain is not None:
+        if namespace is not None:
             left_s = context.time_remaining()
             wait_s = min(request.wait_ms / 1000, MAX_WAIT_S, MAX_WAIT_S if left_s is None else left_s)
             deadline_s = self._parts.clock.now_s() + wait_s
-            done = await self._apart(lambda: invalidate(self._parts.table, domain, deadline_s))
+            done = await self._apart(lambda: invalidate(self._parts.table, namespace, deadline_s))
         return pb.InvalidateNamespaceResponse(dropped_blocks=done.blocks, kept_blocks=done.kept)
 
     async def CheckVolume(self, request: pb.CheckVolumeRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
         operation_id = check_id(request.operation_id, "operation_id")
-        home = self._durable(request.volume_id)
-        return self._told(home, self._parts.checks.begin(home, operation_id, request.bytes_per_s))
+        node_volume = self._durable(request.volume_id)
+        return self._told(node_volume, self._parts.checks.begin(node_volume, operation_id, request.bytes_per_s))
 
     async def DescribeCheck(self, request: pb.DescribeCheckRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
-        home = self._durable(request.volume_id)
-        return self._told(home, self._parts.checks.last(home))
+        node_volume = self._durable(request.volume_id)
+        return self._told(node_volume, self._parts.checks.last(node_volume))
 
     async def CancelCheck(self, request: pb.CancelCheckRequest, context: Context) -> pb.VolumeCheck:  # noqa: N802, ARG002
-        home = self._durable(request.volume_id)
-        return self._told(home, self._parts.checks.cancel(home))
+        node_volume = self._durable(request.volume_id)
+        return self._told(node_volume, self._parts.checks.cancel(node_volume))
 
     async def SetTrafficCap(self, request: pb.SetTrafficCapRequest, context: Context) -> pb.SetTrafficCapResponse:  # noqa: N802, ARG002
         expected = request.expected if request.HasField("expected") else None
@@ -238,23 +240,23 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         return pb.CompareIndexResponse(repaired_ranges=await self._apart(publisher.compare_now))
 
     # ---------------------------------------------------------------- inside
-    def _domain(self, namespace_id: bytes) -> Domain | None:
-        return self._parts.domains.find(NamespaceId(check_id(namespace_id, "namespace_id")))
+    def _namespace(self, namespace_id: bytes) -> NodeNamespace | None:
+        return self._parts.namespaces.find(NamespaceId(check_id(namespace_id, "namespace_id")))
 
-    def _durable(self, volume_id: str) -> Home:
+    def _durable(self, volume_id: str) -> NodeVolume:
         """A durable volume.
 
         Raises:
             NotFound: there is none of that id.
             InvalidArgument: it is the arena, whose bytes no disk can lose.
         """
-        home = self._home(volume_id)
-        if home is None:
+        node_volume = self._node_volume(volume_id)
+        if node_volume is None:
             raise InvalidArgument("the arena is no durable volume: there is nothing to check", volume_id=volume_id[:64])
-        return home
+        return node_volume
 
-    def _told(self, home: Home, check: Check | None) -> pb.VolumeCheck:
-        volume_id = home.volume.volume_id
+    def _told(self, node_volume: NodeVolume, check: Check | None) -> pb.VolumeCheck:
+        volume_id = node_volume.volume_id
         if check is None:
             return pb.VolumeCheck(volume_id=volume_id, state=pb.CHECK_STATE_NONE)
         now_s = self._parts.clock.now_s()
@@ -275,7 +277,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
             why=check.why,
         )
 
-    def _home(self, volume_id: str) -> Home | None:
+    def _node_volume(self, volume_id: str) -> NodeVolume | None:
         """A durable volume; None: the arena.
 
         Raises:
@@ -283,9 +285,9 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         """
         if VolumeId(volume_id) == self._parts.table.dram.volume_id:
             return None
-        for home in self._parts.table.homes:
-            if home.volume.volume_id == volume_id:
-                return home
+        for node_volume in self._parts.table.node_volumes:
+            if node_volume.volume_id == volume_id:
+                return node_volume
         raise NotFound("this node has no such volume", volume_id=volume_id[:64])
 
 

@@ -14,7 +14,7 @@ from kvstore.node.control.drain import Drainer
 from kvstore.node.loads.staging_budget import StagingBuffer
 from kvstore.node.publish.health import Troubles
 from kvstore.node.rpc.sessions import Sessions
-from kvstore.node.state.change_log import ReplicaLog
+from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.table import BlockTable
 from kvstore.observe.exposition import Sample
 from kvstore.transport.addresses import interface_of
@@ -62,7 +62,7 @@ class NodeGauges:
         self,
         table: BlockTable,
         sessions: Sessions,
-        replica_log: ReplicaLog,
+        replica_log: ReplicaChangeLog,
         buffers: Mapping[str, StagingBuffer],
         registered: Callable[[], bool],
         links: Links,
@@ -80,9 +80,11 @@ class NodeGauges:
 
     def __call__(self) -> Iterator[Sample]:
         yield Sample("build_info", 1, {"version": kvstore.__version__})
-        read_only = {home.volume.volume_id for home in self._table.homes if self._troubles.why_no_blocks(home)}
-        stalled = {home.volume.volume_id for home in self._table.homes if home.guard.stalled}
-        for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
+        read_only = {
+            node_volume.volume_id for node_volume in self._table.node_volumes if self._troubles.why_no_blocks(node_volume)
+        }
+        stalled = {node_volume.volume_id for node_volume in self._table.node_volumes if node_volume.guard.stalled}
+        for volume in (self._table.dram, *(node_volume.volume for node_volume in self._table.node_volumes)):
             labels = {"volume": str(volume.volume_id), "tier": volume.tier.name.lower()}
             usage = volume.usage()
             yield Sample("volume_capacity_bytes", usage.capacity_bytes, labels)

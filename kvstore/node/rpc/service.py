@@ -32,8 +32,8 @@ from kvstore.node.loads.provider import runs_of_equal
 from kvstore.node.loads.timings import LoadAccount, LoadAccounts
 from kvstore.node.rpc.sessions import Session, Sessions
 from kvstore.node.rpc.wait_threads import Lanes
-from kvstore.node.state.change_log import ReplicaLog
-from kvstore.node.state.namespaces import Domains
+from kvstore.node.state.change_log import ReplicaChangeLog
+from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.interceptor import confine, tenant
@@ -69,7 +69,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     def __init__(
         self,
         info: common_pb2.NodeInfo,
-        domains: Domains,
+        namespaces: NamespaceRegistry,
         table: BlockTable,
         sessions: Sessions,
         loader: Loader,
@@ -78,7 +78,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         gate: Gate,
         puller: Puller,
         drainer: Drainer,
-        replica_log: ReplicaLog,
+        replica_log: ReplicaChangeLog,
         authority: TicketAuthority,
         counters: Counters,
         clock: Clock,
@@ -94,7 +94,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         accounts: LoadAccounts,
     ) -> None:
         self._info = info
-        self._domains = domains
+        self._namespaces = namespaces
         self._table = table
         self._sessions = sessions
         self._loader = loader
@@ -150,7 +150,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     def _session(self, session_id: bytes) -> Session:
         session = self._sessions.get(SessionId(check_id(session_id, "session_id")))
-        spec = session.domain.spec
+        spec = session.namespace.spec
         assert spec is not None, "sessions are opened with a spec"
         confine(spec.tenant)
         return session
@@ -166,8 +166,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.IssueTicketResponse:
         spec = spec_from_proto(request.spec)
         confine(spec.tenant)
-        domain = self._domains.of_spec(spec)
-        ticket = self._authority.issue(domain.namespace, TICKET_VALID_S)
+        namespace = self._namespaces.of_spec(spec)
+        ticket = self._authority.issue(namespace.namespace_id, TICKET_VALID_S)
         return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
 
     async def OpenSession(  # noqa: N802
@@ -179,9 +179,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
         spec = spec_from_proto(request.spec)
         confine(spec.tenant)
-        domain = self._domains.of_spec(spec)
+        namespace = self._namespaces.of_spec(spec)
         over_tcp = not context.peer().startswith("unix:")
-        session = self._sessions.open(domain, request.client_name, remote=request.remote, over_tcp=over_tcp)
+        session = self._sessions.open(namespace, request.client_name, remote=request.remote, over_tcp=over_tcp)
         return node_pb2.OpenSessionResponse(
             session_id=session.session_id,
             arena_socket=self._arena_socket,
@@ -198,7 +198,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         operation = OperationId(check_id(request.operation_id, "operation_id"))
         run: BlockRun = run_from_proto(request.blocks)
-        if run.namespace != session.domain.namespace:
+        if run.namespace != session.namespace.namespace_id:
             raise InvalidArgument("the run is of another namespace than the session")
         if request.heads and run.depth:
             raise InvalidArgument("heads of chains have no place behind others", depth=run.depth)
@@ -212,7 +212,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         operation = OperationId(check_id(request.operation_id, "operation_id"))
         keys = keys_from_packed(request.keys)
-        row = session.domain.shape.layers * 8
+        row = session.namespace.shape.layers * 8
         if len(request.checksums) != len(keys) * row:
             raise InvalidArgument("one checksum a layer and key", keys=len(keys), bytes=len(request.checksums))
         checksums = [request.checksums[at : at + row] for at in range(0, len(request.checksums), row)]
@@ -235,9 +235,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Load(self, request: node_pb2.LoadRequest, context: Context) -> AsyncIterator[node_pb2.LoadProgress]:  # noqa: N802
         session = self._session(request.session_id)
         keys = keys_from_packed(request.keys)
-        block_bytes, draining = session.domain.shape.block_bytes, self._gate.shut
+        block_bytes, draining = session.namespace.shape.block_bytes, self._gate.shut
         account = self._accounts.open(len(keys), block_bytes, first_layer=request.first_layer, draining=draining)
-        part = self._loader.resident(session.domain, keys)
+        part = self._loader.resident(session.namespace, keys)
         if part is not None:  # all in DRAM: no thread, no window
             account.part(part)
             yield self._progress(session, part, want_checksums=request.want_checksums)
@@ -250,17 +250,17 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         deadline_s = self._deadline_s(context)
         if draining:  # what lies here is served; of the rest the caller asks those who have it
             named = place.pop("sources")
-            parts = self._left_to_others(self._loader.load(session.domain, keys, deadline_s, **place), named)  # type: ignore[arg-type]
+            parts = self._left_to_others(self._loader.load(session.namespace, keys, deadline_s, **place), named)  # type: ignore[arg-type]
             lanes = self._load_lanes
         elif request.layer_group:
-            layers = session.domain.shape.layers
+            layers = session.namespace.shape.layers
             if request.first_layer >= layers:
                 raise InvalidArgument("no such layer", first_layer=request.first_layer, layers=layers)
             groups = {"layer_group": min(request.layer_group, layers), "first_layer": request.first_layer}
-            parts = self._stager.load(session.domain, keys, deadline_s, **place, **groups)  # type: ignore[arg-type]
+            parts = self._stager.load(session.namespace, keys, deadline_s, **place, **groups)  # type: ignore[arg-type]
             lanes = self._staging_lanes
         else:
-            parts = self._loader.load(session.domain, keys, deadline_s, **place)  # type: ignore[arg-type]
+            parts = self._loader.load(session.namespace, keys, deadline_s, **place)  # type: ignore[arg-type]
             lanes = self._load_lanes
         try:
             async for progress in self._stream(session, parts, lanes, account, want_checksums=request.want_checksums):
@@ -285,7 +285,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._session(request.session_id)
         if not _reads_here(session):
             raise InvalidArgument("volumes are read by engines of this host, whose session is over the unix socket")
-        found = pin_stored(self._table, session.domain, keys_from_packed(request.keys))
+        found = pin_stored(self._table, session.namespace, keys_from_packed(request.keys))
         lease_id = self._sessions.lease(session, [block for _, block, _, _ in found]) if found else 0
         self._counters.add("located_blocks_total", len(found))
         return node_pb2.LocateResponse(runs=runs_of(found), lease_id=lease_id)
@@ -303,7 +303,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             deadline_s = min(deadline_s, self._clock.now_s() + request.wait_ms / 1000)
         if self._gate.shut:  # what is here is told at once; nothing more is to come here
             deadline_s = min(deadline_s, self._clock.now_s() + SHUT_PROMPT_S)
-        parts = self._prompts.arrive(session.domain, keys, deadline_s, request.transfer_id)
+        parts = self._prompts.arrive(session.namespace, keys, deadline_s, request.transfer_id)
         async for progress in self._stream(session, parts, self._prompt_lanes, None, want_checksums=request.want_checksums):
             yield progress
 
@@ -442,7 +442,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         def flush() -> tuple[bool, int]:
             if session is None:
                 return self._table.wait_written(deadline_s), self._table.not_durable(mine)
-            self._table.write_again(session.domain, keys)
+            self._table.write_again(session.namespace, keys)
             return self._table.wait_written(deadline_s), self._table.are_durable(keys).count(False)
 
         in_time, missing = await self._waiting(flush)
@@ -452,9 +452,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             dropped_blocks=counters.get("write_behind_dropped_blocks_total", 0),
             complete=in_time and not missing,
             not_durable_blocks=missing,
-            why="; ".join(f"{home.volume.volume_id} {why}" for home in self._table.homes if (why := home.guard.why()))[
-                :MAX_REASON
-            ],
+            why="; ".join(
+                f"{node_volume.volume_id} {why}" for node_volume in self._table.node_volumes if (why := node_volume.guard.why())
+            )[:MAX_REASON],
         )
 
     async def Evict(self, request: node_pb2.EvictRequest, context: Context) -> node_pb2.EvictResponse:  # noqa: N802, ARG002
@@ -478,8 +478,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         )
         if address.node_id == self._info.node_id:
             raise InvalidArgument("a node has nothing to pull from itself", node_id=address.node_id)
-        domain, deadline_s = self._domains.of_spec(spec), self._deadline_s(context)
-        outcomes, why = await self._apart(lambda: self._puller.pull(domain, runs, address, deadline_s))
+        namespace, deadline_s = self._namespaces.of_spec(spec), self._deadline_s(context)
+        outcomes, why = await self._apart(lambda: self._puller.pull(namespace, runs, address, deadline_s))
         return node_pb2.PullBlocksResponse(outcomes=bytes(outcomes), why=why[:MAX_REASON])
 
     async def GetNodeStats(  # noqa: N802
@@ -488,7 +488,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         context: Context,  # noqa: ARG002
     ) -> node_pb2.GetNodeStatsResponse:
         tiers = []
-        for volume in (self._table.dram, *(home.volume for home in self._table.homes)):
+        for volume in (self._table.dram, *(node_volume.volume for node_volume in self._table.node_volumes)):
             usage = volume.usage()
             tiers.append(
                 node_pb2.TierUsage(

@@ -19,8 +19,8 @@ from kvstore.core.errors import CapacityExceeded, LeaseLost, PermissionDenied
 from kvstore.core.limits import MAX_SESSIONS
 from kvstore.core.types import BlockKey, BlockRun, OperationId, SessionId, StoreOutcome
 from kvstore.node.base.admission_gate import Gate
-from kvstore.node.state.model import Block, Prepared
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.model import Block, StoreGrant
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth.tenant_limits import Shares
@@ -35,7 +35,7 @@ REMOTE_IDLE_TTL_S = 60.0
 
 @dataclass(slots=True)
 class _Store:
-    prepared: Prepared
+    prepared: StoreGrant
     expires_s: float
     answer: tuple[bytes, bytes] | None = None
     """Outcomes and offsets as first answered, for a retry."""
@@ -53,10 +53,10 @@ class Session:
     """One engine. Its methods are those of ``Sessions``, under the one lock."""
 
     def __init__(
-        self, session_id: SessionId, domain: Domain, name: str, now_s: float, *, remote: bool, over_tcp: bool = False
+        self, session_id: SessionId, namespace: NodeNamespace, name: str, now_s: float, *, remote: bool, over_tcp: bool = False
     ) -> None:
         self.session_id = session_id
-        self.domain = domain
+        self.namespace = namespace
         self.name = name
         self.remote = remote
         self.over_tcp = over_tcp
@@ -94,14 +94,14 @@ class Sessions:
         self._next_lease = 1
 
     # ---------------------------------------------------------------- life
-    def open(self, domain: Domain, name: str, *, remote: bool = False, over_tcp: bool = False) -> Session:
+    def open(self, namespace: NodeNamespace, name: str, *, remote: bool = False, over_tcp: bool = False) -> Session:
         """Begins a session. The engine must come to the arena door soon; one of another host (``remote``) must merely use it.
 
         Those that were asked for over TCP (``over_tcp``) take half of the places at most: whoever reaches that port cannot keep
         the engines of this host out, which come by the unix socket. A tenant's have a share of those places.
         """
         now_s = self._clock.now_s()
-        session = Session(SessionId(secrets.token_bytes(16)), domain, name, now_s, remote=remote, over_tcp=over_tcp)
+        session = Session(SessionId(secrets.token_bytes(16)), namespace, name, now_s, remote=remote, over_tcp=over_tcp)
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise CapacityExceeded("too many sessions on this node", limit=MAX_SESSIONS)
@@ -179,9 +179,9 @@ class Sessions:
             if len(session.stores) >= MAX_STORES_PER_SESSION:
                 raise CapacityExceeded("too many stores under way in this session", limit=MAX_STORES_PER_SESSION)
         if self._gate.shut:
-            prepared = self._gate.refuse(session.domain, run)
+            prepared = self._gate.refuse(session.namespace, run)
         else:
-            prepared = self._table.prepare(session.domain, run, deadline_s, heads=heads)
+            prepared = self._table.prepare(session.namespace, run, deadline_s, heads=heads)
         offsets = b"".join(slot.offset.to_bytes(8, "little") for slot in prepared.slots.values())
         answer = (bytes(prepared.outcomes), offsets)
         store = _Store(prepared, self._clock.now_s() + self._prepare_ttl_s, answer)

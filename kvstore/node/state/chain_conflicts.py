@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from kvstore.core.errors import Conflict
 from kvstore.core.types import BlockKey, BlockRun
 from kvstore.node.state.model import Block
-from kvstore.node.state.namespaces import Domain
 from kvstore.observe.limited_log import LimitedLog
 
 if TYPE_CHECKING:
+    from kvstore.node.state.namespaces import NodeNamespace
     from kvstore.node.table import BlockTable
 
 _limited = LimitedLog(logging.getLogger(__name__))
@@ -54,7 +54,7 @@ class PlaceConflict:
         return Conflict(f"the key {self.reason}: {hint}", key=self.key.hex(), depth=self.depth)
 
 
-def make_way(table: BlockTable, domain: Domain, run: BlockRun, deadline_s: float, *, heads: bool = False) -> int:
+def make_way(table: BlockTable, namespace: NodeNamespace, run: BlockRun, deadline_s: float, *, heads: bool = False) -> int:
     """How many leading keys of a run may be stored where it says. The caller holds the table's lock.
 
     What is in the way leaves. Where it cannot leave now and is in the way of the first key, waits for it, holding nothing; a
@@ -63,7 +63,7 @@ def make_way(table: BlockTable, domain: Domain, run: BlockRun, deadline_s: float
     Raises:
         Conflict: the first key cannot be stored there, in time.
     """
-    while (conflict := _first_conflict(table, domain, run, heads=heads)) is not None:
+    while (conflict := _first_conflict(table, namespace, run, heads=heads)) is not None:
         if conflict.position:
             return conflict.position
         if not conflict.passes or not table._wait(table._changed, deadline_s):
@@ -74,22 +74,22 @@ def make_way(table: BlockTable, domain: Domain, run: BlockRun, deadline_s: float
     return len(run.keys)
 
 
-def _first_conflict(table: BlockTable, domain: Domain, run: BlockRun, *, heads: bool) -> PlaceConflict | None:
+def _first_conflict(table: BlockTable, namespace: NodeNamespace, run: BlockRun, *, heads: bool) -> PlaceConflict | None:
     """The first key of a run that cannot be stored there; blocks before it that stood in the way have left."""
     parent, depth = run.parent, run.depth
     for position, key in enumerate(run.keys):
         block, writer = table._blocks.get(key), table._preparing.get(key)
-        if block is not None and block.domain is domain:
+        if block is not None and block.namespace is namespace:
             if (block.depth != depth or block.parent != parent) and key not in run.keys[:position]:
-                linked = (position > 0 and not heads) or _stands(table, domain, parent, depth - 1)
-                if not linked and _stands(table, domain, block.parent, block.depth - 1) and block.disputed < PATIENCE:
+                linked = (position > 0 and not heads) or _stands(table, namespace, parent, depth - 1)
+                if not linked and _stands(table, namespace, block.parent, block.depth - 1) and block.disputed < PATIENCE:
                     block.dispute()
                     return PlaceConflict(position, key, depth, f"is held behind its parent, as block {block.depth} of a chain")
                 if not table._idle(block) or key in table._loading:
                     reason = f"is held as block {block.depth} of a chain and in use"
                     return PlaceConflict(position, key, depth, reason, passes=True)
                 _displace(table, block, depth)
-        elif block is not None or (writer is not None and writer.domain is not domain):
+        elif block is not None or (writer is not None and writer.namespace is not namespace):
             return PlaceConflict(position, key, depth, "is held for another namespace")
         elif writer is not None and (writer.depths[key] != depth or writer.parents[key] != parent):
             reason = f"is being written as block {writer.depths[key]} of a chain"
@@ -99,14 +99,14 @@ def _first_conflict(table: BlockTable, domain: Domain, run: BlockRun, *, heads: 
     return None
 
 
-def _stands(table: BlockTable, domain: Domain, key: BlockKey | None, depth: int) -> bool:
+def _stands(table: BlockTable, namespace: NodeNamespace, key: BlockKey | None, depth: int) -> bool:
     """Whether a key is held, or being written, at a depth."""
     if key is None:
         return False
     block, writer = table._blocks.get(key), table._preparing.get(key)
     if block is not None:
-        return block.domain is domain and block.depth == depth
-    return writer is not None and writer.domain is domain and writer.depths[key] == depth
+        return block.namespace is namespace and block.depth == depth
+    return writer is not None and writer.namespace is namespace and writer.depths[key] == depth
 
 
 def _displace(table: BlockTable, block: Block, depth: int) -> None:
@@ -116,11 +116,11 @@ def _displace(table: BlockTable, block: Block, depth: int) -> None:
         "block %s was stored as block %d of a chain, and is now as block %d: one writer gave a wrong parent or depth",
         block.key.hex(), block.depth, depth,
     )  # fmt: skip
-    home, slot = block.nvme_home, block.nvme
-    if home is not None and slot is not None:
-        table._durable.remove(block, home)
-        table._log.removed(home.volume.volume_id, block.key)
-        home.outdated.add(block.key, slot)
+    node_volume, slot = block.nvme_volume, block.nvme
+    if node_volume is not None and slot is not None:
+        table._durable.remove(block, node_volume)
+        table._log.removed(node_volume.volume_id, block.key)
+        node_volume.outdated.add(block.key, slot)
         block.unsettle()
     block.elsewhere = False  # the storage node, too, has it at another place
     if block.dram is not None:

@@ -42,7 +42,7 @@ class Described(Protocol):
         """Position in its chain."""
 
     @property
-    def namespace(self) -> NamespaceId:
+    def namespace_id(self) -> NamespaceId:
         """Whose it is."""
 
 
@@ -59,15 +59,15 @@ def runs_of(blocks: Iterable[Described]) -> list[BlockRun]:
             first is not None
             and block.parent == keys[-1]
             and block.depth == first.depth + len(keys)
-            and block.namespace == first.namespace
+            and block.namespace_id == first.namespace_id
         ):
             keys.append(block.key)
             continue
         if first is not None:
-            runs.append(BlockRun(first.namespace, first.parent, first.depth, tuple(keys)))
+            runs.append(BlockRun(first.namespace_id, first.parent, first.depth, tuple(keys)))
         first, keys = block, [block.key]
     if first is not None:
-        runs.append(BlockRun(first.namespace, first.parent, first.depth, tuple(keys)))
+        runs.append(BlockRun(first.namespace_id, first.parent, first.depth, tuple(keys)))
     return runs
 
 
@@ -163,7 +163,7 @@ class _VolumeLog:
         self.changes = [0] * DIGEST_RANGES
 
 
-class ReplicaLog:
+class ReplicaChangeLog:
     """Events of all volumes of a node. Thread-safe."""
 
     def __init__(

@@ -35,27 +35,29 @@ def check_invariants(table: BlockTable) -> None:
         held = table._blocks.get(key)
         for vigil in vigils:
             assert key in vigil.missing, "a vigil that nobody keeps"
-            assert held is None or held.dram is None or held.domain is not vigil.domain, "a vigil for what is there"
+            assert held is None or held.dram is None or held.namespace is not vigil.namespace, "a vigil for what is there"
     resident_blocks = {block.dram: block for block in table._blocks.values() if block.dram is not None}
     _check_places(table._arena.room.by_place, resident_blocks)
-    for home in table.homes:
-        mine = (block for block in table._blocks.values() if block.nvme_home is home)
+    for node_volume in table.node_volumes:
+        mine = (block for block in table._blocks.values() if block.nvme_volume is node_volume)
         durable = {place: block for block in mine if (place := block.nvme) is not None}
-        _check_places(table._durable.by_place(home), durable)
-        assert durable.keys().isdisjoint(home.outdated.slots()), "a slot that the catalog names twice"
-        assert all(block.nvme_home is home for block in home.aside.values()), "aside, and not there"
-    assert len(table._durable) == sum(block.nvme_home is not None for block in table._blocks.values())
-    resident = Counter(block.domain for block in table._blocks.values() if block.dram is not None)
-    assert {domain: blocks for domain, blocks in table._arena.room.held.items() if blocks} == resident, "blocks miscounted"
-    for home in table.homes:
-        durable_blocks = Counter(block.domain for block in table._blocks.values() if block.nvme_home is home)
-        assert {domain: blocks for domain, blocks in table._durable.held_on(home).items() if blocks} == durable_blocks
-    parting = Counter(block.domain for block in table._blocks.values() if block.leaving)
-    for home in table.homes:
-        for domain in table._durable.held_on(home):
-            assert domain.parting == parting[domain], "blocks on their way out miscounted"
+        _check_places(table._durable.by_place(node_volume), durable)
+        assert durable.keys().isdisjoint(node_volume.outdated.slots()), "a slot that the catalog names twice"
+        assert all(block.nvme_volume is node_volume for block in node_volume.aside.values()), "aside, and not there"
+    assert len(table._durable) == sum(block.nvme_volume is not None for block in table._blocks.values())
+    resident = Counter(block.namespace for block in table._blocks.values() if block.dram is not None)
+    assert {namespace: blocks for namespace, blocks in table._arena.room.held.items() if blocks} == resident, "blocks miscounted"
+    for node_volume in table.node_volumes:
+        durable_blocks = Counter(block.namespace for block in table._blocks.values() if block.nvme_volume is node_volume)
+        assert {
+            namespace: blocks for namespace, blocks in table._durable.held_on(node_volume).items() if blocks
+        } == durable_blocks
+    parting = Counter(block.namespace for block in table._blocks.values() if block.leaving)
+    for node_volume in table.node_volumes:
+        for namespace in table._durable.held_on(node_volume):
+            assert namespace.parting == parting[namespace], "blocks on their way out miscounted"
     for block in table._blocks.values():
-        for order in (*block.domain.dram_orders, *block.domain.nvme_orders):
+        for order in (*block.namespace.dram_orders, *block.namespace.nvme_orders):
             assert len(order.policy) == len(order.keys), "an order that does not know what it holds"
 
 

@@ -8,10 +8,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome
+from kvstore.core.types import BlockKey, BlockRun, NamespaceId, StoreOutcome, VolumeId
 from kvstore.node.base.volume_guard import READERS, STALL_S, VolumeGuard, VolumeStalled
 from kvstore.node.state.eviction_reason import Leaving
-from kvstore.node.state.namespaces import Domain
+from kvstore.node.state.namespaces import NodeNamespace
 from kvstore.observe.counters import Counters
 from kvstore.observe.failure_tracker import Failing
 from kvstore.tiers.allocator import ALIGNMENT
@@ -55,7 +55,7 @@ class Block:
     header, and ``seal`` proves them. They are here as long as it lies in DRAM.
     """
 
-    __slots__ = ("_bits", "checksums", "domain", "dram", "key", "nvme_home", "parent", "pins")
+    __slots__ = ("_bits", "checksums", "dram", "key", "namespace", "nvme_volume", "parent", "pins")
 
     expendable = _Flag(_EXPENDABLE)
     """May leave DRAM as it is: it lies elsewhere, could not be written, or is only a copy of a peer's block."""
@@ -77,30 +77,30 @@ class Block:
     transient = _Flag(_ARRIVING | _PASSING)
     """It lives by its pins."""
 
-    def __init__(self, domain: Domain, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
-        self.domain = domain
+    def __init__(self, namespace: NodeNamespace, key: BlockKey, parent: BlockKey | None, depth: int, checksums: bytes) -> None:
+        self.namespace = namespace
         self.key = key
         self.parent = parent
         self.checksums = checksums
         self.dram: Slot | None = None
-        self.nvme_home: Home | None = None
+        self.nvme_volume: NodeVolume | None = None
         self.pins = 0
         self._bits = depth << _DEPTH_AT | _OURS
 
     @property
-    def namespace(self) -> NamespaceId:
+    def namespace_id(self) -> NamespaceId:
         """Whose it is."""
-        return self.domain.namespace
+        return self.namespace.namespace_id
 
     @property
     def nbytes(self) -> int:
         """Bytes of the Full Block."""
-        return self.domain.shape.block_bytes
+        return self.namespace.shape.block_bytes
 
     @property
     def durable(self) -> bool:
         """Outlives this process."""
-        return self.elsewhere or (self.nvme_home is not None and self.nvme_home.volume.lasting)
+        return self.elsewhere or (self.nvme_volume is not None and self.nvme_volume.volume.lasting)
 
     @property
     def depth(self) -> int:
@@ -129,17 +129,17 @@ class Block:
     # ---- its NVMe replica
     @property
     def nvme(self) -> Slot | None:
-        """Its slot on ``nvme_home``."""
-        if self.nvme_home is None:
+        """Its slot on ``nvme_volume``."""
+        if self.nvme_volume is None:
             return None
         bits = self._bits
         page, generation = bits >> _PAGE_AT & _PAGE_MASK, bits >> _GENERATION_AT & _WORD_MASK
-        return Slot(page * ALIGNMENT, self.domain.slot_bytes, generation)
+        return Slot(page * ALIGNMENT, self.namespace.slot_bytes, generation)
 
-    def settle(self, home: Home, slot: Slot) -> None:
+    def settle(self, node_volume: NodeVolume, slot: Slot) -> None:
         """It lies in a slot of a volume from now on."""
         offset, _, generation = slot
-        self.nvme_home = home
+        self.nvme_volume = node_volume
         seal = seal_of(self.checksums)
         place = offset // ALIGNMENT << _PAGE_AT | generation << _GENERATION_AT | seal << _SEAL_AT
         self._bits = self._bits & _PLACE_MASK | place
@@ -148,7 +148,7 @@ class Block:
 
     def unsettle(self) -> None:
         """It no longer does."""
-        self.nvme_home = None
+        self.nvme_volume = None
         self._bits &= _PLACE_MASK
 
     @property
@@ -159,7 +159,7 @@ class Block:
     def leave(self, why: Leaving = Leaving.FOR_ROOM) -> None:
         """Its NVMe replica is on its way out from now on."""
         if not self.leaving:
-            self.domain.parting += 1
+            self.namespace.parting += 1
         self._bits = self._bits & ~(_LEAVING_MASK << _LEAVING_AT) | why << _LEAVING_AT
 
     def stay(self) -> Leaving:
@@ -167,19 +167,19 @@ class Block:
         why = self.leaving
         if why:
             self._bits &= ~(_LEAVING_MASK << _LEAVING_AT)
-            self.domain.parting -= 1
+            self.namespace.parting -= 1
         return why
 
     def forget_checksums(self) -> None:
         """It is not in DRAM: where it lies on NVMe, its slot's header holds its checksums."""
-        if self.nvme_home is not None:
+        if self.nvme_volume is not None:
             self.checksums = b""
 
     def record(self) -> BlockRecord:
         """What a slot header says of it."""
-        checksums, domain = self.checksums, self.domain
+        checksums, namespace = self.checksums, self.namespace
         seal = None if checksums else self._bits >> _SEAL_AT
-        return BlockRecord(domain.namespace, self.key, self.parent, self.depth, domain.shape, checksums, seal)
+        return BlockRecord(namespace.namespace_id, self.key, self.parent, self.depth, namespace.shape, checksums, seal)
 
 
 _LEAVING = tuple(Leaving)
@@ -232,7 +232,7 @@ class Outdated:
 
 
 @dataclass(slots=True)
-class Home:
+class NodeVolume:
     """A durable volume, and what its node keeps of it."""
 
     volume: DurableVolume
@@ -250,6 +250,11 @@ class Home:
 
     def __post_init__(self) -> None:
         self.set_guard(Counters())
+
+    @property
+    def volume_id(self) -> VolumeId:
+        """Id of the volume."""
+        return self.volume.volume_id
 
     def set_guard(self, counters: Counters, *, stall_s: float = STALL_S, readers: int = READERS) -> None:
         """Guard the volume with settings other than the defaults. Call before its first I/O."""
@@ -271,10 +276,10 @@ class Home:
 
 
 @dataclass(slots=True)
-class Prepared:
+class StoreGrant:
     """Slots granted to one store, until it is completed or abandoned."""
 
-    domain: Domain
+    namespace: NodeNamespace
     run: BlockRun
     outcomes: list[StoreOutcome]
     slots: dict[BlockKey, Slot] = field(default_factory=dict)
@@ -288,10 +293,10 @@ class Prepared:
 
 
 @dataclass(slots=True)
-class Vigil:
+class KeyWaiter:
     """Keys that somebody waits for. Guarded by the table's lock."""
 
-    domain: Domain
+    namespace: NodeNamespace
     missing: dict[BlockKey, list[int]] = field(default_factory=dict)
     """Positions of each key that is not there yet."""
     came: list[tuple[int, Block]] = field(default_factory=list)

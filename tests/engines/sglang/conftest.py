@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sglang_cases import MIB, backend_extra
 
-from kvstore.testing import sglang_stand_ins
-from kvstore.testing.cluster import LocalCluster, NodeSpec
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab import sglang_kernels as sglang_kernels
 
 HERE = Path(__file__).parent
 
@@ -24,7 +24,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_configure() -> None:
     if importlib.util.find_spec("sglang") is not None:
-        sglang_stand_ins.install()
+        sglang_kernels.install()
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def open_backend(extra: Callable[..., dict[str, object]]) -> Iterator[Callable[.
     """Makes backends as SGLang does, each with a host pool; closed at the end."""
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-    from kvstore.testing.sglang_bed import storage_config
+    from kvstore.lab.sglang_bed import storage_config
 
     made: list[Any] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvstore.testing.cluster import LocalCluster
+from kvstore.embedded.cluster import LocalCluster
 
 PAGE = 16
 MIB = 1 << 20

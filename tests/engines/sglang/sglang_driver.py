@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from sglang_cases import PAGE
 
-from kvstore.testing import sglang_stand_ins
-from kvstore.testing.connector_kit import Generated, StoreAddress
+from kvstore.lab import sglang_kernels as sglang_kernels
+from kvstore.testing.connector.driver import Generated, StoreAddress
 
 LAYERS, HEADS, HEAD_DIM = 4, 2, 64
 TOKENS = 4096
@@ -80,7 +80,7 @@ class TreeEngine:
     def _open(self) -> Any:
         from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
-        from kvstore.testing.sglang_bed import Tree
+        from kvstore.lab.sglang_bed import Tree
 
         config = CacheConfig(
             page_size=PAGE, num_layers=LAYERS, kv_size=TOKENS, head_num=HEADS, head_dim=HEAD_DIM, dtype=torch.float32
@@ -159,7 +159,7 @@ class SGLangDriver:
     block_tokens: int = PAGE
 
     def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> Alone | TreeEngine:
-        sglang_stand_ins.install()
+        sglang_kernels.install()
         if store is None:
             return Alone()
         extra = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 from sglang_cases import MIB, PAGE, backend_extra, contents, hashes, positions, prefixed, randomise
 
-from kvstore.testing.cluster import LocalCluster, NodeSpec
-from kvstore.testing.sglang_bed import Tree, host_pool, storage_config
+from kvstore.embedded.cluster import LocalCluster, NodeSpec
+from kvstore.lab.sglang_bed import Tree, host_pool, storage_config
 from support.wait import wait_until
 
 PAGES = 16

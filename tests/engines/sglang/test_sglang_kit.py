@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sglang_driver import SGLangDriver
 
-from kvstore.testing.connector_suite import ConnectorSuite
+from kvstore.testing.connector.suite import ConnectorSuite
 
 
 class TestSGLang(ConnectorSuite):

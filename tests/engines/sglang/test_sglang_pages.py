@@ -16,7 +16,7 @@ import torch
 from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise
 
 from kvclient.engines.stamps import engine_starts
-from kvstore.testing.sglang_bed import host_pool
+from kvstore.lab.sglang_bed import host_pool
 from support.wait import wait_until
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -188,7 +188,7 @@ def test_what_differs_is_not_shared(open_backend: OpenBackend) -> None:
 
 def test_ranks_of_replicated_kv_share(open_backend: OpenBackend) -> None:
     """MLA: rank 0 writes, all read."""
-    from kvstore.testing.sglang_bed import mla_host_pool
+    from kvstore.lab.sglang_bed import mla_host_pool
 
     for layout in ("page_first", "layer_first"):
         names = hashes(layout, 3)
@@ -302,9 +302,9 @@ def test_from_another_process(open_backend: OpenBackend, extra: Callable[..., di
     script.write_text(
         "import json, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from kvstore.testing import sglang_stand_ins\n"
-        "sglang_stand_ins.install()\n"
-        "from kvstore.testing.sglang_bed import host_pool, storage_config\n"
+        "from kvstore.lab import sglang_kernels\n"
+        "sglang_kernels.install()\n"
+        "from kvstore.lab.sglang_bed import host_pool, storage_config\n"
         "from kvclient.engines.sglang.backend import KVStoreHiCache\n"
         "from sglang_cases import hashes, positions, prefixed, randomise\n"
         "pool = host_pool('page_first', tokens=512, page=16)\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang_cases import PAGE
 
-from kvstore.testing.sglang_bed import Tree
+from kvstore.lab.sglang_bed import Tree
 from support.wait import wait_until
 
 Extra = Callable[..., dict[str, object]]

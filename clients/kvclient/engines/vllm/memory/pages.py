@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvclient import BlockBuffer, BlockShape, CacheSpec, InvalidArgument
 
 if TYPE_CHECKING:
-    from kvclient.far import ArenaWatcher
+    from kvclient.memory.device_buffer import ArenaWatcher
 
 LAYOUTS = "LBNHC, LBHNC, BLNHC, BLHNC"
 """Of vLLM's layouts (``VLLM_KV_CACHE_LAYOUT``) those whose pages are in one piece."""

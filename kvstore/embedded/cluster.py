@@ -1,0 +1,300 @@
+"""A whole store on one machine, as real processes: for tests, the demo, replays and benchmarks.
+
+Each daemon is a child process started with ``python -m kvstore.cli`` and killed with its parent (``PR_SET_PDEATHSIG``), so that
+nothing is left behind even where the parent is killed. Daemons say where they listen through ready files. They listen on loopback
+unless told otherwise; with a ``Launcher`` and an address each they run elsewhere, such as on the hosts of a ``NetLab``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvstore.core.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound
+from kvstore.embedded.children import Children, Launcher
+from kvstore.embedded.temp_dirs import ScratchFolder
+from kvstore.process.node_id import check_node_id
+from kvstore.rpc.address import stays_on_host
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 20.0
+LOOPBACK = "127.0.0.1"
+_GRPC_LINE = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl::")
+"""What gRPC's core prints past our logs: file names and line numbers of C++."""
+_ERROR_MARK = "Error: "
+_SHOWN_LINES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a daemon runs.
+
+    Attributes:
+        host: address that it listens on and is reached by, at any port; without TLS unless settings say otherwise.
+        launcher: what starts it; None: that of ``Children``.
+    """
+
+    host: str = LOOPBACK
+    launcher: Launcher | None = None
+
+    def insecure(self, section: str) -> list[str]:
+        """The ``--set`` that lets it listen there at all."""
+        return [] if stays_on_host(f"{self.host}:0") else [f"{section}.allow_insecure_remote=true"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One node of a local cluster.
+
+    Raises:
+        InvalidArgument: ``node_id`` cannot name a node.
+    """
+
+    node_id: str
+    roles: tuple[str, ...] = ("prefill",)
+    dram_bytes: int = 256 << 20
+    nvme_bytes: int = 0
+    """0: no NVMe volume."""
+    write_behind_to: str | None = None
+    policy: str = "gap"
+    settings: tuple[tuple[str, str], ...] = ()
+    """Further ``--set node.<name>=<value>``."""
+    place: Place = Place()
+
+    def __post_init__(self) -> None:
+        check_node_id(self.node_id)
+
+
+@dataclass(slots=True)
+class Daemon:
+    """A child process and what its ready file says."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    ready: dict[str, str]
+    log_path: Path
+    log_start: int = 0
+    """Bytes of the log that earlier runs wrote."""
+
+    @property
+    def address(self) -> str:
+        """GRPC address, ``host:port``."""
+        return self.ready["address"]
+
+    @property
+    def local_socket(self) -> str:
+        """GRPC over the unix socket (nodes only)."""
+        return self.ready["local_socket"]
+
+    @property
+    def metrics_address(self) -> str:
+        """Where ``/metrics`` is served, ``host:port``; empty: nowhere."""
+        return self.ready.get("metrics_address", "")
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The end of what this run of it logged."""
+        return "\n".join(self._log_lines()[-lines:])
+
+    def why(self) -> str:
+        """Why it ended, as far as its log says: the reason it gave last, then the end of the log."""
+        lines = self._log_lines()
+        if not lines:
+            return "it logged nothing"
+        reason = next((line for line in reversed(lines) if line.startswith(_ERROR_MARK)), lines[-1])
+        rest = [line for line in lines if line is not reason]
+        return "\n".join([reason.removeprefix(_ERROR_MARK), *rest[-_SHOWN_LINES:]])
+
+    def _log_lines(self) -> list[str]:
+        """What it logged, without gRPC's own lines unless there are no others."""
+        with self.log_path.open("rb") as log:
+            log.seek(self.log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line for line in lines if not _GRPC_LINE.match(line)] or lines
+
+
+class LocalCluster:
+    """Metadata server and nodes as child processes. A context manager; data lives below ``base_dir`` and survives restarts.
+
+    Args:
+        nodes: the nodes to start.
+        base_dir: folder for volumes, index, sockets and logs; None: a temporary one, removed at the end.
+        metadata_settings: further ``--set metadata.<name>=<value>``.
+        metadata_place: where the metadata server runs.
+        arguments: further ones of every daemon, such as ``--config FILE``; what is said of a node or server by itself wins.
+        run_place: folder to make that of the unix sockets in; its path is short.
+
+    Raises:
+        InvalidArgument: there are volumes, and the path of ``base_dir`` has a comma.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[NodeSpec],
+        base_dir: Path | None = None,
+        metadata_settings: Sequence[tuple[str, str]] = (),
+        metadata_place: Place = Place(),
+        arguments: Sequence[str] = (),
+        run_place: Path = Path("/tmp"),  # noqa: S108  # a folder of its own is made there
+    ) -> None:
+        if base_dir is not None and "," in str(base_dir) and any(spec.nvme_bytes for spec in nodes):
+            raise InvalidArgument("a folder of volumes has no comma in its path: commas separate volumes", folder=base_dir)
+        self._specs = {spec.node_id: spec for spec in nodes}
+        self._data: ScratchFolder | None = None
+        if base_dir is None:
+            self._data = ScratchFolder("kvstore-")
+            base_dir = self._data.path
+        self.base_dir = base_dir
+        # unix socket paths are limited to 107 bytes: keep them out of deep folders
+        run_place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._run = ScratchFolder("kvs-", run_place)
+        self._run_dir = self._run.path
+        self._metadata_settings = tuple(metadata_settings)
+        self._metadata_place = metadata_place
+        self._arguments = tuple(arguments)
+        self._daemons: dict[str, Daemon] = {}
+        self._metadata_port = 0
+
+    # ---------------------------------------------------------------- life
+    def __enter__(self) -> Self:
+        try:
+            self.start_metadata()
+            for node_id in self._specs:
+                self.start_node(node_id)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops everything and removes what is temporary."""
+        for daemon in reversed(list(self._daemons.values())):
+            daemon.process.terminate()
+        for name in list(self._daemons):
+            self._reap(name)
+        self._run.close()
+        if self._data is not None:
+            self._data.close()
+
+    def start_metadata(self) -> Daemon:
+        """Starts the metadata server (again on its old port)."""
+        settings = [
+            f"metadata.listen={self.metadata_address}",
+            f"metadata.index_path={self.base_dir / 'index'}",
+            f"metadata.metrics_listen={LOOPBACK}:0",
+            *self._metadata_place.insecure("metadata"),
+            *(f"metadata.{name}={value}" for name, value in self._metadata_settings),
+        ]
+        daemon = self._start("metadata", "metadata", settings, self._metadata_place)
+        self._metadata_port = int(daemon.address.rpartition(":")[2])
+        return daemon
+
+    def start_node(self, node_id: str) -> Daemon:
+        """Starts a node (again, with what its volumes hold)."""
+        spec = self._specs.get(node_id)
+        if spec is None:
+            raise NotFound("no such node in this cluster", node_id=node_id)
+        settings = [
+            f"node.node_id={spec.node_id}",
+            f"node.roles={','.join(spec.roles)}",
+            f"node.run_dir={self._run_dir}",
+            f"node.metadata={self.metadata_address}",
+            f"node.dram={spec.dram_bytes}",
+            f"node.policy={spec.policy}",
+            f"node.listen={spec.place.host}:0",
+            f"node.data_listen={spec.place.host}:0",
+            f"node.metrics_listen={LOOPBACK}:0",
+            *spec.place.insecure("node"),
+        ]
+        if spec.nvme_bytes:
+            settings.append(f"node.nvme={self.volume_path(node_id)}:{spec.nvme_bytes}")
+        if spec.write_behind_to:
+            settings.append(f"node.write_behind_to={spec.write_behind_to}")
+        settings += [f"node.{name}={value}" for name, value in spec.settings]
+        return self._start(node_id, "node", settings, spec.place)
+
+    def start_admin(self, *settings: tuple[str, str]) -> Daemon:
+        """Starts an admin server, on any free port unless ``settings`` (further ``--set admin.<name>=<value>``) say otherwise."""
+        arguments = [f"admin.metadata={self.metadata_address}", f"admin.listen={LOOPBACK}:0"]
+        return self._start("admin", "admin", [*arguments, *(f"admin.{name}={value}" for name, value in settings)], Place())
+
+    def stop(self, name: str) -> None:
+        """Stops one daemon (``"metadata"``, ``"admin"`` or a node id) in order."""
+        self._daemons[name].process.terminate()
+        self._reap(name)
+
+    def kill(self, name: str) -> None:
+        """Kills one daemon with SIGKILL."""
+        self._daemons[name].process.kill()
+        self._reap(name)
+
+    # ---------------------------------------------------------------- looking
+    @property
+    def metadata_address(self) -> str:
+        """Where the metadata server listens."""
+        return f"{self._metadata_place.host}:{self._metadata_port}"
+
+    def node(self, node_id: str) -> Daemon:
+        """A running daemon."""
+        return self._daemons[node_id]
+
+    def volume_path(self, node_id: str) -> Path:
+        """Folder of a node's NVMe volume."""
+        return self.base_dir / f"{node_id}-nvme"
+
+    @property
+    def index_path(self) -> Path:
+        """Folder of the metadata server's index."""
+        return self.base_dir / "index"
+
+    # ---------------------------------------------------------------- inside
+    def _start(self, name: str, command: str, settings: Sequence[str], place: Place) -> Daemon:
+        ready_file = self._run_dir / f"{name}.ready"
+        ready_file.unlink(missing_ok=True)
+        self.base_dir.mkdir(parents=True, exist_ok=True)
+        log_path = self.base_dir / f"{name}.log"
+        arguments = [sys.executable, "-m", "kvstore.cli", command, *self._arguments]
+        for setting in (*settings, f"{command}.ready_file={ready_file}"):
+            arguments += ["--set", setting]
+        with log_path.open("ab") as log:
+            log_start = log.seek(0, os.SEEK_END)
+            process = (place.launcher or Children.launcher)(arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        daemon = Daemon(name, process, {}, log_path, log_start)
+        self._daemons[name] = daemon
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not ready_file.exists():
+            if process.poll() is not None:
+                raise Internal(f"{name} ended at start with code {process.returncode}: {daemon.why()}")
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(f"{name} was not ready after {START_TIMEOUT_S:.0f} s: {daemon.why()}")
+            time.sleep(0.01)
+        daemon.ready = json.loads(ready_file.read_text())
+        return daemon
+
+    def _reap(self, name: str) -> None:
+        daemon = self._daemons.pop(name)
+        try:
+            daemon.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            daemon.process.kill()
+            daemon.process.wait(STOP_TIMEOUT_S)
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """Find a port that no process listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

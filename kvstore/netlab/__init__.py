@@ -1,0 +1,1 @@
+"""Networks of several hosts on one machine: network namespaces, shaped links and traffic counters."""

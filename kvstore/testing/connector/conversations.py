@@ -1,0 +1,156 @@
+"""Conversations for the connector conformance kit, what the engine alone answers, and one seeded run of faults."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from kvstore.testing.connector.driver import Generated, HookDriver, HookEngine
+from kvstore.testing.connector.faulty_store import Fault, FaultyStore
+
+PRINTABLE = range(32, 127)
+MOST_TOKENS = 12
+FLUSH_S = 30.0
+SOON: Mapping[str, object] = {
+    "lookup_deadline_s": 0.5,
+    "load_deadline_s": 1.0,
+    "store_deadline_s": 1.0,
+    "verify": "always",
+}
+"""Options of engines in runs with faults: what fails is given up soon, and what lies in memory is verified, too."""
+
+
+class WrongTokensError(AssertionError):
+    """An engine with a store said something else than the engine alone."""
+
+
+@dataclass
+class Conversations:
+    """Prompts that share beginnings in many ways, and what the engine alone says to each.
+
+    Attributes:
+        prompts: token ids.
+        answers: of the engine alone.
+    """
+
+    prompts: list[tuple[int, ...]]
+    answers: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, driver: HookDriver, seed: int = 0) -> Conversations:
+        """Three stems, each with branches that leave it in the middle of a block, at its edge, and one token before and after."""
+        dice, block = random.Random(seed), driver.block_tokens  # noqa: S311  # repeatable, not secret
+        cuts = (block - 1, block, block + 1, 4 * block, 6 * block + block // 2, 9 * block)
+        stems = [dice.choices(PRINTABLE, k=9 * block) for _ in range(3)]
+        made = cls(
+            [tuple(stem[:cut] + dice.choices(PRINTABLE, k=dice.randrange(1, 2 * block))) for stem in stems for cut in cuts]
+        )
+        with closing(driver.open(None, {})) as alone:
+            for prompt in made.prompts:  # one at a time: what an engine says must not depend on who else asks
+                made.answers[prompt] = alone.generate([prompt], MOST_TOKENS)[0].tokens
+        return made
+
+    def some(self, seed: int, count: int) -> list[tuple[int, ...]]:
+        """Some of the prompts, in some order."""
+        return random.Random(seed).sample(self.prompts, count)  # noqa: S311
+
+    def ask(self, engine: HookEngine, prompts: Sequence[tuple[int, ...]]) -> list[Generated]:
+        """Asks all at once.
+
+        Raises:
+            WrongTokensError: it says something else than the engine alone.
+        """
+        answers = engine.generate(prompts, MOST_TOKENS)
+        self.check(prompts, answers)
+        return answers
+
+    def check(self, prompts: Sequence[tuple[int, ...]], answers: Sequence[Generated]) -> None:
+        """Whether the answers are right.
+
+        Raises:
+            WrongTokensError: they are not.
+        """
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if answer.tokens != self.answers[prompt]:
+                raise WrongTokensError(
+                    f"to a prompt of {len(prompt)} tokens, {answer.loaded_tokens} of them loaded: "
+                    f"{answer.tokens} instead of {self.answers[prompt]}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What one seeded run did.
+
+    Attributes:
+        seed: its seed.
+        fault: what went wrong.
+        during: whether that happened while the engine worked, or before it began to.
+        loaded_tokens: how much came from the store in all.
+        asked: how many prompts.
+    """
+
+    seed: int
+    fault: Fault
+    during: bool
+    loaded_tokens: int
+    asked: int
+
+
+def run_seeded(seed: int, engine: HookEngine, store: FaultyStore, talk: Conversations) -> RunReport:
+    """One run: prompts are stored and loaded, something goes wrong before or meanwhile, and is mended; always the right tokens.
+
+    Raises:
+        WrongTokensError: not the right tokens.
+    """
+    dice = random.Random(seed)  # noqa: S311
+    fault = list(Fault)[seed % len(Fault)]
+    during = dice.random() < _DURING
+    loaded = asked = 0
+
+    def ask() -> None:
+        nonlocal loaded, asked
+        prompts = dice.sample(talk.prompts, dice.randint(1, 4))
+        answers = talk.ask(engine, prompts)
+        loaded += sum(answer.loaded_tokens for answer in answers)
+        asked += len(prompts)
+
+    ask()
+    if dice.random() < _FLUSHED:
+        engine.flush(FLUSH_S)
+        store.flush()
+    if dice.random() < _FORGOTTEN:
+        engine.forget()
+    strikes = random.Random(seed + 1)  # noqa: S311  # drawn from in another thread
+    if during:
+        after_s = dice.uniform(0, _WORK_S)
+        with ThreadPoolExecutor(1) as other:
+            striking = other.submit(_strike_after, after_s, store, fault, strikes)
+            ask()
+            striking.result()
+    else:
+        store.strike(fault, strikes)
+    ask()
+    if dice.random() < _FORGOTTEN:
+        engine.forget()
+    ask()
+    store.heal()
+    engine.forget()
+    ask()
+    return RunReport(seed, fault, during, loaded, asked)
+
+
+def _strike_after(seconds: float, store: FaultyStore, fault: Fault, dice: random.Random) -> None:
+    time.sleep(seconds)  # not to wait for anything: the moment is the seed's
+    store.strike(fault, dice)
+
+
+_DURING = 0.6
+_FLUSHED = 0.5
+_FORGOTTEN = 0.7
+_WORK_S = 0.08
+"""About how long an engine works on some prompts: faults that strike during it do so within this time."""

@@ -1,0 +1,93 @@
+"""What a hook must be able to do so that the connector conformance kit can drive it.
+
+A hook (the part that lives in an engine) proves itself by a driver: a small object that opens engines with the hook in them. It
+is made in the test's process and in child processes, so it is a picklable value (a frozen dataclass of paths and numbers)::
+
+    @dataclass(frozen=True)
+    class MyDriver:
+        model: Path
+        block_tokens: int = 32
+
+        def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> HookEngine: ...
+
+    class TestMyHook(ConnectorSuite):          # kvstore.testing.connector.suite
+        @classmethod
+        def make_driver(cls, folder: Path) -> HookDriver:
+            return MyDriver(make_model(folder / "model"))
+
+The rule above all: whatever happens to the store, the tokens are those of the engine alone. The suite holds a hook to it in a
+dozen cases, ``python -m kvstore.testing.connector.soak`` in as many seeded runs as wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where the store is.
+
+    Attributes:
+        metadata: address of the metadata server.
+        node: of this host's node; see ``HookOptions.node``.
+    """
+
+    metadata: str
+    node: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """An answer.
+
+    Attributes:
+        tokens: the greedy tokens. A hook without an engine may give whatever is computed from all KV bytes of the prompt and
+            changes with any of them.
+        loaded_tokens: leading tokens of the prompt whose KV came from the store; not those that the engine itself had cached.
+    """
+
+    tokens: tuple[int, ...]
+    loaded_tokens: int = 0
+
+
+class HookEngine(Protocol):
+    """An engine with a hook in it. Used by one thread at a time."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+        """Greedy answers to prompts, all at once where the engine can; in their order.
+
+        Args:
+            prompts: token ids, each below 256.
+            max_tokens: exactly how many are generated for each.
+        """
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all that was generated is stored, or given up. False: not in time."""
+
+    def forget(self) -> None:
+        """Drops what the engine itself has cached, so that only the store can help."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Totals by name that tell of failures (and of whatever else)."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class HookDriver(Protocol):
+    """Opens engines, one at a time in each process. Picklable: engines are opened in child processes, too."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+
+    def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> HookEngine:
+        """A new engine, with nothing cached.
+
+        Args:
+            store: where the store is; None: the engine alone, without the hook: what it says is right.
+            options: further options common to all hooks (fields of ``HookOptions``), such as ``verify`` or ``load_deadline_s``.
+        """

@@ -1,0 +1,159 @@
+"""An engine with a hook in a process of its own: what another process stored is loaded here, and it may be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvstore.core.errors import DeadlineExceeded, Internal, Unavailable
+from kvstore.embedded.children import die_with_parent
+from kvstore.testing.connector.driver import Generated, HookDriver, HookEngine, StoreAddress
+
+START_S = 120.0
+CALL_S = 120.0
+_STOP_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What went wrong in the child."""
+
+    why: str
+
+
+class EngineProcess:
+    """A ``HookEngine`` in a child process, which may open one after the other: it is the process that takes long to begin.
+
+    Args:
+        driver: opens the engine there.
+        store: where the store is; None: the engine alone.
+        options: of the hook.
+
+    Raises:
+        Internal: the engine does not open.
+    """
+
+    def __init__(self, driver: HookDriver, store: StoreAddress | None, options: Mapping[str, object]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, driver), daemon=True)
+        self._process.start()
+        self._is_asked = False
+        theirs.close()
+        try:
+            self.open(store, options)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process is there, and owes no answer."""
+        return self._process.is_alive() and not self._is_asked
+
+    def open(self, store: StoreAddress | None, options: Mapping[str, object]) -> None:
+        """Opens an engine, where there is none at the moment.
+
+        Raises:
+            Internal: it does not open.
+        """
+        self.begin("open", store, dict(options))
+        self._answer(START_S)
+
+    def leave(self) -> None:
+        """Ends the engine in order; the process stays, for another one."""
+        self.begin("leave")
+        self.end()
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Asks without waiting; ``end`` waits."""
+        try:
+            self._is_asked = True
+            self._pipe.send((method, arguments))
+        except OSError as error:
+            raise Unavailable("the engine's process has ended") from error
+
+    def end(self) -> Any:  # noqa: ANN401  # whatever the method returns
+        """The answer to what ``begin`` asked.
+
+        Raises:
+            Unavailable: the process has ended.
+            Internal: the method failed.
+            DeadlineExceeded: no answer in time.
+        """
+        return self._answer(CALL_S)
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Generated]:
+        """See ``HookEngine``."""
+        self.begin("generate", [list(prompt) for prompt in prompts], max_tokens)
+        answers: list[Generated] = self.end()
+        return answers
+
+    def flush(self, timeout_s: float) -> bool:
+        """See ``HookEngine``."""
+        self.begin("flush", timeout_s)
+        return bool(self.end())
+
+    def forget(self) -> None:
+        """See ``HookEngine``."""
+        self.begin("forget")
+        self.end()
+
+    def counters(self) -> Mapping[str, int]:
+        """See ``HookEngine``."""
+        self.begin("counters")
+        counters: dict[str, int] = self.end()
+        return counters
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def close(self) -> None:
+        """Ends it in order."""
+        if self._process.is_alive():
+            self.begin("close")
+            self._process.join(_STOP_S)
+        self.kill()
+
+    def _answer(self, timeout_s: float) -> Any:  # noqa: ANN401
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise DeadlineExceeded("the engine's process does not answer", seconds=timeout_s)
+            answer = self._pipe.recv()
+            self._is_asked = False
+        except (EOFError, OSError) as error:
+            raise Unavailable("the engine's process has ended") from error
+        if isinstance(answer, _Failed):
+            raise Internal(f"in the engine's process: {answer.why}")
+        return answer
+
+
+def _serve(pipe: Connection, driver: HookDriver) -> None:
+    """The child: answers calls until it is told to close, or its parent is gone."""
+    die_with_parent()
+    engine: HookEngine | None = None
+    while True:
+        try:
+            method, arguments = pipe.recv()
+            answer = None
+            if method == "open":
+                engine = driver.open(*arguments)
+            elif method in ("leave", "close"):
+                if engine is not None:
+                    engine.close()
+                    engine = None
+                if method == "close":
+                    return
+            else:
+                answer = getattr(engine, method)(*arguments)
+            pipe.send(dict(answer or {}) if method == "counters" else answer)
+        except EOFError:
+            return
+        except Exception as error:  # noqa: BLE001  # the edge of the process: whatever it is, the other side is told
+            pipe.send(_Failed(repr(error)))

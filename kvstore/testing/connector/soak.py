@@ -1,0 +1,85 @@
+"""As many seeded runs of faults under a hook as wanted, each repeatable by its seed.
+
+    PYTHONPATH=tests/engines python -m kvstore.testing.connector.soak test_vllm_kit:TestVllm --seeds 0:200
+
+A wrong token or a run that hangs ends it with code 1 and names the seed. Otherwise: one line each twenty runs, and what was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from kvstore.testing.connector.conversations import SOON, Conversations, WrongTokensError, run_seeded
+from kvstore.testing.connector.driver import HookDriver
+from kvstore.testing.connector.faulty_store import MIB, FaultyStore
+
+HANG_S = 120.0
+"""A run that takes longer hangs."""
+_FRESH_EVERY = 20
+"""Runs after which engine and store are made anew: what is corrupted stays so, and slots of bad blocks are given up."""
+_ROOM = ((64 * MIB, 64 * MIB), (6 * MIB, 8 * MIB), (16 * MIB, 0))
+"""Memory and disk of the store, in turn: ample; hardly any; no disk at all."""
+
+
+def soak(driver: HookDriver, seeds: Sequence[int], options: dict[str, object], folder: Path) -> int:
+    """Runs them; the number of failures is 0, or the first one ends it with 1."""
+    talk = Conversations.make(driver)
+    faults: Counter[str] = Counter()
+    loaded = asked = 0
+    began_s = time.monotonic()
+    for batch, first in enumerate(range(0, len(seeds), _FRESH_EVERY)):
+        dram, nvme = _ROOM[batch % len(_ROOM)]
+        with (
+            FaultyStore(folder / str(batch), dram_bytes=dram, nvme_bytes=nvme) as store,
+            closing(driver.open(store.address, {**SOON, **options})) as engine,
+        ):
+            for seed in seeds[first : first + _FRESH_EVERY]:
+                faulthandler.dump_traceback_later(HANG_S, exit=True)
+                try:
+                    report = run_seeded(seed, engine, store, talk)
+                except WrongTokensError as error:
+                    print(f"seed {seed}, room {dram >> 20}+{nvme >> 20} MiB: WRONG TOKENS: {error}")
+                    return 1
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+                faults[f"{report.fault}{' meanwhile' if report.during else ''}"] += 1
+                loaded += report.loaded_tokens
+                asked += report.asked
+            told = {name: value for name, value in sorted(engine.counters().items()) if value and _tells(name)}
+        seconds = time.monotonic() - began_s
+        print(f"{first + _FRESH_EVERY} runs, {seconds:.0f} s, {asked} prompts, {loaded} tokens loaded; {told}", flush=True)
+    for name, count in sorted(faults.items()):
+        print(f"{count:5} {name}")
+    return 0
+
+
+def _tells(counter: str) -> bool:
+    return any(word in counter for word in ("fail", "missing", "corrupt", "lost", "expired", "timeout", "bug"))
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", help="MODULE:CLASS of the hook's conformance suite, whose driver is taken")
+    parser.add_argument("--seeds", default="0:200", help="FIRST:END (0:200)")
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=TEXT", help="a further option of the hook")
+    given = parser.parse_args()
+    module, _, name = given.suite.partition(":")
+    first, _, end = given.seeds.partition(":")
+    options: dict[str, object] = dict(one.partition("=")[::2] for one in given.set)
+    with tempfile.TemporaryDirectory(prefix="kvstore-soak-") as folder:
+        driver = getattr(importlib.import_module(module), name).make_driver(Path(folder))
+        return soak(driver, range(int(first), int(end)), options, Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Conformance kit of prefix indexes."""

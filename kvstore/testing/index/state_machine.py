@@ -1,0 +1,238 @@
+"""Model-based test of a prefix index: random lives of nodes, held against ``IndexModel`` after every step.
+
+Subclass a machine, give it ``open_index``, and run its ``TestCase``::
+
+    class MyMachine(ClosedIndexMachine):
+        def open_index(self, place): return MyIndex(place)
+
+    TestMyIndex = MyMachine.TestCase
+
+``ClosedIndexMachine`` behaves as nodes do: a volume stores blocks after their parents and drops leaves first. Then every hit is
+exact, every run true in all its blocks, and each volume is found as far as it holds the chain. ``TornIndexMachine`` publishes
+and removes anywhere: then the answers are only as good as ``IndexModel.check`` says.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.core.limits import DIGEST_RANGES
+from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
+from kvstore.index.contract import Life, PrefixIndex, ReplicaRun
+from kvstore.testing.index.model import Chain, IndexModel
+
+LENGTH = 24
+_ONE, _OTHER = NamespaceId(b"1" * 16), NamespaceId(b"2" * 16)
+CHAINS = (
+    Chain.of(_ONE, ["a"] * LENGTH),
+    Chain.of(_ONE, ["a"] * 9 + ["b"] * (LENGTH - 9)),
+    Chain.of(_ONE, ["a"] * 9 + ["b"] * 4 + ["c"] * (LENGTH - 13)),
+    Chain.of(_ONE, ["d"] * LENGTH),
+    Chain.of(_OTHER, ["a"] * LENGTH),
+)
+"""A small forest: chains that share beginnings, and one of another namespace with the same path."""
+
+chains = st.sampled_from(CHAINS)
+positions = st.integers(0, LENGTH)
+choices = st.integers(0, 1_000)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """What both machines do."""
+
+    persistent = True
+    """Whether closing and opening the index again at one place brings its content back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = Path(tempfile.mkdtemp(prefix="index-machine-"))
+        self.index = self.open_index(self._folder)
+        self.epoch = self.index.epoch
+        self.model = IndexModel()
+        self.ever: set[Life] = set()
+        self.boots = 0
+        self.last: tuple[Life, list[BlockRun], list[BlockKey]] | None = None
+
+    def open_index(self, place: Path) -> PrefixIndex:
+        """Opens the index at a place: the same content for the same place."""
+        raise NotImplementedError
+
+    def teardown(self) -> None:
+        self.index.close()
+        shutil.rmtree(self._folder)
+
+    def life(self, choice: int) -> Life:
+        """One of the open lives."""
+        lives = sorted(self.model.held)
+        return lives[choice % len(lives)]
+
+    def publish(self, life: Life, stored: list[BlockRun], removed: list[BlockKey]) -> None:
+        """To index and model."""
+        self.index.publish(life, stored, removed)
+        self.model.publish(life, stored, removed)
+        self.last = (life, stored, removed)
+
+    @initialize()
+    def begin(self) -> None:
+        self.begin_life(0)
+        self.begin_life(1)
+
+    @rule(volume=st.integers(0, 3))
+    def begin_life(self, volume: int) -> None:
+        self.boots += 1
+        boot = BootId(self.boots.to_bytes(16, "big"))
+        life = self.index.open_life(VolumeId(f"v{volume}"), NodeId("n"), Tier.DRAM, boot)
+        assert life not in self.ever, "numbers of lives are never used twice"
+        assert self.index.open_life(VolumeId(f"v{volume}"), NodeId("n"), Tier.DRAM, boot) == life
+        self.ever.add(life)
+        self.model.held[life] = {}
+
+    @precondition(lambda self: len(self.model.held) > 2)
+    @rule(choice=choices)
+    def end_life(self, choice: int) -> None:
+        life = self.life(choice)
+        self.index.close_life(life)
+        del self.model.held[life]
+        if self.last is not None and self.last[0] == life:
+            self.last = None
+
+    @precondition(lambda self: self.last is not None)
+    @rule()
+    def publish_again(self) -> None:
+        assert self.last is not None
+        before = (
+            [self.index.lookup(chain.namespace, chain.packed, self.ever).blocks for chain in CHAINS],
+            self.index.stats().blocks,
+        )
+        self.index.publish(*self.last)
+        after = (
+            [self.index.lookup(chain.namespace, chain.packed, self.ever).blocks for chain in CHAINS],
+            self.index.stats().blocks,
+        )
+        assert after == before
+
+    @rule(entries=st.integers(1, 30))
+    def sweep(self, entries: int) -> None:
+        done = self.index.sweep(entries)
+        assert done == (self.index.stats().dead_lives == 0)
+
+    @rule()
+    def sweep_all(self) -> None:
+        while not self.index.sweep(7):
+            pass
+        assert self.index.stats().blocks == len(self.model.all_keys())
+
+    @precondition(lambda self: self.persistent)
+    @rule()
+    def open_again(self) -> None:
+        self.index.close()
+        self.index = self.open_index(self._folder)
+        assert self.index.epoch == self.epoch
+
+    @rule(choice=choices)
+    def compare_inventory(self, choice: int) -> None:
+        life = self.life(choice)
+        mine = self.model.held[life]
+        for key_range in {int.from_bytes(key[:2], "big") >> 4 for key in self.model.all_keys()} | {0, DIGEST_RANGES - 1}:
+            expected = {key for key in mine if int.from_bytes(key[:2], "big") >> 4 == key_range}
+            found = self.index.keys_in_range(life, key_range)
+            assert len(found) == len(set(found))
+            assert set(found) == expected
+
+    @rule(most=st.integers(1, 40))
+    def read_the_whole(self, most: int) -> None:
+        expected = {(key, *place, life) for life, mine in self.model.held.items() for key, place in mine.items()}
+        found: list[tuple[BlockKey, NamespaceId, int, Life]] = []
+        position: BlockKey | None = None
+        while True:
+            blocks, position = self.index.blocks_from(position, most)
+            found += [(block.key, block.namespace, block.depth, life) for block in blocks for life in block.lives]
+            if position is None:
+                break
+        assert len(found) == len(expected)
+        assert set(found) == expected
+        assert [key for key, *_ in found] == sorted(key for key, *_ in found)
+
+    @rule(chain=chains, end=positions, hidden=choices)
+    def look_at_a_part(self, chain: Chain, end: int, hidden: int) -> None:
+        """A shorter request, with one life out of sight."""
+        part = Chain(chain.namespace, chain.keys[:end])
+        visible = set(self.model.held) - {self.life(hidden)}
+        self.model.check(part, visible, self.index.lookup(part.namespace, part.packed, visible))
+
+    @invariant()
+    def answers_hold(self) -> None:
+        visible = set(self.model.held)
+        for chain in CHAINS:
+            self.check(chain, visible)
+
+    def check(self, chain: Chain, visible: set[Life]) -> None:
+        """Everything that must hold for one chain. Ended lives are named as visible too: they are not."""
+        self.model.check(chain, visible, self.index.lookup(chain.namespace, chain.packed, self.ever))
+
+    @invariant()
+    def lives_are_known(self) -> None:
+        assert {info.life for info in self.index.lives()} == set(self.model.held)
+
+
+class ClosedIndexMachine(IndexMachine):
+    """Nodes as they are: parents come first, leaves go first."""
+
+    @rule(choice=choices, chain=chains, end=positions, cut=positions)
+    def store(self, choice: int, chain: Chain, end: int, cut: int) -> None:
+        """The life goes on where it holds the chain up to; as one run or two."""
+        life = self.life(choice)
+        have = self._prefix(life, chain)
+        if end > have:
+            cut = min(max(cut, have), end)
+            self.publish(life, [chain.run(start, stop) for start, stop in ((have, cut), (cut, end)) if start < stop], [])
+
+    @rule(choice=choices, chain=chains, start=positions, end=positions)
+    def store_again(self, choice: int, chain: Chain, start: int, end: int) -> None:
+        """What it holds already, from anywhere."""
+        life = self.life(choice)
+        end = min(end, self._prefix(life, chain))
+        if start < end:
+            self.publish(life, [chain.run(start, end)], [])
+
+    @rule(choice=choices, count=st.integers(1, 20), pick=choices)
+    def drop_leaves(self, choice: int, count: int, pick: int) -> None:
+        life = self.life(choice)
+        removed: list[BlockKey] = []
+        left = set(self.model.held[life])
+        for _ in range(min(count, len(left))):
+            parents = {chain.keys[at - 1] for chain in CHAINS for at in range(1, LENGTH) if chain.keys[at] in left}
+            leaves = sorted(left - parents)
+            removed.append(leaves[pick % len(leaves)])
+            left.remove(removed[-1])
+        self.publish(life, [], removed)
+
+    def check(self, chain: Chain, visible: set[Life]) -> None:
+        super().check(chain, visible)
+        hit = self.index.lookup(chain.namespace, chain.packed, self.ever)
+        self.model.check_true(chain, hit)
+        expected = {ReplicaRun(0, have, life) for life in visible if (have := self._prefix(life, chain))}
+        assert set(hit.runs) == expected
+
+    def _prefix(self, life: Life, chain: Chain) -> int:
+        return self.model.prefix(chain, {life})
+
+
+class TornIndexMachine(IndexMachine):
+    """Nodes were lost, ranges repaired: anything is held anywhere."""
+
+    @rule(
+        choice=choices, chain=chains, start=positions, end=positions, others=st.lists(st.sampled_from(CHAINS[0].keys), max_size=3)
+    )
+    def store(self, choice: int, chain: Chain, start: int, end: int, others: list[BlockKey]) -> None:
+        stored = [chain.run(start, end)] if start < end else []
+        self.publish(self.life(choice), stored, others)
+
+    @rule(choice=choices, chain=chains, start=positions, end=positions)
+    def drop(self, choice: int, chain: Chain, start: int, end: int) -> None:
+        self.publish(self.life(choice), [], list(chain.keys[start:end]))
