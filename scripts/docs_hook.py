@@ -33,6 +33,7 @@ _DESCRIBED: Final = (
     "kvstore/__init__.py",
     "kvstore/core",
     "kvstore/process",
+    *("kvstore/__init__.py", "kvstore/core", "kvstore/process"),
     *(f"clients/kvclient/{name}" for name in ("device", "hbm", "*.py")),
 )
 """Where public names lie. Parsing all packages would take as long as all the rest."""
