@@ -31,7 +31,7 @@ from kvclient.load.load import Load
 from kvclient.load.paths import Paths
 from kvclient.load.planned import PlannedLoad
 from kvclient.memory.buffers import as_block_buffer
-from kvclient.memory.device_buffer import ArenaWatcher, FarBlocks
+from kvclient.memory.device_buffer import ArenaPinner, FarBlocks
 from kvclient.memory.engine_pool import NearPool
 from kvclient.nodes.connect import NodeFinder, attempt, check_types, watch_servers
 from kvclient.nodes.local_session import LocalNode
@@ -101,7 +101,7 @@ class KVClient:
         tls: TlsConfig | None = None,
         options: ClientOptions | None = None,
         hbm: NearPool | None = None,
-        device: ArenaWatcher | None = None,
+        device: ArenaPinner | None = None,
     ) -> Self:
         """Makes the namespace known and opens a session with the node of this host.
 
@@ -125,7 +125,7 @@ class KVClient:
         options = options or ClientOptions()
         check_types(metadata, spec, node, tls, options, hbm)
         if device is not None:
-            if not isinstance(device, ArenaWatcher):
+            if not isinstance(device, ArenaPinner):
                 raise InvalidArgument("an argument of another type", argument="device", got=type(device).__name__)
             device.check(spec)
         clock = MonotonicClock()

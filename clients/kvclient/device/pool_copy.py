@@ -9,15 +9,15 @@ from functools import partial
 import numpy as np
 import torch
 
+from kvclient.device.copy_plan import Numbers
+from kvclient.device.copy_strategies import uploaded
 from kvclient.device.layouts import PagedCache
-from kvclient.device.plan import Numbers
-from kvclient.device.rows import RowMover
+from kvclient.device.page_scatter import PageScatter
 from kvclient.device.streams import Device, Event
-from kvclient.device.ways import uploaded
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class PoolCopyRequest:
     """What is copied.
 
     Attributes:
@@ -37,7 +37,7 @@ class Slots:
     after: Event
 
 
-class Pooled:
+class PoolCopy:
     """Copies in one direction, on a stream of their own. Everything is enqueued, nothing is waited for. Not thread-safe.
 
     Args:
@@ -46,12 +46,12 @@ class Pooled:
         mover: between slots and pages.
     """
 
-    def __init__(self, device: Device, cache: PagedCache, mover: RowMover) -> None:
+    def __init__(self, device: Device, cache: PagedCache, mover: PageScatter) -> None:
         self._cache = cache
         self._mover = mover
         self._moves = device.stream()
 
-    def move(self, slots: Slots, *, to_pages: bool) -> None:
+    def move(self, slots: PoolCopyRequest, *, to_pages: bool) -> None:
         """Enqueues the copies.
 
         Raises:

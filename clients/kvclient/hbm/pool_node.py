@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from kvclient.hbm.parts import PoolParts
+from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.provider import PoolProvider
 from kvclient.hbm.volume import HbmVolume
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
@@ -43,7 +43,7 @@ REGISTER_WAIT_S = 5.0
 STOP_TIMEOUT_S = 5.0
 
 
-class Presence:
+class PoolNode:
     """One pool, as the cluster sees it. ``start`` and ``stop`` once each.
 
     Args:
@@ -73,7 +73,7 @@ class Presence:
         advertise_host: str | None,
         allow_insecure_remote: bool,
         tls: TlsConfig | None,
-        parts: PoolParts,
+        parts: PoolState,
         io_engines: Callable[[], Sequence[str]],
         replica_log: ReplicaChangeLog,
         namespaces: NamespaceRegistry,
@@ -107,7 +107,7 @@ class Presence:
         )
         self.info = common_pb2.NodeInfo(node_id=node_id, boot_id=boot_id)
         self._servicer = _PoolServicer(self.info, namespaces, authority, parts.volume, io_engines, parts.counters)
-        self._door: _Door | None = None
+        self._door: _ControlServer | None = None
         self._publisher: Publisher | None = None
 
     def start(self) -> None:
@@ -120,7 +120,7 @@ class Presence:
         try:
             self._data.start()
             register = partial(node_pb2_grpc.add_NodeServicer_to_server, self._servicer)
-            self._door = _Door(f"{self._host}:0", register, self._counters, self._tls, self._tokens)
+            self._door = _ControlServer(f"{self._host}:0", register, self._counters, self._tls, self._tokens)
             control = self._door.start()
             self.info.control_address = f"{self._advertised}:{control.rpartition(':')[2]}"
             self.info.data_address = f"{self._advertised}:{self._data.address.rpartition(':')[2]}"
@@ -215,7 +215,7 @@ class _PoolServicer(node_pb2_grpc.NodeServicer):
         return answer
 
 
-class _Door:
+class _ControlServer:
     """The control door: an asyncio server in a thread of its own, for an engine's process need not have a loop."""
 
     def __init__(

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 
 from kvclient.call.operation import Operation
-from kvclient.hbm.disks import DiskRead, NodeDisks
-from kvclient.hbm.parts import PoolParts
+from kvclient.hbm.gds_reader import DiskRead, GdsReader
+from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
 from kvclient.hbm.volume import HbmVolume
 from kvclient.memory.buffers import pick_blocks
-from kvclient.memory.device_buffer import FarBlocks, PoolMemory, Stuck
+from kvclient.memory.device_buffer import DeviceHung, FarBlocks, PoolMemory
 from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.checksum import block_checksums
@@ -39,13 +39,13 @@ POOL_SHARE = 2
 """Read from disks at a time: at most this part of the pool, so that it is there at once before it is copied on."""
 
 Positions = npt.NDArray[np.intp]
-Move = Callable[[Sequence[Slot], Positions], Sequence[bytes]]
+FillSlots = Callable[[Sequence[Slot], Positions], Sequence[bytes]]
 """``move(slots, positions)``: brings the blocks at some positions into slots. One entry for each of the leading ones that came:
 its packed checksums, empty where none were made."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class PinnedBlocks:
     """Leading blocks of a chain that lie in the pool, and stay there until they are given back."""
 
     offsets: npt.NDArray[np.int64]
@@ -56,11 +56,11 @@ class Pinned:
         return len(self.blocks)
 
 
-class PoolBlocks:
+class NamespaceView:
     """One namespace in the pool: ``NearBlocks``, and beyond it what an engine needs that stays on its device."""
 
     def __init__(
-        self, parts: PoolParts, disks: NodeDisks, namespace: NodeNamespace, detach: Callable[[PoolBlocks], None]
+        self, parts: PoolState, disks: GdsReader, namespace: NodeNamespace, detach: Callable[[NamespaceView], None]
     ) -> None:
         self._parts = parts
         self._disks = disks
@@ -82,7 +82,7 @@ class PoolBlocks:
 
     # ---- out ----
     @contextmanager
-    def pinned(self, keys: Sequence[BlockKey]) -> Iterator[Pinned]:
+    def pinned(self, keys: Sequence[BlockKey]) -> Iterator[PinnedBlocks]:
         """The leading blocks of some keys that lie in the pool; pinned within the context, whose end must follow all copies.
 
         For engines with copies of their own: ``volume.memory`` is one tensor, and ``offsets`` say where in it each block begins.
@@ -98,7 +98,7 @@ class PoolBlocks:
                 for block in blocks:  # used again: should it leave after all, those below are asked once more
                     block.expendable = block.passing
             offsets = np.fromiter((block.dram.offset for block in blocks if block.dram is not None), np.int64, lead)
-            yield Pinned(offsets, blocks)
+            yield PinnedBlocks(offsets, blocks)
         finally:
             parts.table.unpin(blocks)
 
@@ -284,7 +284,7 @@ class PoolBlocks:
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
         depth: int,
-        move: Move,
+        move: FillSlots,
         operation: Operation | None,
         *,
         piece: int | None = None,
@@ -355,13 +355,13 @@ class PoolBlocks:
         depth: int,
         positions: Sequence[int],
         slots: Sequence[Slot],
-        move: Move,
+        move: FillSlots,
     ) -> list[Block]:
         """Fills slots and puts the blocks that came into the table; they are returned pinned."""
         table, demote = self._parts.table, self._parts.demote
         try:
             rows = move(slots, np.array(positions, np.intp))
-        except Stuck:  # a device may write to these slots for ever: they stay taken
+        except DeviceHung:  # a device may write to these slots for ever: they stay taken
             raise
         except BaseException:
             table.unreserve(slots)

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from kvclient.hbm.parts import PoolParts
-from kvclient.memory.device_buffer import Stuck
+from kvclient.hbm.pool_state import PoolState
+from kvclient.memory.device_buffer import DeviceHung
 from kvclient.memory.engine_pool import StoredVolume
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.core.types import BlockKey, Outcome
@@ -37,7 +37,7 @@ from kvstore.tiers.io_engines.tensor_memory import TensorMemory
 
 _log = logging.getLogger(__name__)
 
-DiskMode = Literal["auto", "required", "off", "forced"]
+GdsMode = Literal["auto", "required", "off", "forced"]
 """Whether disks are read straight into the pool: ``auto``: where it is real; ``required``: or clients do not connect; ``forced``:
 by whatever way there is, pretended ones too (tests, benchmarks)."""
 
@@ -52,7 +52,7 @@ READERS = 4
 """Volumes read at once for one load."""
 
 
-class StillOut(Stuck):
+class ReadsPending(DeviceHung):
     """Reads have not come back: their slots are given back by themselves once they have."""
 
 
@@ -69,27 +69,27 @@ class DiskRead(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Disk:
+class _VolumeReader:
     """What is known of a volume: nothing yet, that it is read, or why not."""
 
     mount: Mount | None = None
     says: str = "being looked at"
 
 
-class NodeDisks:
+class GdsReader:
     """The volumes of a pool's node. Thread-safe.
 
     Args:
         parts: the pool's.
-        mode: see ``DiskMode``.
+        mode: see ``GdsMode``.
         in_flight: blocks read at once from each volume.
 
     Raises:
         InvalidArgument: no such mode, or none for this device; or an impossible number.
     """
 
-    def __init__(self, parts: PoolParts, mode: DiskMode, in_flight: int) -> None:
-        if mode not in get_args(DiskMode):
+    def __init__(self, parts: PoolState, mode: GdsMode, in_flight: int) -> None:
+        if mode not in get_args(GdsMode):
             raise InvalidArgument("gds takes auto, required, off or forced", gds=mode)
         if mode == "required" and parts.volume.device.type != "cuda":
             raise InvalidArgument("gds = required takes a pool on a CUDA device", device=parts.volume.device)
@@ -101,7 +101,7 @@ class NodeDisks:
         self._why_not = _why_not(mode, parts.volume.device.type)
         self._lock = threading.Lock()
         self._looking = threading.Lock()
-        self._disks: dict[StoredVolume, _Disk] = {}
+        self._disks: dict[StoredVolume, _VolumeReader] = {}
         self._readers: ThreadPoolExecutor | None = None
         self._registering = threading.Lock()
         self._kvikio: Kvikio | None = None
@@ -136,7 +136,7 @@ class NodeDisks:
             new = [volume for volume in dict.fromkeys(volumes) if volume not in self._disks]
             if self._closed or len(self._disks) + len(new) > MOST_VOLUMES:
                 return []
-            self._disks.update((volume, _Disk()) for volume in new)
+            self._disks.update((volume, _VolumeReader()) for volume in new)
         return new
 
     def _look_at_all(self, volumes: Sequence[StoredVolume]) -> None:
@@ -205,7 +205,7 @@ class NodeDisks:
         if self._why_not:
             return [f"disks into {pool}: none ({self._why_not})"]
         with self._lock:
-            disks: Mapping[StoredVolume, _Disk] = dict(self._disks)
+            disks: Mapping[StoredVolume, _VolumeReader] = dict(self._disks)
         lines = []
         for volume, disk in disks.items():
             now = "" if disk.mount is None else f"; now: {disk.mount.describe()}"
@@ -228,7 +228,7 @@ class NodeDisks:
             One entry for each of the leading blocks that came: its packed checksums, which the bytes match.
 
         Raises:
-            StillOut: not all reads came back in time; the slots are given back here.
+            ReadsPending: not all reads came back in time; the slots are given back here.
         """
         parts = self._parts
         memory, size = parts.volume.memory, namespace.shape.block_bytes
@@ -238,7 +238,7 @@ class NodeDisks:
         by_volume: dict[int, list[int]] = {}
         for at, read in enumerate(wanted):
             by_volume.setdefault(read.volume, []).append(at)
-        out = _Out(len(by_volume))
+        out = _PendingReads(len(by_volume))
         rows = [b""] * len(wanted)
 
         def read_one(volume: StoredVolume, positions: Sequence[int]) -> None:
@@ -267,18 +267,18 @@ class NodeDisks:
                 self._at_once(groups, read_one, out)
         except BaseException as error:  # an interrupt: the caller gives the slots back, so nothing may write to them any more
             if not out.wait(INTERRUPT_S) and not out.all_back(give_back):
-                raise StillOut("interrupted while blocks are being read from the node's disks") from error
+                raise ReadsPending("interrupted while blocks are being read from the node's disks") from error
             raise
         if not out.all_back(give_back):
             parts.counters.add("hbm_disk_late_blocks_total", len(wanted))
-            raise StillOut("blocks are still being read from the node's disks", blocks=len(wanted))
+            raise ReadsPending("blocks are still being read from the node's disks", blocks=len(wanted))
         return rows[: next((at for at, row in enumerate(rows) if not row), len(rows))]
 
     def _at_once(
         self,
         groups: Sequence[tuple[StoredVolume, Sequence[int]]],
         read_one: Callable[[StoredVolume, Sequence[int]], None],
-        out: _Out,
+        out: _PendingReads,
     ) -> None:
         """Reads from several volumes; what is not begun when this ends, for it was interrupted, never is."""
         futures: list[Future[None]] = []
@@ -347,7 +347,7 @@ class NodeDisks:
                 self._deregister()
 
 
-class _Out:
+class _PendingReads:
     """How many groups of reads may still write to memory. Thread-safe."""
 
     def __init__(self, groups: int) -> None:
@@ -378,7 +378,7 @@ class _Out:
             return False
 
 
-def _why_not(mode: DiskMode, device: str) -> str:
+def _why_not(mode: GdsMode, device: str) -> str:
     """Why no disk is read at all; empty: some may be."""
     if mode == "off":
         return "switched off"

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvclient.device.layouts import WORDS, PagedCache
-from kvclient.device.rows import common_word
+from kvclient.device.page_scatter import common_word
 
 PIECE_WORDS = 1024
 """Words that a program moves at a time."""
@@ -68,8 +68,8 @@ def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202
 _TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
-class TritonRows:
-    """``RowMover`` with the kernel.
+class TritonScatter:
+    """``PageScatter`` with the kernel.
 
     Args:
         cache: the pages.
@@ -105,7 +105,7 @@ class TritonRows:
             layer: which.
             address: where offsets count from; a multiple of ``word``.
             offsets: int64 ``[blocks]`` on the device: where each row begins, in words from ``address``.
-            page_ids: as in ``RowMover``.
+            page_ids: as in ``PageScatter``.
             word: bytes of a word, a divisor of the cache's ``word``.
             to_pages: the direction.
             host: whether rows lie in host memory.

@@ -14,7 +14,7 @@ import torch
 from kvclient.device.layouts import WORDS, PagedCache
 
 
-class RowMover(Protocol):
+class PageScatter(Protocol):
     """Copies between rows in memory that the device reaches and pages, a layer at a time. Enqueues on the current stream."""
 
     def to_pages(self, layer: int, rows: torch.Tensor, page_ids: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ PIECE_BYTES = 64 << 20
 """Of rows that are on their way between a pool and pages at a time, where they take memory of their own meanwhile."""
 
 
-class TorchRows:
+class TorchScatter:
     """With torch's indexing. Works on any device.
 
     Args:

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvclient.device.copy_plan import Numbers, cut_batch, layers_at_once, rows_of, runs_of
 from kvclient.device.layouts import PagedCache
-from kvclient.device.pinning import PinnedRange
-from kvclient.device.plan import Numbers, cut_batch, layers_at_once, rows_of, runs_of
-from kvclient.device.rows import RowMover
+from kvclient.device.page_scatter import PageScatter
+from kvclient.device.pinned_range import PinnedRange
 from kvclient.device.streams import Device, Event, Stream
 
 OnLayer = Callable[[int, Event], None]
@@ -49,7 +49,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostMemory:
     """Host memory that blocks lie in.
 
     Attributes:
@@ -73,7 +73,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class CopyRequest:
     """What is copied.
 
     Attributes:
@@ -87,7 +87,7 @@ class Blocks:
         after: the pages may be touched behind this event.
     """
 
-    host: Host
+    host: HostMemory
     starts: Numbers
     pitch: int
     page_ids: torch.Tensor
@@ -100,12 +100,12 @@ class Blocks:
         return len(self.starts)
 
 
-class Way(Protocol):
+class CopyStrategy(Protocol):
     """One way, in one direction. Whatever it has begun before it raises is behind the events of ``record``."""
 
     name: str
 
-    def load(self, blocks: Blocks, on_layer: OnLayer) -> None:
+    def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
         """Enqueues the copies from host memory into pages.
 
         Raises:
@@ -113,7 +113,7 @@ class Way(Protocol):
             Unsupported: it has no copies of this way, as it turns out.
         """
 
-    def store(self, blocks: Blocks) -> None:
+    def store(self, blocks: CopyRequest) -> None:
         """Enqueues the copies from pages into host memory; errors as ``load``."""
 
     def record(self) -> list[Event]:
@@ -128,7 +128,7 @@ def uploaded(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 # ---- staged ----
 
 
-class _Slot:
+class _StagingBuffer:
     """A staging buffer."""
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ class _Slot:
         """Behind the last use."""
 
 
-class Staged:
+class StagedCopy:
     """See the module.
 
     Args:
@@ -150,7 +150,7 @@ class Staged:
 
     name = "staged"
 
-    def __init__(self, device: Device, cache: PagedCache, mover: RowMover, codec: Codec | None, staging_bytes: int) -> None:
+    def __init__(self, device: Device, cache: PagedCache, mover: PageScatter, codec: Codec | None, staging_bytes: int) -> None:
         self._cache = cache
         self._mover = mover
         self._codec = codec
@@ -159,9 +159,9 @@ class Staged:
         self._room = max(staging_bytes, self._row)
         self._copies = device.stream()
         self._moves = device.stream()
-        self._slots: list[_Slot] = []
+        self._slots: list[_StagingBuffer] = []
 
-    def load(self, blocks: Blocks, on_layer: OnLayer) -> None:
+    def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
         ids = self._ids(blocks)
         runs = runs_of(blocks.starts, blocks.pitch)
         group = min(layers_at_once(blocks.layers, len(blocks), runs), max(1, self._room // self._row))
@@ -179,7 +179,7 @@ class Staged:
                         if end == len(blocks):
                             on_layer(blocks.first_layer + number, self._moves.record())
 
-    def store(self, blocks: Blocks) -> None:
+    def store(self, blocks: CopyRequest) -> None:
         ids = self._ids(blocks)
         # whole blocks where they fit: those are contiguous on the host's side
         group = min(blocks.layers, max(1, self._room // self._row))
@@ -198,7 +198,7 @@ class Staged:
     def record(self) -> list[Event]:
         return [self._copies.record(), self._moves.record()]
 
-    def _ids(self, blocks: Blocks) -> list[torch.Tensor]:
+    def _ids(self, blocks: CopyRequest) -> list[torch.Tensor]:
         """Page ids on the device, in a box that is filled in the order of the moves: only they look into it."""
         box: list[torch.Tensor] = []
         self._moves.run(lambda: box.append(uploaded(blocks.page_ids, self._cache.device)))
@@ -206,7 +206,7 @@ class Staged:
         return box
 
     @contextmanager
-    def _using(self, fills: Stream, empties: Stream) -> Iterator[_Slot]:
+    def _using(self, fills: Stream, empties: Stream) -> Iterator[_StagingBuffer]:
         """A staging buffer, from its last use on. What was begun with it is waited for by its next, also where only part was."""
         slot = self._slot()
         if slot.free is not None:
@@ -217,22 +217,24 @@ class Staged:
             empties.wait(fills.record())
             slot.free = empties.record()
 
-    def _slot(self) -> _Slot:
+    def _slot(self) -> _StagingBuffer:
         if not self._slots:
-            self._slots = [_Slot(torch.empty(self._room, dtype=torch.uint8, device=self._cache.device)) for _ in range(2)]
+            self._slots = [
+                _StagingBuffer(torch.empty(self._room, dtype=torch.uint8, device=self._cache.device)) for _ in range(2)
+            ]
             ready = self._device.mark()  # what had the memory before may still be at work
             self._copies.wait(ready)
             self._moves.wait(ready)
         self._slots.reverse()
         return self._slots[0]
 
-    def _rows(self, slot: _Slot, layers: range, number: int, count: int) -> torch.Tensor:
+    def _rows(self, slot: _StagingBuffer, layers: range, number: int, count: int) -> torch.Tensor:
         """One layer of the rows in a buffer."""
         width = len(layers) * self._row
         at = (number - layers.start) * self._row
         return slot.memory[: count * width].view(count, width)[:, at : at + self._row]
 
-    def _copy(self, blocks: Blocks, slot: _Slot, layers: range, begin: int, end: int, *, to_device: bool) -> None:
+    def _copy(self, blocks: CopyRequest, slot: _StagingBuffer, layers: range, begin: int, end: int, *, to_device: bool) -> None:
         width = len(layers) * self._row
         starts = blocks.starts[begin:end] + (blocks.shift + layers.start * self._row)
         staging = slot.memory.data_ptr()
@@ -267,7 +269,7 @@ class Staged:
 # ---- batched ----
 
 
-class Batched:
+class BatchedCopy:
     """See the module.
 
     Args:
@@ -281,13 +283,13 @@ class Batched:
         self._cache = cache
         self._copies = device.stream()
 
-    def load(self, blocks: Blocks, on_layer: OnLayer) -> None:
+    def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
         self._copies.wait(blocks.after)
         for number in range(blocks.layers):
             self._layer(blocks, number, to_device=True)
             on_layer(blocks.first_layer + number, self._copies.record())
 
-    def store(self, blocks: Blocks) -> None:
+    def store(self, blocks: CopyRequest) -> None:
         self._copies.wait(blocks.after)
         for number in range(blocks.layers):
             self._layer(blocks, number, to_device=False)
@@ -295,7 +297,7 @@ class Batched:
     def record(self) -> list[Event]:
         return [self._copies.record()]
 
-    def _layer(self, blocks: Blocks, number: int, *, to_device: bool) -> None:
+    def _layer(self, blocks: CopyRequest, number: int, *, to_device: bool) -> None:
         cache = self._cache
         layer, page = cache.layers[blocks.first_layer + number], cache.page
         parts = np.arange(page.parts)
@@ -314,7 +316,7 @@ class Batched:
 # ---- direct ----
 
 
-class Direct:
+class DirectCopy:
     """See the module.
 
     Args:
@@ -325,19 +327,19 @@ class Direct:
     name = "direct"
 
     def __init__(self, device: Device, cache: PagedCache) -> None:
-        from kvclient.device.triton_rows import TritonRows  # only who goes this way needs Triton
+        from kvclient.device.triton_scatter import TritonScatter  # only who goes this way needs Triton
 
         self._cache = cache
-        self._mover = TritonRows(cache)
+        self._mover = TritonScatter(cache)
         self._moves = device.stream()
 
-    def load(self, blocks: Blocks, on_layer: OnLayer) -> None:
+    def load(self, blocks: CopyRequest, on_layer: OnLayer) -> None:
         move = self._begin(blocks)
         for number in range(blocks.layers):
             self._moves.run(partial(move, number, to_pages=True))
             on_layer(blocks.first_layer + number, self._moves.record())
 
-    def store(self, blocks: Blocks) -> None:
+    def store(self, blocks: CopyRequest) -> None:
         move = self._begin(blocks)
         for number in range(blocks.layers):
             self._moves.run(partial(move, number, to_pages=False))
@@ -345,7 +347,7 @@ class Direct:
     def record(self) -> list[Event]:
         return [self._moves.record()]
 
-    def _begin(self, blocks: Blocks) -> Callable[..., None]:
+    def _begin(self, blocks: CopyRequest) -> Callable[..., None]:
         cache, base = self._cache, blocks.host.base + blocks.shift
         away = blocks.starts - blocks.host.base
         word = math.gcd(cache.word, base, cache.row_bytes, int(np.gcd.reduce(away)) if len(away) else 0)

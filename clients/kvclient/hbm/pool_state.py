@@ -11,7 +11,7 @@ import torch
 
 from kvclient.hbm import memory
 from kvclient.hbm.volume import HbmVolume
-from kvclient.memory.device_buffer import Stuck
+from kvclient.memory.device_buffer import DeviceHung
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.node.state.model import Block
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _limited = LimitedLog(_log)
 
 
-class PoolParts:
+class PoolState:
     """The parts, and whether they are of any use now. Thread-safe."""
 
     def __init__(
@@ -74,7 +74,7 @@ class PoolParts:
         """Within, a device copies from or to slots that are held; one that does not come to an end is the end of the pool."""
         try:
             yield
-        except Stuck as error:
+        except DeviceHung as error:
             memory.leave(self.volume.memory)
             self.broken(what, error)
             raise
@@ -85,7 +85,7 @@ class PoolParts:
         if gap:
             _limited.warning("pool %s: blocks from and to pages pass through host memory: %s", self.node_id, gap)
 
-    def broken(self, what: str, error: RuntimeError | Stuck) -> None:
+    def broken(self, what: str, error: RuntimeError | DeviceHung) -> None:
         """The device failed: from now on everything is a miss, and what was here is no longer shown to others."""
         self.counters.add("hbm_device_errors_total")
         with self._lock:

@@ -17,7 +17,7 @@ MIN_LAUNCHES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSpan:
     """Rows at one distance from each other on the host's side, and following each other on the device's.
 
     Attributes:
@@ -59,7 +59,7 @@ def layers_at_once(layers: int, blocks: int, runs: int) -> int:
     return -(-layers // steps)
 
 
-def rows_of(starts: Numbers, width: int, pitch: int, chunk_of: ChunkOf, chunk_end: Callable[[int], int]) -> Iterator[Rows]:
+def rows_of(starts: Numbers, width: int, pitch: int, chunk_of: ChunkOf, chunk_end: Callable[[int], int]) -> Iterator[RowSpan]:
     """Cuts rows into copies: neighbours at one pitch together, none across the border of two pinned chunks.
 
     Args:
@@ -81,10 +81,10 @@ def rows_of(starts: Numbers, width: int, pitch: int, chunk_of: ChunkOf, chunk_en
     for head, end in zip(heads.tolist(), [*heads[1:].tolist(), len(starts)], strict=True):
         if torn[head]:
             before = chunk_end(int(first[head])) - int(starts[head])
-            yield Rows(head, 1, 0, before)
-            yield Rows(head, 1, before, width - before)
+            yield RowSpan(head, 1, 0, before)
+            yield RowSpan(head, 1, before, width - before)
         else:
-            yield Rows(head, end - head, 0, width)
+            yield RowSpan(head, end - head, 0, width)
 
 
 def cut_batch(targets: Numbers, sources: Numbers, sizes: Numbers, host: Numbers, border: int, base: int) -> tuple[Numbers, ...]:
