@@ -124,7 +124,7 @@ def main() -> None:
     for cluster in clusters.values():
         for _ in range(TICKS_A_REQUEST + 2):
             cluster.tick()
-    gc_tuning.settle()  # as in the metadata server
+    gc_tuning.freeze_startup_objects()  # as in the metadata server
     samples = harness.interleave(
         {repr(key): functools.partial(cluster.microseconds, decisions) for key, cluster in clusters.items()},
         options.repetitions,

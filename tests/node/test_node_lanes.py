@@ -11,7 +11,7 @@ from kvstore.core.errors import CapacityExceeded
 from kvstore.node.rpc.wait_threads import Lanes
 from kvstore.observe.counters import Counters
 from kvstore.rpc.auth import interceptor
-from kvstore.rpc.auth.tokens import Caller, Role
+from kvstore.rpc.auth.tokens import AccessRole, Principal
 
 
 def test_there_are_no_more_calls_than_threads() -> None:
@@ -31,10 +31,10 @@ def test_a_tenant_has_a_quarter_of_them() -> None:
     counters = Counters()
     lanes = Lanes(8, "test", counters)
 
-    def enter(name: str, role: Role = Role.TENANT) -> Callable[[], None]:
+    def enter(name: str, role: AccessRole = AccessRole.TENANT) -> Callable[[], None]:
         """As a call of somebody's does."""
         context = copy_context()
-        context.run(interceptor._caller.set, Caller(name, role))
+        context.run(interceptor._caller.set, Principal(name, role))
         return context.run(lanes.enter)
 
     mine = [enter("acme"), enter("acme")]
@@ -43,7 +43,7 @@ def test_a_tenant_has_a_quarter_of_them() -> None:
     assert counters.get("tenant_share_refused_total") == 1
     enter("other")
     for _ in range(3):
-        enter("pool", Role.ENGINE)
+        enter("pool", AccessRole.ENGINE)
     mine[0]()  # in whichever context
     enter("acme")
     assert lanes.taken == 6

@@ -17,7 +17,8 @@ ON = 'instance="h:1"'
 
 @dataclass(frozen=True)
 class Case:
-    """Series by selector, in promtool's notation of one value per minute: after ``firing`` the alert fires, after ``quiet`` not."""
+    """Series by selector, in promtool's notation of one value per minute: after ``firing`` the alert fires, after ``quiet``
+    not."""
 
     firing: dict[str, str]
     quiet: dict[str, str]

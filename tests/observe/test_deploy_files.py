@@ -58,7 +58,11 @@ def problems(expression: str) -> Iterator[str]:
         if name in SERIES and SERIES[name].kind is Kind.GAUGE:
             yield f"{function} of the gauge {name}"
     for group in _GROUPING.findall(expression):
-        yield from (f"no metric of the expression has the label {label}" for label in map(str.strip, group.split(",")) if label not in known)
+        yield from (
+            f"no metric of the expression has the label {label}"
+            for label in map(str.strip, group.split(","))
+            if label not in known
+        )
     if "histogram_quantile" in expression and not re.search(r"by \([^)]*\ble\b[^)]*\)\s*\(rate\(kvstore_\w+_bucket", expression):
         yield "histogram_quantile requires rates of buckets, by le"
 

@@ -141,9 +141,7 @@ def test_server_serves_pages(served: MetricsServer, counters: Counters) -> None:
     assert (status, json.loads(text)["pages"]) == (404, ["/metrics", "/loads"])
 
 
-def test_server_at_connection_limit_refuses_more(
-    served: MetricsServer, counters: Counters
-) -> None:
+def test_server_at_connection_limit_refuses_more(served: MetricsServer, counters: Counters) -> None:
     host, port = served.address.split(":")
     silent = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(MOST_AT_ONCE - 1)]
     assert get(served.address, "/metrics")[0] == 200

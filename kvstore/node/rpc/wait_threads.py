@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.core.errors import CapacityExceeded
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.tenant_limits import Shares
+from kvstore.rpc.auth.tenant_limits import TenantLimit
 
 
 class Lanes:
@@ -27,7 +27,7 @@ class Lanes:
         self.pool = ThreadPoolExecutor(count, thread_name_prefix=f"kvstore-{name}")
         self._count = count
         self._name = name
-        self._shares = Shares(name, count, counters.add)
+        self._shares = TenantLimit(name, count, counters.add)
         self._taken = 0
 
     @property
@@ -46,7 +46,7 @@ class Lanes:
         """
         if self._taken >= self._count:
             raise CapacityExceeded("too many calls wait on this node", what=self._name, limit=self._count)
-        give_back = self._shares.take()
+        give_back = self._shares.acquire()
         self._taken += 1
 
         def leave() -> None:
