@@ -19,8 +19,7 @@ class _Failure:
 
 
 class FailureTracker:
-    """State of one operation that is tried repeatedly. Times are of one monotonic clock. Thread-safe: the state is one
-    reference."""
+    """State of one operation that is tried repeatedly. Thread-safe. Times are of one monotonic clock."""
 
     def __init__(self) -> None:
         self._failure: _Failure | None = None

@@ -38,7 +38,7 @@ def test_a_tenant_has_a_quarter_of_them() -> None:
         return context.run(lanes.enter)
 
     mine = [enter("acme"), enter("acme")]
-    with pytest.raises(CapacityExceeded, match="share"):
+    with pytest.raises(CapacityExceeded, match="tenant limit"):
         enter("acme")
     assert counters.get("tenant_share_refused_total") == 1
     enter("other")

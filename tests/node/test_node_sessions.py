@@ -268,7 +268,7 @@ def test_sessions_over_tcp_of_a_tenant_have_a_share_of_those_places(node: Node) 
     context.run(interceptor._caller.set, Principal("acme", AccessRole.TENANT))
     open_far = partial(node.sessions.open, node.namespace, "far", remote=True, over_tcp=True)
     mine = [context.run(open_far) for _ in range(MAX_SESSIONS // 2 // TENANT_SHARE)]
-    with pytest.raises(CapacityExceeded, match="share"):
+    with pytest.raises(CapacityExceeded, match="tenant limit"):
         context.run(open_far)
     open_far()
     node.sessions.end(mine[0].session_id)

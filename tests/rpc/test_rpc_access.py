@@ -15,8 +15,8 @@ from kvclient.engines.options import HookOptions
 from kvproto.v1 import admin_pb2, metadata_pb2, node_pb2
 from kvstore.core.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.interceptor import ALSO_LOOKS, GRANTED, REQUIRED, AuthInterceptor, Permission
-from kvstore.rpc.auth.tokens import LOOK_S, AccessRole, TokenSource, TokenTable, WatchedFile, tokens_file
+from kvstore.rpc.auth.interceptor import GRANTED, READABLE_DATA_METHODS, REQUIRED, AuthInterceptor, Permission
+from kvstore.rpc.auth.tokens import CHECK_INTERVAL_S, AccessRole, TokenSource, TokenTable, WatchedFile, tokens_file
 
 SERVED = (
     *(metadata_pb2.DESCRIPTOR.services_by_name[name] for name in ("Metadata",)),
@@ -69,7 +69,7 @@ def test_a_caller_is_admitted_by_its_role(known: WatchedFile[TokenTable]) -> Non
     keeper = AuthInterceptor(known, Counters().add)
     for method, need in REQUIRED.items():
         for role, token in TOKENS.items():
-            looks = role is AccessRole.READ and method.rpartition("/")[2] in ALSO_LOOKS
+            looks = role is AccessRole.READ and method.rpartition("/")[2] in READABLE_DATA_METHODS
             if need is Permission.NOTHING:
                 assert keeper.admit(method, None) is None
             elif need in GRANTED[role] or looks:
@@ -117,19 +117,19 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCap
     fresh = written(tmp_path / "new", f"operator b {TOKENS[AccessRole.OPERATOR]}")
     fresh.replace(file)
     assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is None, "not looked at again yet"
-    now_s += LOOK_S
+    now_s += CHECK_INTERVAL_S
     assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is not None
     assert found.get().caller(TOKENS[AccessRole.READ]) is None, "taken out"
     for wrong in ("nonsense", ""):
         written(file, wrong)
-        now_s += LOOK_S
+        now_s += CHECK_INTERVAL_S
         assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is not None, "the previous content stays valid"
     file.unlink()
-    now_s += LOOK_S
+    now_s += CHECK_INTERVAL_S
     assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is not None
     assert "previous content kept" in caplog.text
     written(file, f"read c {TOKENS[AccessRole.READ]}")
-    now_s += LOOK_S
+    now_s += CHECK_INTERVAL_S
     assert found.get().caller(TOKENS[AccessRole.OPERATOR]) is None
     assert "the-token" not in caplog.text
 

@@ -292,7 +292,7 @@ def test_a_tenant_takes_its_share_of_subscriptions_and_no_more(store: Store) -> 
 
     with store.client("other", OTHER):
         held = [watch(OTHER), watch(OTHER)]
-        with pytest.raises(grpc.RpcError, match="share"):
+        with pytest.raises(grpc.RpcError, match="tenant limit"):
             watch(OTHER)
         held += [watch(TOKENS[AccessRole.ENGINE]) for _ in range(3)]
         held.pop(0).cancel()

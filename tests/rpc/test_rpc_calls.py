@@ -422,7 +422,7 @@ async def test_tls_and_client_certificates(tmp_path: Path) -> None:
 
 
 def test_tls_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="together"):
+    with pytest.raises(InvalidArgument, match="requires both"):
         TlsConfig(cert=tmp_path / "a.pem")
     with pytest.raises(InvalidArgument, match="cannot read"):
         connect("127.0.0.1:1", tls=TlsConfig(ca=tmp_path / "missing.pem"))
