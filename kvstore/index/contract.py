@@ -9,8 +9,8 @@ parent and leaves before it. Two things follow, and both make lookups logarithmi
 
 Where a lost node tore a hole, the probes find it and only shorten the hit.
 
-A *life* is one boot of one volume. Records name lives by a small number, so that a volume's death is one write, not a scan;
-what dead lives leave behind is swept in the background.
+A *volume epoch* is one boot of one volume. Records name volume epochs by a small number, so that a volume's death is one write,
+not a scan; what dead volume epochs leave behind is swept in the background.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import NamedTuple, NewType, Protocol
 
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 
-Life = NewType("Life", int)
+VolumeEpoch = NewType("VolumeEpoch", int)
 """One boot of one volume, as a number. Never used twice within one index epoch."""
 
 
 @dataclass(frozen=True, slots=True)
-class LifeInfo:
-    """What a life stands for."""
+class VolumeEpochInfo:
+    """What a volume epoch stands for."""
 
-    life: Life
+    volume_epoch: VolumeEpoch
     volume_id: VolumeId
     node_id: NodeId
     tier: Tier
@@ -42,7 +42,7 @@ class ReplicaRun(NamedTuple):
 
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count
-    life: Life
+    volume_epoch: VolumeEpoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PrefixHit:
         blocks: how many keys.
         runs: they cover ``[0, blocks)``; they may overlap.
         revision: ``PrefixIndex.revision`` in the snapshot that was read: another one than the caller went by means that the
-            lives it called visible were old news.
+            volume epochs it called visible were old news.
     """
 
     blocks: int
@@ -62,18 +62,18 @@ class PrefixHit:
 
 
 class IndexedBlock(NamedTuple):
-    """What the index knows of one key: its place, and which open lives hold it."""
+    """What the index knows of one key: its place, and which open volume epochs hold it."""
 
     key: BlockKey
     namespace: NamespaceId
     depth: int
-    lives: tuple[Life, ...]
+    volume_epochs: tuple[VolumeEpoch, ...]
 
 
 class Removed(NamedTuple):
-    """A life does not hold some blocks any more: it removed them, or they gave way to others."""
+    """A volume epoch does not hold some blocks any more: it removed them, or they gave way to others."""
 
-    life: Life
+    volume_epoch: VolumeEpoch
     namespace: NamespaceId
     keys: Sequence[BlockKey]
 
@@ -84,14 +84,14 @@ class IndexListener(Protocol):
     Where one thread makes all changes, it is told in their order.
     """
 
-    def opened(self, info: LifeInfo) -> None:
-        """A life is open; perhaps it was before."""
+    def opened(self, info: VolumeEpochInfo) -> None:
+        """A volume epoch is open; perhaps it was before."""
 
-    def closed(self, life: Life) -> None:
-        """A life is closed, with all that it held; perhaps it was before."""
+    def closed(self, volume_epoch: VolumeEpoch) -> None:
+        """A volume epoch is closed, with all that it held; perhaps it was before."""
 
-    def published(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
-        """A batch took effect: first what lives no longer hold, then what the one holds, without what was ignored."""
+    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
+        """A batch took effect: first what volume epochs no longer hold, then what the one holds, without what was ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,12 @@ class Entry:
     Args:
         namespace: whose it is; None: of a number that no namespace has, which only damage explains.
         depth: its place in its chain.
-        replicas: life and run_start of each; lives that are closed are among them until they are swept.
+        replicas: volume epoch and run_start of each; volume epochs that are closed are among them until they are swept.
     """
 
     namespace: NamespaceId | None
     depth: int
-    replicas: tuple[tuple[Life, int], ...]
+    replicas: tuple[tuple[VolumeEpoch, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class IndexStats:
 
     blocks: int
     bytes: int
-    dead_lives: int
+    dead_volume_epochs: int
     failing: str = ""
     """Why changes by this process fail now, e.g. on a full disk; empty: they do not."""
     failing_s: float = 0.0
@@ -133,22 +133,22 @@ class PrefixIndex(ABC):
     def epoch(self) -> bytes:
         """16 random bytes drawn when the index was made; another value means that it was made anew."""
 
-    # ---- lives ----
+    # ---- volume epochs ----
     @abstractmethod
-    def open_life(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> Life:
-        """Begins a life, or finds the open one of the same (volume, boot). Older lives of the volume stay as they are."""
+    def open_volume_epoch(self, volume_id: VolumeId, node_id: NodeId, tier: Tier, boot_id: BootId) -> VolumeEpoch:
+        """Opens a volume epoch, or finds the open one of the same (volume, boot). Older ones of the volume stay open."""
 
     @abstractmethod
-    def close_life(self, life: Life) -> None:
-        """Hides everything that the life holds, at once, in O(1). Unknown or closed: no change."""
+    def close_volume_epoch(self, volume_epoch: VolumeEpoch) -> None:
+        """Hides everything that the volume epoch holds, at once, in O(1). Unknown or closed: no change."""
 
     @abstractmethod
-    def lives(self) -> list[LifeInfo]:
-        """All open lives."""
+    def volume_epochs(self) -> list[VolumeEpochInfo]:
+        """All open volume epochs."""
 
     # ---- blocks ----
     @abstractmethod
-    def publish(self, life: Life, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
+    def publish(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[BlockKey]) -> None:
         """Applies one batch, atomically: first ``removed``, then ``stored`` in order. Applying a batch again changes nothing.
 
         A key has one place. A run that names another than its record, or another namespace, is ignored as far as it does;
@@ -157,12 +157,12 @@ class PrefixIndex(ABC):
         Runs of a namespace that is not known, where there are as many as may be, are ignored, and counted.
 
         Raises:
-            NotFound: the life is not open.
+            NotFound: the volume epoch is not open.
         """
 
     @abstractmethod
-    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[Life]) -> PrefixHit:
-        """Longest prefix of a packed chain (from its head) in volumes whose life is ``visible``.
+    def lookup(self, namespace: NamespaceId, keys: bytes, visible: Container[VolumeEpoch]) -> PrefixHit:
+        """Longest prefix of a packed chain (from its head) in volumes whose volume epoch is ``visible``.
 
         Keys of another namespace are misses. Logarithmic in the number of keys, plus the number of runs.
         """
@@ -172,8 +172,8 @@ class PrefixIndex(ABC):
         """What the index says of each key; None: nothing. For people: it may take milliseconds a thousand keys."""
 
     @abstractmethod
-    def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[Life, ...]]:
-        """Open lives that hold each of some keys of a namespace, wherever in their chains; visible or not."""
+    def holders(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> list[tuple[VolumeEpoch, ...]]:
+        """Open volume epochs that hold each of some keys of a namespace, wherever in their chains; visible or not."""
 
     # ---- the whole ----
     @abstractmethod
@@ -185,20 +185,20 @@ class PrefixIndex(ABC):
         """Looks at up to ``most`` records, in the order of keys, from a key on (None: from the first).
 
         Returns:
-            Those that open lives hold, as of one snapshot, and the key to go on from (None: that was all).
+            Those that open volume epochs hold, as of one snapshot, and the key to go on from (None: that was all).
         """
 
     # ---- anti-entropy ----
     @abstractmethod
-    def keys_in_range(self, life: Life, key_range: int) -> list[BlockKey]:
-        """Keys that the life holds in one of the 4,096 ranges of key space (by the first 12 bits)."""
+    def keys_in_range(self, volume_epoch: VolumeEpoch, key_range: int) -> list[BlockKey]:
+        """Keys that the volume epoch holds in one of the 4,096 ranges of key space (by the first 12 bits)."""
 
     @abstractmethod
     def sweep(self, max_entries: int) -> bool:
-        """Looks at up to ``max_entries`` records, going on where the last call ended, and drops what dead lives left.
+        """Looks at up to ``max_entries`` records, going on where the last call ended, and drops what dead volume epochs left.
 
         Returns:
-            True when no dead life has records left.
+            True when no dead volume epoch has records left.
         """
 
     # ---- namespaces: 16-byte digest -> serialised spec ----
@@ -241,7 +241,7 @@ class PrefixIndex(ABC):
     @property
     @abstractmethod
     def revision(self) -> int:
-        """Grows with every announced change of lives, namespaces or notes, by any process: tells a cache that it is stale."""
+        """Grows with every announced change of volume epochs, namespaces or notes, by any process; caches compare it."""
 
     @abstractmethod
     def stats(self) -> IndexStats:

@@ -175,10 +175,10 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             raise InvalidArgument(
                 "digests and counts take one value a range", digests=count, counts=len(request.counts), first=request.first_range
             )
-        life = self._parts.nodes.life(*_volume_of(request))
+        volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
         parts = self._parts
         ranges = await differing_ranges(
-            parts.index, parts.reads, life, request.first_range, list(request.digests), list(request.counts)
+            parts.index, parts.reads, volume_epoch, request.first_range, list(request.digests), list(request.counts)
         )
         parts.counters.add("metadata_ranges_compared_total", count)
         parts.counters.add("metadata_ranges_differing_total", len(ranges))
@@ -188,9 +188,9 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         check_id(request.operation_id, "operation_id")
         if request.range >= limits.DIGEST_RANGES:
             raise InvalidArgument("no such range of key space", range=request.range, ranges=limits.DIGEST_RANGES)
-        life = self._parts.nodes.life(*_volume_of(request))
+        volume_epoch = self._parts.nodes.volume_epoch(*_volume_of(request))
         runs = runs_from_proto(request.blocks)
-        added, removed = await self._parts.writes.run(repair_range, self._parts.index, life, request.range, runs)
+        added, removed = await self._parts.writes.run(repair_range, self._parts.index, volume_epoch, request.range, runs)
         self._parts.counters.add("metadata_replicas_repaired_total", added + removed)
         return pb.RepairRangeResponse(added=added, removed=removed)
 

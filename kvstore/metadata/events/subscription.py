@@ -19,7 +19,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, NamespaceId
-from kvstore.index.contract import IndexedBlock, Life, PrefixIndex
+from kvstore.index.contract import IndexedBlock, PrefixIndex, VolumeEpoch
 from kvstore.metadata.events.event_log import BlockFeed, Opened
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
@@ -90,7 +90,7 @@ class BlockWatch:
             Unavailable: the server is about to leave.
         """
         self._nodes.view()
-        self._feed.join(self._index.lives, self._nodes.visible)
+        self._feed.join(self._index.volume_epochs, self._nodes.visible)
         self._counters.add("metadata_watches_total")
         try:
             reason = self._resumed()
@@ -205,16 +205,16 @@ class BlockWatch:
 
 def _held(blocks: Sequence[IndexedBlock], told: Container[int], namespaces: frozenset[NamespaceId]) -> list[pb.BlockEvent]:
     """A page of the index as events, one a volume and namespace."""
-    found: dict[tuple[Life, NamespaceId], tuple[list[BlockKey], list[int]]] = {}
-    for key, namespace, depth, lives in blocks:
+    found: dict[tuple[VolumeEpoch, NamespaceId], tuple[list[BlockKey], list[int]]] = {}
+    for key, namespace, depth, volume_epochs in blocks:
         if namespaces and namespace not in namespaces:
             continue
-        for life in lives:
-            if life in told:
-                keys, depths = found.setdefault((life, namespace), ([], []))
+        for volume_epoch in volume_epochs:
+            if volume_epoch in told:
+                keys, depths = found.setdefault((volume_epoch, namespace), ([], []))
                 keys.append(key)
                 depths.append(depth)
     return [
-        pb.BlockEvent(held=pb.BlocksHeld(volume=life, namespace_id=namespace, keys=b"".join(keys), depths=depths))
-        for (life, namespace), (keys, depths) in found.items()
+        pb.BlockEvent(held=pb.BlocksHeld(volume=volume_epoch, namespace_id=namespace, keys=b"".join(keys), depths=depths))
+        for (volume_epoch, namespace), (keys, depths) in found.items()
     ]

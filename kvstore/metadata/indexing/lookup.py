@@ -80,7 +80,7 @@ class Lookups:
         positions: dict[NodeId, int] = {}
         answer = LookupResponse(hit_blocks=hit.blocks)
         add = answer.runs.add
-        for start, count, life in hit.runs:
-            place = nodes.server_of(life)
+        for start, count, volume_epoch in hit.runs:
+            place = nodes.server_of(volume_epoch)
             add(start=start, count=count, node=positions.setdefault(place.node_id, len(positions)), volume=place.volume)
         return b"".join([answer.SerializeToString(), *[encoded_nodes[node_id] for node_id in positions]])

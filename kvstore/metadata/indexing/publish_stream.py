@@ -136,7 +136,7 @@ class PublishStream:
         return Batch(
             sequence=request.sequence,
             volume_id=volume_id,
-            life=self._nodes.life(*identity, volume_id),
+            volume_epoch=self._nodes.volume_epoch(*identity, volume_id),
             stored=runs_from_proto(request.stored, limits.MAX_KEYS_PER_CALL - removed_count),
             removed=keys_from_packed(request.removed, "removed"),
             sync_end=request.sync_end,

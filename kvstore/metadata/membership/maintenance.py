@@ -108,7 +108,7 @@ class Upkeep:
         while True:
             pause_s = self._tick_s
             try:
-                if self._index.stats().dead_lives:
+                if self._index.stats().dead_volume_epochs:
                     done = await self._thread.run(self._index.sweep, _SWEEP_ENTRIES)
                     self._counters.add("metadata_sweeps_total")
                     pause_s = self._tick_s if done else _SWEEP_PAUSE_S

@@ -14,7 +14,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound, Unsupported
 from kvstore.core.limits import MAX_REASON
 from kvstore.core.types import BootId, NamespaceId, NodeId
-from kvstore.index.contract import Life, PrefixIndex
+from kvstore.index.contract import PrefixIndex, VolumeEpoch
 from kvstore.metadata.indexing.index_mutations import forget_node
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
@@ -135,19 +135,19 @@ class NodeOrders:
         held = await self._reads.run(self._index.holders, namespace, keys)
         places = self._nodes.view().places
         answer = pb.LocateBlocksResponse()
-        known: dict[Life, int] = {}
-        for position, lives in enumerate(held):
-            for life in lives:
-                if life not in places:  # of a node that has just left
+        known: dict[VolumeEpoch, int] = {}
+        for position, volume_epochs in enumerate(held):
+            for volume_epoch in volume_epochs:
+                if volume_epoch not in places:  # of a node that has just left
                     continue
-                if life not in known:
-                    known[life] = len(answer.volumes)
-                    answer.volumes.append(self._volume(life))
-                answer.replicas.add(key=position, volume=known[life])
+                if volume_epoch not in known:
+                    known[volume_epoch] = len(answer.volumes)
+                    answer.volumes.append(self._volume(volume_epoch))
+                answer.replicas.add(key=position, volume=known[volume_epoch])
         return answer
 
-    def _volume(self, life: Life) -> pb.LocatedVolume:
-        place = self._nodes.last_view.places[life]
+    def _volume(self, volume_epoch: VolumeEpoch) -> pb.LocatedVolume:
+        place = self._nodes.last_view.places[volume_epoch]
         volume = self._nodes.last_view.nodes[place.node_id].volumes[place.volume]
         return pb.LocatedVolume(
             node_id=place.node_id,

@@ -70,7 +70,7 @@ INDEX_RESTARTS: Final = group.counter(
     "metadata_index_restarts_total", "times that the index was replaced while the server ran, after damage or on request"
 )
 UPKEEP_FAILURES: Final = group.counter("metadata_upkeep_failures_total", "failed rounds of maintenance")
-SWEEPS: Final = group.counter("metadata_sweeps_total", "removals of the replicas of an ended volume epoch")
+SWEEPS: Final = group.counter("metadata_sweeps_total", "sweeps of records of ended volume epochs")
 PLANS: Final = group.counter("metadata_plans_total", "planned loads")
 PLANS_DOUBTED: Final = group.counter(
     "metadata_plans_doubted_total", "plans no longer counted as queued work because their loads stalled"

@@ -45,6 +45,10 @@ NETWORK_BYTES: Final = group.sampled_counter(
     {"network": ("compute", "storage"), "direction": ("received", "sent")},
 )
 
+PROCESS_STALLED_SECONDS: Final = group.sampled_counter(
+    "node_process_stalled_seconds_total", "time that the process did not run: stopped, out of CPU, or on a suspended host"
+)
+
 group = MetricGroup("Node: loads, stores and write-back")
 LOAD_SECONDS: Final = group.histogram_family(
     "node_load_seconds",
