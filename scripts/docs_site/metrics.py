@@ -1,4 +1,4 @@
-"""All metrics, from the one place that declares them, in its groups."""
+"""Reference of all metrics, one table per group."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _groups() -> Iterator[tuple[str, list[Metric]]]:
 
 
 def _labels(metric: Metric) -> str:
-    told = []
+    parts = []
     for label, values in metric.labels.items():
         if isinstance(values, Limit):
-            told.append(f"{code(label)}: {values.most:,} at most")
+            parts.append(f"{code(label)}: {values.most:,} at most")
         elif len(values) > _MOST_VALUES:
-            told.append(f"{code(label)}: {len(values)} values")
+            parts.append(f"{code(label)}: {len(values)} values")
         else:
-            told.append(f"{code(label)}: {', '.join(values)}")
-    return "; ".join(told)
+            parts.append(f"{code(label)}: {', '.join(values)}")
+    return "; ".join(parts)
