@@ -19,19 +19,19 @@ from dataclasses import dataclass, field, replace
 
 from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument, NotFound, Unavailable
+from kvstore.dualpath.arrival_time import finish_seconds
 from kvstore.dualpath.contract import (
     LoadPlan,
     NodeState,
-    Part,
-    PathPolicy,
+    PlanPart,
+    PlanPolicy,
+    PlanRequest,
     PlanUnderWay,
-    ReadRequest,
     ReadSide,
     Reasons,
     Share,
     Span,
 )
-from kvstore.dualpath.predict import finish_seconds
 from kvstore.dualpath.queues import Charge, ReadQueues
 
 PLAN_LIFE_S = 60.0
@@ -47,7 +47,7 @@ DECISION_PARTS_KEPT = 16_384
 
 
 @dataclass(slots=True)
-class Counters:
+class PlannerCounters:
     """What happened, since the start."""
 
     plans: int = 0
@@ -66,8 +66,8 @@ class Counters:
 class _Live:
     """A plan under way. A part that is over (failed) has no charge."""
 
-    request: ReadRequest
-    policy: PathPolicy
+    request: PlanRequest
+    policy: PlanPolicy
     """As it was when the plan was made: whoever plans with another one meanwhile does not decide about its re-plans."""
     attempt: int
     deadline: float
@@ -79,7 +79,7 @@ class _Live:
     """When it will be, unless something moves."""
     stalled: bool = False
     """It is, and does not count."""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[PlanPart] = field(default_factory=list)
     charges: list[Charge | None] = field(default_factory=list)
     at: dict[str, Charge] = field(default_factory=dict)
     """Its first charge at each node: the others there belong to it."""
@@ -108,7 +108,7 @@ class Planner:
 
     def __init__(
         self,
-        policy: PathPolicy,
+        policy: PlanPolicy,
         queues: ReadQueues | None = None,
         *,
         plan_life_s: float = PLAN_LIFE_S,
@@ -119,7 +119,7 @@ class Planner:
     ) -> None:
         self.policy = policy
         self.queues = ReadQueues() if queues is None else queues
-        self.counters = Counters()
+        self.counters = PlannerCounters()
         self.plan_life_s = plan_life_s
         self.patience_s = patience_s
         self.relays = relays
@@ -179,7 +179,7 @@ class Planner:
 
     # ---- plans ----
 
-    def plan(self, request: ReadRequest, now: float, life_s: float = 0.0) -> LoadPlan:
+    def plan(self, request: PlanRequest, now: float, life_s: float = 0.0) -> LoadPlan:
         """Decides who reads the request, and charges the queues.
 
         Args:
@@ -432,7 +432,7 @@ class Planner:
             self._parts_kept -= len(self._decisions.popleft().parts)
 
 
-def missing_spans(part: Part, arrived: Iterable[Span]) -> list[Span]:
+def missing_spans(part: PlanPart, arrived: Iterable[Span]) -> list[Span]:
     """Blocks of a part that lie in none of the spans.
 
     Raises:
@@ -451,7 +451,7 @@ def missing_spans(part: Part, arrived: Iterable[Span]) -> list[Span]:
     return missing
 
 
-def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> tuple[Part, ...]:
+def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> tuple[PlanPart, ...]:
     """Parts that give each share its blocks, in order; a share over a gap becomes several parts.
 
     Args:
@@ -464,7 +464,7 @@ def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> t
     """
     if not shares:
         return ()
-    parts: list[Part] = []
+    parts: list[PlanPart] = []
     spans = iter(missing)
     start, left, fits = 0, 0, True
     for node, side, wanted in shares:
@@ -476,7 +476,7 @@ def lay(shares: Sequence[Share], missing: Sequence[Span], first_index: int) -> t
                     fits = False
                     break
             count = min(wanted, left)
-            parts.append(Part(first_index + len(parts), node, side, start, count))
+            parts.append(PlanPart(first_index + len(parts), node, side, start, count))
             start, left, wanted = start + count, left - count, wanted - count
     if not fits or left or next(spans, None):
         raise Internal("the policy's shares are not the request", shares=[tuple(share) for share in shares])

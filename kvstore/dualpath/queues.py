@@ -15,7 +15,7 @@ from collections.abc import Container
 from kvstore.core.errors import InvalidArgument, NotFound
 from kvstore.dualpath.bandwidth import BandwidthEstimator
 from kvstore.dualpath.contract import NodeState
-from kvstore.dualpath.shortest import ShortestFirst
+from kvstore.dualpath.min_tracker import ShortestFirst
 
 QUEUE_S = 10.0
 """Seconds of a link's reading that one plan counts for at most; above what the scheduler calls a long queue, the paper's 3 s."""

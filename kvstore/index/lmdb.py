@@ -52,7 +52,7 @@ from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
-from kvstore.observe.failure_tracker import Failing
+from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class LmdbIndex(PrefixIndex):
         self._count = count
         self._on_damage = on_damage
         self._damaged = False
-        self._changes = Failing()
+        self._changes = FailureTracker()
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._closed: str | None = None
@@ -456,7 +456,7 @@ class LmdbIndex(PrefixIndex):
                 blocks=txn.stat(self._blocks)["entries"],
                 bytes=(self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"],
                 dead_volume_epochs=txn.stat(self._dead)["entries"],
-                failing=self._changes.why(now_s),
+                failing=self._changes.reason(now_s),
                 failing_s=self._changes.seconds(now_s),
             )
 
@@ -511,7 +511,7 @@ class LmdbIndex(PrefixIndex):
                         with self._gate:
                             self._adopt_size()
                     else:
-                        self._changes.worked(time.monotonic())
+                        self._changes.succeeded(time.monotonic())
                         return done
         except lmdb.Error as error:
             failed = self._failed(error)

@@ -34,8 +34,8 @@ from kvstore.metadata.scheduling.planner_service import PlannerService
 from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, SchedulerService
 from kvstore.observe.counters import Counters
 from kvstore.process.node_id import check_node_id
-from kvstore.rpc.auth.interceptor import confine, host_of_peer, tenant
-from kvstore.rpc.auth.tenant_limits import Shares
+from kvstore.rpc.auth.interceptor import host_of_peer, require_tenant, tenant
+from kvstore.rpc.auth.tenant_limits import TenantLimit
 from kvstore.rpc.codec import check_id, check_name, runs_from_proto, spec_from_proto, tier_from_proto
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Metadata"].full_name
@@ -85,7 +85,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         self._parts = parts
         self._lookups = parts.lookups
         self._tenants = NamespaceOwners(parts.index)
-        self._watches = Shares("block events", 0 if parts.feed is None else parts.feed.most, parts.counters.add)
+        self._watches = TenantLimit("block events", 0 if parts.feed is None else parts.feed.most, parts.counters.add)
         self._streams: set[PublishStream] = set()
 
     def end_streams(self) -> None:
@@ -197,7 +197,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest, context: object) -> pb.RegisterNamespaceResponse:
         check_id(request.operation_id, "operation_id")
         spec = spec_from_proto(request.spec)
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         if self._parts.index.spec_of(spec.namespace) is None:
             await self._parts.writes.run(self._tenants.register, spec)
         return pb.RegisterNamespaceResponse(namespace_id=spec.namespace)
@@ -247,7 +247,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
             raise Unsupported("block events are told by one process that sees all changes: set metadata.workers to 1")
         self._tenants.check_all(request.namespace_ids)
         watch = BlockEventSubscription(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
-        give_back = self._watches.take()
+        give_back = self._watches.acquire()
         try:
             async with aclosing(watch.run()) as messages:
                 async for message in messages:

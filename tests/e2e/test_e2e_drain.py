@@ -20,7 +20,7 @@ from conftest import Engine, Store
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
 from kvstore.core.types import BlockKey, Outcome, StoreOutcome
 from kvstore.embedded.cluster import Daemon, NodeSpec
-from kvstore.replay.engine import RequestRunner, Tally
+from kvstore.replay.engine import ReplayTotals, RequestRunner
 from support.wait import wait_until
 
 ROOM = 64 << 20
@@ -57,7 +57,7 @@ class Load:
     """An engine that replays growing prompts for as long as it is let: look up, load, check every byte, store the rest."""
 
     def __init__(self, engine: Engine, chains: Sequence[Sequence[BlockKey]], seed: int) -> None:
-        self.tally = Tally()
+        self.tally = ReplayTotals()
         self.turns = 0
         self._engine, self._chains, self._random = engine, chains, random.Random(seed)
         self._stop = threading.Event()
@@ -81,7 +81,7 @@ class Load:
         wanted = self.turns + turns
         wait_until(lambda: self.turns >= wanted or bool(self._failed), "requests are served")
 
-    def end(self) -> Tally:
+    def end(self) -> ReplayTotals:
         self._stop.set()
         self._thread.join(60)
         assert self._failed == []

@@ -24,7 +24,7 @@ from kvclient.scheduling.client import SchedulerClient
 from kvclient.scheduling.types import EngineRequest
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, Tier
-from kvstore.embedded.cluster import LocalCluster, NodeSpec, Place
+from kvstore.embedded.cluster import DaemonHost, LocalCluster, NodeSpec
 from kvstore.process.tls import TlsConfig
 from kvstore.transport.nixl.agent import NixlOptions
 from kvstore.workload.payload import Payloads
@@ -86,7 +86,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("secured")
     files = make_certificates(folder / "pki")
     settings = (*files.settings(), ("keep_loaded", "false"))
-    places = [Place(f"127.0.0.{number}") for number in (1, 2, 3)]
+    places = [DaemonHost(f"127.0.0.{number}") for number in (1, 2, 3)]
     nodes = [
         NodeSpec("storage", ("storage",), dram_bytes=64 * MIB, nvme_bytes=128 * MIB, settings=settings, place=places[0]),
         NodeSpec("prefill", ("prefill",), dram_bytes=64 * MIB, write_behind_to="storage", settings=settings, place=places[1]),
@@ -275,7 +275,9 @@ def test_tls_node_under_another_name_gets_no_byte(secured: Secured, tmp_path: Pa
     other = make_certificates(tmp_path / "other", name="elsewhere", authority=secured.files)
     settings = tuple(one for one in other.settings() if one[0] != "tls.server_name")
     nodes = [
-        NodeSpec("other", dram_bytes=64 * MIB, settings=(*settings, ("tls.server_name", SERVER_NAME)), place=Place("127.0.0.2"))
+        NodeSpec(
+            "other", dram_bytes=64 * MIB, settings=(*settings, ("tls.server_name", SERVER_NAME)), place=DaemonHost("127.0.0.2")
+        )
     ]
     with (
         caplog.at_level(logging.WARNING, "kvclient"),

@@ -24,7 +24,7 @@ from kvstore.metadata.events.event_log import BlockEventLog, LogPosition
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.metrics import event
+from kvstore.observe.metric_definitions import metadata as metadata_metrics
 from kvstore.rpc.codec import check_id, check_name, tier_from_proto
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ _PROGRESS_S: Final = 1.0
 """A subscriber that wants none of what happens is told at least so often how far it is, so that it can resume from there."""
 
 _RESYNCS: Final = {
-    pb.RESYNC_REASON_ASKED: event("metadata_watch_resyncs_total", reason="asked"),
-    pb.RESYNC_REASON_RESTARTED: event("metadata_watch_resyncs_total", reason="restarted"),
-    pb.RESYNC_REASON_GONE: event("metadata_watch_resyncs_total", reason="gone"),
-    pb.RESYNC_REASON_SLOW: event("metadata_watch_resyncs_total", reason="slow"),
+    pb.RESYNC_REASON_ASKED: metadata_metrics.WATCH_RESYNCS["asked"],
+    pb.RESYNC_REASON_RESTARTED: metadata_metrics.WATCH_RESYNCS["restarted"],
+    pb.RESYNC_REASON_GONE: metadata_metrics.WATCH_RESYNCS["gone"],
+    pb.RESYNC_REASON_SLOW: metadata_metrics.WATCH_RESYNCS["slow"],
 }
 
 

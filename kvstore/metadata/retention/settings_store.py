@@ -24,7 +24,7 @@ from typing import Any, Final
 from kvstore.core.errors import CapacityExceeded, Conflict, Unavailable
 from kvstore.core.limits import MAX_NAME_BYTES, MAX_QUOTAS, MAX_RULES
 from kvstore.core.types import NamespaceId
-from kvstore.process.atomic_file import write_whole
+from kvstore.process.atomic_file import write_atomically
 
 VERSION: Final = 1
 MAX_FILE_BYTES: Final = 4 << 20
@@ -183,7 +183,7 @@ class SettingsStore:
                     raise Conflict("the file of orders cannot be read: mend or remove it", path=self.path, why=before.wrong)
                 after = changed(orders)
                 if after != orders:
-                    write_whole(self.path, after.encode())
+                    write_atomically(self.path, after.encode())
                 return orders, after
         except OSError as error:
             if error.errno in _NO_ROOM:

@@ -19,7 +19,7 @@ from kvstore.core import limits
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NodeId
-from kvstore.dualpath.contract import LoadPlan, PathPolicy, ReadRequest, ReadSide
+from kvstore.dualpath.contract import LoadPlan, PlanPolicy, PlanRequest, ReadSide
 from kvstore.dualpath.planner import Planner
 from kvstore.dualpath.policies import policy_named
 from kvstore.metadata.membership.node_table import NodeTable
@@ -70,7 +70,7 @@ class PlannerService:
         self._nodes = nodes
         self._counters = counters
         self._clock = clock
-        self._policies: dict[str, PathPolicy] = {}
+        self._policies: dict[str, PlanPolicy] = {}
         self._default = policy
         # clients report to whoever answers at this address: a server started anew, or another worker, must not know their plans
         self.planner = Planner(self._policy(policy), draw=lambda: secrets.randbelow(MOST_PLAN_ID) + 1)
@@ -78,7 +78,7 @@ class PlannerService:
         self._answers: OrderedDict[bytes, tuple[bytes, pb.LoadPlan]] = OrderedDict()
         """By operation: a digest of the request, but for its time left, and its plan."""
 
-    def _policy(self, name: str) -> PathPolicy:
+    def _policy(self, name: str) -> PlanPolicy:
         """One instance a policy: ``round_robin`` remembers whose turn it is."""
         if name not in self._policies:
             self._policies[name] = policy_named(name)
@@ -121,7 +121,7 @@ class PlannerService:
             check_name(request.decode_node, "decode_node")
         now_s = self._clock.now_s()
         self._follow_nodes(now_s)
-        read = ReadRequest(
+        read = PlanRequest(
             operation.hex(),
             request.blocks,
             request.block_bytes,

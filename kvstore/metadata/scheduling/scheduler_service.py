@@ -25,7 +25,7 @@ from kvstore.core import limits
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Conflict, DeadlineExceeded, ErrorKind, InvalidArgument, KVStoreError, NotFound
 from kvstore.core.status import make_error
-from kvstore.dualpath.groups import Engine, Role
+from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.queues import ReadQueues
 from kvstore.dualpath.scheduler import Ask, Fetched, GivenBack, Scheduler, SchedulerLimits
 from kvstore.metadata.scheduling.engine_reports import ReportingGroup, check_report, figures_of, ref_of
@@ -182,7 +182,7 @@ class SchedulerService:
         more = len(engines) - (len(group.engines) if group is not None else 0)
         if len(self._home) + more > MAX_ENGINES or (group is None and len(self._groups) >= MAX_GROUPS):
             raise CapacityExceeded("too many engines", engines=len(self._home), groups=len(self._groups))
-        role = Role.PREFILL if request.role == pb.ENGINE_ROLE_PREFILL else Role.DECODE
+        role = EngineKind.PREFILL if request.role == pb.ENGINE_ROLE_PREFILL else EngineKind.DECODE
         if group is not None and group.boot == request.boot_id:
             if group.role is not role:
                 raise Conflict("a group keeps its role", group=group.name, role=group.role)
@@ -267,7 +267,7 @@ class SchedulerService:
         for one in fetched.assigned:
             entry = self._requests[one.request_id]
             engine = group.engines[one.engine]
-            if group.role is Role.PREFILL:
+            if group.role is EngineKind.PREFILL:
                 entry.prefill, other = engine, entry.decode
             else:
                 entry.decode, other = engine, entry.prefill
@@ -311,7 +311,7 @@ class SchedulerService:
         entry = self._attempts.get(generation)
         if entry is None:
             return None
-        engine = entry.prefill if group.role is Role.PREFILL else entry.decode
+        engine = entry.prefill if group.role is EngineKind.PREFILL else entry.decode
         return entry if engine is not None and engine.group == group.name else None
 
     # ---- requests ----
@@ -491,14 +491,14 @@ class SchedulerService:
     def _given_back(self, back: GivenBack) -> None:
         """A request lost an engine: it waits again, as long as it was allowed to at first."""
         entry = self._requests[back.request_id]
-        if back.left is not None and back.left.role is Role.DECODE:
+        if back.left is not None and back.left.role is EngineKind.DECODE:
             entry.before.append(entry.generation)
         else:
             self._forget_attempts(entry)
         entry.generation, entry.turn = next(self._generations), back.generation
         self._attempts[entry.generation] = entry
-        entry.prefill = back.left if back.left is not None and back.left.role is Role.PREFILL else None
-        entry.decode = back.left if back.left is not None and back.left.role is Role.DECODE else None
+        entry.prefill = back.left if back.left is not None and back.left.role is EngineKind.PREFILL else None
+        entry.decode = back.left if back.left is not None and back.left.role is EngineKind.DECODE else None
         entry.prefilled = False
         self._wait_until(entry, self._clock.now_s() + min(entry.wanted.budget_ms / 1000, MAX_BUDGET_S))
         if back.left is not None:
