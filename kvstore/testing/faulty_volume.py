@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.core.types import BlockKey, BlockShape, Outcome
-from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Vacancy, Volume, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, ReclaimableSpan, Slot, Volume, VolumeUsage
 
 HANG_LIMIT_S = 60.0
 """A hang that nobody releases ends after this, with EIO: a test fails rather than stands."""
@@ -180,10 +180,10 @@ class _Faulty(Volume):
     ) -> list[BlockKey] | None:
         return self._inner.room_plan(shape, count, coldest, limit)
 
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         return self._inner.vacancies(shape, cold)
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+    def held_in(self, vacancy: ReclaimableSpan) -> list[Slot]:
         return self._inner.held_in(vacancy)
 
     def usage(self) -> VolumeUsage:
