@@ -12,7 +12,7 @@ from kvstore.control_api.store_rpc import StoreEndpoint, StoreRpc
 from kvstore.observe.counters import Counters
 from kvstore.process.fd_limits import raise_limit
 from kvstore.rpc import http_server
-from kvstore.rpc.auth.tokens import Shown, tokens_file
+from kvstore.rpc.auth.tokens import TokenSource, tokens_file
 
 NICENESS: Final = 10
 """Where an engine or a daemon of the store wants a processor that this server has, it has it at once: people can wait."""
@@ -40,8 +40,8 @@ def store_endpoint(config: AdminConfig) -> StoreEndpoint:
     return StoreEndpoint(
         metadata=config.metadata,
         tls=client.tls.resolve(),
-        token=Shown.of(file=client.token_file),
-        read_token=Shown.of(file=client.read_token_file),
+        token=TokenSource.of(file=client.token_file),
+        read_token=TokenSource.of(file=client.read_token_file),
         timeout_s=config.timeout_ms / 1000,
         change_timeout_s=config.change_timeout_ms / 1000,
     )

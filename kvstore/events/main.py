@@ -23,7 +23,7 @@ from kvstore.events.translation import Translator, last_eight_bytes, whole_key
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import Sample, StoreCollector
 from kvstore.observe.http import serve
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class BlockTokens:
 
     def __init__(self, config: EventsConfig) -> None:
         self._config = config
-        self._token = Shown.of(file=config.client.token_file)
+        self._token = TokenSource.of(file=config.client.token_file)
         self._known: dict[NamespaceId, int] = {}
         self._asked_s = -_ASK_AGAIN_S
 
@@ -81,7 +81,7 @@ def run(config: EventsConfig) -> None:
         nodes=config.node_ids,
         tiers=config.tier_kinds,
         tls=config.client.tls.resolve(),
-        token=Shown.of(file=config.client.token_file),
+        token=TokenSource.of(file=config.client.token_file),
         on_change=publisher.take,
     )
 

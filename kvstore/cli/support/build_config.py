@@ -18,19 +18,19 @@ from kvstore.config.sources import Provenance, leaves
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe import tracing
 from kvstore.process.effective_config import EffectiveSetting
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 from kvstore.transport.link_speed import LinkSpeed
 
 _PASSWORD = re.compile(r"(://)[^/@\s]*@")
 
 
-def token(section: ClientSection | NodeSection) -> Shown | None:
+def token(section: ClientSection | NodeSection) -> TokenSource | None:
     """The token that a process shows to metadata server and nodes, or None.
 
     Raises:
         InvalidArgument: the file cannot be read, or holds none.
     """
-    return Shown.of(file=section.token_file)
+    return TokenSource.of(file=section.token_file)
 
 
 def effective_settings(config: Config, provenance: Provenance | None, *sections: str) -> tuple[EffectiveSetting, ...]:
