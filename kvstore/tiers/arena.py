@@ -24,6 +24,7 @@ from kvstore.core import checksum
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.host_memory import memory_total
 from kvstore.tiers.allocator import SlotAllocator
 from kvstore.tiers.contract import BlockRecord, MappedVolume, ReclaimableSpan, Slot, VolumeUsage
@@ -117,7 +118,7 @@ class DramArena(MappedVolume):
                 refused = error.strerror or str(error)
         if refused is None:
             return fd, memory, "memfd, transparent huge pages"
-        self._counters.add("arena_huge_pages_refused_total")
+        self._counters.add(volumes_metrics.ARENA_HUGE_PAGES_REFUSED)
         _log.warning(
             "arena %s: no huge pages (%s); pages of 4 KiB cost more at first touch and in the TLB", self.volume_id, refused
         )
@@ -148,7 +149,7 @@ class DramArena(MappedVolume):
                 length = min(_PREFAULT_BYTES, len(self._array) - start)
                 if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
                     # older kernels (EINVAL), or memory is short: pages then come at their first use
-                    self._counters.add("arena_prefault_stopped_total")
+                    self._counters.add(volumes_metrics.ARENA_PREFAULT_STOPPED)
                     _log.warning("arena %s: prefault stopped: %s", self.volume_id, errno.errorcode.get(ctypes.get_errno(), "?"))
                     return
         finally:
@@ -246,7 +247,7 @@ class DramArena(MappedVolume):
                 if (not verify or checksum.verify(destination, record.shape, record.checksums)) and self._allocator.holds(slot):
                     outcome = Outcome.HIT
             if outcome is Outcome.CORRUPT:
-                self._counters.add("arena_corrupt_blocks_total")
+                self._counters.add(volumes_metrics.ARENA_CORRUPT_BLOCKS)
             outcomes.append(outcome)
         return outcomes
 
@@ -270,7 +271,7 @@ class DramArena(MappedVolume):
         try:
             self._map.close()
         except BufferError:
-            self._counters.add("arena_closed_with_views_total")
+            self._counters.add(volumes_metrics.ARENA_CLOSED_WITH_VIEWS)
             _log.warning("arena %s: closed while views of it are held; their memory goes with them", self.volume_id)
 
 

@@ -37,6 +37,7 @@ from kvstore.core import limits
 from kvstore.core.errors import CorruptBlock, Internal, InvalidArgument, KVStoreError, Unavailable
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
 from kvstore.tiers.contract import BlockRecord, DurableVolume, ReclaimableSpan, Slot, VolumeUsage
 from kvstore.tiers.io_engines.contract import DeviceMemory
@@ -187,7 +188,7 @@ class NvmeSlab(DurableVolume):
             return
         self._gone = True
         self._read_only = self._read_only or f"its files are no longer in {self._path}: removed, moved or mounted over"
-        self._counters.add("nvme_files_gone_total")
+        self._counters.add(volumes_metrics.NVME_FILES_GONE)
         _log.error(
             "volume %s: its files are no longer in %s: they were removed, moved or mounted over. Nothing it holds outlives this "
             "process, and it stores nothing more; put them back, or restart the node to begin with an empty volume",
@@ -365,7 +366,7 @@ class NvmeSlab(DurableVolume):
             self._file.sync()
         except OSError as error:
             self._sync_failed = True
-            self._counters.add("nvme_sync_errors_total")
+            self._counters.add(volumes_metrics.NVME_SYNC_ERRORS)
             _log.exception(
                 "volume %s: sync failed (%s): nothing more is stored until it is opened anew", self.volume_id, error.strerror
             )
@@ -388,7 +389,7 @@ class NvmeSlab(DurableVolume):
                 batch = []
         yield from self._with_good_headers(batch, bad)
         if bad:
-            self._counters.add("nvme_recovery_dropped_total", len(bad))
+            self._counters.add(volumes_metrics.NVME_RECOVERY_DROPPED, len(bad))
             _log.warning("volume %s: %d catalog entries cannot be: dropped", self.volume_id, len(bad))
         with self._commit_lock:
             if self._read_only is None:
@@ -410,7 +411,7 @@ class NvmeSlab(DurableVolume):
                 self._to_drop = []
         except CannotWriteError as error:
             self._read_only = str(error)
-            self._counters.add("nvme_opened_read_only_total")
+            self._counters.add(volumes_metrics.NVME_OPENED_READ_ONLY)
             _log.warning("volume %s cannot be written to (%s): it is read-only and serves what it holds", self.volume_id, error)
 
     def resume(self) -> bool:
@@ -432,7 +433,7 @@ class NvmeSlab(DurableVolume):
                     self._read_only = str(error)
                     _log.warning("volume %s stays read-only: %s", self.volume_id, error)
                 return False
-        self._counters.add("nvme_resumed_total")
+        self._counters.add(volumes_metrics.NVME_RESUMED)
         _log.warning("volume %s can be written to again: it stores blocks", self.volume_id)
         return True
 
