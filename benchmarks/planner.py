@@ -59,7 +59,7 @@ class Cluster:
             self.scheduler.join(engine)
             self.engines.setdefault(group, []).append(engine)
             if not number % a_node:
-                self.planner.node_here(engine.node, SNIC, CNIC)
+                self.planner.add_node(engine.node, SNIC, CNIC)
         self.names = itertools.count()
         self.now = 0.0
         self.asked: dict[str, int] = {}

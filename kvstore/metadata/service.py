@@ -19,19 +19,19 @@ from kvstore.core import limits
 from kvstore.core.errors import CapacityExceeded, Conflict, InvalidArgument, Unsupported
 from kvstore.core.types import BootId, NodeId, VolumeId
 from kvstore.index.contract import PrefixIndex
-from kvstore.metadata.events.event_log import BlockFeed
-from kvstore.metadata.events.subscription import BlockWatch, tell_served
+from kvstore.metadata.events.event_log import BlockEventLog
+from kvstore.metadata.events.subscription import BlockEventSubscription, tell_served
 from kvstore.metadata.indexing.anti_entropy import differing_ranges
 from kvstore.metadata.indexing.index_mutations import register_node, repair_range
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.indexing.lookup import Lookups
 from kvstore.metadata.indexing.publish_stream import PublishStream
-from kvstore.metadata.membership.node_admin import NodeOrders, check_progress, refuse_removed
+from kvstore.metadata.membership.node_admin import NodeAdmin, check_progress, refuse_removed
 from kvstore.metadata.membership.node_table import NodeTable
-from kvstore.metadata.retention.policies import RetentionOrders, check_usages
-from kvstore.metadata.retention.tenants import Tenants
-from kvstore.metadata.scheduling.planner_service import Planning
-from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, Scheduling
+from kvstore.metadata.retention.policies import RetentionPolicies, check_usages
+from kvstore.metadata.retention.tenants import NamespaceOwners
+from kvstore.metadata.scheduling.planner_service import PlannerService
+from kvstore.metadata.scheduling.scheduler_service import MAX_BUDGET_S, SchedulerService
 from kvstore.observe.counters import Counters
 from kvstore.process.node_id import check_node_id
 from kvstore.rpc.auth.interceptor import host_of_peer, require_tenant, tenant
@@ -46,7 +46,7 @@ _ROLES: Final = frozenset({"prefill", "decode", "storage"})
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MetadataParts:
     """What the handlers work with.
 
     Args:
@@ -70,21 +70,21 @@ class Parts:
     reads: IndexThread
     counters: Counters
     heartbeat_interval_ms: int
-    planning: Planning
-    scheduling: Scheduling | None
+    planning: PlannerService
+    scheduling: SchedulerService | None
     lookups: Lookups
-    orders: NodeOrders
-    retention: RetentionOrders
-    feed: BlockFeed | None
+    orders: NodeAdmin
+    retention: RetentionPolicies
+    feed: BlockEventLog | None
 
 
 class MetadataService(metadata_pb2_grpc.MetadataServicer):
     """Handlers. Their names and comments are those of ``proto/kvstore/v1/metadata.proto``."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: MetadataParts) -> None:
         self._parts = parts
         self._lookups = parts.lookups
-        self._tenants = Tenants(parts.index)
+        self._tenants = NamespaceOwners(parts.index)
         self._watches = TenantLimit("block events", 0 if parts.feed is None else parts.feed.most, parts.counters.add)
         self._streams: set[PublishStream] = set()
 
@@ -246,7 +246,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         if parts.feed is None:
             raise Unsupported("block events are told by one process that sees all changes: set metadata.workers to 1")
         self._tenants.check_all(request.namespace_ids)
-        watch = BlockWatch(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
+        watch = BlockEventSubscription(request, parts.feed, parts.index, parts.reads, parts.nodes, parts.counters)
         give_back = self._watches.acquire()
         try:
             async with aclosing(watch.run()) as messages:
@@ -266,7 +266,7 @@ class MetadataService(metadata_pb2_grpc.MetadataServicer):
         )
 
     @property
-    def _scheduling(self) -> Scheduling:
+    def _scheduling(self) -> SchedulerService:
         if self._parts.scheduling is None:
             raise Unsupported("requests are scheduled by one process that knows all engines: set metadata.workers to 1")
         return self._parts.scheduling

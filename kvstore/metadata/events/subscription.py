@@ -20,7 +20,7 @@ from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey, NamespaceId
 from kvstore.index.contract import IndexedBlock, PrefixIndex, VolumeEpoch
-from kvstore.metadata.events.event_log import BlockFeed, Opened
+from kvstore.metadata.events.event_log import BlockEventLog, LogPosition
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.observe.counters import Counters
@@ -43,13 +43,13 @@ _RESYNCS: Final = {
 }
 
 
-def tell_served(feed: BlockFeed, nodes: NodeTable) -> None:
+def tell_served(feed: BlockEventLog, nodes: NodeTable) -> None:
     """Tells subscribers which volumes can be read as of now."""
     nodes.view()
     feed.serve(nodes.visible)
 
 
-class BlockWatch:
+class BlockEventSubscription:
     """One stream.
 
     Raises:
@@ -59,7 +59,7 @@ class BlockWatch:
     def __init__(
         self,
         request: pb.WatchBlocksRequest,
-        feed: BlockFeed,
+        feed: BlockEventLog,
         index: PrefixIndex,
         reads: IndexThread,
         nodes: NodeTable,
@@ -122,7 +122,7 @@ class BlockWatch:
         self._begin(opened)
         return None
 
-    def _begin(self, opened: Opened) -> list[pb.VolumeOpened]:
+    def _begin(self, opened: LogPosition) -> list[pb.VolumeOpened]:
         """Takes over where the feed was; returns the volumes that the subscriber wants to know of."""
         wanted = [volume for volume in opened.volumes.values() if self._wants(volume)]
         self._told = {volume.volume for volume in wanted}

@@ -14,7 +14,7 @@ from kvstore.rpc.auth.interceptor import require_tenant, tenant
 from kvstore.rpc.codec import check_id, spec_to_proto
 
 
-class Tenants:
+class NamespaceOwners:
     """The namespaces of one index. ``register`` is for the thread that changes it, the rest for the server's loop."""
 
     def __init__(self, index: PrefixIndex) -> None:

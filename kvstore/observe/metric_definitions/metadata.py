@@ -44,8 +44,8 @@ WATCH_RESYNCS: Final = group.counter_family(
 LOOKUPS: Final = group.counter("metadata_lookups_total", "answered lookups")
 LOOKUP_KEYS: Final = group.counter("metadata_lookup_keys_total", "keys looked up")
 LOOKUP_HIT_BLOCKS: Final = group.counter("metadata_lookup_hit_blocks_total", "blocks found by lookups")
-LOOKUPS_NOT_TOLD_APART: Final = group.counter(
-    "metadata_lookups_not_told_apart_total", "lookups not counted per namespace because there are too many namespaces"
+LOOKUPS_UNCOUNTED: Final = group.counter(
+    "metadata_lookups_uncounted_total", "lookups not counted per namespace because there are too many namespaces"
 )
 BLOCKS_PUBLISHED: Final = group.counter("metadata_blocks_published_total", "replicas added to the index")
 BLOCKS_UNPUBLISHED: Final = group.counter("metadata_blocks_unpublished_total", "replicas removed from the index")
@@ -69,11 +69,11 @@ REPLICAS_REPAIRED: Final = group.counter("metadata_replicas_repaired_total", "re
 INDEX_RESTARTS: Final = group.counter(
     "metadata_index_restarts_total", "times that the index was replaced while the server ran, after damage or on request"
 )
-UPKEEP_FAILURES: Final = group.counter("metadata_upkeep_failures_total", "failed rounds of maintenance")
+MAINTENANCE_FAILURES: Final = group.counter("metadata_maintenance_failures_total", "failed rounds of maintenance")
 SWEEPS: Final = group.counter("metadata_sweeps_total", "sweeps of records of ended volume epochs")
 PLANS: Final = group.counter("metadata_plans_total", "planned loads")
-PLANS_DOUBTED: Final = group.counter(
-    "metadata_plans_doubted_total", "plans no longer counted as queued work because their loads stalled"
+PLANS_STALLED: Final = group.counter(
+    "metadata_plans_stalled_total", "plans no longer counted as queued work because their loads stalled"
 )
 PLANS_REFUSED: Final = group.counter(
     "metadata_plans_refused_total", "plans rejected because too many parts of loads are in progress"
@@ -105,8 +105,8 @@ REQUESTS_FORGOTTEN: Final = group.counter(
 )
 SCHEDULER_VOID_REPORTS: Final = group.counter("metadata_scheduler_void_reports_total", "reports on unknown requests")
 ORDERS_CHANGED: Final = group.counter("metadata_orders_changed_total", "changes of quotas, times to live and pins")
-SHARING_BUGS: Final = group.counter(
-    "metadata_sharing_bugs_total", "divisions of quotas that failed with an unexpected exception: a bug"
+QUOTA_SHARE_FAILURES: Final = group.counter(
+    "metadata_quota_share_failures_total", "divisions of quotas that failed with an unexpected exception: a bug"
 )
 ORDERS_UNREADABLE: Final = group.counter(
     "metadata_orders_unreadable_total", "failed reads of the settings file; nodes get no settings meanwhile"
