@@ -40,7 +40,7 @@ MAX_SPAN_CHUNKS = 16
 _TOLERATED_LOSS = 16
 _FREE = b"\x01"
 _CANDIDATE_SPANS = 8
-MAX_VACANCIES = 1024
+MAX_CANDIDATES = 1024
 """Places looked at for one to be emptied, besides those where something cold lies."""
 
 
@@ -315,9 +315,7 @@ class SlotAllocator:
         return plan
 
     def reclaimable_spans(self, size: int, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
-        """See ``Volume.reclaimable_spans``. Takes time for ``cold`` and for ``MAX_VACANCIES`` at most, not for what the volume
-        holds.
-        """
+        """See ``Volume.reclaimable_spans``. Takes time for ``cold`` and ``MAX_CANDIDATES``, not for the blocks of the volume."""
         size_class = self._class_of(size)
         least = size_class.least_chunks
         cold_bytes: dict[int, int] = {}  # by first chunk of a span
@@ -330,7 +328,7 @@ class SlotAllocator:
         while (run := self._free_run(spare, least, size_class.span_chunks)) is not None:
             spare[run[0] : run[0] + run[1]] = bytes(run[1])
         last = self.chunk_count - least
-        starts = {*range(0, last + 1, last // MAX_VACANCIES + 1), *(min(first, last) for first in cold_bytes)}
+        starts = {*range(0, last + 1, last // MAX_CANDIDATES + 1), *(min(first, last) for first in cold_bytes)}
         found: dict[ReclaimableSpan, int] = {}  # with its youth
         for start in sorted(starts):
             spans = self._spans_in(start, start + least)

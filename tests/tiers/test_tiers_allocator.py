@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.allocator import ALIGNMENT, MAX_VACANCIES, SlotAllocator, chunk_bytes_for
+from kvstore.tiers.allocator import ALIGNMENT, MAX_CANDIDATES, SlotAllocator, chunk_bytes_for
 from kvstore.tiers.contract import Slot
 
 CAPACITY = 256 * ALIGNMENT
@@ -192,7 +192,7 @@ def test_places_to_empty_are_few_on_a_large_volume() -> None:
     allocator = SlotAllocator(4096 * 4096, chunk_bytes=4096)
     held = allocator.allocate(4096, 4096) or []
     places = allocator.reclaimable_spans(8192, held[3000:3002])
-    assert len(places) <= MAX_VACANCIES + 2
+    assert len(places) <= MAX_CANDIDATES + 2
     assert any(place.cold_bytes == place.used_bytes == 8192 for place in places[:3])
     assert all(len(allocator.slots_in(place)) == 2 for place in places)
 
