@@ -3,7 +3,7 @@
 A daemon needs a second of a core to import its modules, a served vLLM ten, and the tests start more than a thousand daemons. So a
 test process keeps one *nursery* per kind: a single-threaded Python that has imported only the modules of that kind, and forks a
 child for each start. The child is an ordinary process: arguments, environment, folder, outputs and exit code are those of a plain
-start, and it runs the same ``main``. If environment variables could have changed the imports, the daemon is started the plain way;
+start, and it runs the same ``main``. If environment variables could have changed the imports, a daemon is started the plain way;
 with ``--plain-daemons`` all are.
 
 A nursery ends when its test process does, and its children end with it.
