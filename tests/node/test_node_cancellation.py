@@ -15,7 +15,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block, Claim
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.observe.counters import Counters
-from kvstore.testing.memory_provider import Gate
+from kvstore.testing.memory_provider import ProviderGate
 from kvstore.transport.contract import ReadPart, ReadRequest
 from support.callers import BOUND_S, CancellableCall
 from support.layered_node import SHAPE, SPEC, LayeredNode, StorageNode, keys
@@ -106,7 +106,7 @@ def test_load_window_fails_others_are_released(node: LayeredNode, storage: Stora
 
 @pytest.mark.parametrize("layer_group", [2, 0])
 def test_cancel_load_from_hung_node_ends_it(node: LayeredNode, storage: StorageNode, layer_group: int) -> None:
-    gate, read = Gate(), storage.provider.read
+    gate, read = ProviderGate(), storage.provider.read
 
     def hanging(request: ReadRequest) -> Iterator[ReadPart]:
         gate()

@@ -19,7 +19,7 @@ from kvstore.node.durability.writeback import WriteBehind
 from kvstore.node.eviction.on_demand import evict_all_nvme
 from kvstore.node.loads.locate import pin_stored
 from kvstore.node.state.model import NodeVolume
-from kvstore.testing.faulty_volume import Fault, Operation
+from kvstore.testing.faulty_volume import VolumeFault, VolumeOperation
 from support.node_harness import MIB, NodeHarness
 from support.wait import wait_until
 
@@ -112,7 +112,7 @@ HIT, GONE = [Outcome.HIT] * CHAIN, [Outcome.UNAVAILABLE] * CHAIN
 def test_load_volume_hung_others_go_on(node: Node) -> None:
     hung, good = node.store_on(node.hung, "hung"), node.store_on(node.good, "good")
     dram = node.store_chain("dram")
-    node.faults.add(Fault.HANG, operation=Operation.READ)
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     with ThreadPoolExecutor(8) as engines:  # more than the loader has threads
         waiting = [engines.submit(node.load, hung) for _ in range(6)]
         assert node.faults.hanging.acquire(timeout=WAIT_S)
@@ -131,7 +131,7 @@ def test_load_volume_hung_others_go_on(node: Node) -> None:
 def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
     """The kernel may still write to them, so they must not be reused."""
     hung = node.store_on(node.hung, "hung")
-    node.faults.add(Fault.HANG, operation=Operation.READ)
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     assert node.load(hung) == GONE
     stuck = node.arena.usage().blocks
     assert 0 < stuck <= CHAIN
@@ -149,7 +149,7 @@ def test_load_stuck_read_keeps_its_arena_slots(node: Node) -> None:
 def test_load_waiting_for_stuck_load_is_answered(node: Node) -> None:
     """The second load finds the blocks claimed by the first, whose read hangs."""
     hung = node.store_on(node.hung, "hung")
-    node.faults.add(Fault.HANG, operation=Operation.READ)
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     with ThreadPoolExecutor(2) as engines:
         first = engines.submit(node.load, hung)
         assert node.faults.hanging.acquire(timeout=WAIT_S)
@@ -159,7 +159,7 @@ def test_load_waiting_for_stuck_load_is_answered(node: Node) -> None:
 
 def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
     node.store_on(node.good, "ballast")  # the hung volume has more free space, so it is tried first
-    node.faults.add(Fault.HANG, operation=Operation.WRITE)
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.WRITE)
     node.start_write_behind()
     keys = node.store_chain("new")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
@@ -170,10 +170,10 @@ def test_store_volume_hung_other_volume_takes_blocks(node: Node) -> None:
     assert node.hung.volume.usage().blocks == 0
 
 
-@pytest.mark.parametrize("operation", [Operation.WRITE, Operation.COMMIT])
-def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Operation) -> None:
+@pytest.mark.parametrize("operation", [VolumeOperation.WRITE, VolumeOperation.COMMIT])
+def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: VolumeOperation) -> None:
     node.table.node_volumes.remove(node.good)
-    node.faults.add(Fault.HANG, operation=operation)
+    node.faults.add(VolumeFault.HANG, operation=operation)
     node.start_write_behind()
     began_s = time.monotonic()
     keys = [node.store_chain(f"chain{number}") for number in range(5)]
@@ -196,7 +196,7 @@ def test_flush_all_volumes_hung_says_not_durable_soon(node: Node, operation: Ope
 def test_commit_late_leaves_no_stale_catalog_entry(node: Node, tmp_path: Path) -> None:
     """The commit succeeds after its blocks were written to the other volume: the next commit removes them from the catalog."""
     node.store_on(node.good, "ballast")
-    node.faults.add(Fault.HANG, operation=Operation.COMMIT, times=1)
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.COMMIT, times=1)
     node.start_write_behind()
     keys = node.store_chain("new")
     assert node.table.wait_written(node.clock.now_s() + SOON_S)
@@ -212,7 +212,7 @@ def test_commit_late_leaves_no_stale_catalog_entry(node: Node, tmp_path: Path) -
 
 def test_evict_volume_hung_fails_soon_and_settles_later(node: Node) -> None:
     hung = node.store_on(node.hung, "hung")
-    node.faults.add(Fault.HANG, operation=Operation.COMMIT, times=1)
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.COMMIT, times=1)
     began_s = time.monotonic()
     with pytest.raises(VolumeStalled):
         evict_all_nvme(node.table)
@@ -225,7 +225,7 @@ def test_evict_volume_hung_fails_soon_and_settles_later(node: Node) -> None:
 
 def test_check_volume_hung_ends_as_failed(node: Node) -> None:
     node.store_on(node.hung, "hung")
-    node.faults.add(Fault.HANG, operation=Operation.READ)
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     checks = VolumeChecks(node.table, node.counters, node.clock)
     check = checks.begin(node.hung, b"o" * 16, 1 << 40)
     wait_until(lambda: check.state is CheckState.FAILED, "the check fails")
@@ -235,7 +235,7 @@ def test_check_volume_hung_ends_as_failed(node: Node) -> None:
 
 def test_locate_volume_hung_finds_no_block_on_it(node: Node) -> None:
     hung = node.store_on(node.hung, "hung")
-    node.faults.add(Fault.HANG, operation=Operation.READ)
+    node.faults.add(VolumeFault.HANG, operation=VolumeOperation.READ)
     assert node.load(hung) == GONE
     assert pin_stored(node.table, node.namespace, hung) == []
 
@@ -261,8 +261,8 @@ def test_volume_hangs_repeatedly_under_load_nothing_leaks(node: Node) -> None:
     with ThreadPoolExecutor(4) as engines:
         running = [engines.submit(engine, number) for number in range(4)]
         for _ in range(3):
-            for operation in Operation:
-                node.faults.add(Fault.HANG, operation=operation)
+            for operation in VolumeOperation:
+                node.faults.add(VolumeFault.HANG, operation=operation)
             wait_until(lambda: node.hung.guard.stalled, "the volume is stalled")
             before = loads
             wait_until(lambda: loads >= before + 8, "loads continue")  # noqa: B023

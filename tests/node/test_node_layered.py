@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.core.types import Outcome
 from kvstore.node.loads.runs import LoadedRun
-from kvstore.testing.memory_provider import Gate, block_payload
+from kvstore.testing.memory_provider import ProviderGate, block_payload
 from kvstore.transport.contract import ReadRequest
 from support.layered_node import SHAPE, SPEC, WAIT_S, LayeredNode, Layers, StorageNode, keys
 from support.wait import wait_until
@@ -103,7 +103,7 @@ def test_layered_load_failed_first_group_drops_the_second(node: LayeredNode, sto
 def test_layered_load_layers_with_a_hole_are_not_ready(node: LayeredNode, storage: MakeStorage) -> None:
     s = storage()
     s.provider.put(SPEC.namespace, range(2))
-    gate = Gate()
+    gate = ProviderGate()
     held = threading.Event()
 
     def before(_: int) -> None:

@@ -28,7 +28,8 @@ from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.metrics import EVENTS, PREFIX
+from kvstore.observe.metric_definitions import EVENTS
+from kvstore.observe.metrics import PREFIX
 from kvstore.observe.slow_loads import SHOWN, RecentLoads
 from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.codec import check_id, tier_to_proto

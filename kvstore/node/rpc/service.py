@@ -36,7 +36,7 @@ from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.namespaces import NamespaceRegistry
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.rpc.auth.interceptor import confine, tenant
+from kvstore.rpc.auth.interceptor import require_tenant, tenant
 from kvstore.rpc.codec import check_id, check_name, keys_from_packed, run_from_proto, runs_from_proto, spec_from_proto
 from kvstore.transport.tickets import TicketAuthority
 
@@ -151,7 +151,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         session = self._sessions.get(SessionId(check_id(session_id, "session_id")))
         spec = session.namespace.spec
         assert spec is not None, "sessions are opened with a spec"
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         return session
 
     # ---------------------------------------------------------------- sessions
@@ -164,7 +164,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         context: Context,  # noqa: ARG002
     ) -> node_pb2.IssueTicketResponse:
         spec = spec_from_proto(request.spec)
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         namespace = self._namespaces.of_spec(spec)
         ticket = self._authority.issue(namespace.namespace_id, TICKET_VALID_S)
         return node_pb2.IssueTicketResponse(ticket=ticket, valid_for_ms=int(TICKET_VALID_S * 1000), boot_id=self._info.boot_id)
@@ -177,7 +177,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if len(request.client_name.encode()) > MAX_NAME_BYTES:
             raise InvalidArgument("client_name is too long", limit=MAX_NAME_BYTES)
         spec = spec_from_proto(request.spec)
-        confine(spec.tenant)
+        require_tenant(spec.tenant)
         namespace = self._namespaces.of_spec(spec)
         over_tcp = not context.peer().startswith("unix:")
         session = self._sessions.open(namespace, request.client_name, remote=request.remote, over_tcp=over_tcp)
