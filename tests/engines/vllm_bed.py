@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvclient.engines.stamps import engine_starts
 from kvclient.engines.vllm.scheduler.scheduler_connector import SchedulerConnector
 from kvclient.engines.vllm.worker.worker_connector import WorkerConnector
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
@@ -92,7 +91,6 @@ class VllmDriver:
                 kv_load_failure_policy=self.policy,
                 kv_connector_extra_config=extra,
             )
-        engine_starts()  # tests make their models in the process that serves them
         return LLM(model=str(self.model), **{**given, **engine})
 
 

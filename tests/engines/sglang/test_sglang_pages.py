@@ -15,7 +15,7 @@ import pytest
 import torch
 from sglang_cases import PAGE, contents, hashes, positions, prefixed, randomise
 
-from kvclient.engines.stamps import engine_starts
+from kvclient.engines.file_stamps import mark_engine_start
 from kvstore.lab.sglang_bed import host_pool
 from support.wait import wait_until
 
@@ -274,7 +274,7 @@ def test_weights_under_the_same_name_are_not_the_same(
     def opened(load_format: str = "auto", quantization: str | None = None) -> Any:
         server = SimpleNamespace(model_path=str(tmp_path), load_format=load_format, quantization=quantization)
         monkeypatch.setattr(runtime_context._CONTEXT, "_server_args", server)
-        engine_starts()
+        mark_engine_start()
         return open_backend(pool_of(), weights_epoch="")
 
     def held(backend: Any) -> int:
