@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 from adapters_bed import make_adapter
 from vllm_bed import VllmDriver, VllmEngine, text, tiny
 
+from kvclient.engines.file_stamps import mark_engine_start
+from kvclient.engines.model_files import ModelFiles
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from kvstore.lab.tiny_models import Family, TinyModel, make_model
 from kvstore.testing.connector.driver import StoreAddress
@@ -249,3 +251,33 @@ def test_an_adapter_that_changes_between_a_plan_and_its_step_is_not_stored(
     engine.close()
     assert counts["stores_unsure"] >= 1
     assert counts.get("stores", 0) == 0
+
+
+OLD, NEW = "1" * 40, "2" * 40
+
+
+def test_model_files_of_a_hub_are_identified_by_commit(tmp_path: Path) -> None:
+    """Also where it was fetched by this very engine: transformers does not say which commit it read."""
+    hub = tmp_path / "models--somebody--model"
+    drawn = iter(range(9))
+
+    def text(asked: str = "") -> str:
+        files = ModelFiles("somebody/model", requested_revision=asked, cache=str(tmp_path))
+        return files.weights_digest(lambda: f"own {next(drawn)}")
+
+    def fetch(commit: str) -> None:
+        (hub / "snapshots" / commit).mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (hub / "snapshots" / commit / name).write_text(commit)
+        (hub / "refs").mkdir(exist_ok=True)
+        (hub / "refs" / "main").write_text(commit)
+
+    assert text() == "own 0:", "nothing is there"
+    mark_engine_start()
+    fetch(OLD)
+    assert text() == f"{OLD}:", "what was fetched by this engine, or beside it, is all there is"
+    fetch(NEW)
+    assert text() == "own 1:", "it may have read the one before"
+    assert text(OLD) == f"{OLD}:"
+    mark_engine_start()
+    assert text() == f"{NEW}:"

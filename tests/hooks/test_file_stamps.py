@@ -169,33 +169,3 @@ def test_where_two_formats_lie_side_by_side_the_way_of_reading_chooses(top: Path
     (top / "real" / "v1" / "consolidated.safetensors").write_bytes(b"Mistral's")
     ways = [ModelFiles(str(top / "link"), load_format=how).load_options for how in ("auto", "safetensors")]
     assert ways == ["", "safetensors:"]
-
-
-OLD, NEW = "1" * 40, "2" * 40
-
-
-def test_model_files_of_a_hub_are_identified_by_commit(tmp_path: Path) -> None:
-    """Also where it was fetched by this very engine: transformers does not say which commit it read."""
-    hub = tmp_path / "models--somebody--model"
-    drawn = iter(range(9))
-
-    def text(asked: str = "") -> str:
-        files = ModelFiles("somebody/model", requested_revision=asked, cache=str(tmp_path))
-        return files.weights_digest(lambda: f"own {next(drawn)}")
-
-    def fetch(commit: str) -> None:
-        (hub / "snapshots" / commit).mkdir(parents=True)
-        for name in ("config.json", "model.safetensors"):
-            (hub / "snapshots" / commit / name).write_text(commit)
-        (hub / "refs").mkdir(exist_ok=True)
-        (hub / "refs" / "main").write_text(commit)
-
-    assert text() == "own 0:", "nothing is there"
-    mark_engine_start()
-    fetch(OLD)
-    assert text() == f"{OLD}:", "what was fetched by this engine, or beside it, is all there is"
-    fetch(NEW)
-    assert text() == "own 1:", "it may have read the one before"
-    assert text(OLD) == f"{OLD}:"
-    mark_engine_start()
-    assert text() == f"{NEW}:"

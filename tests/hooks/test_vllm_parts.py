@@ -299,25 +299,46 @@ def test_layerwise_loads_are_refused_where_steps_build_on_what_may_not_have_come
         check_steps(engine(**way))
 
 
-def test_an_epoch_of_a_file_and_an_epoch_of_nobody_else(tmp_path: Path) -> None:
-    alone = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch": "7"}))
-    assert (alone.name, alone.number) == ("7", 0)
-    alone.advance()
-    first = alone.name
-    alone.advance()
-    assert len({"7", first, alone.name}) == 3
+def test_weights_epoch_without_file_becomes_unique(tmp_path: Path) -> None:
+    named = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch": "7"}))
+    assert (named.name, named.number, named.named) == ("7", 0, True)
+    names = {"7", "changed"}
+    for changed in ("", "changed", ""):
+        named.begin(changed)
+        names.add(named.name)
+    assert len(names) == 5
+    assert named.number == 3
+
+
+def test_weights_epoch_unnamed_takes_digest_of_changed_weights() -> None:
+    epoch = WeightsEpoch(ConnectorOptions.from_mapping({}))
+    assert (epoch.name, epoch.named) == ("", False)
+    epoch.begin("xxh3:new")
+    assert epoch.name == "xxh3:new"
+    epoch.begin()
+    assert epoch.name not in {"", "xxh3:new"}, "the weights may be others"
+
+
+def test_weights_epoch_file_names_each_epoch(tmp_path: Path) -> None:
     path = tmp_path / "epoch"
     with pytest.raises(InvalidArgument):
         WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
     path.write_text(" 8\n")
-    named = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
-    assert named.name == "8"
+    epoch = WeightsEpoch(ConnectorOptions.from_mapping({"weights_epoch_file": str(path)}))
+    assert epoch.name == "8"
     path.write_text("9")
-    named.advance()
-    assert (named.name, named.number) == ("9", 1)
+    epoch.begin()
+    assert (epoch.name, epoch.number) == ("9", 1)
+    epoch.begin()
+    assert epoch.name == "9", "the same weights once more"
+    epoch.begin("changed")
+    assert epoch.name not in {"9", "changed"}, "the file names the weights before"
+    path.write_text("10")
+    epoch.begin("changed")
+    assert epoch.name == "10"
     path.unlink()
-    named.advance()
-    assert named.name not in {"8", "9", ""}, "rather nothing than stale KV"
+    epoch.begin()
+    assert epoch.name not in {"8", "9", "10", ""}, "rather nothing than stale KV"
 
 
 def test_other_weights_have_another_digest(tmp_path: Path) -> None:
