@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.control_api.store_rpc import StoreEndpoint
 from kvstore.core.errors import InvalidArgument
-from kvstore.process.effective_config import InForce
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc.address import check_address, is_unix, stays_on_host
-from kvstore.rpc.auth.tokens import Shown
+from kvstore.rpc.auth.tokens import TokenSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,17 @@ class AdminConfig:
     max_inflight: int = 64
     stop_grace_s: float = 5.0
     tls: TlsConfig | None = None
-    token: Shown | None = None
-    read_token: Shown | None = None
+    token: TokenSource | None = None
+    read_token: TokenSource | None = None
     serve_tls: TlsConfig | None = None
     allow_insecure_remote: bool = False
     ready_file: Path | None = None
-    in_force: tuple[InForce, ...] = ()
+    in_force: tuple[EffectiveSetting, ...] = ()
+
+    @property
+    def endpoint(self) -> StoreEndpoint:
+        """How this server reaches the store."""
+        return StoreEndpoint(self.metadata, self.tls, self.token, self.read_token, self.timeout_s, self.change_timeout_s)
 
     def __post_init__(self) -> None:
         check_address(self.listen)

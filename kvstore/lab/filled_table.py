@@ -20,7 +20,7 @@ from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator
 from kvstore.tiers.arena import DramArena
-from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, Vacancy, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, DurableVolume, ReclaimableSpan, Slot, VolumeUsage
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.tiers.nvme.slot_header import slot_bytes
 
@@ -51,10 +51,10 @@ class BytelessVolume(DurableVolume):
     ) -> list[BlockKey] | None:
         return self._allocator.room_plan(slot_bytes(shape), count, coldest, limit)
 
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         return self._allocator.vacancies(slot_bytes(shape), cold)
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+    def held_in(self, vacancy: ReclaimableSpan) -> list[Slot]:
         return self._allocator.held_in(vacancy)
 
     def usage(self) -> VolumeUsage:

@@ -23,7 +23,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import InvalidArgument, KVStoreError, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BootId, NodeId, SessionId, VolumeId
 from kvstore.node.base.admission_gate import Gate
-from kvstore.node.base.process_stall import Pulse
+from kvstore.node.base.process_stall import ProcessStallDetector
 from kvstore.node.config import NodeConfig
 from kvstore.node.control.drain import Drainer
 from kvstore.node.control.migrator import Mover
@@ -43,8 +43,8 @@ from kvstore.node.loads.nixl import NixlPorts
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.prompt_wait import Prompts
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.loads.staging_budget import StagingBuffer
-from kvstore.node.loads.timings import LoadAccounts
+from kvstore.node.loads.staging_budget import StagingBudget
+from kvstore.node.loads.timings import LoadTimings
 from kvstore.node.publish.health import Troubles
 from kvstore.node.publish.publisher import Publisher
 from kvstore.node.rpc.admin_service import SERVICE_NAME as NODE_ADMIN
@@ -52,18 +52,18 @@ from kvstore.node.rpc.admin_service import AdminParts, NodeAdminServicer
 from kvstore.node.rpc.gauges import Links, NodeGauges
 from kvstore.node.rpc.service import NodeServicer
 from kvstore.node.rpc.sessions import Sessions
-from kvstore.node.rpc.trusted_nodes import KnownNodes
+from kvstore.node.rpc.trusted_nodes import TrustedNodes
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
 from kvstore.observe.exposition import StoreCollector
-from kvstore.observe.failure_tracker import Failing
+from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.http import MetricsServer, serve
 from kvstore.observe.slow_loads import RecentLoads
 from kvstore.rpc.address import check_metrics_address, is_unix, stays_on_host
-from kvstore.rpc.auth.tokens import Shown, tokens_file
+from kvstore.rpc.auth.tokens import TokenSource, tokens_file
 from kvstore.rpc.client import call, call_cancellable, connect
 from kvstore.rpc.codec import spec_to_proto
 from kvstore.rpc.health_probe import HealthProbe
@@ -122,7 +122,7 @@ class NodeDaemon:
                 )
         check_metrics_address(config.metrics_listen, allow_remote=config.allow_insecure_remote)
         self._tokens = None if config.tokens_file is None else tokens_file(config.tokens_file)
-        self._token = Shown.of(file=config.token_file)
+        self._token = TokenSource.of(file=config.token_file)
         config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._socket = config.run_dir / f"{config.node_id}.sock"
         self._arena_socket = config.run_dir / f"{config.node_id}.arena"
@@ -195,7 +195,7 @@ class NodeDaemon:
         self._retainer.recall()
         self._traffic = _compute_traffic(config, counters)
         self._nixl = NixlPorts(config, Region(self._arena.address, self._arena.mapped_bytes), counters)
-        known = None if self._token is None else KnownNodes(config.metadata, config.tls, self._token)
+        known = None if self._token is None else TrustedNodes(config.metadata, config.tls, self._token)
         probe = HealthProbe(partial(connect, tls=config.tls))
         self._liveness = LivenessMonitor(probe, counters, on_close=probe.close)
         self._peers = Peers(self._make_peer, None if known is None else known.check)
@@ -213,8 +213,8 @@ class NodeDaemon:
             threads=config.load_threads,
         )
         share = config.dram_bytes // BUFFER_SHARE
-        prefill_buffer = StagingBuffer("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
-        decode_buffer = StagingBuffer("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
+        prefill_buffer = StagingBudget("prefill_buffer", config.prefill_buffer_bytes or share, clock, counters)
+        decode_buffer = StagingBudget("decode_buffer", config.decode_buffer_bytes or share, clock, counters)
         self._buffers = {"prefill_buffer": prefill_buffer, "decode_buffer": decode_buffer}
         self._stager = Stager(
             NodeId(config.node_id),
@@ -253,13 +253,13 @@ class NodeDaemon:
         marked = KvTraffic(TrafficClass(config.traffic.dscp), counters)
         self._storage_data = None if config.storage_listen is None else self._data_server(provider, config.storage_listen, marked)
         self._door = ArenaServer(self._arena_socket, self._hand_out_arena, self._engine_left)
-        sent_away = Failing()
+        sent_away = FailureTracker()
         target = (
             LocalTarget(self.table, counters, clock)
             if node_volumes or config.write_behind_to is None
             else RemoteTarget(self.table, self._peers, self._find_storage_node, counters, clock, sent_away)
         )
-        self._pulse = Pulse(clock)
+        self._stall_detector = ProcessStallDetector(clock)
         self._troubles = Troubles(self.table, self._log if config.metadata is not None else None, clock, sent_away)
         self._write_behind = WriteBehind(self.table, target, counters)
         self._read_rate = ReadRate(self.table, counters, clock, direct=all(slab.direct for slab in self._slabs))
@@ -405,9 +405,7 @@ class NodeDaemon:
             prefaulted=config.prefault,
             io_engines=self._io_engines,
             threads=config.load_threads * 2,
-            accounts=LoadAccounts(
-                NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock, self._pulse.stood_still
-            ),
+            timings=LoadTimings(NodeId(config.node_id), config.slow_load_s, self.counters, self._recent, self._clock),
         )
         self._links = self._make_links()
         self._admin = self._make_admin()
@@ -426,7 +424,7 @@ class NodeDaemon:
         self.info.control_address = next(self._advertised(one) for one in self._server.addresses if not is_unix(one))
         await self._server.start()
         self._socket.chmod(0o600)
-        self._pulse.start()
+        self._stall_detector.start()
         self._mounts.start()
         self._write_behind.start()
         self._janitor.start()
@@ -583,6 +581,7 @@ class NodeDaemon:
             self._links,
             self._drainer,
             self._troubles,
+            self._stall_detector,
         )
 
     def _stop_parts(self, until_s: float) -> None:
@@ -591,7 +590,7 @@ class NodeDaemon:
         if self._publisher is not None:
             self._publisher.stop(2.0)
         self._retainer.stop(STOP_CALLS_S)
-        self._pulse.stop(STOP_CALLS_S)
+        self._stall_detector.stop(STOP_CALLS_S)
         self._write_behind.stop(max(STOP_CALLS_S, until_s - self._clock.now_s()))
         self.table.close()
         self._door.stop()

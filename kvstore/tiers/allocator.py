@@ -28,7 +28,7 @@ from itertools import chain, islice, repeat, zip_longest
 
 from kvstore.core.errors import Internal, InvalidArgument
 from kvstore.core.types import BlockKey
-from kvstore.tiers.contract import Slot, Vacancy
+from kvstore.tiers.contract import ReclaimableSpan, Slot
 
 ALIGNMENT = 4096
 """Offsets and sizes of slots and chunks are multiples of it: the unit of direct I/O and of a page."""
@@ -314,7 +314,7 @@ class SlotAllocator:
                 from_pool = self._slots_in_pool(size_class, pool, count - free)
         return plan
 
-    def vacancies(self, size: int, cold: Sequence[Slot]) -> list[Vacancy]:
+    def vacancies(self, size: int, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         """See ``Volume.vacancies``. Takes time for ``cold`` and for ``MAX_VACANCIES`` at most, not for what the volume holds."""
         size_class = self._class_of(size)
         least = size_class.least_chunks
@@ -329,7 +329,7 @@ class SlotAllocator:
             spare[run[0] : run[0] + run[1]] = bytes(run[1])
         last = self.chunk_count - least
         starts = {*range(0, last + 1, last // MAX_VACANCIES + 1), *(min(first, last) for first in cold_bytes)}
-        found: dict[Vacancy, int] = {}  # with its youth
+        found: dict[ReclaimableSpan, int] = {}  # with its youth
         for start in sorted(starts):
             spans = self._spans_in(start, start + least)
             if any(span.size == size_class.size for span in spans):
@@ -337,7 +337,7 @@ class SlotAllocator:
             if any(not spare[at] and self._span_of_chunk[at] is None for at in range(start, start + least)):
                 continue  # room already: it would not be more
             first, end = min(start, spans[0].first), max(start + least, spans[-1].first + spans[-1].chunks)
-            vacancy = Vacancy(
+            vacancy = ReclaimableSpan(
                 first * self.chunk_bytes,
                 (end - first) * self.chunk_bytes,
                 sum((span.slots - span.free) * span.size for span in spans),
@@ -349,7 +349,7 @@ class SlotAllocator:
         turns = chain.from_iterable(zip_longest(by_youth, by_warmth))
         return list(dict.fromkeys(each for each in turns if each is not None))
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+    def held_in(self, vacancy: ReclaimableSpan) -> list[Slot]:
         """See ``Volume.held_in``."""
         first = vacancy.offset // self.chunk_bytes
         held: list[Slot] = []

@@ -26,7 +26,7 @@ from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.process.host_memory import memory_total
 from kvstore.tiers.allocator import SlotAllocator
-from kvstore.tiers.contract import BlockRecord, MappedVolume, Slot, Vacancy, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, MappedVolume, ReclaimableSpan, Slot, VolumeUsage
 from kvstore.tiers.nvme.slot_header import check_shape
 
 _log = logging.getLogger(__name__)
@@ -204,12 +204,12 @@ class DramArena(MappedVolume):
         with self._lock:
             return self._allocator.room_plan(shape.block_bytes, count, coldest, limit)
 
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         check_shape(shape)
         with self._lock:
             return self._allocator.vacancies(shape.block_bytes, cold)
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+    def held_in(self, vacancy: ReclaimableSpan) -> list[Slot]:
         with self._lock:
             return self._allocator.held_in(vacancy)
 

@@ -50,7 +50,7 @@ class VolumeUsage:
     blocks: int
 
 
-class Vacancy(NamedTuple):
+class ReclaimableSpan(NamedTuple):
     """Adjacent room that slots of another size could have, were those free that lie in it."""
 
     offset: int
@@ -88,7 +88,7 @@ class Volume(ABC):
         """
 
     @abstractmethod
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         """Where room for at least one more block of a shape could be made by freeing all slots of other sizes that lie there.
 
         ``cold`` are held slots whose blocks may well leave. The most promising first: by turns those filled last,
@@ -96,7 +96,7 @@ class Volume(ABC):
         """
 
     @abstractmethod
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+    def held_in(self, vacancy: ReclaimableSpan) -> list[Slot]:
         """The slots given out there now. Once all are free, ``allocate`` finds room."""
 
     @abstractmethod

@@ -19,16 +19,16 @@ import pytest
 from kvstore.admin.app import make_app
 from kvstore.admin.config import AdminConfig
 from kvstore.admin.etags import check_match
-from kvstore.admin.gate import Gate
-from kvstore.admin.paging import after, cursor_for, page_of
+from kvstore.admin.middleware import Gate
+from kvstore.admin.pagination import after, cursor_for, page_of
 from kvstore.admin.problems import Refused
-from kvstore.admin.upstream import Upstream
+from kvstore.control_api.store_rpc import StoreRpc
 from kvstore.core.errors import InvalidArgument
 from kvstore.observe.counters import Counters
 from kvstore.observe.limited_log import LimitedLog
 from kvstore.process.tls import TlsConfig
 from kvstore.rpc import http_server
-from kvstore.rpc.auth.tokens import Role, Tokens, Watched
+from kvstore.rpc.auth.tokens import AccessRole, TokenTable, WatchedFile
 from kvstore.rpc.auth.tokens import tokens_file as watched
 
 ALICE, BOB = "operators-token-1", "readers-token-2-x"
@@ -38,14 +38,14 @@ NOBODY = AdminConfig(metadata="127.0.0.1:1", timeout_s=0.5)
 
 @asynccontextmanager
 async def served(
-    config: AdminConfig = NOBODY, tokens: Watched[Tokens] | None = None
+    config: AdminConfig = NOBODY, tokens: WatchedFile[TokenTable] | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Counters]]:
     counters = Counters()
-    upstream = Upstream(config, counters)
-    transport = httpx.ASGITransport(make_app(upstream, config, tokens, counters))
+    rpc = StoreRpc(config.endpoint, counters)
+    transport = httpx.ASGITransport(make_app(rpc, config, tokens, counters))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7470") as client:
         yield client, counters
-    await upstream.close()
+    await rpc.close()
 
 
 def tokens_file(folder: Path, text: str) -> Path:
@@ -56,7 +56,7 @@ def tokens_file(folder: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Watched[Tokens]:
+def tokens(tmp_path: Path) -> WatchedFile[TokenTable]:
     return watched(tokens_file(tmp_path, f"# who\noperator alice {ALICE}\n\n  read bob   {BOB}\n"))
 
 
@@ -70,11 +70,11 @@ def problem(answer: httpx.Response, status: int, kind: str) -> Any:
     return body
 
 
-def test_tokens_stand_for_people(tokens: Watched[Tokens]) -> None:
+def test_tokens_stand_for_people(tokens: WatchedFile[TokenTable]) -> None:
     alice, bob = tokens.get().caller(ALICE), tokens.get().caller(BOB)
     assert alice is not None
     assert bob is not None
-    assert (alice.name, alice.role, bob.name, bob.role) == ("alice", Role.OPERATOR, "bob", Role.READ)
+    assert (alice.name, alice.role, bob.name, bob.role) == ("alice", AccessRole.OPERATOR, "bob", AccessRole.READ)
     for nobodys in ("", ALICE[:-1], ALICE + "x", ALICE.upper(), "\udc80"):
         assert tokens.get().caller(nobodys) is None
 
@@ -110,7 +110,7 @@ def test_whatever_is_no_file_of_tokens_is_refused_at_once(tmp_path: Path) -> Non
     folder.mkdir()
     with huge.open("wb") as file:
         file.truncate(1 << 40)
-    for path, why in ((pipe, "no regular file"), (folder, "no regular file"), (Path("/dev/zero"), "no regular file"),
+    for path, why in ((pipe, "not a regular file"), (folder, "not a regular file"), (Path("/dev/zero"), "not a regular file"),
                       (huge, "too long")):  # fmt: skip
         with pytest.raises(InvalidArgument, match=why):
             watched(path)
@@ -132,7 +132,7 @@ def test_doors_beyond_this_host_take_tokens_and_tls(tmp_path: Path) -> None:
             AdminConfig(**wrong)  # type: ignore[arg-type]
 
 
-async def test_roles(tokens: Watched[Tokens], caplog: pytest.LogCaptureFixture) -> None:
+async def test_roles(tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     change = {"url": "/v1/path-policy", "json": {"policy": "split"}}
     async with served(tokens=tokens) as (client, counters):
@@ -186,7 +186,7 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         problem(await client.post(**lookup, content=pieces()), 413, "invalid_argument")
         problem(await client.post(**lookup, content=b"[" * 1_000), 400, "invalid_argument")
         problem(await client.post(**lookup, content=b'{"namespace_id": NaN}'), 400, "invalid_argument")
-        monkeypatch.setattr("kvstore.admin.gate.BODY_S", 0.05)
+        monkeypatch.setattr("kvstore.admin.middleware.BODY_S", 0.05)
         held = asyncio.Event()
 
         async def slow() -> AsyncIterator[bytes]:
@@ -205,12 +205,12 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def listening(
-    tokens: Watched[Tokens], config: AdminConfig
+    tokens: WatchedFile[TokenTable], config: AdminConfig
 ) -> AsyncIterator[tuple[str, int, Callable[[str], Awaitable[int]], Counters]]:
     """A server on a real port; asks it for a path as the one who reads."""
     counters = Counters()
-    upstream = Upstream(config, counters)
-    app = make_app(upstream, config, tokens, counters)
+    rpc = StoreRpc(config.endpoint, counters)
+    app = make_app(rpc, config, tokens, counters)
     door = http_server.bind("127.0.0.1:0", "test")
     serving = asyncio.create_task(
         http_server.serve(app, door, tls=None, stop_grace_s=1.0, ready_file=None, malformed=app.malformed)
@@ -226,7 +226,7 @@ async def listening(
     finally:
         signal.raise_signal(signal.SIGTERM)
         await serving
-        await upstream.close()
+        await rpc.close()
 
 
 def deaf(host: str, port: int, path: str) -> socket.socket:
@@ -249,7 +249,7 @@ async def still(counters: Counters) -> None:
         await asyncio.sleep(0.2)
 
 
-async def test_who_reads_no_answers_takes_no_places(tokens: Watched[Tokens]) -> None:
+async def test_who_reads_no_answers_takes_no_places(tokens: WatchedFile[TokenTable]) -> None:
     async with listening(tokens, replace(NOBODY, max_inflight=2)) as (host, port, ask, counters):
         refused = [deaf(host, port, "/v1/nodes") for _ in range(4)]
         await still(counters)
@@ -261,8 +261,8 @@ async def test_who_reads_no_answers_takes_no_places(tokens: Watched[Tokens]) -> 
             sock.close()
 
 
-async def test_who_takes_nothing_of_an_answer_is_left(tokens: Watched[Tokens], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.admin.gate.TAKE_S", 0.1)
+async def test_who_takes_nothing_of_an_answer_is_left(tokens: WatchedFile[TokenTable], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.admin.middleware.TAKE_S", 0.1)
     async with listening(tokens, NOBODY) as (host, port, ask, counters):
         socks = [deaf(host, port, path) for path in ("/v1/nodes", "/v1/openapi.json")]
         loop = asyncio.get_running_loop()
@@ -277,14 +277,14 @@ async def test_who_takes_nothing_of_an_answer_is_left(tokens: Watched[Tokens], m
 
 
 async def test_refused_changes_leave_a_line(
-    tokens: Watched[Tokens], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tokens: WatchedFile[TokenTable], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.admin.gate._limited", LimitedLog(logging.getLogger("kvstore.admin.gate")))
+    monkeypatch.setattr("kvstore.admin.middleware._limited", LimitedLog(logging.getLogger("kvstore.admin.middleware")))
     async with served(tokens=tokens) as (client, _):
         await client.delete("/v1/nodes/a%0Ab")
         await client.delete("/v1/nodes/a", headers={"authorization": f"Bearer {BOB}"})
         await client.get("/v1/nodes")
-    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.admin.gate"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.admin.middleware"]
     assert len(lines) == 2
     assert "none was given (request=DELETE /v1/nodes/a\\nb, peer=127.0.0.1:" in lines[0]
     assert "'DELETE /v1/nodes/a' requires the role operator; this token is 'bob' (read)" in lines[1]
@@ -351,7 +351,7 @@ async def test_what_is_not_there_and_what_nobody_meant(caplog: pytest.LogCapture
         raise RuntimeError("a secret of ours")
 
     async with served() as (client, counters):
-        monkeypatch.setattr(Upstream, "nodes", broken)
+        monkeypatch.setattr(StoreRpc, "nodes", broken)
         problem(await client.get("/v1/nodes"), 500, "internal")
         assert counters.snapshot()["admin_errors_internal_total"] == 1
     gate = Gate(broken, NOBODY, None, Counters())

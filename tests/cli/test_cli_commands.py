@@ -22,10 +22,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvstore.cli.app import root
-from kvstore.cli.bench import benchmark_folder, benchmarks
-from kvstore.cli.demo import dual_table
-from kvstore.cli.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
-from kvstore.core.config import LogSection
+from kvstore.cli.commands.workloads.bench import benchmark_folder, benchmarks
+from kvstore.cli.commands.workloads.demo import dual_table
+from kvstore.cli.support.logs import ConsoleFormatter, JsonFormatter, StderrHandler, first_lines, set_up_logs
+from kvstore.config.model import LogSection
 from kvstore.core.types import VolumeId
 from kvstore.replay.dual_demo import DualDemoPlan, PolicyResult
 from kvstore.tiers.nvme.slab import NvmeSlab
@@ -351,7 +351,7 @@ def test_up_on_a_taken_address_names_it_and_quotes_no_earlier_run(tmp_path: Path
     assert done.stderr.startswith("Error: metadata ended at start with code 1: ")
     port = int(address.rpartition(":")[2])
     first = done.stderr.splitlines()[0]
-    assert f"port {port} of 127.0.0.1 is in use: `kvstore status` shows whether another store runs here" in first
+    assert f"port {port} of 127.0.0.1 is in use; `kvstore status` shows whether another store runs here" in first
     assert "--set metadata.listen=127.0.0.1:" in first
     assert "earlier run" not in done.stderr
     assert ".cc:" not in done.stderr

@@ -17,13 +17,13 @@ from kvstore.node.loads.loader import Loader, Part, Source
 from kvstore.node.loads.mounts import make_mounts
 from kvstore.node.loads.peers import PeerAddress, Peers
 from kvstore.node.loads.provider import NodeProvider
-from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.state.change_log import ReplicaChangeLog
 from kvstore.node.state.model import Block
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.testing.memory_provider import Gate, MemoryProvider, block_key, block_payload
+from kvstore.testing.memory_provider import MemoryProvider, ProviderGate, block_key, block_payload
 from kvstore.tiers.arena import DramArena
 from kvstore.tiers.eviction.policy import make_policy
 from kvstore.transport.contract import ReadRequest
@@ -70,7 +70,7 @@ class Node:
         name = NodeId("n")
         mounts = make_mounts((), io_threads=1, counters=self.counters, clock=self.clock)
         self.loader = Loader(name, self.table, self.peers, mounts, self.counters, self.clock, window_bytes=1 << 20, threads=4)
-        self.buffer = StagingBuffer("prefill_buffer", buffer_bytes, self.clock, self.counters)
+        self.buffer = StagingBudget("prefill_buffer", buffer_bytes, self.clock, self.counters)
         self.stager = Stager(
             name, self.table, self.peers, self.loader, self.buffer, self.counters, self.clock,
             window_bytes=8 * SHAPE.layer_block_bytes, threads=4,
@@ -230,7 +230,7 @@ def test_a_block_whose_first_read_failed_is_not_made_whole_by_its_second(node: N
 def test_layers_out_of_order_are_not_ready_for_others(node: Node, storage: MakeStorage) -> None:
     s = storage()
     s.provider.put(SPEC.namespace, range(2))
-    gate = Gate()
+    gate = ProviderGate()
     held = threading.Event()
 
     def before(_: int) -> None:

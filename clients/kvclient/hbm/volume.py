@@ -23,7 +23,7 @@ from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import SlotAllocator
-from kvstore.tiers.contract import BlockRecord, Slot, Vacancy, Volume, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, ReclaimableSpan, Slot, Volume, VolumeUsage
 from kvstore.tiers.nvme.slot_header import check_shape
 from kvstore.transport.copy import copy_from_arena, copy_to_arena
 
@@ -105,12 +105,12 @@ class HbmVolume(Volume):
         with self._lock:
             return self._allocator.room_plan(shape.block_bytes, count, coldest, limit)
 
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         check_shape(shape)
         with self._lock:
             return self._allocator.vacancies(shape.block_bytes, cold)
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+    def held_in(self, vacancy: ReclaimableSpan) -> list[Slot]:
         with self._lock:
             return self._allocator.held_in(vacancy)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvclient.memory.buffers import LayersOf
-from kvclient.memory.device_buffer import ArenaWatcher, FarBlocks
+from kvclient.memory.device_buffer import ArenaPinner, FarBlocks
 from kvstore.core.buffers import BlockBuffer, ScatteredBlocks
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import Internal, KVStoreError
@@ -34,7 +34,7 @@ Offsets = npt.NDArray[np.uint64]
 class ClientArena:
     """A mapping and the connection that keeps it ours. Whoever copies is a user of the session, so that it stays open."""
 
-    def __init__(self, mapping: ArenaMapping, *, map_ahead: bool, watcher: ArenaWatcher | None = None) -> None:
+    def __init__(self, mapping: ArenaMapping, *, map_ahead: bool, watcher: ArenaPinner | None = None) -> None:
         self._mapping = mapping
         self.size = mapping.size
         self.stuck = False
@@ -54,7 +54,7 @@ class ClientArena:
         timeout_s: float,
         *,
         map_ahead: bool,
-        watcher: ArenaWatcher | None = None,
+        watcher: ArenaPinner | None = None,
     ) -> ClientArena:
         """Maps the arena behind a socket.
 

@@ -26,7 +26,7 @@ from kvstore.core.types import BlockShape, Outcome
 Offsets = npt.NDArray[np.uint64] | npt.NDArray[np.int64]
 
 
-class Stuck(Internal):
+class DeviceHung(Internal):
     """A device does not come to an end with copies: the memory that they touch must be taken to be touched for ever."""
 
 
@@ -97,7 +97,7 @@ class FarBlocks(ABC):
         Raises:
             InvalidArgument: a block outside the memory, or memory that the device's copies do not reach.
             Internal: the device failed; nothing is under way any more.
-            Stuck: what was begun does not end. Bounded.
+            DeviceHung: what was begun does not end. Bounded.
         """
 
     @abstractmethod
@@ -151,7 +151,7 @@ def land(buffer: BlockBuffer, tally: Tally) -> None:
         tally.note(error)
 
 
-class ArenaGuard(Protocol):
+class ArenaPin(Protocol):
     """What somebody keeps about an arena for as long as it is mapped."""
 
     def close(self) -> bool:
@@ -159,7 +159,7 @@ class ArenaGuard(Protocol):
 
 
 @runtime_checkable
-class ArenaWatcher(Protocol):
+class ArenaPinner(Protocol):
     """Whose device copies out of arenas: is told of them as they are mapped."""
 
     def check(self, spec: CacheSpec) -> None:
@@ -169,5 +169,5 @@ class ArenaWatcher(Protocol):
             InvalidArgument: its blocks are not the device's.
         """
 
-    def mapped(self, arena: memoryview) -> ArenaGuard:
+    def mapped(self, arena: memoryview) -> ArenaPin:
         """An arena is mapped. Brief; keeps no view of it."""

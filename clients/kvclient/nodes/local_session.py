@@ -20,7 +20,7 @@ import grpc
 
 from kvclient.call.incidents import Incidents
 from kvclient.memory.arena import ClientArena
-from kvclient.memory.device_buffer import ArenaWatcher
+from kvclient.memory.device_buffer import ArenaPinner
 from kvclient.memory.engine_pool import StoredVolume
 from kvclient.nodes.lease_release import ReturnTimes
 from kvclient.options import ClientOptions, Verify
@@ -233,7 +233,7 @@ class LocalNode:
         options: ClientOptions,
         incidents: Incidents,
         liveness: LivenessMonitor,
-        watcher: ArenaWatcher | None = None,
+        watcher: ArenaPinner | None = None,
     ) -> None:
         self._find = find
         self._liveness = liveness

@@ -14,11 +14,11 @@ from kvproto.v1 import admin_pb2_grpc
 from kvstore.core.clock import Clock
 from kvstore.core.errors import Conflict, InvalidArgument, NotFound
 from kvstore.core.types import NamespaceId, Tier, VolumeId
-from kvstore.node.base.cancellation import apart
+from kvstore.node.base.cancellation import run_in_pool
 from kvstore.node.control.retention import Retainer
 from kvstore.node.durability.scrub import Check, CheckState, VolumeChecks
 from kvstore.node.eviction.on_demand import Evicted, evict_down_to, evict_namespace, invalidate
-from kvstore.node.loads.staging_budget import StagingBuffer
+from kvstore.node.loads.staging_budget import StagingBudget
 from kvstore.node.publish.health import Troubles
 from kvstore.node.publish.publisher import Publisher
 from kvstore.node.rpc.gauges import Links
@@ -28,9 +28,10 @@ from kvstore.node.state.model import NodeVolume
 from kvstore.node.state.namespaces import NamespaceRegistry, NodeNamespace
 from kvstore.node.table import BlockTable
 from kvstore.observe.counters import Counters
-from kvstore.observe.metrics import EVENTS, PREFIX
+from kvstore.observe.metric_definitions import EVENTS
+from kvstore.observe.metrics import PREFIX
 from kvstore.observe.slow_loads import SHOWN, RecentLoads
-from kvstore.process.effective_config import InForce
+from kvstore.process.effective_config import EffectiveSetting
 from kvstore.rpc.codec import check_id, tier_to_proto
 from kvstore.tiers.contract import Volume
 from kvstore.transport.shaping.traffic import KvTraffic
@@ -60,14 +61,14 @@ class AdminParts:
     namespaces: NamespaceRegistry
     sessions: Sessions
     replica_log: ReplicaChangeLog
-    buffers: Mapping[str, StagingBuffer]
+    buffers: Mapping[str, StagingBudget]
     recent: RecentLoads
     traffic: KvTraffic
     publisher: Callable[[], Publisher | None]
     """None: the node publishes to nobody."""
     io_engines: Callable[[], Sequence[str]]
     clock: Clock
-    in_force: Sequence[InForce]
+    in_force: Sequence[EffectiveSetting]
     counters: Counters
     links: Links
     checks: VolumeChecks
@@ -89,7 +90,7 @@ class NodeAdminServicer(admin_pb2_grpc.NodeAdminServicer):
         self._parts.checks.close()
 
     async def _apart(self, work: Callable[[], Result]) -> Result:
-        return await apart(self._pool, work)
+        return await run_in_pool(self._pool, work)
 
     # ---------------------------------------------------------------- looking
     async def DescribeNode(self, request: pb.DescribeNodeRequest, context: Context) -> pb.DescribeNodeResponse:  # noqa: N802, ARG002

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
-from kvstore.process.run_with_timeout import Ran, run_bounded
+from kvstore.process.run_with_timeout import CommandResult, run_with_timeout
 from kvstore.tiers.io_engines.kvikio_library import CUDA_DRIVER, FORCE_COMPAT, INSTALL_KVIKIO, Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
 
@@ -144,13 +144,13 @@ def _no_driver() -> GdsProbe | None:
 def _run_probe(arguments: list[str], timeout_s: float) -> GdsProbe:
     command = [sys.executable, "-m", "kvstore.tiers.io_engines.probe_process", *arguments]
     try:
-        ran = run_bounded(command, timeout_s, environment={"CUFILE_LOGFILE_PATH": os.devnull})
+        ran = run_with_timeout(command, timeout_s, environment={"CUFILE_LOGFILE_PATH": os.devnull})
     except OSError as error:
         return GdsProbe(GdsPath.NONE, f"the probe cannot be started: {error.strerror}", "ulimit -a   # what it may start")
     return judge(ran, timeout_s, measured=bool(arguments))
 
 
-def judge(ran: Ran, timeout_s: float, *, measured: bool = True) -> GdsProbe:
+def judge(ran: CommandResult, timeout_s: float, *, measured: bool = True) -> GdsProbe:
     """What the probe's process said, understood. Nothing but proof is taken for GDS, if it was to be ``measured``."""
     facts: dict[str, Any] = {}
     for line in ran.output.splitlines():
@@ -177,7 +177,7 @@ def _allowed(facts: Mapping[str, Any]) -> tuple[GdsPath, str, str | None]:
     return GdsPath.COMPAT, f"kvikio {facts.get('kvikio')} would read through host memory", _ENABLE_GDS
 
 
-def _judge(facts: Mapping[str, Any], ran: Ran, timeout_s: float) -> tuple[GdsPath, str, str | None]:
+def _judge(facts: Mapping[str, Any], ran: CommandResult, timeout_s: float) -> tuple[GdsPath, str, str | None]:
     none, at = GdsPath.NONE, facts.get("begun", "start")
     broken = {"start": _LOOK_AGAIN, "driver": _BROKEN_DRIVER}.get(str(at), _ENABLE_GDS)
     if ran.code is None:

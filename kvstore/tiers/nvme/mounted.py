@@ -26,7 +26,7 @@ from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.nvme.slot_header import FIXED_BYTES, check_shape, header_bytes, parse_header, slot_bytes
-from kvstore.tiers.nvme.slot_manifest import RosterReader
+from kvstore.tiers.nvme.slot_manifest import SlotManifestReader
 from kvstore.tiers.nvme.volume_open import SLAB_FILE
 
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class MountedSlab:
         self.volume_id = volume_id
         self._path = path
         self._counters = counters or Counters()
-        self._roster = RosterReader(path, entries=places)
+        self._roster = SlotManifestReader(path, entries=places)
         self._turn = threading.Lock()
         self._uid = b""
         self._catch_up()

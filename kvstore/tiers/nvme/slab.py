@@ -38,14 +38,14 @@ from kvstore.core.errors import CorruptBlock, Internal, InvalidArgument, KVStore
 from kvstore.core.types import BlockKey, BlockShape, Outcome, Tier, VolumeId
 from kvstore.observe.counters import Counters
 from kvstore.tiers.allocator import ALIGNMENT, SlotAllocator
-from kvstore.tiers.contract import BlockRecord, DurableVolume, Slot, Vacancy, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, DurableVolume, ReclaimableSpan, Slot, VolumeUsage
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.sealed_slot import SealedSlotIO
 from kvstore.tiers.nvme.slab_io import NOTHING, IoChoice, SlotIO
 from kvstore.tiers.nvme.slot_header import check_shape, header_bytes, pack_header, parse_header, place_in, slot_bytes
-from kvstore.tiers.nvme.slot_manifest import RosterWriter
+from kvstore.tiers.nvme.slot_manifest import SlotManifestWriter
 from kvstore.tiers.nvme.volume_open import (
     SLAB_FILE,
     CannotWriteError,
@@ -84,7 +84,7 @@ class NvmeSlab(DurableVolume):
         )
         self._lock = threading.Lock()
         self._commit_lock = threading.Lock()
-        self._roster = RosterWriter(path, superblock, self._listed, counters)
+        self._roster = SlotManifestWriter(path, superblock, self._listed, counters)
         self._to_drop: list[BlockKey] = []
         self._recovered = False
         self._sync_failed = False
@@ -220,14 +220,14 @@ class NvmeSlab(DurableVolume):
                 return None  # nothing can leave, for the catalog could not forget it
             return self._allocator.room_plan(slot_bytes(shape), count, coldest, limit)
 
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
+    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
         check_shape(shape)
         with self._lock:
             if self._read_only is not None:
                 return []
             return self._allocator.vacancies(slot_bytes(shape), cold)
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
+    def held_in(self, vacancy: ReclaimableSpan) -> list[Slot]:
         with self._lock:
             return self._allocator.held_in(vacancy)
 

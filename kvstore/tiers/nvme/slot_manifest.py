@@ -68,7 +68,7 @@ def pack_frame(stored: Sequence[tuple[BlockKey, Slot]], removed: Sequence[BlockK
     return struct.pack("<Q", xxhash.xxh3_64_intdigest(counts + body)) + counts + body
 
 
-class RosterWriter:
+class SlotManifestWriter:
     """The owner's end. Not thread-safe; no method raises for the file system's sake.
 
     Args:
@@ -153,7 +153,7 @@ def _write(fd: int, data: bytes) -> int:
     return len(data)
 
 
-class RosterReader:
+class SlotManifestReader:
     """A mounting node's end: the list in memory, some 300 bytes a block. ``catch_up`` takes one caller at a time.
 
     Args:

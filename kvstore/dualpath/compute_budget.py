@@ -1,0 +1,86 @@
+"""Compute quota: how much of which waiting prompts goes into one forward batch (section 6.4 of the paper).
+
+Prefill engines with data-parallel attention wait for each other before each FFN, so that their attention times should be equal:
+each fills its batch up to the same predicted attention time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.core.errors import InvalidArgument
+
+QUOTA_S = 0.3
+"""The paper's."""
+
+
+class AttentionModel(Protocol):
+    """Predicts attention time: the theoretical work of a batch is summed, a profiled fit makes seconds of the sum."""
+
+    def work(self, cached: int, tokens: int) -> float:
+        """Attention work (say, FLOPs) of ``tokens`` new tokens after ``cached`` ones; does not fall as either grows."""
+        ...
+
+    def seconds(self, work: float) -> float:
+        """Time of a batch with that much work; does not fall as it grows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens of one request that need computing, in or for one batch.
+
+    Attributes:
+        cached: tokens before them, whose KV is there.
+        tokens: how many.
+    """
+
+    cached: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.cached < 0 or self.tokens < 1:
+            raise InvalidArgument("chunk out of bounds", cached=self.cached, tokens=self.tokens)
+
+
+def fill_batch(
+    waiting: Sequence[PromptChunk], model: AttentionModel, quota_s: float = QUOTA_S, granule: int = 1
+) -> list[PromptChunk]:
+    """Takes requests first come first served while the predicted attention time is within the quota.
+
+    The first one that does not fit is cut: the largest part that does fit is found by binary search, and ends the batch.
+
+    Args:
+        waiting: the requests, in order.
+        model: of attention time.
+        quota_s: seconds.
+        granule: a request is cut only at a multiple of this many tokens.
+
+    Returns:
+        One chunk for each request in the batch, in order; all are whole but perhaps the last. Not empty unless ``waiting`` is: a
+        first request of which not even one granule fits gets one granule, or it would wait for ever.
+    """
+    if granule < 1 or not quota_s > 0:
+        raise InvalidArgument("quota out of bounds", quota_s=quota_s, granule=granule)
+    batch: list[PromptChunk] = []
+    total = 0.0
+    for request in waiting:
+        work = total + model.work(request.cached, request.tokens)
+        if model.seconds(work) <= quota_s:
+            batch.append(request)
+            total = work
+            continue
+        fits, too_many = 0, -(-request.tokens // granule)  # in granules; the whole request is known not to fit
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if model.seconds(total + model.work(request.cached, middle * granule)) <= quota_s:
+                fits = middle
+            else:
+                too_many = middle
+        tokens = min(request.tokens, max(fits, 0 if batch else 1) * granule)
+        if tokens:
+            batch.append(PromptChunk(request.cached, tokens))
+        break
+    return batch

@@ -1,0 +1,152 @@
+"""Prefill engines: batches within the compute quota, in step where experts are shared."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvstore.dualpath.compute_budget import PromptChunk, fill_batch
+from kvstore.engine.roofline import EngineModel, PrefillChunk
+from kvstore.simulate.engines.job import Job, Room
+from kvstore.simulate.network.event_loop import EventLoop
+
+_LOOK_AHEAD = 256
+"""Waiting requests that a batch is chosen from: more never fit."""
+
+
+class PrefillEngine:
+    """One engine's queue of requests whose KV is there."""
+
+    def __init__(self, index: int, hbm: Room) -> None:
+        self.index = index
+        self.hbm = hbm
+        self.ready: deque[Job] = deque()
+
+
+class AttentionTime:
+    """Attention time as the compute quota asks for it."""
+
+    def __init__(self, engine: EngineModel) -> None:
+        self._model = engine.model
+        self._seconds = engine.attention_seconds(PrefillChunk(0, 1)) / self._model.attention_flops(0, 1)
+
+    def work(self, cached: int, tokens: int) -> float:
+        """FLOP."""
+        return self._model.attention_flops(cached, tokens)
+
+    def seconds(self, work: float) -> float:
+        """At the rate of the roofline."""
+        return work * self._seconds
+
+
+class PrefillUnit:
+    """Engines that compute in step: a forward pass takes as long as that of the slowest.
+
+    Args:
+        loop: time.
+        engines: of this unit.
+        model: how long they take.
+        quota_s: attention time of a batch; None: none, but at most ``batch_tokens`` new tokens.
+        batch_tokens: see there.
+        stream_rate: bytes/s at which KV comes into one engine while it computes; a pass is never faster than that.
+        compute: False: passes take no time.
+        started: called with each batch when its pass begins, and the jobs' tokens in it.
+        done: called with each job whose last token is computed.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        engines: Sequence[PrefillEngine],
+        model: EngineModel,
+        *,
+        quota_s: float | None,
+        batch_tokens: int,
+        stream_rate: float,
+        token_bytes: float,
+        compute: bool,
+        started: Callable[[Job], None],
+        done: Callable[[Job], None],
+    ) -> None:
+        self._loop = loop
+        self._engines = engines
+        self._model = model
+        self._attention = AttentionTime(model)
+        self._quota_s = quota_s
+        self._batch_tokens = batch_tokens
+        self._stream = token_bytes / stream_rate
+        self._compute = compute
+        self._started = started
+        self._done = done
+        self._busy = False
+        self.busy_s = 0.0
+        self.passes = 0
+
+    def add(self, engine: PrefillEngine, job: Job) -> None:
+        """A request's KV is there (or begins to come in time for the layers)."""
+        engine.ready.append(job)
+        if not self._busy:
+            self._busy = True
+            self._loop.after(0.0, self._pass)
+
+    def _pass(self) -> None:
+        batches = [batch for engine in self._engines if (batch := self._batch(engine))]
+        if not batches:
+            self._busy = False
+            return
+        seconds = max(self._seconds(batch) for batch in batches) if self._compute else 0.0
+        now = self._loop.now
+        for batch in batches:
+            for job, chunk in batch:
+                if chunk.cached == job.turn.hit:
+                    job.prefill_start = now
+                job.remaining -= chunk.new
+                if not job.remaining:
+                    self._started(job)
+        self.busy_s += seconds
+        self.passes += 1
+        self._loop.after(seconds, lambda: self._end(batches))
+
+    def _end(self, batches: list[list[tuple[Job, PrefillChunk]]]) -> None:
+        for batch in batches:
+            for job, _ in batch:
+                if not job.remaining:
+                    self._done(job)
+        self._pass()
+
+    def _seconds(self, batch: list[tuple[Job, PrefillChunk]]) -> float:
+        """Computing, or what of the cached KV streams in, whichever takes longer; the first layer's KV comes before."""
+        compute = self._model.prefill_seconds(chunk for _, chunk in batch)
+        if self._quota_s is None:
+            return compute  # its KV is in HBM
+        stream = sum(chunk.cached for _, chunk in batch) * self._stream
+        return max(compute, stream) + min(compute, stream) / self._model.model.layers
+
+    def _batch(self, engine: PrefillEngine) -> list[tuple[Job, PrefillChunk]]:
+        """Takes what goes into the next pass out of the queue; a request that is cut stays at its head."""
+        if not engine.ready:
+            return []
+        if self._quota_s is None:
+            return self._whole(engine)
+        waiting = [engine.ready[i] for i in range(min(len(engine.ready), _LOOK_AHEAD))]
+        chunks = fill_batch([PromptChunk(_cached(job), job.remaining) for job in waiting], self._attention, self._quota_s)
+        batch = []
+        for job, chunk in zip(waiting, chunks, strict=False):
+            batch.append((job, PrefillChunk(chunk.cached, chunk.tokens)))
+            if chunk.tokens == job.remaining:
+                engine.ready.popleft()
+        return batch
+
+    def _whole(self, engine: PrefillEngine) -> list[tuple[Job, PrefillChunk]]:
+        batch: list[tuple[Job, PrefillChunk]] = []
+        tokens = 0
+        while engine.ready and (not batch or tokens + engine.ready[0].remaining <= self._batch_tokens):
+            job = engine.ready.popleft()
+            batch.append((job, PrefillChunk(_cached(job), job.remaining)))
+            tokens += job.remaining
+        return batch
+
+
+def _cached(job: Job) -> int:
+    """Tokens before the next one to compute."""
+    return job.prompt_tokens - job.remaining
