@@ -151,7 +151,7 @@ def test_weights_digest_sees_one_element_of_any_tensor(driver: VllmDriver, store
     from vllm.model_executor.layers.linear import LinearBase
 
     engine = driver.open(store)
-    digest = engine.worker_side._weights
+    digest = engine.worker_side.digest_weights
     (model,) = engine.llm.apply_model(lambda model: model)
     before = digest()
     assert digest() == before

@@ -11,9 +11,9 @@ threads. Every linear layer of a CPU is sampled in this way, at least four colum
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import secrets
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -48,7 +48,7 @@ class ModelWeights:
     @classmethod
     def of_caller(cls, dtype: Any) -> ModelWeights:  # noqa: ANN401
         """Find the model runner among the callers."""
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             owner = frame.f_locals.get("self")
             if callable(getattr(type(owner), "get_model", None)) and hasattr(owner, "model"):
@@ -86,7 +86,7 @@ def _named_tensors(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple
 
     packed = _packed_latents(model)
     for name, module in model.named_modules():
-        own = [(key, one) for kind in (module._parameters, module._buffers) for key, one in kind.items() if one is not None]
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for key, one in own:
             yield f"{name}.{key}", one
         empty = [key for key, one in own if key.endswith("weight") and not one.numel()]

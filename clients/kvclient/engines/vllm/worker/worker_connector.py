@@ -164,7 +164,7 @@ class WorkerConnector:
         self.tally = ConnectorCounters()
         self._options = options
         self._connect = connect
-        self._weights = weights
+        self.digest_weights = weights
         self._digest = digest
         self._rank = rank
         self._outdated = False
@@ -233,7 +233,7 @@ class WorkerConnector:
 
     def _check_weights(self, check: int) -> None:
         """Digest the weights anew: a reset of the engine's cache often follows a change."""
-        digest = self._weights()
+        digest = self.digest_weights()
         if digest != self._digest:
             _log.info("weights changed: digest %s (check=%d)", digest, check)
             self._digest, self._outdated, self._answer.weights_changed = digest, True, True
