@@ -33,7 +33,7 @@ def driver(model_folder: Path) -> VllmDriver:
 
 @pytest.fixture(scope="module")
 def right(driver: VllmDriver) -> list[tuple[int, ...]]:
-    """What the model says without a store."""
+    """Answers of the model without a store."""
     alone = driver.open(None)
     try:
         return alone.tokens(PROMPTS)
@@ -187,7 +187,7 @@ def ask(engine: VllmEngine, adapter: Any, prompts: Sequence[Sequence[int]] = PRO
 
 
 def test_an_adapter_that_was_read_anew_is_another(driver: VllmDriver, store: StoreAddress, tmp_path: Path) -> None:
-    """Its files change while it is evicted among others: vLLM reads the new ones, and what they compute is not the old ones'."""
+    """An adapter's files change while it is evicted: vLLM reads the new ones, whose KV is not that of the old ones."""
     from vllm.lora.request import LoRARequest
 
     folders = [tmp_path / name for name in ("a", "b", "c")]
@@ -258,11 +258,11 @@ OLD, NEW = "1" * 40, "2" * 40
 
 def test_model_files_of_a_hub_are_identified_by_commit(tmp_path: Path) -> None:
     """Also where it was fetched by this very engine: transformers does not say which commit it read."""
-    hub = tmp_path / "models--somebody--model"
+    hub = tmp_path / "models--user--model"
     drawn = iter(range(9))
 
     def text(asked: str = "") -> str:
-        files = ModelFiles("somebody/model", requested_revision=asked, cache=str(tmp_path))
+        files = ModelFiles("user/model", requested_revision=asked, cache=str(tmp_path))
         return files.weights_digest(lambda: f"own {next(drawn)}")
 
     def fetch(commit: str) -> None:
@@ -275,7 +275,7 @@ def test_model_files_of_a_hub_are_identified_by_commit(tmp_path: Path) -> None:
     assert text() == "own 0:", "nothing is there"
     mark_engine_start()
     fetch(OLD)
-    assert text() == f"{OLD}:", "what was fetched by this engine, or beside it, is all there is"
+    assert text() == f"{OLD}:", "the only commit there is, also if this engine fetched it"
     fetch(NEW)
     assert text() == "own 1:", "it may have read the one before"
     assert text(OLD) == f"{OLD}:"
