@@ -21,7 +21,7 @@ START_S = 300
 """Of any one test: engines that are started in it, or before it, take half a minute, and several times that on a machine whose
 processors others have."""
 
-# Before any engine is imported: no hub, no telemetry, one thread per engine, and engines in this process unless a test asks for others.
+# Set before any engine is imported: no hub, no telemetry, one thread per engine, and engines in this process by default.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

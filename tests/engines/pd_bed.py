@@ -1,4 +1,4 @@
-"""A prefill engine and a decode engine, each a served vLLM with its own node, and a storage node: the test bed of prefill/decode tests."""
+"""A prefill engine and a decode engine (served vLLMs, each with its own node) and a storage node, for prefill/decode tests."""
 
 from __future__ import annotations
 
