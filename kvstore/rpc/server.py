@@ -76,7 +76,7 @@ class _DisconnectFilter(logging.Filter):
             return True
         server = _serving.get(None)
         if server is not None:
-            server.add("rpc_callers_gone_total")
+            server.add(common_metrics.RPC_CALLERS_GONE)
         logger.debug("client disconnected before its response: %s", error)
         return False
 
@@ -176,13 +176,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
     async def _abort(self, name: str, error: Exception, context: Context) -> NoReturn:
         if not isinstance(error, KVStoreError):
-            self._counters.add("rpc_unexpected_errors_total")
+            self._counters.add(common_metrics.RPC_UNEXPECTED_ERRORS)
             logger.error("handler failed: %s", name, exc_info=error)
             error = Internal("internal error; the server's log has the details")
         if isinstance(error, UnreadableRequest):
-            self._counters.add("rpc_unreadable_requests_total")
+            self._counters.add(common_metrics.RPC_UNREADABLE_REQUESTS)
             limited.warning("request rejected: %s (method=%s, peer=%s)", error, name, context.peer())
-        self._counters.add(f"rpc_errors_{error.kind.value}_total")
+        self._counters.add(common_metrics.RPC_ERRORS[error.kind.value])
         code, message, metadata = abort_arguments(error)
         await context.abort(code, message, metadata)
         raise AssertionError("abort always raises")

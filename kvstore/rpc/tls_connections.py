@@ -22,6 +22,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import common as common_metrics
 
 _limited = LimitedLog(logging.getLogger(__name__))
 
@@ -105,7 +106,7 @@ class TlsConnections:
         for (host, port), seen_s in list(self._waiting.items()):
             if seen_s <= oldest_s:
                 del self._waiting[host, port]
-                self._count("rpc_tls_connections_without_call_total")
+                self._count(common_metrics.RPC_TLS_CONNECTIONS_WITHOUT_CALL)
                 _limited.warning(
                     "TLS connection without a call: failed handshake or probe (peer=%s:%d, port=%d)",
                     host,

@@ -83,7 +83,7 @@ class SpaceReclaimer:
         plan: list[BlockKey] | None = None
         for count in counts:
             again, met = met, []
-            plan = self._volume.room_plan(shape, count, _slots(chain(again, coldest), slot_of, met), PLAN_LIMIT)
+            plan = self._volume.plan_eviction(shape, count, _slots(chain(again, coldest), slot_of, met), PLAN_LIMIT)
             if plan:
                 break
         prefix = [*(block for block in met if slot_of(block) is None), *map(self._blocks.__getitem__, plan)] if plan else []
@@ -101,7 +101,7 @@ class SpaceReclaimer:
             return not prefix or used_bytes < spent * min(1.0, max(1, place.size // shape.block_bytes) / count)
 
         cold = [slot for block in others if (slot := slot_of(block)) is not None]
-        places = [each for each in self._volume.vacancies(shape, cold) if affordable(each, each.used_bytes)]
+        places = [each for each in self._volume.reclaimable_spans(shape, cold) if affordable(each, each.used_bytes)]
         known = {block.key for block in met}
         for rule in may_leave if prefix else may_leave[:1]:
             place, vacated = self._vacated(places, known, rule, size_of)
@@ -132,7 +132,7 @@ class SpaceReclaimer:
             slot = slot_of(block)
             return block.nbytes if slot is None else slot.size
 
-        return self._vacated(self._volume.vacancies(shape, []), set(), may_leave, size_of)[1] if pinned else []
+        return self._vacated(self._volume.reclaimable_spans(shape, []), set(), may_leave, size_of)[1] if pinned else []
 
     def _vacated(
         self,
@@ -166,7 +166,7 @@ class SpaceReclaimer:
     def _leaving(self, place: ReclaimableSpan, may_leave: Callable[[BlockKey], bool]) -> list[Block] | None:
         """All that leaves with the blocks of a place, those included. None: something of it may not."""
         keys: list[BlockKey] = []
-        for slot in self._volume.held_in(place):
+        for slot in self._volume.slots_in(place):
             block = self.by_place.get(slot)
             if block is None:
                 return None  # the slot of somebody who reads or writes

@@ -24,6 +24,7 @@ import grpc.aio
 from kvstore.core.errors import KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.observe.limited_log import LimitedLog
+from kvstore.observe.metric_definitions import common as common_metrics
 from kvstore.rpc.auth.tokens import AccessRole, Principal, TokenTable, WatchedFile
 from kvstore.rpc.errors import abort_arguments
 from kvstore.rpc.tls_connections import TlsConnections
@@ -242,7 +243,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     def _refusing(self, handler: Any, error: KVStoreError, call: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401  # as above
         """A handler of the same arity as ``handler`` that refuses every call."""
-        self._count(f"rpc_errors_{error.kind.value}_total")
+        self._count(common_metrics.RPC_ERRORS[error.kind.value])
 
         async def abort(context: Any) -> NoReturn:  # noqa: ANN401  # as above
             if self._connections is not None:

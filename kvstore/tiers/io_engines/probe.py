@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from kvstore.core.errors import InvalidArgument, Unsupported
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.process.run_with_timeout import CommandResult, run_with_timeout
 from kvstore.tiers.io_engines.kvikio_library import CUDA_DRIVER, FORCE_COMPAT, INSTALL_KVIKIO, Kvikio, load_kvikio
 from kvstore.tiers.io_engines.probe_process import PROBE_BYTES
@@ -252,10 +253,10 @@ def choose_gds(
             volume=folder, path=found.path.value,
         )  # fmt: skip
     if found.path is GdsPath.COMPAT:
-        counters.add("gds_pretended_total")
+        counters.add(volumes_metrics.GDS_PRETENDED)
         _log.warning("volume at %s: GPUDirect Storage is only pretended (%s): posix is used", folder, found.why)
     elif found.facts:  # there is a driver, so somebody may expect it
-        counters.add("gds_not_usable_total")
+        counters.add(volumes_metrics.GDS_NOT_USABLE)
         _log.warning("volume at %s: no GPUDirect Storage (%s): posix is used", folder, found.why)
     else:
         _log.info("volume at %s: no GPUDirect Storage: %s", folder, found.why)

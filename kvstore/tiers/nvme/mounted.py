@@ -21,6 +21,7 @@ from kvstore.core import checksum
 from kvstore.core.errors import Conflict, CorruptBlock, InvalidArgument
 from kvstore.core.types import BlockKey, BlockShape, NamespaceId, Outcome, VolumeId
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.contract import BlockRecord, Slot
 from kvstore.tiers.io_engines.contract import DeviceMemory
 from kvstore.tiers.io_engines.kvikio_library import Kvikio
@@ -195,7 +196,7 @@ class MountedSlab:
 
     def _forget(self, key: BlockKey, slot: Slot) -> None:
         """Until the roster speaks of the block again, it is not looked for."""
-        self._counters.add("mount_stale_blocks_total")
+        self._counters.add(volumes_metrics.MOUNT_STALE_BLOCKS)
         known = self._roster.slots
         with self._turn:
             if known.get(key) == slot:

@@ -36,6 +36,7 @@ import xxhash
 from kvstore.core.errors import CorruptBlock, KVStoreError
 from kvstore.core.types import KEY_BYTES, BlockKey
 from kvstore.observe.counters import Counters
+from kvstore.observe.metric_definitions import volumes as volumes_metrics
 from kvstore.tiers.allocator import ALIGNMENT
 from kvstore.tiers.contract import Slot
 from kvstore.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock, pack_superblock, parse_superblock
@@ -142,7 +143,7 @@ class SlotManifestWriter:
         self.close()
         self._skips = min(2 * self._skips + 1, _MOST_SKIPPED)
         self._to_skip = self._skips
-        self._counters.add("roster_errors_total")
+        self._counters.add(volumes_metrics.ROSTER_ERRORS)
         _log.warning("roster %s cannot be written (%s): who mounts this volume sees no news for a while", self._path, error)
 
 
