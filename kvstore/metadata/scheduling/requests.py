@@ -37,7 +37,7 @@ _SPARE_DEADLINES: Final = 1_024
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
+class RouterRequest:
     """One request in progress.
 
     Attributes:
@@ -90,32 +90,32 @@ class RequestTable:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._requests: dict[str, RequestState] = {}
-        self._attempts: dict[int, RequestState] = {}  # by generation
+        self._requests: dict[str, RouterRequest] = {}
+        self._attempts: dict[int, RouterRequest] = {}  # by generation
         self._generations = itertools.count(secrets.randbits(62) + 1)
         self._ended: OrderedDict[bytes, tuple[ErrorKind, str]] = OrderedDict()
-        self._deadlines: list[tuple[float, int, RequestState]] = []
+        self._deadlines: list[tuple[float, int, RouterRequest]] = []
         self.bytes = 0
         """Estimated memory of all requests and of the calls that wait for them."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[RequestState]:
+    def __iter__(self) -> Iterator[RouterRequest]:
         return iter(self._requests.values())
 
-    def __getitem__(self, request_id: str) -> RequestState:
+    def __getitem__(self, request_id: str) -> RouterRequest:
         return self._requests[request_id]
 
-    def get(self, request_id: str) -> RequestState | None:
+    def get(self, request_id: str) -> RouterRequest | None:
         """A request by its name."""
         return self._requests.get(request_id)
 
-    def of_generation(self, generation: int) -> RequestState | None:
+    def of_generation(self, generation: int) -> RouterRequest | None:
         """The request that an attempt belongs to; None: the attempt is unknown or void."""
         return self._attempts.get(generation)
 
-    def find(self, call: pb.AssignRequestRequest) -> RequestState | None:
+    def find(self, call: pb.AssignRequestRequest) -> RouterRequest | None:
         """The request that a router's call is about; None: it is new.
 
         Raises:
@@ -134,7 +134,7 @@ class RequestTable:
             raise NotFound("unknown request (the server may have restarted): submit it again")
         return request
 
-    def add(self, call: pb.AssignRequestRequest, ask: Ask, budget_s: float) -> RequestState:
+    def add(self, call: pb.AssignRequestRequest, ask: Ask, budget_s: float) -> RouterRequest:
         """Add a new request with its first attempt."""
         message = pb.AssignRequestRequest(
             operation_id=call.operation_id,
@@ -145,14 +145,14 @@ class RequestTable:
             budget_ms=call.budget_ms,
         )
         now_s = self._clock.now_s()
-        request = RequestState(message, ask, request_bytes(call), next(self._generations), now_s, now_s + budget_s)
+        request = RouterRequest(message, ask, request_bytes(call), next(self._generations), now_s, now_s + budget_s)
         self._requests[call.request_id] = request
         self._attempts[request.generation] = request
         self.bytes += request.bytes
         self.set_deadline(request, request.deadline_s)
         return request
 
-    def begin_attempt(self, request: RequestState, scheduler_generation: int, *, keep_earlier: bool = False) -> None:
+    def begin_attempt(self, request: RouterRequest, scheduler_generation: int, *, keep_earlier: bool = False) -> None:
         """Give a request a new generation.
 
         Args:
@@ -167,7 +167,7 @@ class RequestTable:
         request.generation, request.scheduler_generation = next(self._generations), scheduler_generation
         self._attempts[request.generation] = request
 
-    def set_deadline(self, request: RequestState, deadline_s: float) -> None:
+    def set_deadline(self, request: RouterRequest, deadline_s: float) -> None:
         """Set the time at which the request is dropped if it still lacks an engine."""
         request.deadline_s = deadline_s
         heapq.heappush(self._deadlines, (deadline_s, next(self._generations), request))
@@ -176,18 +176,18 @@ class RequestTable:
             self._deadlines = [entry for entry in live.values() if not entry[2].paired]
             heapq.heapify(self._deadlines)
 
-    def pop_overdue(self, now_s: float) -> Iterator[RequestState]:
+    def pop_overdue(self, now_s: float) -> Iterator[RouterRequest]:
         """Requests whose deadline has passed and that lack an engine; the caller ends them."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, _, request = heapq.heappop(self._deadlines)
             if not request.ended and not request.paired and request.deadline_s <= now_s:
                 yield request
 
-    def oldest(self) -> RequestState | None:
+    def oldest(self) -> RouterRequest | None:
         """The request that arrived first."""
         return next(iter(self._requests.values()), None)
 
-    def end(self, request: RequestState, why: KVStoreError) -> None:
+    def end(self, request: RouterRequest, why: KVStoreError) -> None:
         """Remove a request; calls that wait for it, and late retries, get the error."""
         request.ended = True
         del self._requests[request.request_id]
@@ -205,7 +205,7 @@ class RequestTable:
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
 
-    def _forget_attempts(self, request: RequestState) -> None:
+    def _forget_attempts(self, request: RouterRequest) -> None:
         for generation in (*request.earlier_generations, request.generation):
             del self._attempts[generation]
         request.earlier_generations.clear()

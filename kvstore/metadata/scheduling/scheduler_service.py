@@ -23,7 +23,7 @@ from kvstore.dualpath.scheduler import Fetched, GivenBack, Scheduler, SchedulerL
 from kvstore.metadata.scheduling.answers import RequestNotifier
 from kvstore.metadata.scheduling.engine_reports import check_report, figures_of, ref_of
 from kvstore.metadata.scheduling.groups import GroupTable, ReportingGroup
-from kvstore.metadata.scheduling.requests import RequestState, RequestTable, ask_of, check_request, request_bytes
+from kvstore.metadata.scheduling.requests import RequestTable, RouterRequest, ask_of, check_request, request_bytes
 from kvstore.observe.counters import Counters
 from kvstore.rpc.codec import check_id, check_name
 
@@ -252,7 +252,7 @@ class SchedulerService:
         if void:
             self._counters.add("metadata_scheduler_void_reports_total", void)
 
-    def _request_of(self, group: ReportingGroup, generation: int) -> RequestState | None:
+    def _request_of(self, group: ReportingGroup, generation: int) -> RouterRequest | None:
         """The request of a generation, if an engine of the group has it."""
         request = self._requests.of_generation(generation)
         if request is None:
@@ -318,7 +318,7 @@ class SchedulerService:
             self._counters.add("metadata_requests_refused_total")
             raise CapacityExceeded("requests need too much memory", bytes=self._requests.bytes, limit=limits.MAX_SCHEDULED_BYTES)
 
-    def _submit(self, call: pb.AssignRequestRequest, budget_s: float) -> RequestState:
+    def _submit(self, call: pb.AssignRequestRequest, budget_s: float) -> RouterRequest:
         ask = ask_of(call)
         try:
             self._scheduler.submit(ask)
@@ -328,7 +328,7 @@ class SchedulerService:
         self._counters.add("metadata_requests_submitted_total")
         return self._requests.add(call, ask, budget_s)
 
-    async def _wait(self, request: RequestState, after: int, budget_s: float) -> pb.Assignment:
+    async def _wait(self, request: RouterRequest, after: int, budget_s: float) -> pb.Assignment:
         answer: asyncio.Future[pb.Assignment] = asyncio.get_running_loop().create_future()
         request.waiters.append(answer)
         self._waiting_calls += 1
@@ -400,11 +400,11 @@ class SchedulerService:
         if back.left is not None:
             self._notifier.announce(back.left, request)
 
-    def _drop_late(self, request: RequestState, error: DeadlineExceeded) -> None:
+    def _drop_late(self, request: RouterRequest, error: DeadlineExceeded) -> None:
         self._drop(request, error)
         self._counters.add("metadata_requests_expired_total")
 
-    def _drop(self, request: RequestState, why: KVStoreError) -> None:
+    def _drop(self, request: RouterRequest, why: KVStoreError) -> None:
         """Remove a request that is not finished; its engines are told to drop it."""
         self._scheduler.cancel(request.request_id)
         self._notifier.revoke_all(request)
