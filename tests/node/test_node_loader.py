@@ -59,7 +59,9 @@ class Node:
         self.arena = DramArena(volume_id=DRAM, capacity_bytes=ARENA)
         log = ReplicaChangeLog([DRAM, NVME], counters, self.clock, keep=False)
         node_volume = NodeVolume(self.slab)
-        self.table = BlockTable(self.arena, make_policy("gap"), [node_volume], log, counters, self.clock, writes_behind=True)
+        self.table = BlockTable(
+            self.arena, make_policy("reuse-distance"), [node_volume], log, counters, self.clock, writes_behind=True
+        )
         self.namespace = NamespaceRegistry().of_shape(NamespaceId(b"n" * 16), SHAPE)
         prepared = self.table.prepare(self.namespace, BlockRun(self.namespace.namespace_id, None, 0, KEYS), self.clock.now_s())
         sums = []
