@@ -59,7 +59,7 @@ class Cluster:
             self.scheduler.join(engine)
             self.engines.setdefault(group, []).append(engine)
             if not number % a_node:
-                self.planner.node_here(engine.node, SNIC, CNIC)
+                self.planner.add_node(engine.node, SNIC, CNIC)
         self.names = itertools.count()
         self.now = 0.0
         self.asked: dict[str, int] = {}
@@ -124,7 +124,7 @@ def main() -> None:
     for cluster in clusters.values():
         for _ in range(TICKS_A_REQUEST + 2):
             cluster.tick()
-    gc_tuning.settle()  # as in the metadata server
+    gc_tuning.freeze_startup_objects()  # as in the metadata server
     samples = harness.interleave(
         {repr(key): functools.partial(cluster.microseconds, decisions) for key, cluster in clusters.items()},
         options.repetitions,

@@ -56,7 +56,7 @@ class PlannerCounters:
     given_up: int = 0
     """Plans that no node was left for, or that their client aborted."""
     expired: int = 0
-    doubted: int = 0
+    stalled: int = 0
     """Times that a plan ceased to count, as nothing of it moved."""
     late_reports: int = 0
     """Reports for plans or parts that were over."""
@@ -77,7 +77,7 @@ class _Live:
     """Seconds without progress after which it is in doubt."""
     doubt: float = math.inf
     """When it will be, unless something moves."""
-    doubted: bool = False
+    stalled: bool = False
     """It is, and does not count."""
     parts: list[PlanPart] = field(default_factory=list)
     charges: list[Charge | None] = field(default_factory=list)
@@ -88,7 +88,7 @@ class _Live:
     @property
     def wake(self) -> float:
         """When it is to be looked at."""
-        return self.deadline if self.doubted or self.deadline < self.doubt else self.doubt
+        return self.deadline if self.stalled or self.deadline < self.doubt else self.doubt
 
 
 class Planner:
@@ -96,7 +96,7 @@ class Planner:
 
     Args:
         policy: how requests are cut; may be replaced at any time (plans under way go on).
-        queues: pending reads and rates; nodes are made known there, or with ``node_here``.
+        queues: pending reads and rates; nodes are made known there, or with ``add_node``.
         plan_life_s: a plan without progress for this long expires.
         patience_s: where nothing of a plan has moved for this long, and twice as long as what stood before it should have taken,
             it does not count until something does.
@@ -158,11 +158,11 @@ class Planner:
 
     # ---- nodes ----
 
-    def node_here(self, node: str, snic: float, cnic: float) -> None:
+    def add_node(self, node: str, snic: float, cnic: float) -> None:
         """A node is there (again), with its configured bandwidths in bytes/s."""
         self.queues.join(node, snic, cnic)
 
-    def node_gone(self, node: str) -> tuple[tuple[int, int], ...]:
+    def remove_node(self, node: str) -> tuple[tuple[int, int], ...]:
         """A node is dead: it gets no more work.
 
         Returns:
@@ -324,8 +324,8 @@ class Planner:
                 self._end(plan_id, now)
                 over.append(plan_id)
                 continue
-            if not live.doubted and live.doubt <= now:
-                self._count(live, now, doubted=True)
+            if not live.stalled and live.doubt <= now:
+                self._count(live, now, stalled=True)
             heapq.heappush(self._wakes, (live.wake, plan_id))  # something moved since, or its end is all that is left
         self.counters.expired += len(over)
         return over
@@ -352,16 +352,16 @@ class Planner:
         if deadline > live.deadline:
             live.deadline = deadline
         live.doubt = now + live.patience
-        if live.doubted:
-            self._count(live, now, doubted=False)
+        if live.stalled:
+            self._count(live, now, stalled=False)
             self._wake(plan_id, live)
 
-    def _count(self, live: _Live, now: float, *, doubted: bool) -> None:
-        """The plan does not count any more (``doubted``), or does again."""
-        live.doubted = doubted
-        self.counters.doubted += doubted and any(charge is not None and charge.blocks for charge in live.charges)
+    def _count(self, live: _Live, now: float, *, stalled: bool) -> None:
+        """The plan does not count any more (``stalled``), or does again."""
+        live.stalled = stalled
+        self.counters.stalled += stalled and any(charge is not None and charge.blocks for charge in live.charges)
         for charge in live.at.values():
-            self.queues.doubt(charge, now, doubted=doubted)
+            self.queues.doubt(charge, now, stalled=stalled)
 
     def _end(self, plan_id: int, now: float) -> None:
         """The plan is under way no longer."""

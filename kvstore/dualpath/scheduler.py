@@ -281,7 +281,7 @@ class Scheduler:
                 self._reroute(group)
                 self._refresh(group)
 
-    def engine_gone(self, engine: str) -> tuple[GivenBack, ...]:
+    def remove_engine(self, engine: str) -> tuple[GivenBack, ...]:
         """An engine died or left: its unfinished requests go to the head of the queues they came from, in their order.
 
         A dead decode engine takes the prompt's KV with it: a prompt that was already computed waits for a prefill engine too.
@@ -312,7 +312,7 @@ class Scheduler:
             self._refresh(group)
         return tuple(reversed(back))
 
-    def group_gone(self, group: str) -> None:
+    def remove_group(self, group: str) -> None:
         """A group that has no engine any more is forgotten; its name may come back with either role.
 
         Raises:

@@ -38,13 +38,13 @@ from kvstore.core.errors import CapacityExceeded, InvalidArgument, KVStoreError,
 from kvstore.core.types import KEY_BYTES, BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
 from kvstore.index.checks import check_batch, check_keys, check_namespace
 from kvstore.index.contract import (
-    Entry,
     IndexedBlock,
+    IndexEntry,
     IndexListener,
     IndexStats,
     PrefixHit,
     PrefixIndex,
-    Removed,
+    RemovedKeys,
     VolumeEpoch,
     VolumeEpochInfo,
 )
@@ -52,7 +52,7 @@ from kvstore.index.lmdb_files import DAMAGE, Count, IndexFiles, as_store_error
 from kvstore.index.prefix import longest_prefix
 from kvstore.index.record import BatchEdit, Replicas, decode, encode, replicas_of
 from kvstore.index.run_end_cache import RunEndCache
-from kvstore.observe.failure_tracker import Failing
+from kvstore.observe.failure_tracker import FailureTracker
 from kvstore.observe.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class LmdbIndex(PrefixIndex):
         self._count = count
         self._on_damage = on_damage
         self._damaged = False
-        self._changes = Failing()
+        self._changes = FailureTracker()
         self._write_lock = threading.Lock()
         self._gate = threading.Lock()
         self._closed: str | None = None
@@ -229,7 +229,7 @@ class LmdbIndex(PrefixIndex):
         edit = self._write(work)
         self._run_ends.record_stored(stored)
         if self._listener is not None and (edit.stored or edit.removed):
-            gone = [Removed(whose, self._name_of(ordinal), keys) for (whose, ordinal), keys in edit.removed.items()]
+            gone = [RemovedKeys(whose, self._name_of(ordinal), keys) for (whose, ordinal), keys in edit.removed.items()]
             self._listener.published(volume_epoch, edit.stored, gone)
         for keys, counter, line in (
             (edit.conflicts, "index_key_conflicts_total", _CONFLICTS),
@@ -272,13 +272,13 @@ class LmdbIndex(PrefixIndex):
         self._run_ends.record_lookup(head, count, tuple([run.start + run.count for run in hit.runs]))
         return hit
 
-    def describe(self, keys: Sequence[BlockKey]) -> list[Entry | None]:
+    def describe(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
         def read_names(txn: Txn) -> dict[int, NamespaceId]:
             with txn.cursor(db=self._namespaces) as cursor:
                 return {_U32.unpack_from(value)[0]: NamespaceId(key) for key, value in cursor}
 
         names = self._read(read_names)
-        found: list[Entry | None] = []
+        found: list[IndexEntry | None] = []
 
         def work(txn: Txn) -> None:
             for key in keys[len(found) : len(found) + _SCAN_PART]:
@@ -290,13 +290,13 @@ class LmdbIndex(PrefixIndex):
                 replicas = tuple(
                     (VolumeEpoch(volume_epoch), start) for volume_epoch, start in zip(flat[::2], flat[1::2], strict=True)
                 )
-                found.append(Entry(names.get(ordinal), depth, replicas))
+                found.append(IndexEntry(names.get(ordinal), depth, replicas))
 
         while len(found) < len(keys):
             self._read(work)
         return found
 
-    def give_up(self) -> None:
+    def request_rebuild(self) -> None:
         """Has the index made anew by whoever opens it next, as if it were damaged, and tells the owner so."""
         logger.warning(
             "the index in %s is given up, as somebody asked for it: it is dropped when it is opened again", self._files.path
@@ -456,7 +456,7 @@ class LmdbIndex(PrefixIndex):
                 blocks=txn.stat(self._blocks)["entries"],
                 bytes=(self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"],
                 dead_volume_epochs=txn.stat(self._dead)["entries"],
-                failing=self._changes.why(now_s),
+                failing=self._changes.reason(now_s),
                 failing_s=self._changes.seconds(now_s),
             )
 
@@ -511,7 +511,7 @@ class LmdbIndex(PrefixIndex):
                         with self._gate:
                             self._adopt_size()
                     else:
-                        self._changes.worked(time.monotonic())
+                        self._changes.succeeded(time.monotonic())
                         return done
         except lmdb.Error as error:
             failed = self._failed(error)
@@ -628,7 +628,7 @@ class LmdbIndex(PrefixIndex):
             part = list(islice(records, most + 1))
         return part[:most], part[most][0] if len(part) > most else None
 
-    def _after_fork(self) -> None:
+    def abandon_after_fork(self) -> None:
         self._closed = "the index was opened before a fork: open it anew in the child"
         self._write_lock, self._gate = threading.Lock(), threading.Lock()  # another thread of the parent may have held them
         self._files.abandon()
@@ -642,7 +642,7 @@ _inherited: list[lmdb.Environment] = []
 
 def _abandon_all() -> None:
     for index in list(_opened):
-        index._after_fork()
+        index.abandon_after_fork()
 
 
 os.register_at_fork(after_in_child=_abandon_all)

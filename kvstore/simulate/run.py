@@ -84,7 +84,7 @@ class _Run:
         self.planner = Planner(self._policy(), plan_life_s=_NO_PLAN_EXPIRES, decisions_kept=0)
         self.host_of = {host.name: index for index, host in enumerate(config.hosts)}
         for host in config.hosts:
-            self.planner.node_here(host.name, host.snic, host.cnic * host.cnics)
+            self.planner.add_node(host.name, host.snic, host.cnic * host.cnics)
         self.stage = [Room(host.stage_bytes) for host in config.hosts]
         slots = math.inf if config.reads_in_flight is None else config.reads_in_flight
         self.slots = [Room(slots) for _ in config.hosts]

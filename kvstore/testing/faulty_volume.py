@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvstore.core.types import BlockKey, BlockShape, Outcome
-from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, Slot, Vacancy, Volume, VolumeUsage
+from kvstore.tiers.contract import BlockRecord, DurableVolume, MappedVolume, ReclaimableSpan, Slot, Volume, VolumeUsage
 
 HANG_LIMIT_S = 60.0
 """A hang that nobody releases ends after this, with EIO: a test fails rather than stands."""
@@ -175,16 +175,16 @@ class _Faulty(Volume):
     def free(self, slots: Sequence[Slot]) -> None:
         self._inner.free(slots)
 
-    def room_plan(
+    def plan_eviction(
         self, shape: BlockShape, count: int, coldest: Iterator[tuple[BlockKey, Slot]], limit: int
     ) -> list[BlockKey] | None:
-        return self._inner.room_plan(shape, count, coldest, limit)
+        return self._inner.plan_eviction(shape, count, coldest, limit)
 
-    def vacancies(self, shape: BlockShape, cold: Sequence[Slot]) -> list[Vacancy]:
-        return self._inner.vacancies(shape, cold)
+    def reclaimable_spans(self, shape: BlockShape, cold: Sequence[Slot]) -> list[ReclaimableSpan]:
+        return self._inner.reclaimable_spans(shape, cold)
 
-    def held_in(self, vacancy: Vacancy) -> list[Slot]:
-        return self._inner.held_in(vacancy)
+    def slots_in(self, span: ReclaimableSpan) -> list[Slot]:
+        return self._inner.slots_in(span)
 
     def usage(self) -> VolumeUsage:
         return self._inner.usage()

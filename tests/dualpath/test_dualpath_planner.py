@@ -68,13 +68,13 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from(NODES))
     def join(self, node: str) -> None:
-        self.planner.node_here(node, 1e9, 4e9)
+        self.planner.add_node(node, 1e9, 4e9)
         self.alive.add(node)
         self.known.add(node)
 
     @rule(node=st.sampled_from(NODES))
     def gone(self, node: str) -> None:
-        told = self.planner.node_gone(node)
+        told = self.planner.remove_node(node)
         assert set(told) == {
             (plan_id, index)
             for plan_id, model in self.live.items()
@@ -261,7 +261,7 @@ TestPlannerModel.settings = settings(max_examples=60, stateful_step_count=40, de
 def two_nodes(policy: PrefillOnly | Split | Oracle | None = None) -> Planner:
     planner = Planner(policy or Split(least_blocks=1, least_bytes=0))
     for node in ("p", "d"):
-        planner.node_here(node, 1e9, 8e9)
+        planner.add_node(node, 1e9, 8e9)
     return planner
 
 
@@ -279,12 +279,12 @@ def test_a_plan_keeps_its_numbers() -> None:
 
 def test_replan_reads_exactly_what_has_not_arrived() -> None:
     planner = two_nodes()
-    planner.node_here("r", 1e9, 8e9)
+    planner.add_node("r", 1e9, 8e9)
     first = planner.plan(PlanRequest("r", 100, 1_000_000, 64, "p", "d", ("r",)), 0.0)
     by_node = {part.node: part for part in first.parts}
     assert set(by_node) == {"p", "d", "r"}
     lost = by_node["d"]
-    planner.node_gone("d")
+    planner.remove_node("d")
     again = planner.fail(first.plan_id, lost.index, [(lost.start, 5), (lost.start + 9, 1)], 0.1)
     assert again.attempt == 1
     assert {part.node for part in again.parts} <= {"p", "r"}
@@ -296,7 +296,7 @@ def test_replan_reads_exactly_what_has_not_arrived() -> None:
 
 def test_a_failed_prefill_node_reads_nothing_but_the_decode_node_still_can() -> None:
     planner = two_nodes()
-    planner.node_gone("p")
+    planner.remove_node("p")
     plan = planner.plan(PlanRequest("r", 10, 1_000_000, 64, "p", "d"), 0.0)
     assert {part.node for part in plan.parts} == {"d"}
     assert plan.reasons.excluded == ("p",)
@@ -311,9 +311,9 @@ def test_the_oracle_reads_nothing_and_an_empty_request_neither() -> None:
 def test_the_planner_offers_the_idlest_nodes_as_relays() -> None:
     planner = Planner(Split(least_blocks=1, least_bytes=0), relays=2)
     for node in ("p", "d", "busy", "idle", "dead", "gone"):
-        planner.node_here(node, 1e9, 8e9)
+        planner.add_node(node, 1e9, 8e9)
     planner.queues.charge("busy", None, 900, 1_000_000, 64, 0.0)
-    planner.node_gone("dead")
+    planner.remove_node("dead")
     planner.queues.forget("gone")
     planner.queues.forget("never")
     plan = planner.plan(PlanRequest("r", 90, 1_000_000, 64, "p", "d"), 0.0)
@@ -328,7 +328,7 @@ def test_a_node_that_was_forgotten_and_came_back_starts_empty() -> None:
     old = planner.plan(PlanRequest("r", 10, 1_000, 64, "p", "d"), 0.0)
     planner.queues.forget("p")
     assert planner.queues.nodes() == ["d"]
-    planner.node_here("p", 1e9, 8e9)
+    planner.add_node("p", 1e9, 8e9)
     new = planner.plan(PlanRequest("r", 4, 1_000, 64, "p", "d"), 0.0)
     assert planner.finish(old.plan_id, 1.0)
     state = planner.queues.state("p", 1.0)
@@ -358,7 +358,7 @@ def test_a_link_that_got_slower_gets_less() -> None:
 def test_a_plan_lives_as_long_as_it_is_heard_of() -> None:
     planner = Planner(Split(least_blocks=1, least_bytes=0), plan_life_s=LIFE)
     for node in ("p", "d", "r"):
-        planner.node_here(node, 1e9, 8e9)
+        planner.add_node(node, 1e9, 8e9)
     silent, heard, replanned = (
         planner.plan(PlanRequest(name, 10, 1_000, 64, "p", "d", ("r",)), 0.0).plan_id for name in ("silent", "heard", "replanned")
     )
@@ -414,7 +414,7 @@ def test_reports_without_progress_keep_no_plan_alive() -> None:
 def test_one_plan_fills_no_queue() -> None:
     """Of a plan that a link could not read in hours, only the next seconds count, in whatever parts it comes."""
     planner = two_nodes(PrefillOnly())
-    planner.node_here("x", 1e9, 8e9)
+    planner.add_node("x", 1e9, 8e9)
     large = planner.plan(PlanRequest("large", 60_000, 100_000_000, 64, "x", "d"), 0.0)
     most = int(QUEUE_S * 1e9)
     assert pending(planner, "x") == (most, 0, 0)
@@ -451,7 +451,7 @@ def test_a_plan_of_which_nothing_moves_does_not_count_until_something_does() -> 
     assert pending(planner, "p")[0] == 3_000_000_000
     assert planner.expire(PATIENCE_S + 4.0) == []
     assert pending(planner, "p")[0] == 1_000_000_000, "nobody reads it"
-    assert planner.counters.doubted == 1
+    assert planner.counters.stalled == 1
     assert planner.progress(before.plan_id, 0, 20, 10.0)
     assert planner.progress(dead.plan_id, 0, 0, 10.0)
     assert pending(planner, "p")[0] == 0
@@ -463,7 +463,7 @@ def test_a_plan_of_which_nothing_moves_does_not_count_until_something_does() -> 
     assert (again.node, pending(planner, "d")[0]) == ("d", 1_500_000_000)
     assert planner.finish(dead.plan_id, 32.0)
     assert [pending(planner, node) for node in ("p", "d")] == [(0, 0, 0)] * 2
-    assert planner.counters.doubted == 2
+    assert planner.counters.stalled == 2
 
 
 def test_what_is_kept_of_plans_is_bounded_by_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,7 +494,7 @@ def test_what_is_kept_of_plans_is_bounded_by_their_parts(monkeypatch: pytest.Mon
 def test_ids_are_those_that_are_drawn_and_no_plan_gets_that_of_another() -> None:
     drawn = iter([7, 3, 7, 3, 5])
     planner = Planner(PrefillOnly(), draw=lambda: next(drawn))
-    planner.node_here("p", 1e9, 8e9)
+    planner.add_node("p", 1e9, 8e9)
     assert [planner.plan(PlanRequest("r", 1, 1, 1, "p"), 0.0).plan_id for _ in range(3)] == [7, 3, 5]
 
 
@@ -513,7 +513,7 @@ def test_bad_reports_are_refused() -> None:
             planner.fail(plan.plan_id, 0, [span], 0.0)
     assert planner.progress(plan.plan_id, 0, first.count, 0.0)
     with pytest.raises(InvalidArgument):
-        planner.node_here("x", 1e9, 0.0)
+        planner.add_node("x", 1e9, 0.0)
     with pytest.raises(NotFound):
         planner.queues.charge("nobody", None, 1, 1, 1, 0.0)
 
@@ -571,7 +571,7 @@ def test_loads_that_are_given_up_say_nothing_of_a_link() -> None:
     """A client that cancels its loads after a moment would make a link look as fast as it asks."""
     planner = Planner(policy_named("split"))
     for node in ("p", "d"):
-        planner.node_here(node, 12e6, 100e6)
+        planner.add_node(node, 12e6, 100e6)
     now = 0.0
     for number in range(20):
         plan = planner.plan(PlanRequest(f"r{number}", 240, 131_072, 16, "p", "d"), now)

@@ -110,9 +110,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         model = self.engines().get(name)
         if model is None:
             with pytest.raises(NotFound):
-                self.scheduler.engine_gone(name)
+                self.scheduler.remove_engine(name)
             return
-        back = self.scheduler.engine_gone(name)
+        back = self.scheduler.remove_engine(name)
         group = model.engine.group
         del self.groups[group][name]
         assert [entry.request_id for entry in back] == [job.ask.request_id for job in model.jobs]
@@ -137,15 +137,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.strand(group)
 
     @rule(group=st.sampled_from(sorted(GROUPS)))
-    def group_gone(self, group: str) -> None:
+    def remove_group(self, group: str) -> None:
         if group not in self.groups:
             with pytest.raises(NotFound):
-                self.scheduler.group_gone(group)
+                self.scheduler.remove_group(group)
         elif self.groups[group]:
             with pytest.raises(Conflict):
-                self.scheduler.group_gone(group)
+                self.scheduler.remove_group(group)
         else:
-            self.scheduler.group_gone(group)
+            self.scheduler.remove_group(group)
             del self.groups[group]
             assert not self.private.get(group)
 
@@ -328,7 +328,7 @@ def test_a_dead_decode_engine_costs_the_prompt_and_the_reports_of_before_are_voi
     scheduler.submit(Ask("r", 10, 10))
     (pair,) = paired(scheduler.fetch("P"), scheduler.fetch("D"))
     assert scheduler.prefill_done("r", pair.generation)
-    (back,) = scheduler.engine_gone("d")
+    (back,) = scheduler.remove_engine("d")
     assert back.left is None
     assert not scheduler.finish("r", pair.generation)
     scheduler.join(Engine("d2", EngineKind.DECODE, "D", "node-d", 100))
@@ -344,7 +344,7 @@ def test_given_back_requests_go_before_those_that_wait() -> None:
     scheduler.submit(Ask("second", 10))
     scheduler.fetch("P")
     scheduler.submit(Ask("third", 10))
-    assert [entry.request_id for entry in scheduler.engine_gone("p")] == ["first", "second"]
+    assert [entry.request_id for entry in scheduler.remove_engine("p")] == ["first", "second"]
     scheduler.join(Engine("p2", EngineKind.PREFILL, "P", "node-p"))
     assert [entry.request_id for entry in scheduler.fetch("P").assigned] == ["first", "second", "third"]
 

@@ -21,8 +21,8 @@ from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeI
 from kvstore.index.contract import VolumeEpoch
 from kvstore.index.lmdb import LmdbIndex
 from kvstore.metadata.events import subscription as watching
-from kvstore.metadata.events.event_log import BlockFeed
-from kvstore.metadata.events.subscription import BlockWatch
+from kvstore.metadata.events.event_log import BlockEventLog
+from kvstore.metadata.events.subscription import BlockEventSubscription
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.observe.counters import Counters
 from kvstore.testing.index.model import Chain
@@ -53,7 +53,7 @@ class Subscriber:
     def __init__(self, wanted: pb.WatchBlocksRequest) -> None:
         self.wanted = wanted
         self.mirror = BlockMirror()
-        self.watch: BlockWatch | None = None
+        self.watch: BlockEventSubscription | None = None
         self.stream: AsyncIterator[pb.WatchBlocksResponse] | None = None
         self.pending: asyncio.Task[pb.WatchBlocksResponse] | None = None
         self.reasons: list[int] = []
@@ -78,7 +78,7 @@ class FeedMachine(RuleBasedStateMachine):
 
     def start_server(self) -> None:
         self.index = LmdbIndex.open(self.folder / "index", map_bytes=1 << 22)
-        self.feed = BlockFeed(self.loop, self.ring_bytes, len(FILTERS), self.clock)
+        self.feed = BlockEventLog(self.loop, self.ring_bytes, len(FILTERS), self.clock)
         self.index.listen(self.feed)
 
     def teardown(self) -> None:
@@ -110,7 +110,7 @@ class FeedMachine(RuleBasedStateMachine):
                 request.CopyFrom(subscriber.wanted)
                 if subscriber.mirror.complete:
                     request.feed_id, request.sequence = subscriber.mirror.feed_id, subscriber.mirror.sequence
-                subscriber.watch = BlockWatch(request, self.feed, self.index, self.reads, self.nodes, self.counters)
+                subscriber.watch = BlockEventSubscription(request, self.feed, self.index, self.reads, self.nodes, self.counters)
                 subscriber.stream = subscriber.watch.run()
             if subscriber.pending is None:
                 subscriber.pending = asyncio.ensure_future(anext(subscriber.stream))

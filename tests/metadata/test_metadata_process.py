@@ -226,7 +226,7 @@ def test_a_port_in_use_is_said_and_nothing_is_left_running(tmp_path: Path, worke
     (tmp_path / "first").mkdir()
     with server_process(tmp_path / "first") as server:
         config = MetadataConfig(index_path=tmp_path / "index", listen=server.address, workers=workers)
-        with pytest.raises(Unavailable, match=r"is in use: `kvstore status`|cannot listen on"):
+        with pytest.raises(Unavailable, match=r"is in use; `kvstore status`|cannot listen on"):
             run(config)
 
 

@@ -24,7 +24,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.clock import Clock
 from kvstore.core.errors import CapacityExceeded, Unavailable
 from kvstore.core.types import KEY_BYTES, BlockRun
-from kvstore.index.contract import Removed, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.contract import RemovedKeys, VolumeEpoch, VolumeEpochInfo
 from kvstore.rpc.codec import run_to_proto, tier_to_proto
 
 _LINGER_S: Final = 600.0
@@ -34,14 +34,14 @@ _RECORD_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LogPosition:
     """The feed as of one moment: where to go on from, and which volumes there are."""
 
     sequence: int
     volumes: Mapping[VolumeEpoch, pb.VolumeOpened]
 
 
-class BlockFeed:
+class BlockEventLog:
     """The changes of one server process since it started. Thread-safe; subscribers run on one event loop.
 
     Args:
@@ -102,7 +102,7 @@ class BlockFeed:
 
         self._tell(events)
 
-    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
+    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[RemovedKeys]) -> None:
         """A batch took effect."""
 
         def events() -> list[pb.BlockEvent]:
@@ -197,17 +197,17 @@ class BlockFeed:
         now.served = served
         return [pb.BlockEvent(served=pb.VolumeServed(volume=volume_epoch, served=served))]
 
-    def state(self) -> Opened:
+    def state(self) -> LogPosition:
         """Now."""
         with self._lock:
-            return Opened(self._sequence, dict(self._volumes))
+            return LogPosition(self._sequence, dict(self._volumes))
 
-    def resumes(self, sequence: int) -> Opened | None:
+    def resumes(self, sequence: int) -> LogPosition | None:
         """The volumes of now, for who has seen all changes up to one; None: what came since is not all remembered."""
         with self._lock:
             if not self._floor <= sequence <= self._sequence:
                 return None
-            return Opened(sequence, dict(self._volumes))
+            return LogPosition(sequence, dict(self._volumes))
 
     def since(self, sequence: int, most_bytes: int) -> tuple[list[pb.BlockEvent], int] | None:
         """What came after a change, up to about so many bytes, and the last change that it reaches to; None: not remembered."""

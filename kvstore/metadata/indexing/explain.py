@@ -8,7 +8,7 @@ from typing import Final
 
 from kvproto.v1 import admin_pb2 as pb
 from kvstore.core.types import BlockKey, NamespaceId
-from kvstore.index.contract import Entry, PrefixIndex, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.contract import IndexEntry, PrefixIndex, VolumeEpoch, VolumeEpochInfo
 from kvstore.metadata.indexing.index_thread import IndexThread
 from kvstore.metadata.membership.node_table import NodeTable
 from kvstore.rpc.codec import tier_to_proto
@@ -58,7 +58,7 @@ async def describe_blocks(
 
 
 def _say(
-    entry: Entry | None,
+    entry: IndexEntry | None,
     position: int,
     namespace: NamespaceId | None,
     missed: bool,

@@ -15,7 +15,7 @@ from kvstore.core.errors import Conflict, InvalidArgument, KVStoreError
 from kvstore.core.range_digests import key_range
 from kvstore.core.types import BlockKey, BlockRun, BootId, NodeId, Tier, VolumeId
 from kvstore.index.contract import PrefixIndex, VolumeEpoch
-from kvstore.metadata.indexing.publish_sequence import SequenceState, Verdict
+from kvstore.metadata.indexing.publish_sequence import BatchVerdict, SequenceState
 from kvstore.metadata.membership.records import (
     beat_note,
     drain_note,
@@ -30,7 +30,7 @@ from kvstore.metadata.membership.records import (
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PublishBatch:
     """One checked publish message."""
 
     sequence: int
@@ -47,7 +47,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class PublishOutcome:
     """What became of some batches: all up to ``sequence`` are in the index; then, perhaps, an error."""
 
     sequence: int
@@ -109,19 +109,19 @@ def forget_node(index: PrefixIndex, node_id: NodeId, boot_id: BootId) -> None:
 
 
 # ---- publishing ----
-def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches: Sequence[Batch]) -> Applied:
+def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches: Sequence[PublishBatch]) -> PublishOutcome:
     """Applies batches of one node in order, in as few index transactions as their contents allow."""
     state = SequenceState.decode(index.note(sequence_note(node_id)), boot_id)
     duplicates, error = 0, None
-    admitted: list[Batch] = []
+    admitted: list[PublishBatch] = []
     for batch in batches:
         verdict, following = state.judge(batch.sequence)
-        if verdict is Verdict.REFUSE:
+        if verdict is BatchVerdict.REFUSE:
             error = Conflict("a publish batch is missing: register again", got=batch.sequence, expected=state.last + 1)
             _forget_inventories(index, node_id)
             state = following
             break
-        if verdict is Verdict.APPLY:
+        if verdict is BatchVerdict.APPLY:
             admitted.append(batch)
         else:
             duplicates += 1
@@ -138,16 +138,16 @@ def apply_batches(index: PrefixIndex, node_id: NodeId, boot_id: BootId, batches:
             _end_sync(index, group[-1])
     # last: where the process dies before it, the node sends the batches again, and applying them again changes nothing
     index.put_note(sequence_note(node_id), state.encode(), announce=False)
-    return Applied(state.last, stored, removed, duplicates, error)
+    return PublishOutcome(state.last, stored, removed, duplicates, error)
 
 
-def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
+def _groups(batches: Sequence[PublishBatch]) -> list[list[PublishBatch]]:
     """Cuts batches into groups that one ``publish`` may apply: first all that is removed, then all that is stored.
 
     A batch joins the group before it when both speak of one volume epoch, nothing was stored there that this one removes (it
     removes nothing), and no inventory ended in between.
     """
-    groups: list[list[Batch]] = []
+    groups: list[list[PublishBatch]] = []
     for batch in batches:
         if groups and not batch.removed and groups[-1][-1].volume_epoch == batch.volume_epoch and not groups[-1][-1].sync_end:
             groups[-1].append(batch)
@@ -156,7 +156,7 @@ def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
     return groups
 
 
-def _end_sync(index: PrefixIndex, batch: Batch) -> None:
+def _end_sync(index: PrefixIndex, batch: PublishBatch) -> None:
     """A volume's inventory is complete: what older volume epochs of it held is now told by this one."""
     for other in index.volume_epochs():
         if other.volume_id == batch.volume_id and other.volume_epoch != batch.volume_epoch:

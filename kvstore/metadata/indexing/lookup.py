@@ -24,7 +24,7 @@ MOST_COUNTED: Final = 16_384
 
 
 @dataclass(slots=True)
-class Asked:
+class LookupStats:
     """How lookups in one namespace fared, since the start."""
 
     lookups: int = 0
@@ -39,20 +39,20 @@ class Lookups:
         self._index = index
         self._nodes = nodes
         self._counters = counters
-        self._asked: dict[bytes, Asked] = {}
+        self._asked: dict[bytes, LookupStats] = {}
 
-    def asked(self, namespace: NamespaceId) -> Asked:
+    def asked(self, namespace: NamespaceId) -> LookupStats:
         """How lookups in a namespace fared."""
-        return self._asked.get(namespace) or Asked()
+        return self._asked.get(namespace) or LookupStats()
 
     def _count(self, namespace: NamespaceId, blocks: int, hits: int) -> None:
         self._counters.add_all(_COUNTED, (1, blocks, hits))
         asked = self._asked.get(namespace)
         if asked is None:
             if len(self._asked) >= MOST_COUNTED:
-                self._counters.add("metadata_lookups_not_told_apart_total")
+                self._counters.add("metadata_lookups_uncounted_total")
                 return
-            asked = self._asked[namespace] = Asked()
+            asked = self._asked[namespace] = LookupStats()
         asked.lookups += 1
         asked.blocks += blocks
         asked.hits += hits

@@ -1,7 +1,7 @@
-"""What operators order of nodes, and what nodes say when they end: drain, undrain, remove, unregister; and where blocks lie.
+"""Calls about whole nodes: drain, undrain, remove, unregister, and locate blocks.
 
-Orders are notes beside the registrations, so they survive restarts and all workers see them; what a node has made of its order
-comes with its heartbeats. Changes run in the thread that changes the index and read what they decide on from there.
+Drain orders are notes in the index, beside the registrations: they survive restarts, and all workers see them. A node reports its
+progress with its heartbeats. Changes run on the index thread and decide on what the index says, never on a cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEEP_REMOVED_S = 86_400.0
 """A boot that was removed while it lived is kept away so long at least; then its note goes with the next removal."""
 
 
-class NodeOrders:
+class NodeAdmin:
     """Handlers of the calls that concern whole nodes.
 
     Args:
@@ -61,7 +61,7 @@ class NodeOrders:
         self._clock = clock
 
     async def drain(self, request: pb.DrainNodeRequest) -> pb.NodeStatus:
-        """Orders a node to drain.
+        """OperatorSettings a node to drain.
 
         Raises:
             NotFound: no such node.

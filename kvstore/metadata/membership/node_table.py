@@ -38,8 +38,8 @@ from kvstore.metadata.membership.records import (
     LEFT_PREFIX,
     NODE_PREFIX,
     REFUSED_PREFIX,
-    Beat,
-    Refusal,
+    CallRefusal,
+    Heartbeat,
     beat_note,
     refused_note,
 )
@@ -53,7 +53,7 @@ REFUSED_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class VolumeLocation:
     """A node that serves a volume epoch, and the position of the volume in its list of volumes and mounts."""
 
     node_id: NodeId
@@ -61,17 +61,17 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class MembershipView:
     """All registrations and open volume epochs, at one revision of the index."""
 
     revision: int = -1
     nodes: Mapping[NodeId, NodeInfo] = field(default_factory=dict)
     encoded_nodes: Mapping[NodeId, bytes] = field(default_factory=dict)
     """Each as a ``LookupResponse`` that names it alone, to be appended to one."""
-    places: Mapping[VolumeEpoch, Place] = field(default_factory=dict)
+    places: Mapping[VolumeEpoch, VolumeLocation] = field(default_factory=dict)
     volume_epochs: Mapping[tuple[VolumeId, BootId], VolumeEpoch] = field(default_factory=dict)
     owners: Mapping[VolumeId, frozenset[NodeId]] = field(default_factory=dict)
-    mounted: Mapping[VolumeEpoch, tuple[Place, ...]] = field(default_factory=dict)
+    mounted: Mapping[VolumeEpoch, tuple[VolumeLocation, ...]] = field(default_factory=dict)
     """Durable volume epochs that other nodes can read without the owner, and the position of the volume at those nodes."""
     orders: Mapping[NodeId, DrainOrder] = field(default_factory=dict)
     """Of nodes that are to drain."""
@@ -88,21 +88,21 @@ class NodeTable:
         self._ttl_s = ttl_s
         self._counters = counters
         self._started_s = clock.now_s()
-        self._view = View()
-        self._beats: dict[NodeId, Beat] = {}
+        self._view = MembershipView()
+        self._beats: dict[NodeId, Heartbeat] = {}
         self._said: dict[NodeId, HeartbeatRequest] = {}
         """The last heartbeat here of any boot of a known node: one whose registration the index does not take is seen, too."""
-        self._refusals: dict[NodeId, Refusal] = {}
+        self._refusals: dict[NodeId, CallRefusal] = {}
         """Of known nodes alone, so that strangers cannot make it grow."""
         self._unshared_refusals: set[NodeId] = set()
         self._unshared: set[NodeId] = set()  # beats that arrived here and the other workers have not seen
         self._alive: frozenset[NodeId] = frozenset()
         self._visible: frozenset[VolumeEpoch] = frozenset()
-        self._stand_ins: dict[VolumeEpoch, tuple[Place, ...]] = {}
+        self._stand_ins: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
         self._turn = 0
 
     # ---- reading ----
-    def view(self) -> View:
+    def view(self) -> MembershipView:
         """The present registrations; read again only when the index says that something changed."""
         if self._index.revision != self._view.revision:
             self._view = _read_view(self._index)
@@ -110,7 +110,7 @@ class NodeTable:
         return self._view
 
     @property
-    def last_view(self) -> View:
+    def last_view(self) -> MembershipView:
         """What :meth:`view` answered last; nothing is asked."""
         return self._view
 
@@ -124,7 +124,7 @@ class NodeTable:
         """Volume epochs that a live node owns or mounts, as of the last :meth:`view` or :meth:`exchange_beats`."""
         return self._visible
 
-    def server_of(self, volume_epoch: VolumeEpoch) -> Place:
+    def server_of(self, volume_epoch: VolumeEpoch) -> VolumeLocation:
         """The node that serves a visible volume epoch: its owner or, if it is silent, each node that mounts it in turn."""
         stand_ins = self._stand_ins.get(volume_epoch)
         if stand_ins is None:
@@ -275,7 +275,7 @@ class NodeTable:
         before = self._refusals.get(node_id)
         if before is None or self._clock.now_s() - before.at_s > REFUSED_S:  # also while it counts as alive: it soon does not
             logger.warning("refused a node: %s (node=%s, host=%s)", call.why, node_id, call.host)
-        self._refusals[node_id] = Refusal(self._clock.now_s(), call.why[:MAX_REASON])
+        self._refusals[node_id] = CallRefusal(self._clock.now_s(), call.why[:MAX_REASON])
         self._unshared_refusals.add(node_id)
 
     def beat(self, report: HeartbeatRequest, host: str = "") -> bool:
@@ -294,7 +294,7 @@ class NodeTable:
             self._said[node_id] = report
         if record is None or BootId(record.boot_id) != boot_id:
             return False
-        self._beats[node_id] = Beat(boot_id, self._clock.now_s(), report, host)
+        self._beats[node_id] = Heartbeat(boot_id, self._clock.now_s(), report, host)
         self._unshared.add(node_id)
         if node_id not in self._alive:
             self._judge()
@@ -313,11 +313,11 @@ class NodeTable:
         now_s = self._clock.now_s()
         for name, value in self._index.notes().items():
             if name.startswith(REFUSED_PREFIX):
-                self._take_refusal(NodeId(name.removeprefix(REFUSED_PREFIX)), Refusal.decode(value), now_s)
+                self._take_refusal(NodeId(name.removeprefix(REFUSED_PREFIX)), CallRefusal.decode(value), now_s)
             if not name.startswith(BEAT_PREFIX):
                 continue
             node_id = NodeId(name.removeprefix(BEAT_PREFIX))
-            beat = Beat.decode(value)
+            beat = Heartbeat.decode(value)
             known = self._beats.get(node_id)
             # a time ahead of now is from before the host was restarted, when its monotonic clock began anew
             if beat is not None and beat.at_s <= now_s and (known is None or beat.at_s > known.at_s):
@@ -328,13 +328,13 @@ class NodeTable:
         self._refusals = {node_id: one for node_id, one in self._refusals.items() if node_id in known_nodes}
         self._judge()
 
-    def _take_refusal(self, node_id: NodeId, refusal: Refusal | None, now_s: float) -> None:
+    def _take_refusal(self, node_id: NodeId, refusal: CallRefusal | None, now_s: float) -> None:
         """Takes over what another worker refused; a time ahead of now is from before the host was restarted."""
         known = self._refusals.get(node_id)
         if refusal is not None and refusal.at_s <= now_s and (known is None or refusal.at_s > known.at_s):
             self._refusals[node_id] = refusal
 
-    def _beat_of(self, node_id: NodeId, boot_id: BootId) -> Beat | None:
+    def _beat_of(self, node_id: NodeId, boot_id: BootId) -> Heartbeat | None:
         beat = self._beats.get(node_id)
         return beat if beat is not None and beat.boot_id == boot_id else None
 
@@ -366,7 +366,7 @@ class NodeTable:
         self._visible = served | self._stand_ins.keys()
 
 
-def _read_view(index: PrefixIndex) -> View:
+def _read_view(index: PrefixIndex) -> MembershipView:
     """Reads registrations and volume epochs. The revision is read first: a change in between only means reading once more."""
     revision = index.revision
     nodes: dict[NodeId, NodeInfo] = {}
@@ -389,22 +389,22 @@ def _read_view(index: PrefixIndex) -> View:
         for node_id, record in nodes.items()
         for position, volume in enumerate(record.volumes)
     }
-    places: dict[VolumeEpoch, Place] = {}
+    places: dict[VolumeEpoch, VolumeLocation] = {}
     volume_epochs: dict[tuple[VolumeId, BootId], VolumeEpoch] = {}
     owners: dict[VolumeId, set[NodeId]] = {}
-    mounts: dict[VolumeId, list[Place]] = {}
+    mounts: dict[VolumeId, list[VolumeLocation]] = {}
     for node_id, record in nodes.items():
         for number, mount in enumerate(record.mounts):
-            mounts.setdefault(VolumeId(mount), []).append(Place(node_id, len(record.volumes) + number))
-    mounted: dict[VolumeEpoch, tuple[Place, ...]] = {}
+            mounts.setdefault(VolumeId(mount), []).append(VolumeLocation(node_id, len(record.volumes) + number))
+    mounted: dict[VolumeEpoch, tuple[VolumeLocation, ...]] = {}
     for volume_epoch in index.volume_epochs():
         position = positions.get((volume_epoch.node_id, volume_epoch.volume_id))
         if position is not None:  # else: between the writes of a registration; its last write moves the revision again
-            places[volume_epoch.volume_epoch] = Place(volume_epoch.node_id, position)
+            places[volume_epoch.volume_epoch] = VolumeLocation(volume_epoch.node_id, position)
             volume_epochs[volume_epoch.volume_id, volume_epoch.boot_id] = volume_epoch.volume_epoch
             owners.setdefault(volume_epoch.volume_id, set()).add(volume_epoch.node_id)
             if volume_epoch.tier is Tier.NVME and volume_epoch.volume_id in mounts:
                 mounted[volume_epoch.volume_epoch] = tuple(mounts[volume_epoch.volume_id])
     encoded = {node_id: LookupResponse(nodes=[info]).SerializeToString() for node_id, info in nodes.items()}
     by_volume = {volume_id: frozenset(ids) for volume_id, ids in owners.items()}
-    return View(revision, nodes, encoded, places, volume_epochs, by_volume, mounted, orders, left)
+    return MembershipView(revision, nodes, encoded, places, volume_epochs, by_volume, mounted, orders, left)

@@ -101,7 +101,7 @@ def encode_volume_epoch(volume_epoch: VolumeEpoch) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A node's last heartbeat.
 
     Args:
@@ -122,7 +122,7 @@ class Beat:
         return _BEAT.pack(self.boot_id, self.at_s, len(host)) + host + self.report.SerializeToString()
 
     @classmethod
-    def decode(cls, note: bytes) -> Beat | None:
+    def decode(cls, note: bytes) -> Heartbeat | None:
         """From a note; None where it is none."""
         try:
             boot_id, at_s, host_bytes = _BEAT.unpack_from(note)
@@ -133,7 +133,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class CallRefusal:
     """The last call in a node's name that was refused.
 
     Args:
@@ -149,7 +149,7 @@ class Refusal:
         return _REFUSED.pack(self.at_s) + self.why.encode()
 
     @classmethod
-    def decode(cls, note: bytes) -> Refusal | None:
+    def decode(cls, note: bytes) -> CallRefusal | None:
         """From a note; None where it is none."""
         try:
             (at_s,) = _REFUSED.unpack_from(note)

@@ -10,7 +10,7 @@ from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.errors import InvalidArgument
 from kvstore.dualpath.groups import Engine, EngineKind
 from kvstore.dualpath.scheduler import MAX_TOKENS, EngineReport
-from kvstore.metadata.scheduling.outbox import Mailbox
+from kvstore.metadata.scheduling.outbox import Outbox
 from kvstore.rpc.codec import check_id, check_name
 
 MAX_GROUP_ENGINES: Final = 4_096
@@ -21,7 +21,7 @@ _ROLES: Final = {pb.ENGINE_ROLE_PREFILL: EngineKind.PREFILL, pb.ENGINE_ROLE_DECO
 
 
 @dataclass(slots=True)
-class Group:
+class ReportingGroup:
     """A group of engines whose leader reports.
 
     Attributes:
@@ -46,7 +46,7 @@ class Group:
     heard_s: float
     engines: dict[str, Engine] = field(default_factory=dict)
     refs: dict[str, pb.EngineRef] = field(default_factory=dict)
-    mail: Mailbox = field(default_factory=Mailbox)
+    mail: Outbox = field(default_factory=Outbox)
 
 
 def check_report(request: pb.ReportEnginesRequest) -> dict[str, Engine]:
@@ -95,7 +95,9 @@ def _check_state(state: pb.EngineState, role: EngineKind) -> None:
         raise InvalidArgument("room for KV is asked of decode engines only", engine=state.engine)
 
 
-def figures_of(request: pb.ReportEnginesRequest, group: Group, pending_tokens: Callable[[str], int]) -> list[EngineReport]:
+def figures_of(
+    request: pb.ReportEnginesRequest, group: ReportingGroup, pending_tokens: Callable[[str], int]
+) -> list[EngineReport]:
     """What the scheduler is to know of a group's engines.
 
     Args:

@@ -1,4 +1,4 @@
-"""Load plans over gRPC: the one planner of the cluster, fed with who lives and with what clients report.
+"""PendingWork plans over gRPC: the one planner of the cluster, fed with who lives and with what clients report.
 
 The planner itself is pure (``kvstore.dualpath``); here requests are checked, nodes made known to it, and its answers put into
 messages. Runs on the event loop only. With several workers each plans for the clients that are connected to it, and sees the
@@ -56,7 +56,7 @@ class _Known(NamedTuple):
     rates: LinkRates
 
 
-class Planning:
+class PlannerService:
     """The planner behind RPCs.
 
     Args:
@@ -212,12 +212,12 @@ class Planning:
     def expire(self) -> None:
         """Forgets plans whose clients are silent, and nodes that are; what does not move counts no more. Called now and then."""
         now_s = self._clock.now_s()
-        doubted = self.planner.counters.doubted
+        stalled = self.planner.counters.stalled
         if over := self.planner.expire(now_s):
             self._counters.add("metadata_plans_expired_total", len(over))
-        if doubted := self.planner.counters.doubted - doubted:
-            self._counters.add("metadata_plans_doubted_total", doubted)
-            limited.warning("of loads that were planned nothing moves: their reads do not count in queues any more (%d)", doubted)
+        if stalled := self.planner.counters.stalled - stalled:
+            self._counters.add("metadata_plans_stalled_total", stalled)
+            limited.warning("of loads that were planned nothing moves: their reads do not count in queues any more (%d)", stalled)
         self._follow_nodes(now_s)
 
     # ---- nodes ----
@@ -228,16 +228,16 @@ class Planning:
             alive = self._nodes.is_alive(node_id) and not self._nodes.drains(node_id)
             if not alive and node_id in self._known:
                 del self._known[node_id]
-                self.planner.node_gone(node_id)
+                self.planner.remove_node(node_id)
                 continue
             measured, known = self._nodes.read_bytes_per_s(node_id), self._known.get(node_id)
             if alive and (known is None or known.boot_id != record.boot_id or known.measured != measured):
                 rates = link_rates(record, measured)
                 self._known[node_id] = _Known(record.boot_id, measured, rates)
-                self.planner.node_here(node_id, rates.storage, rates.compute)
+                self.planner.add_node(node_id, rates.storage, rates.compute)
         for node_id in self._known.keys() - records.keys():
             del self._known[node_id]
-            self.planner.node_gone(node_id)
+            self.planner.remove_node(node_id)
 
     def sources(self, node_id: str, now_s: float) -> tuple[BandwidthSource, BandwidthSource]:
         """Where the bandwidths come from that a node's storage and compute link are planned with."""

@@ -22,7 +22,7 @@ import pytest
 from kvstore.core import limits
 from kvstore.core.errors import InvalidArgument, NotFound, Unavailable
 from kvstore.core.types import BlockKey, BlockRun, BootId, NamespaceId, NodeId, Tier, VolumeId
-from kvstore.index.contract import IndexedBlock, PrefixHit, PrefixIndex, Removed, ReplicaRun, VolumeEpoch, VolumeEpochInfo
+from kvstore.index.contract import IndexedBlock, PrefixHit, PrefixIndex, RemovedKeys, ReplicaRun, VolumeEpoch, VolumeEpochInfo
 from kvstore.testing.index.model import Chain, IndexModel
 from kvstore.testing.index.process import IndexProcess
 
@@ -44,7 +44,7 @@ class Told:
         """Kept."""
         self.heard.append(volume_epoch)
 
-    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[Removed]) -> None:
+    def published(self, volume_epoch: VolumeEpoch, stored: Sequence[BlockRun], removed: Sequence[RemovedKeys]) -> None:
         """Kept."""
         self.heard.append((volume_epoch, list(stored), [(one.volume_epoch, one.namespace, list(one.keys)) for one in removed]))
 
