@@ -100,8 +100,8 @@ class NodeSection(Section):
     write_behind_to: Annotated[str, AfterValidator(check_node_id)] | None = Field(
         default=None, description="node id of the storage node for write-back; unset: this node's NVMe volumes"
     )
-    policy: Literal["gap", "s3-fifo", "lru"] = Field(
-        default="gap", description="eviction policy: gap (expected time of next use), s3-fifo or lru"
+    policy: Literal["reuse-distance", "s3-fifo", "lru"] = Field(
+        default="reuse-distance", description="eviction policy: reuse-distance (expected time of next use), s3-fifo or lru"
     )
     lease_ms: Annotated[DurationMs, AfterValidator(_check_lease)] = Field(
         default=10_000, description="how long loaded blocks are protected from eviction while the client copies them"
