@@ -25,7 +25,6 @@ from kvproto.v1.common_pb2 import (
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError
 from kvstore.core.limits import MAX_REASON
-from kvstore.core.types import BlockKey
 from kvstore.node.base.admission_gate import Gate
 from kvstore.node.control.migrator import BlockMigrator
 from kvstore.node.durability.shutdown_flush import by_namespace
@@ -231,11 +230,10 @@ class Drainer:
     def _volatile(self, order: DrainOrder) -> list[Block]:
         """Return blocks stored on this node that would be lost with the process."""
         for node_volume in self._table.node_volumes:
-            node_volume.volume.in_place()
-        moved: Callable[[BlockKey], bool] = (
-            self.migrator.is_safe if order.move and self.migrator is not None else lambda _key: False
-        )
-        return [block for block in self._table.snapshot() if block.ours and not block.durable and not moved(block.key)]
+            node_volume.volume.check_files()
+        migrator = self.migrator if order.move else None
+        volatile = [block for block in self._table.snapshot() if block.ours and not block.durable]
+        return [block for block in volatile if migrator is None or not migrator.is_safe(block.key)]
 
     def _write_back(self, order: DrainOrder) -> None:
         """Write DRAM-only blocks back, and wait for them while this order is in force."""
