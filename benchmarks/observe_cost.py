@@ -22,7 +22,7 @@ import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import KVClient
 from kvclient.call.operation import Operation
-from kvclient.load.accounting import LoadAccounts
+from kvclient.load.accounting import HitAccounting
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec
 from rig import OPTIONS, Chains, cluster, found, loaded, room_for, spec, stored
@@ -63,7 +63,7 @@ def without(what: str) -> Iterator[None]:
             stack.enter_context(mock.patch("kvclient.client.named_request", nothing))
             stack.enter_context(mock.patch("kvclient.client.tracing.span", nothing))
         else:
-            stack.enter_context(mock.patch.object(LoadAccounts, "account", nothing))
+            stack.enter_context(mock.patch.object(HitAccounting, "account", nothing))
             stack.enter_context(mock.patch.object(Operation, "phase", nothing))
         yield
 

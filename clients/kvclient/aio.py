@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from kvclient.call.execution import Call, Result
+from kvclient.call.execution import PreparedCall, Result
 from kvclient.client import Keys, KVClient
 from kvclient.load.paths import Paths
 from kvclient.options import ClientOptions, Verify
@@ -109,7 +109,7 @@ class AsyncKVClient:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    async def _run(self, call: Call[R]) -> R:
+    async def _run(self, call: PreparedCall[R]) -> R:
         """Waits for a call in a thread. A cancellation stops the call first, and only then goes on."""
         running = asyncio.wrap_future(self.blocking.caller.later(call))
         try:

@@ -19,25 +19,25 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from kvclient.call.context import Core, check_keys, check_place
-from kvclient.call.execution import Call, Caller
+from kvclient.call.context import ClientContext, check_keys, check_place
+from kvclient.call.execution import CallRunner, PreparedCall
 from kvclient.call.incidents import Incidents
 from kvclient.call.operation import Operation, check_name, check_seconds, check_sendable
-from kvclient.handoff.sender import AwaitedPrompt, Handoff, abandon_prompt, check_transfer_id, find_decode_node
-from kvclient.load.accounting import LoadAccounts
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.layerwise import LayerGate, LoadHandle
+from kvclient.handoff.sender import PromptReceiver, PromptSender, abandon_prompt, check_transfer_id, find_decode_node
+from kvclient.load.accounting import HitAccounting
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.layerwise import LayerBarrier, LoadHandle
 from kvclient.load.load import Load
 from kvclient.load.paths import Paths
 from kvclient.load.planned import PlannedLoad
 from kvclient.memory.buffers import as_block_buffer
-from kvclient.memory.device_buffer import ArenaPinner, FarBlocks
-from kvclient.memory.engine_pool import NearPool
+from kvclient.memory.device_buffer import ArenaPinner, DeviceBuffer
+from kvclient.memory.engine_pool import EnginePool
 from kvclient.nodes.connect import NodeFinder, attempt, check_types, watch_servers
 from kvclient.nodes.local_session import LocalNode
-from kvclient.nodes.metadata_client import Directory, by_roles
+from kvclient.nodes.metadata_client import MetadataClient, by_roles
 from kvclient.nodes.peers import PeerPool
-from kvclient.nodes.remote_sessions import Stages
+from kvclient.nodes.remote_sessions import RemoteSessionCache
 from kvclient.options import VERIFY_CHOICES, ClientOptions, Verify
 from kvclient.results import LoadResult, Lookup, NodeRef, StoreResult
 from kvclient.store.handle import StoreHandle
@@ -75,13 +75,13 @@ Keys = Sequence[BlockKey] | bytes
 class KVClient:
     """One engine's access to the store, in one namespace. Made by ``connect``; a context manager."""
 
-    def __init__(self, core: Core, directory: Directory | None) -> None:
+    def __init__(self, core: ClientContext, directory: MetadataClient | None) -> None:
         """For ``connect``."""
         self._core = core
         self._directory = directory
         self._chain = KeyChain(core.spec)
         options = core.options
-        self._caller = Caller(core.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict)
+        self._caller = CallRunner(core.incidents, workers=options.workers, max_pending=options.max_pending, strict=options.strict)
         self._handles: weakref.WeakSet[LayerwiseStore] = weakref.WeakSet()
         self._demotions: set[Operation] = set()
         self._demotions_lock = threading.Lock()
@@ -101,7 +101,7 @@ class KVClient:
         node: str | None = "auto",
         tls: TlsConfig | None = None,
         options: ClientOptions | None = None,
-        hbm: NearPool | None = None,
+        hbm: EnginePool | None = None,
         device: ArenaPinner | None = None,
     ) -> Self:
         """Makes the namespace known and opens a session with the node of this host.
@@ -135,9 +135,9 @@ class KVClient:
             raise InvalidArgument("a client takes a metadata server, a node, or both")
         liveness = watch_servers(tls, incidents.counters)
         server = liveness.server(metadata or "")
-        directory = Directory(metadata, spec, tls, clock, options, incidents, server) if metadata is not None else None
+        directory = MetadataClient(metadata, spec, tls, clock, options, incidents, server) if metadata is not None else None
         peers = PeerPool(spec, tls, options, incidents, liveness)
-        stages = Stages(spec, tls, options, incidents, liveness)
+        stages = RemoteSessionCache(spec, tls, options, incidents, liveness)
         local = None
         end_s = clock.now_s() + options.connect_deadline_s
         try:
@@ -158,8 +158,8 @@ class KVClient:
                 directory.close()
             liveness.close()
             raise
-        loads = LoadAccounts(spec.block_tokens, spec.shape.block_bytes, incidents, options)
-        core = Core(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages, liveness, loads)
+        loads = HitAccounting(spec.block_tokens, spec.shape.block_bytes, incidents, options)
+        core = ClientContext(spec, spec.shape, spec.namespace, clock, options, incidents, local, peers, stages, liveness, loads)
         client = cls(core, directory)
         if hbm is not None:
             try:
@@ -201,7 +201,7 @@ class KVClient:
         """
         return self._caller.now(self.lookup_call(keys, deadline_s))
 
-    def lookup_call(self, keys: Keys, deadline_s: float | None) -> Call[Lookup]:
+    def lookup_call(self, keys: Keys, deadline_s: float | None) -> PreparedCall[Lookup]:
         """The work of ``lookup``, checked but not begun."""
         self._check_usable()
         keys, packed = check_keys(keys)
@@ -217,7 +217,7 @@ class KVClient:
             accounts.refused(len(keys), error)
             return Lookup(keys, error=error)
 
-        return Call(operation, work, refused)
+        return PreparedCall(operation, work, refused)
 
     def _look_up(self, keys: Sequence[BlockKey], packed: bytes, operation: Operation) -> Lookup:
         """Asks the metadata server; without an answer, a miss."""
@@ -281,7 +281,7 @@ class KVClient:
         ``layerwise``: layer 0 of all blocks comes first, then layer 1, and so on; False: block after block, which is done sooner.
         """
         blocks = what.hit_blocks if isinstance(what, Lookup) else len(check_keys(what)[0])
-        gate = LayerGate(blocks)
+        gate = LayerBarrier(blocks)
         load = self.load_call(what, buffer, deadline_s, verify, parent, depth, gate if layerwise else None, paths)
 
         def work() -> LoadResult:
@@ -297,8 +297,8 @@ class KVClient:
             gate.finish(0)
             return load.refused(error)
 
-        future = self._caller.later(Call(load.operation, work, refused))
-        follow = buffer.follow if layerwise and isinstance(buffer, FarBlocks) else None
+        future = self._caller.later(PreparedCall(load.operation, work, refused))
+        follow = buffer.follow if layerwise and isinstance(buffer, DeviceBuffer) else None
         return LoadHandle(load.operation, gate, future, self._core.shape.layers, follow)
 
     def load_call(
@@ -309,9 +309,9 @@ class KVClient:
         verify: Verify | None,
         parent: BlockKey | None,
         depth: int,
-        gate: LayerGate | None,
+        gate: LayerBarrier | None,
         paths: Paths | None = None,
-    ) -> Call[LoadResult]:
+    ) -> PreparedCall[LoadResult]:
         """The work of ``load``, checked but not begun."""
         self._check_usable()
         lookup: Lookup | None = None
@@ -330,7 +330,7 @@ class KVClient:
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
 
         def work() -> LoadResult:
-            with named_request(), tracing.span("kvclient.load.load"):
+            with named_request(), tracing.span("kvclient.load"):
                 return bring()
 
         def bring() -> LoadResult:
@@ -345,7 +345,7 @@ class KVClient:
             if paths is not None and self._directory is not None:
                 load = PlannedLoad(self._core, self._directory, self._part_pool(), *place, gate, paths)
             else:
-                board = LayerBoard(len(keys), self._core.shape.layers, gate, blocks) if gate is not None else None
+                board = LayerTracker(len(keys), self._core.shape.layers, gate, blocks) if gate is not None else None
                 load = Load(self._core, *place, board)
             if found.error is not None:
                 load.note(found.error)
@@ -355,7 +355,7 @@ class KVClient:
             self._core.loads.refused(len(keys), error)
             return LoadResult(np.full(len(keys), Outcome.UNAVAILABLE, np.uint8), error=error)
 
-        return Call(operation, work, refused)
+        return PreparedCall(operation, work, refused)
 
     def _part_pool(self) -> ThreadPoolExecutor:
         """Threads for the parts of planned loads, made when first needed."""
@@ -442,7 +442,7 @@ class KVClient:
         durable: bool,
         wait_visible: bool,
         heads: bool = False,
-    ) -> Call[StoreResult]:
+    ) -> PreparedCall[StoreResult]:
         """The work of ``store``, or of ``store_heads``, checked but not begun."""
         self._check_usable()
         keys, packed = check_keys(keys)
@@ -472,7 +472,9 @@ class KVClient:
                 near.keep(keys, parent, depth, blocks, operation, checksums=self._core.options.verify == "always")
             return result
 
-        return Call(operation, work, lambda error: StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8), error=error))
+        return PreparedCall(
+            operation, work, lambda error: StoreResult(np.full(len(keys), StoreOutcome.SKIPPED, np.uint8), error=error)
+        )
 
     def _demote(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, blocks: BlockBuffer) -> bool:
         """Offers what must leave the pool to the node; what it holds is not copied. Whether it holds all of it now."""
@@ -519,7 +521,7 @@ class KVClient:
         depth: int = 0,
         tail: bool = False,
         deadline_s: float | None = None,
-    ) -> Handoff:
+    ) -> PromptSender:
         """Prefill side: begins to hand a prompt over to the host of the engine that will decode it, layer by layer.
 
         Args:
@@ -544,7 +546,7 @@ class KVClient:
         except KVStoreError as error:
             failed = error
             self._core.incidents.report("client_handoffs_failed_total", "the decode node is not found", error)
-        return Handoff(self._core, node, keys, parent, depth, operation, failed, tail=tail)
+        return PromptSender(self._core, node, keys, parent, depth, operation, failed, tail=tail)
 
     def abandon_prompt(self, transfer_id: str, decode_node: str, *, deadline_s: float | None = None) -> bool:
         """Prefill side: tells the decode node that what is missing of a prompt will not come, so that nobody waits for it there.
@@ -566,7 +568,7 @@ class KVClient:
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
         return abandon_prompt(self._core, self._directory, transfer_id, decode_node, operation)
 
-    def await_prompt(self, keys: Keys, *, transfer_id: str = "", deadline_s: float | None = None) -> AwaitedPrompt:
+    def await_prompt(self, keys: Keys, *, transfer_id: str = "", deadline_s: float | None = None) -> PromptReceiver:
         """Decode side: takes room for a prompt in this host's decode buffer and waits, in the background, until it is complete.
 
         Args:
@@ -582,7 +584,7 @@ class KVClient:
         keys, packed = check_keys(keys)
         check_sendable("transfer_id", check_transfer_id(transfer_id))
         operation = self._operation(deadline_s, self._core.options.default_deadline_s)
-        prompt = AwaitedPrompt(self._core, keys, packed, operation, transfer_id)
+        prompt = PromptReceiver(self._core, keys, packed, operation, transfer_id)
         prompt.begin(self._part_pool().submit(prompt.run))
         return prompt
 
@@ -681,7 +683,7 @@ class KVClient:
         self.close()
 
     @property
-    def caller(self) -> Caller:
+    def caller(self) -> CallRunner:
         """For ``kvclient.aio``: where calls run."""
         return self._caller
 

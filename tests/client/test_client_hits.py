@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup
 from kvclient.call.incidents import Incidents
 from kvclient.call.operation import Operation
-from kvclient.load.accounting import LoadAccounts, missed_reasons
-from kvclient.load.outcomes import Tally
+from kvclient.load.accounting import HitAccounting, missed_reasons
+from kvclient.load.outcomes import BlockOutcomes
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, Outcome, Tier
@@ -27,10 +27,10 @@ BLOCK_TOKENS = 16
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> tuple[Tally, Operation]:
+def loads(draw: st.DrawFn) -> tuple[BlockOutcomes, Operation]:
     """A load with any fate of its blocks, from any mixture of sources."""
     blocks = draw(st.integers(0, 40))
-    tally, operation = Tally(blocks), Operation(MonotonicClock(), 1.0)
+    tally, operation = BlockOutcomes(blocks), Operation(MonotonicClock(), 1.0)
     for _ in range(draw(st.integers(0, 6))):
         start = draw(st.integers(0, blocks))
         stop = draw(st.integers(start, blocks))
@@ -44,9 +44,11 @@ def loads(draw: st.DrawFn) -> tuple[Tally, Operation]:
 
 
 @given(st.lists(loads(), max_size=5), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=5))
-def test_accounts_add_up_whatever_happens(done: list[tuple[Tally, Operation]], lookups: list[tuple[int, int, bool]]) -> None:
+def test_accounts_add_up_whatever_happens(
+    done: list[tuple[BlockOutcomes, Operation]], lookups: list[tuple[int, int, bool]]
+) -> None:
     incidents = Incidents(MonotonicClock(), 10.0)
-    accounts = LoadAccounts(BLOCK_TOKENS, 4096, incidents, ClientOptions())
+    accounts = HitAccounting(BLOCK_TOKENS, 4096, incidents, ClientOptions())
     asked = 0
     for tally, operation in done:
         accounts.account(tally.result(4096), tally.sources(), operation)

@@ -15,7 +15,7 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Outcome, StoreOutcome
-from kvclient.call.execution import Call, Caller
+from kvclient.call.execution import CallRunner, PreparedCall
 from kvclient.call.incidents import Incidents
 from kvclient.call.operation import Operation
 from kvclient.results import LoadResult
@@ -317,7 +317,7 @@ def test_an_operation_ends_by_time_or_by_cancellation() -> None:
 def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
     clock = ManualClock()
     incidents = Incidents(clock, 0.0)
-    caller = Caller(incidents, workers=1, max_pending=1, strict=False)
+    caller = CallRunner(incidents, workers=1, max_pending=1, strict=False)
 
     def refused(error: KVStoreError) -> LoadResult:
         return LoadResult(np.full(1, Outcome.UNAVAILABLE, np.uint8), error=error)
@@ -325,7 +325,7 @@ def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
     def bug() -> LoadResult:
         raise ZeroDivisionError
 
-    assert isinstance(caller.now(Call(Operation(clock, 1.0), bug, refused)).error, Internal)
+    assert isinstance(caller.now(PreparedCall(Operation(clock, 1.0), bug, refused)).error, Internal)
     assert incidents.snapshot()["client_bugs_total"] == 1
     go_on = threading.Event()
 
@@ -333,10 +333,10 @@ def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
         go_on.wait(10)
         return LoadResult(np.full(1, Outcome.HIT, np.uint8))
 
-    first = caller.later(Call(Operation(clock, 1.0), waits, refused))
-    assert isinstance(caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).error, CapacityExceeded)
+    first = caller.later(PreparedCall(Operation(clock, 1.0), waits, refused))
+    assert isinstance(caller.later(PreparedCall(Operation(clock, 1.0), waits, refused)).result(5).error, CapacityExceeded)
     go_on.set()
     assert first.result(5).hit_blocks == 1
-    wait_until(lambda: caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).hit_blocks == 1)
+    wait_until(lambda: caller.later(PreparedCall(Operation(clock, 1.0), waits, refused)).result(5).hit_blocks == 1)
     caller.close()
-    assert isinstance(caller.later(Call(Operation(clock, 1.0), waits, refused)).result(5).error, Unavailable)
+    assert isinstance(caller.later(PreparedCall(Operation(clock, 1.0), waits, refused)).result(5).error, Unavailable)

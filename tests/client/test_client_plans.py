@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvclient.call.incidents import Incidents
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.layerwise import LayerGate
-from kvclient.load.outcomes import Tally, spans
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.layerwise import LayerBarrier
+from kvclient.load.outcomes import BlockOutcomes, spans
 from kvclient.load.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto, told_ranges
-from kvclient.load.plan_progress import MAX_PLANS, Reporter
+from kvclient.load.plan_progress import MAX_PLANS, PlanProgressReporter
 from kvclient.results import PATH_DECODE, NodeRef
 from kvproto.v1 import metadata_pb2 as pb
 from kvstore.core.clock import MonotonicClock
@@ -158,8 +158,8 @@ STEPS = st.one_of(
 
 @given(st.lists(STEPS, max_size=40))
 def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], int, int] | int | frozenset[int]]) -> None:
-    gate = LayerGate(8)
-    board, naive = LayerBoard(8, LAYERS, gate), NaiveBoard(8)
+    gate = LayerBarrier(8)
+    board, naive = LayerTracker(8, LAYERS, gate), NaiveBoard(8)
     for step in steps:
         if isinstance(step, int):
             board.lost(np.array([step]))
@@ -183,7 +183,7 @@ def test_the_board_announces_what_a_naive_one_does(steps: list[tuple[set[int], i
 
 # ---- accounts ----
 def test_the_account_of_a_part_is_taken_over() -> None:
-    whole, part = Tally(6), Tally(3)
+    whole, part = BlockOutcomes(6), BlockOutcomes(3)
     whole.record(np.array([0, 1]), Outcome.HIT, Tier.NVME, whole.node_number("a"), "prefill")
     part.record(np.array([0, 2]), Outcome.HIT, Tier.DRAM, part.node_number("b"), "local")
     error = Unavailable("x")
@@ -234,7 +234,7 @@ def told(request: pb.ReportLoadsRequest) -> Mapping[int, tuple[dict[int, int], b
 
 def test_reports_go_together_and_the_last_word_counts() -> None:
     server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
-    reporter = Reporter(server, incidents)
+    reporter = PlanProgressReporter(server, incidents)
     reporter.tell({1: [(0, 3)]}, finished=False)
     reporter.tell({1: [(0, 5), (1, 2)], 2: [(0, 1)]}, finished=False)
     reporter.tell({2: []}, finished=True)
@@ -245,7 +245,7 @@ def test_reports_go_together_and_the_last_word_counts() -> None:
 
 def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
     server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
-    reporter = Reporter(server, incidents)
+    reporter = PlanProgressReporter(server, incidents)
     server.fail = True
     reporter.tell({1: [(0, 3)]}, finished=False)
     server.wait(1)
@@ -260,7 +260,7 @@ def test_a_server_that_fails_is_told_again_of_what_moves_later() -> None:
 def test_the_queue_of_reports_is_bounded_and_close_ends_the_thread() -> None:
     server, incidents = Server(), Incidents(MonotonicClock(), 10.0)
     server.hold.clear()
-    reporter = Reporter(server, incidents)
+    reporter = PlanProgressReporter(server, incidents)
     for plan in range(3 * MAX_PLANS):
         reporter.tell({plan: [(0, 1)]}, finished=False)
     assert incidents.counters.get("client_reports_dropped_total") > 0

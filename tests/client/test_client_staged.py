@@ -10,10 +10,9 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvclient.call.context import Core
 from kvclient.call.operation import Operation
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.outcomes import Tally
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.outcomes import BlockOutcomes
 from kvclient.load.sources.storage_path import Positions, StagedPart, Wanted
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
@@ -27,7 +26,7 @@ BLOCKS, LAYERS = 8, 6
 class Part(StagedPart):
     """Writes down what it would write into the buffer, and whether those bytes proved good."""
 
-    def __init__(self, wanted: Wanted, board: LayerBoard) -> None:
+    def __init__(self, wanted: Wanted, board: LayerTracker) -> None:
         super().__init__(wanted, np.arange(BLOCKS), "decode", "d", 1, 1.0)
         self.board = board
         self.proves_good = True
@@ -68,9 +67,9 @@ def test_whatever_comes_in_whatever_windows_only_what_is_missing_is_written(
     answers: list[tuple[int, int, int, int, bool]],
 ) -> None:
     core = SimpleNamespace(shape=SimpleNamespace(layers=LAYERS), clock=ManualClock())
-    board, tally = LayerBoard(BLOCKS, LAYERS, None), Tally(BLOCKS)
+    board, tally = LayerTracker(BLOCKS, LAYERS, None), BlockOutcomes(BLOCKS)
     wanted = Wanted(
-        cast("Core", core),
+        cast("ClientContext", core),
         [],
         b"",
         None,

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Engine, Store
 from kvclient import CapacityExceeded, InvalidArgument, Outcome, Paths, StoreOutcome, StoreResult, Unavailable
-from kvclient.handoff.sender import Handoff
+from kvclient.handoff.sender import PromptSender
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core.types import BlockKey
 from kvstore.embedded.cluster import NodeSpec
@@ -227,7 +227,7 @@ def test_a_prompt_that_was_taken_before_its_commit_was_heard_of_is_whole(store: 
     one, other = engine(store, "prefill-0"), engine(store, "prefill-0")
     prompt = Prompt(writer, "taken", hit=1, new=4)
 
-    def put(handoff: Handoff, blocks: int, layers: range) -> None:
+    def put(handoff: PromptSender, blocks: int, layers: range) -> None:
         for layer in layers:
             handoff.put_layer(layer, np.ascontiguousarray(prompt.layers[:blocks, layer]))
 

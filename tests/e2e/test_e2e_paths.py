@@ -23,7 +23,7 @@ from conftest import HANG_S, Engine, Store
 from kvclient import LoadResult, Lookup, Paths
 from kvclient.load.paths import Plan, PlannedPart
 from kvclient.load.sources.storage_path import Wanted
-from kvclient.nodes.metadata_client import Directory
+from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.results import NodeRef
 from kvproto.v1 import node_pb2
 from kvstore.core.types import Outcome, Tier
@@ -392,13 +392,13 @@ def test_a_corrupt_block_shortens_the_hit_and_nothing_else(ready: Ready) -> None
 def told_why(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why parts were planned again, as the planner was told."""
     said: list[str] = []
-    replan = Directory.replan_load
+    replan = MetadataClient.replan_load
 
-    def listen(self: Directory, plan: Plan, part: PlannedPart, arrived: Any, why: str, left_s: float) -> Plan:
+    def listen(self: MetadataClient, plan: Plan, part: PlannedPart, arrived: Any, why: str, left_s: float) -> Plan:
         said.append(why)
         return replan(self, plan, part, arrived, why, left_s)
 
-    monkeypatch.setattr(Directory, "replan_load", listen)
+    monkeypatch.setattr(MetadataClient, "replan_load", listen)
     return said
 
 

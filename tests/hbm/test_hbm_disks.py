@@ -25,7 +25,7 @@ from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadRe
 from kvclient.call.operation import Operation
 from kvclient.hbm import HbmPool
 from kvclient.hbm.gds_reader import GdsReader
-from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
+from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvclient.results import PATH_HBM, PATH_LOCAL
 from kvproto.v1 import node_pb2, node_pb2_grpc
 from kvstore.core import checksum
@@ -86,7 +86,7 @@ class Disk:
         self, out: Any, slots: Sequence[Slot] | None = None, operation: Operation | None = None, *, verify: bool = False
     ) -> int:
         slots = self.slots if slots is None else slots
-        places = StoredPlaces(
+        places = DiskLocations(
             np.zeros(len(slots), np.uint8),
             np.array([slot.offset for slot in slots], np.uint64),
             np.array([slot.generation for slot in slots], np.uint64),
@@ -224,7 +224,7 @@ def test_blocks_of_two_volumes_come_at_once_and_what_hangs_in_one_keeps_all_slot
         slots = [(disk, other)[number].slots[at] for at, number in enumerate(numbers)]
 
         def fetch(out: Any, seconds: float) -> int:
-            places = StoredPlaces(
+            places = DiskLocations(
                 numbers,
                 np.array([slot.offset for slot in slots], np.uint64),
                 np.array([slot.generation for slot in slots], np.uint64),
@@ -283,7 +283,7 @@ def test_an_interrupt_gives_no_slot_back_that_is_still_written_to(
             disk.volumes = disk.volumes * 2
         numbers = np.arange(12, dtype=np.uint8) % groups
         offsets = np.array([slot.offset for slot in disk.slots], np.uint64)
-        places = StoredPlaces(numbers, offsets, np.array([slot.generation for slot in disk.slots], np.uint64))
+        places = DiskLocations(numbers, offsets, np.array([slot.generation for slot in disk.slots], np.uint64))
         assert disk.near.fetch_stored(disk.keys, None, 0, disk.volumes, places, room(12), 0, in_time(), verify=False) == 0
         assert disk.pool.usage().blocks == 12
         release.set()

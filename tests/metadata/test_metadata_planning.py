@@ -16,7 +16,7 @@ from kvclient import ClientOptions
 from kvclient.call.incidents import Incidents
 from kvclient.nodes import metadata_client as directory
 from kvclient.nodes.connect import watch_servers
-from kvclient.nodes.metadata_client import Directory
+from kvclient.nodes.metadata_client import MetadataClient
 from kvproto.v1 import metadata_pb2 as pb
 from kvproto.v1.common_pb2 import NodeInfo
 from kvstore.core import limits
@@ -109,7 +109,7 @@ async def test_a_client_hears_that_nobody_is_left_to_read(running: Running, monk
     incidents = Incidents(clock, 1.0)
     liveness = watch_servers(None, incidents.counters)
     server = liveness.server(running.address)
-    client = Directory(running.address, spec, None, clock, ClientOptions(), incidents, server)
+    client = MetadataClient(running.address, spec, None, clock, ClientOptions(), incidents, server)
     try:
         made = await asyncio.to_thread(client.plan_load, "p", None, None, 8, spec, TIMEOUT_S, relays=False)
         with pytest.raises(Unavailable, match="no node can read"):

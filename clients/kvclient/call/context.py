@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvclient.call.incidents import Incidents
-from kvclient.load.accounting import LoadAccounts
-from kvclient.memory.engine_pool import NearBlocks
+from kvclient.load.accounting import HitAccounting
+from kvclient.memory.engine_pool import PoolNamespace
 from kvclient.nodes.local_session import LocalNode
 from kvclient.nodes.peers import PeerPool
-from kvclient.nodes.remote_sessions import Stages
+from kvclient.nodes.remote_sessions import RemoteSessionCache
 from kvclient.options import ClientOptions
 from kvstore.core.clock import Clock
 from kvstore.core.errors import InvalidArgument
@@ -22,7 +22,7 @@ from kvstore.transport.liveness import LivenessMonitor
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
+class ClientContext:
     """The parts that loads and stores work with."""
 
     spec: CacheSpec
@@ -33,10 +33,10 @@ class Core:
     incidents: Incidents
     local: LocalNode | None
     peers: PeerPool
-    stages: Stages
+    stages: RemoteSessionCache
     liveness: LivenessMonitor
-    loads: LoadAccounts
-    near: NearBlocks | None = None
+    loads: HitAccounting
+    near: PoolNamespace | None = None
     """The engine's own pool, nearer than any node."""
 
 

@@ -1,6 +1,6 @@
 """How a call is run: in the caller's thread, or in one of a bounded number of the client's. The edge where nothing is raised.
 
-Whatever goes wrong on our side becomes a result that says so. Programming errors are found, and raised, before a ``Call`` exists.
+Whatever goes wrong on our side becomes a result that says so. Programming errors are found, and raised, before a ``PreparedCall`` exists.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[R]):
+class PreparedCall(Generic[R]):
     """Work that is bounded by an operation, and what to answer where it cannot be done."""
 
     operation: Operation
@@ -68,7 +68,7 @@ class Call(Generic[R]):
     refused: Callable[[KVStoreError], R]
 
 
-class Caller:
+class CallRunner:
     """Runs calls. Thread-safe.
 
     Args:
@@ -88,7 +88,7 @@ class Caller:
         self._operations: weakref.WeakSet[Operation] = weakref.WeakSet()
         self._closed = False
 
-    def now(self, call: Call[R]) -> R:
+    def now(self, call: PreparedCall[R]) -> R:
         """Runs a call in this thread."""
         if self._closed:
             return self._checked(call.refused(Unavailable("the client is closed")))
@@ -105,7 +105,7 @@ class Caller:
             result = call.refused(internal)
         return self._checked(result)
 
-    def later(self, call: Call[R]) -> Future[R]:
+    def later(self, call: PreparedCall[R]) -> Future[R]:
         """Runs a call in a thread of the client's. The future never fails, but for ``strict``."""
         call.operation.cancellable = True
         if not self._room.acquire(blocking=False):

@@ -18,12 +18,12 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.context import Core
+from kvclient.call.context import ClientContext
 from kvclient.call.operation import Operation, check_seconds
-from kvclient.load.outcomes import Tally, spans
+from kvclient.load.outcomes import BlockOutcomes, spans
 from kvclient.memory.buffers import as_block_buffer
 from kvclient.nodes.local_session import Session, means_lost, new_operation_id
-from kvclient.nodes.metadata_client import Directory
+from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.options import VERIFY_CHOICES, Verify
 from kvclient.results import HELD, PATH_LOCAL, LoadResult, NodeRef, Outcomes, StoreResult
 from kvclient.store.store import count_store
@@ -37,7 +37,7 @@ from kvstore.rpc.errors import FailedCall, from_rpc_error
 from kvstore.transport.contract import LayerWrite, WriteRequest
 
 
-class Handoff:
+class PromptSender:
     """The prefill side: ``put_layer`` once a layer, in any order, then ``commit``. Thread-safe; a context manager that aborts.
 
     Room on the decode host is asked for with the first layer, not before: by then a load over that host has claimed the blocks
@@ -46,7 +46,7 @@ class Handoff:
 
     def __init__(
         self,
-        core: Core,
+        core: ClientContext,
         node: NodeRef | None,
         keys: Sequence[BlockKey],
         parent: BlockKey | None,
@@ -209,20 +209,22 @@ class Handoff:
             self.abort()
 
 
-class AwaitedPrompt:
+class PromptReceiver:
     """The decode side: a prompt on its way into the arena of this host. Thread-safe; a context manager that cancels.
 
     Room in the decode buffer is taken when it begins. ``wait`` until it is complete, then ``take`` it into the engine's memory.
     """
 
-    def __init__(self, core: Core, keys: Sequence[BlockKey], packed: bytes, operation: Operation, transfer_id: str = "") -> None:
+    def __init__(
+        self, core: ClientContext, keys: Sequence[BlockKey], packed: bytes, operation: Operation, transfer_id: str = ""
+    ) -> None:
         self._core = core
         self._keys = keys
         self._packed = packed
         self._transfer_id = transfer_id
         self._operation = operation
         operation.cancellable = True
-        self._tally = Tally(len(keys))
+        self._tally = BlockOutcomes(len(keys))
         self._tally.outcomes[:] = Outcome.UNAVAILABLE
         self._offsets = np.zeros(len(keys), np.uint64)
         self._checksums: dict[int, bytes] = {}
@@ -395,7 +397,7 @@ class AwaitedPrompt:
             self.cancel()
 
 
-def find_decode_node(core: Core, directory: Directory | None, name: str, operation: Operation) -> NodeRef:
+def find_decode_node(core: ClientContext, directory: MetadataClient | None, name: str, operation: Operation) -> NodeRef:
     """Where a prompt goes.
 
     Raises:
@@ -406,7 +408,9 @@ def find_decode_node(core: Core, directory: Directory | None, name: str, operati
     return directory.node(name, min(operation.left_s(), core.options.lookup_deadline_s))
 
 
-def abandon_prompt(core: Core, directory: Directory | None, transfer_id: str, decode_node: str, operation: Operation) -> bool:
+def abandon_prompt(
+    core: ClientContext, directory: MetadataClient | None, transfer_id: str, decode_node: str, operation: Operation
+) -> bool:
     """See ``KVClient.abandon_prompt``."""
     gone_s = core.clock.now_s() + _GONE_S
     while True:

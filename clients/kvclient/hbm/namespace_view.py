@@ -21,8 +21,8 @@ from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
 from kvclient.hbm.volume import HbmVolume
 from kvclient.memory.buffers import pick_blocks
-from kvclient.memory.device_buffer import DeviceHung, FarBlocks, PoolMemory
-from kvclient.memory.engine_pool import StoredPlaces, StoredVolume
+from kvclient.memory.device_buffer import DeviceBuffer, DeviceHung, PoolMemory
+from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
@@ -135,7 +135,7 @@ class NamespaceView:
         parent: BlockKey | None,
         depth: int,
         volumes: Sequence[StoredVolume],
-        places: StoredPlaces,
+        places: DiskLocations,
         buffer: BlockBuffer,
         first: int,
         operation: Operation,
@@ -202,9 +202,9 @@ class NamespaceView:
     def _memory(self) -> PoolMemory:
         return PoolMemory(str(self.volume.device), self.volume.memory)
 
-    def _on_device(self, buffer: BlockBuffer, blocks: int, *, checksums: bool) -> FarBlocks | None:
+    def _on_device(self, buffer: BlockBuffer, blocks: int, *, checksums: bool) -> DeviceBuffer | None:
         """A buffer of pages, if bytes stay on the device; else None: checksums are of host memory. Counted if it has pages."""
-        if not isinstance(buffer, FarBlocks):
+        if not isinstance(buffer, DeviceBuffer):
             return None
         gap = buffer.pool_gap(self._memory)
         if gap or checksums:

@@ -97,7 +97,7 @@ def missed_reasons(outcomes: Outcomes, operation: Operation) -> dict[str, int]:
     return {**missed, "other": left} if left else missed
 
 
-class LoadAccounts:
+class HitAccounting:
     """What one client tells of its loads.
 
     Args:

@@ -7,13 +7,13 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.load.layerwise import LayerGate
-from kvclient.memory.device_buffer import FarBlocks
+from kvclient.load.layerwise import LayerBarrier
+from kvclient.memory.device_buffer import DeviceBuffer
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import KVStoreError
 
 
-class LayerBoard:
+class LayerTracker:
     """Leading layers that have arrived, a block each; announces at a gate what has arrived of all blocks. Thread-safe.
 
     Args:
@@ -23,8 +23,8 @@ class LayerBoard:
         buffer: where they arrive. Into a device's they are sent on before they are announced.
     """
 
-    def __init__(self, blocks: int, layers: int, gate: LayerGate | None, buffer: BlockBuffer | None = None) -> None:
-        self._far = buffer if isinstance(buffer, FarBlocks) else None
+    def __init__(self, blocks: int, layers: int, gate: LayerBarrier | None, buffer: BlockBuffer | None = None) -> None:
+        self._far = buffer if isinstance(buffer, DeviceBuffer) else None
         self._layers = layers
         self._gate = gate
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from kvclient.results import LoadResult
 from kvstore.core.errors import InvalidArgument
 
 
-class LayerGate:
+class LayerBarrier:
     """How many leading layers have arrived. Opened by a ``LayerBoard`` alone, which knows each block; waited at by engines."""
 
     def __init__(self, blocks: int) -> None:
@@ -59,7 +59,7 @@ class LoadHandle(CallHandle[LoadResult]):
     def __init__(
         self,
         operation: Operation,
-        gate: LayerGate,
+        gate: LayerBarrier,
         future: Future[LoadResult],
         layers: int,
         follow: Callable[[int], None] | None = None,

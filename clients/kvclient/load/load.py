@@ -20,14 +20,14 @@ from concurrent.futures import wait
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.context import Core
+from kvclient.call.context import ClientContext
 from kvclient.call.operation import Operation
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.outcomes import Tally
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.outcomes import BlockOutcomes
 from kvclient.load.sources.gds import StoredLoad
 from kvclient.load.sources.local_node import LocalLoad
 from kvclient.memory.buffers import pick_blocks
-from kvclient.memory.device_buffer import FarBlocks, land
+from kvclient.memory.device_buffer import DeviceBuffer, land
 from kvclient.options import Verify
 from kvclient.results import PATH_HBM, PATH_PREFILL, LoadResult, NodeRef, Run, leading, outcome_table
 from kvstore.core.buffers import BlockBuffer
@@ -63,7 +63,7 @@ class Load:
 
     def __init__(
         self,
-        core: Core,
+        core: ClientContext,
         keys: Sequence[BlockKey],
         packed: bytes,
         runs: Sequence[Run],
@@ -72,7 +72,7 @@ class Load:
         buffer: BlockBuffer,
         operation: Operation,
         verify: Verify,
-        board: LayerBoard | None,
+        board: LayerTracker | None,
     ) -> None:
         self._core = core
         self._keys = keys
@@ -86,7 +86,7 @@ class Load:
         self._operation = operation
         self._verify = verify
         self._board = board
-        self.tally = self._tally = Tally(len(keys))
+        self.tally = self._tally = BlockOutcomes(len(keys))
         self._local_node: str | None = None
         self._hung_node: str | None = None
         """The local node, if it is hung: it would answer no better at its other address."""
@@ -283,7 +283,7 @@ class Load:
 
 
 def fetch_near(
-    core: Core, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, verify: Verify, tally: Tally
+    core: ClientContext, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, verify: Verify, tally: BlockOutcomes
 ) -> int:
     """Copies what leading blocks the engine's own pool has; how many are hits in the tally now."""
     near = core.near
@@ -294,14 +294,14 @@ def fetch_near(
 
 
 def keep_near(
-    core: Core,
+    core: ClientContext,
     keys: Sequence[BlockKey],
     parent: BlockKey | None,
     depth: int,
     buffer: BlockBuffer,
     operation: Operation,
     verify: Verify,
-    tally: Tally,
+    tally: BlockOutcomes,
     found: int,
 ) -> None:
     """Leaves what came from elsewhere in the engine's own pool, up to the first block that did not come.
@@ -319,11 +319,11 @@ def keep_near(
     """
     near, good = core.near, leading(tally.outcomes, Outcome.HIT)
     if near is not None and good > found and not operation.over:
-        blocks = pick_blocks(buffer.source() if isinstance(buffer, FarBlocks) else buffer, np.arange(good))
+        blocks = pick_blocks(buffer.source() if isinstance(buffer, DeviceBuffer) else buffer, np.arange(good))
         near.keep(keys[:good], parent, depth, blocks, operation, checksums=verify == "always")
 
 
-def finished_load(core: Core, tally: Tally, operation: Operation) -> LoadResult:
+def finished_load(core: ClientContext, tally: BlockOutcomes, operation: Operation) -> LoadResult:
     """The result of a load that has ended, counted."""
     result = tally.result(core.shape.block_bytes)
     result.seconds = operation.elapsed_s()

@@ -17,7 +17,7 @@ _TIERS = {int(tier): tier for tier in Tier}
 _TIER_BITS = 8
 
 
-class Tally:
+class BlockOutcomes:
     """One entry a block. Different threads may record different blocks."""
 
     def __init__(self, blocks: int) -> None:
@@ -41,7 +41,7 @@ class Tally:
         self._nodes[where] = node
         self._paths[where] = _number(self._path_numbers, path, self._lock)
 
-    def absorb(self, start: int, other: Tally) -> None:
+    def absorb(self, start: int, other: BlockOutcomes) -> None:
         """Takes over the account of a load of blocks from ``start`` on."""
         where = slice(start, start + len(other.outcomes))
         self.outcomes[where] = other.outcomes

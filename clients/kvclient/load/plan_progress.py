@@ -17,7 +17,7 @@ _PAUSE_S = 0.005
 Send = Callable[[metadata_pb2.ReportLoadsRequest], object]
 
 
-class Reporter:
+class PlanProgressReporter:
     """Collects progress and sends it in a thread of its own. Thread-safe.
 
     Args:

@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.context import Core
+from kvclient.call.context import ClientContext
 from kvclient.call.operation import Operation
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.layerwise import LayerGate
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.layerwise import LayerBarrier
 from kvclient.load.load import Load, fetch_near, finished_load, keep_near
-from kvclient.load.outcomes import Tally, spans
+from kvclient.load.outcomes import BlockOutcomes, spans
 from kvclient.load.paths import Paths, Plan, PlannedPart, told_ranges
 from kvclient.load.sources.storage_path import LocalPart, Positions, RemotePart, StagedPart, Wanted
 from kvclient.memory.buffers import pick_blocks
 from kvclient.memory.device_buffer import land
 from kvclient.nodes.local_session import Session, means_lost
-from kvclient.nodes.metadata_client import Directory
+from kvclient.nodes.metadata_client import MetadataClient
 from kvclient.options import Verify
 from kvclient.results import PATH_PREFILL, LoadResult, Run, outcome_table
 from kvstore.core.buffers import BlockBuffer
@@ -85,8 +85,8 @@ class PlannedLoad:
 
     def __init__(
         self,
-        core: Core,
-        directory: Directory,
+        core: ClientContext,
+        directory: MetadataClient,
         pool: ThreadPoolExecutor,
         keys: Sequence[BlockKey],
         packed: bytes,
@@ -96,7 +96,7 @@ class PlannedLoad:
         buffer: BlockBuffer,
         operation: Operation,
         verify: Verify,
-        gate: LayerGate | None,
+        gate: LayerBarrier | None,
         paths: Paths,
     ) -> None:
         self._core = core
@@ -111,9 +111,9 @@ class PlannedLoad:
         self._operation = operation
         self._verify = verify
         self._paths = paths
-        self._tally = Tally(len(keys))
+        self._tally = BlockOutcomes(len(keys))
         self._gate = gate
-        self._board = LayerBoard(len(keys), core.shape.layers, gate, buffer)
+        self._board = LayerTracker(len(keys), core.shape.layers, gate, buffer)
         self._session: Session | None = None
         self._running: list[_Running] = []
         self._final = np.zeros(len(keys), bool)  # given up: the engine was told that they will not come

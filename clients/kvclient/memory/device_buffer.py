@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.load.outcomes import Tally
+from kvclient.load.outcomes import BlockOutcomes
 from kvstore.core.buffers import BlockBuffer
 from kvstore.core.errors import Internal, KVStoreError
 from kvstore.core.spec import CacheSpec
@@ -43,7 +43,7 @@ class PoolMemory:
     tensor: object
 
 
-class FarBlocks(ABC):
+class DeviceBuffer(ABC):
     """A ``BlockBuffer`` behind a device's copies. Used by one load or store; its methods by one thread at a time or another."""
 
     @property
@@ -125,7 +125,7 @@ class FarBlocks(ABC):
         """Whatever the caller asks its device to do next waits, on the device, for what was begun of a layer."""
 
     @abstractmethod
-    def pick(self, blocks: Sequence[int]) -> FarBlocks:
+    def pick(self, blocks: Sequence[int]) -> DeviceBuffer:
         """Some of its blocks as a buffer of their own."""
 
     @abstractmethod
@@ -133,14 +133,14 @@ class FarBlocks(ABC):
         """The same blocks to be read from."""
 
 
-def land(buffer: BlockBuffer, tally: Tally) -> None:
+def land(buffer: BlockBuffer, tally: BlockOutcomes) -> None:
     """The end of a load into a buffer: what it counts as hits is in the device's memory, or counts no more.
 
     Args:
         buffer: of the load; nothing is done unless it is far.
         tally: of the load.
     """
-    if not isinstance(buffer, FarBlocks):
+    if not isinstance(buffer, DeviceBuffer):
         return
     hits = np.flatnonzero(tally.outcomes == Outcome.HIT)
     try:

@@ -29,7 +29,7 @@ class StoredVolume:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPlaces:
+class DiskLocations:
     """Where some consecutive blocks lie on such volumes; one entry a block each."""
 
     volumes: npt.NDArray[np.uint8]
@@ -40,7 +40,7 @@ class StoredPlaces:
     """Of its slot."""
 
 
-class NearBlocks(Protocol):
+class PoolNamespace(Protocol):
     """The blocks of one namespace in the pool. Thread-safe; failures of the pool are misses and skips, never errors."""
 
     @property
@@ -100,7 +100,7 @@ class NearBlocks(Protocol):
         parent: BlockKey | None,
         depth: int,
         volumes: Sequence[StoredVolume],
-        places: StoredPlaces,
+        places: DiskLocations,
         buffer: BlockBuffer,
         first: int,
         operation: Operation,
@@ -129,10 +129,10 @@ class NearBlocks(Protocol):
 
 
 @runtime_checkable
-class NearPool(Protocol):
+class EnginePool(Protocol):
     """A pool that clients of several namespaces share."""
 
-    def attach(self, spec: CacheSpec, demote: Demote) -> NearBlocks:
+    def attach(self, spec: CacheSpec, demote: Demote) -> PoolNamespace:
         """Makes a namespace known to it.
 
         Raises:

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from kvclient.call.incidents import Incidents
-from kvclient.memory.engine_pool import NearPool
+from kvclient.memory.engine_pool import EnginePool
 from kvclient.nodes.local_session import local_address
-from kvclient.nodes.metadata_client import Directory, by_roles
+from kvclient.nodes.metadata_client import MetadataClient, by_roles
 from kvclient.options import ClientOptions
 from kvstore.core.errors import InvalidArgument, KVStoreError
 from kvstore.core.spec import CacheSpec
@@ -22,7 +22,7 @@ from kvstore.transport.liveness import LivenessMonitor
 class NodeFinder:
     """Where the local node is: as named, or found through the metadata server; without that, where it was last."""
 
-    def __init__(self, node: str, directory: Directory | None, options: ClientOptions) -> None:
+    def __init__(self, node: str, directory: MetadataClient | None, options: ClientOptions) -> None:
         self._named = None if node == "auto" else node
         self._directory = directory
         self._options = options
@@ -67,7 +67,7 @@ def check_types(metadata: object, spec: object, node: object, tls: object, optio
         ("node", node, str | None),
         ("tls", tls, TlsConfig | None),
         ("options", options, ClientOptions),
-        ("hbm", hbm, NearPool | None),
+        ("hbm", hbm, EnginePool | None),
     )
     for name, value, kind in wanted:
         if not isinstance(value, kind):

@@ -10,7 +10,7 @@ LONGEST_S = 0.05
 """No lease that is done with is kept for longer, however many come."""
 
 
-class ReturnTimes:
+class ReleaseBatcher:
     """Says when what has gathered is to be sent. Not thread-safe.
 
     A call for each lease would take time from the loads; but whatever is kept here keeps blocks in the arena, and their ancestors

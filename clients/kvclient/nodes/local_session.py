@@ -22,7 +22,7 @@ from kvclient.call.incidents import Incidents
 from kvclient.memory.arena import ClientArena
 from kvclient.memory.device_buffer import ArenaPinner
 from kvclient.memory.engine_pool import StoredVolume
-from kvclient.nodes.lease_release import ReturnTimes
+from kvclient.nodes.lease_release import ReleaseBatcher
 from kvclient.options import ClientOptions, Verify
 from kvproto.v1 import common_pb2, node_pb2, node_pb2_grpc
 from kvstore.core.clock import Clock
@@ -49,7 +49,7 @@ _WHILE_CONNECTING = RetryPolicy(attempts=100)
 """A node just restarted may be refused for a moment, by a connection in back-off: tried again, within the deadline."""
 
 
-class Returner:
+class LeaseReleaser:
     """Gives leases and unwritten slots back, off the critical path, in a thread of its own.
 
     Leases of many loads go in one call where nothing presses (``lease_release``). (Not with ``stub.Release.future``: starting
@@ -62,7 +62,7 @@ class Returner:
         self._stub = stub
         self._session_id = opened.session_id
         self._incidents = incidents
-        self._times = ReturnTimes(min(options.release_bytes, opened.arena_bytes // _ARENA_SHARE))
+        self._times = ReleaseBatcher(min(options.release_bytes, opened.arena_bytes // _ARENA_SHARE))
         self._changed = threading.Condition()
         self._leases: list[int] = []
         self._aborts: list[bytes] = []
@@ -155,7 +155,7 @@ class Session:
         self.volumes = volumes
         """The node's on NVMe, where it tells of them."""
         self._arena_exposed = opened.arena_exposed
-        self.returner = Returner(stub, opened, options, incidents)
+        self.returner = LeaseReleaser(stub, opened, options, incidents)
         self._lock = threading.Lock()
         self._users = 0
         self._retired = False

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvclient.call.incidents import Incidents
 from kvclient.load.paths import Plan, PlannedPart, plan_from_proto, replan_from_proto
-from kvclient.load.plan_progress import Reporter
+from kvclient.load.plan_progress import PlanProgressReporter
 from kvclient.options import ClientOptions
 from kvclient.results import Lookup, NodeRef, Run
 from kvproto.v1 import common_pb2, metadata_pb2, metadata_pb2_grpc
@@ -49,7 +49,7 @@ _TELLING_S = 0.05
 """A server that does not answer within less is not taken to be gone: it was the caller who had no time."""
 
 
-class Directory:
+class MetadataClient:
     """One metadata server. Thread-safe.
 
     Args:
@@ -87,7 +87,9 @@ class Directory:
         self._reviving_lock = threading.Lock()
         self._reviving: threading.Thread | None = None
         self._nodes: tuple[dict[str, NodeRef], float] = ({}, 0.0)
-        self._reporter = Reporter(lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents)
+        self._reporter = PlanProgressReporter(
+            lambda report: self._call(self._stub.ReportLoads, report, _PLAN_TIMEOUT_S), incidents
+        )
 
     def introduce(self, timeout_s: float) -> None:
         """Make the namespace known, when a client connects: as ``register``, with an error that says why it failed.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvclient.call.incidents import Incidents
-from kvclient.nodes.local_session import Returner
+from kvclient.nodes.local_session import LeaseReleaser
 from kvclient.options import ClientOptions
 from kvclient.results import NodeRef
 from kvproto.v1 import node_pb2, node_pb2_grpc
@@ -26,7 +26,7 @@ _SESSION_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RemoteSession:
     """A session with another host's node."""
 
     node: NodeRef
@@ -34,10 +34,10 @@ class Stage:
     session_id: bytes
     server: WatchedServer
     channel: grpc.Channel
-    returner: Returner
+    returner: LeaseReleaser
 
 
-class Stages:
+class RemoteSessionCache:
     """Open stages of one client. Thread-safe."""
 
     def __init__(
@@ -49,10 +49,10 @@ class Stages:
         self._options = options
         self._incidents = incidents
         self._lock = threading.Lock()
-        self._open: OrderedDict[NodeRef, Stage] = OrderedDict()
+        self._open: OrderedDict[NodeRef, RemoteSession] = OrderedDict()
         self._closed = False
 
-    def stage(self, node: NodeRef, timeout_s: float) -> Stage:
+    def stage(self, node: NodeRef, timeout_s: float) -> RemoteSession:
         """A session with a node; opened when first used.
 
         Raises:
@@ -77,7 +77,9 @@ class Stages:
         if len(opened.session_id) != _SESSION_BYTES:
             channel.close()
             raise Internal("the node opened a session that makes no sense")
-        stage = Stage(node, stub, opened.session_id, server, channel, Returner(stub, opened, self._options, self._incidents))
+        stage = RemoteSession(
+            node, stub, opened.session_id, server, channel, LeaseReleaser(stub, opened, self._options, self._incidents)
+        )
         retired = None
         with self._lock:
             if self._closed or node in self._open:
@@ -90,12 +92,12 @@ class Stages:
             _close(retired)
         return stage
 
-    def holds(self, stage: Stage) -> bool:
+    def holds(self, stage: RemoteSession) -> bool:
         """Whether nobody has found it lost yet."""
         with self._lock:
             return self._open.get(stage.node) is stage
 
-    def lost(self, stage: Stage) -> None:
+    def lost(self, stage: RemoteSession) -> None:
         """The session proved to be over, or its node does not answer: the next use opens another."""
         with self._lock:
             if self._open.get(stage.node) is stage:
@@ -112,6 +114,6 @@ class Stages:
             _close(stage)
 
 
-def _close(stage: Stage) -> None:
+def _close(stage: RemoteSession) -> None:
     stage.returner.close()
     stage.channel.close()

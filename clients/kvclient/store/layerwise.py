@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.context import Core
+from kvclient.call.context import ClientContext
 from kvclient.call.operation import Operation
 from kvclient.load.outcomes import spans
 from kvclient.memory.buffers import as_block_buffer, pick_blocks
@@ -37,7 +37,7 @@ class LayerwiseStore:
 
     def __init__(
         self,
-        core: Core,
+        core: ClientContext,
         keys: Sequence[BlockKey],
         packed: bytes,
         parent: BlockKey | None,

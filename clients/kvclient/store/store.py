@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvclient.call.context import Core
+from kvclient.call.context import ClientContext
 from kvclient.call.execution import call_within
 from kvclient.call.operation import Operation
 from kvclient.memory.buffers import pick_blocks
@@ -41,7 +41,7 @@ class Grant:
 
     def __init__(
         self,
-        core: Core,
+        core: ClientContext,
         session: Session,
         packed: bytes,
         parent: BlockKey | None,
@@ -153,7 +153,7 @@ class Store:
 
     def __init__(
         self,
-        core: Core,
+        core: ClientContext,
         keys: Sequence[BlockKey],
         packed: bytes,
         parent: BlockKey | None,
@@ -333,7 +333,7 @@ _LAST_CALL_S = 0.2
 """Blocks that were copied in time are completed even if the deadline is almost over."""
 
 
-def count_store(core: Core, result: StoreResult) -> None:
+def count_store(core: ClientContext, result: StoreResult) -> None:
     """Counts what a store did."""
     counters = core.incidents.counters
     counters.add("client_stores_total")

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.context import Core
+from kvclient.call.context import ClientContext
 from kvclient.call.operation import Operation
-from kvclient.load.outcomes import Tally, spans
-from kvclient.memory.engine_pool import NearBlocks, StoredPlaces
+from kvclient.load.outcomes import BlockOutcomes, spans
+from kvclient.memory.engine_pool import DiskLocations, PoolNamespace
 from kvclient.nodes.local_session import Session, means_lost
 from kvclient.options import Verify
 from kvclient.results import PATH_LOCAL, Run
@@ -38,7 +38,7 @@ _LOCATE_S = 1.0
 _LEAST_S = 0.001
 _MOST_OFFSET = 1 << 60
 
-Located = tuple[int, StoredPlaces]
+Located = tuple[int, DiskLocations]
 """Position of the first of some consecutive blocks, and where they lie."""
 
 
@@ -47,10 +47,10 @@ class StoredLoad:
 
     def __init__(
         self,
-        core: Core,
-        near: NearBlocks,
+        core: ClientContext,
+        near: PoolNamespace,
         session: Session,
-        tally: Tally,
+        tally: BlockOutcomes,
         buffer: BlockBuffer,
         operation: Operation,
         verify: Verify,
@@ -138,11 +138,11 @@ class StoredLoad:
             generations = unpack_u64(run.generations, "generations", run.count)
             if int(numbers.max()) >= volumes or int(offsets.max()) > _MOST_OFFSET:
                 raise Internal("the node locates blocks outside its volumes", volumes=volumes)
-            found.append((start + run.start, StoredPlaces(numbers, offsets, generations)))
+            found.append((start + run.start, DiskLocations(numbers, offsets, generations)))
             behind = run.start + run.count
         return found
 
-    def _read(self, keys: Sequence[BlockKey], first: int, places: StoredPlaces, parent: BlockKey | None, depth: int) -> None:
+    def _read(self, keys: Sequence[BlockKey], first: int, places: DiskLocations, parent: BlockKey | None, depth: int) -> None:
         """Reads a stretch; what fails within it is passed over, as often as failures are borne with."""
         near, tally, session = self._near, self._tally, self._session
         end = first + len(places.offsets)
@@ -154,7 +154,7 @@ class StoredLoad:
                 keys[at - 1] if at else parent,
                 depth + at,
                 session.volumes,
-                StoredPlaces(places.volumes[rest], places.offsets[rest], places.generations[rest]),
+                DiskLocations(places.volumes[rest], places.offsets[rest], places.generations[rest]),
                 self._buffer,
                 at,
                 self._operation,

@@ -15,11 +15,11 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.context import Core
+from kvclient.call.context import ClientContext
 from kvclient.call.operation import Operation
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.outcomes import Tally, spans
-from kvclient.memory.device_buffer import FarBlocks
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.outcomes import BlockOutcomes, spans
+from kvclient.memory.device_buffer import DeviceBuffer
 from kvclient.nodes.local_session import Session, means_lost, new_operation_id
 from kvclient.options import Verify
 from kvclient.results import PATH_LOCAL, PATH_PREFILL, Outcomes, Run, outcome_table
@@ -65,20 +65,20 @@ class LocalLoad:
 
     def __init__(
         self,
-        core: Core,
+        core: ClientContext,
         session: Session,
-        tally: Tally,
+        tally: BlockOutcomes,
         buffer: BlockBuffer,
         operation: Operation,
         verify: Verify,
-        board: LayerBoard | None,
+        board: LayerTracker | None,
     ) -> None:
         self._core = core
         self._session = session
         self._tally = tally
         self._buffer = buffer
         self._operation = operation
-        self._far = buffer if isinstance(buffer, FarBlocks) else None
+        self._far = buffer if isinstance(buffer, DeviceBuffer) else None
         self._want_checksums = session.verifies_copies(verify)
         self._step = max(1, core.options.copy_chunk_bytes // core.shape.block_bytes)
         """Blocks copied between two looks at the clock; a device is waited for as often, so it gets all there is at once."""

@@ -19,13 +19,13 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.context import Core
+from kvclient.call.context import ClientContext
 from kvclient.call.operation import Operation
-from kvclient.load.layer_progress import LayerBoard
-from kvclient.load.outcomes import Tally, spans
+from kvclient.load.layer_progress import LayerTracker
+from kvclient.load.outcomes import BlockOutcomes, spans
 from kvclient.memory.buffers import pick_blocks
 from kvclient.nodes.local_session import Session, means_lost, new_operation_id
-from kvclient.nodes.remote_sessions import Stage
+from kvclient.nodes.remote_sessions import RemoteSession
 from kvclient.results import NodeRef, Outcomes, Run, outcome_table
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer
@@ -73,7 +73,7 @@ class Wanted:
 
     def __init__(
         self,
-        core: Core,
+        core: ClientContext,
         keys: Sequence[BlockKey],
         packed: bytes,
         parent: BlockKey | None,
@@ -81,8 +81,8 @@ class Wanted:
         runs: Sequence[Run],
         buffer: BlockBuffer,
         operation: Operation,
-        tally: Tally,
-        board: LayerBoard,
+        tally: BlockOutcomes,
+        board: LayerTracker,
         *,
         verify_copies: bool,
         verify_wire: bool,
@@ -361,7 +361,7 @@ class RemotePart(StagedPart):
     def __init__(self, wanted: Wanted, positions: Positions, path: str, node: NodeRef, layer_group: int, stall_s: float) -> None:
         super().__init__(wanted, positions, path, node.node_id, layer_group, stall_s)
         self._node = node
-        self._opened: Stage | None = None
+        self._opened: RemoteSession | None = None
         self._control: ReadControl | None = None
         self._heard = 0
 
@@ -404,7 +404,7 @@ class RemotePart(StagedPart):
             control.cancel()
 
     @property
-    def _stage(self) -> Stage:
+    def _stage(self) -> RemoteSession:
         assert self._opened is not None, "opened before anything is asked"
         return self._opened
 
