@@ -21,7 +21,6 @@ import numpy as np
 import harness
 from harness import Figure, Options, Reference, Target
 from kvclient import KVClient
-from kvclient.call.operation import Operation
 from kvclient.load.accounting import HitAccounting
 from kvstore.core.types import Tier
 from kvstore.embedded.cluster import LocalCluster, NodeSpec

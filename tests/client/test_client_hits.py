@@ -10,12 +10,11 @@ import pytest
 from client_fakes import FakeMetadata, FakeNode, payloads
 from hypothesis import given
 from hypothesis import strategies as st
+from kvclient.load.outcomes import BlockOutcomes
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup
-from kvclient.call.incidents import Incidents
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvclient.load.accounting import HitAccounting, missed_reasons
-from kvclient.load.outcomes import BlockOutcomes
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import CapacityExceeded, Internal, InvalidArgument
 from kvstore.core.types import BlockKey, Outcome, Tier
@@ -27,10 +26,10 @@ BLOCK_TOKENS = 16
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> tuple[BlockOutcomes, Operation]:
+def loads(draw: st.DrawFn) -> tuple[BlockOutcomes, CallScope]:
     """A load with any fate of its blocks, from any mixture of sources."""
     blocks = draw(st.integers(0, 40))
-    tally, operation = BlockOutcomes(blocks), Operation(MonotonicClock(), 1.0)
+    tally, operation = BlockOutcomes(blocks), CallScope.after(1.0, MonotonicClock())
     for _ in range(draw(st.integers(0, 6))):
         start = draw(st.integers(0, blocks))
         stop = draw(st.integers(start, blocks))
@@ -45,7 +44,7 @@ def loads(draw: st.DrawFn) -> tuple[BlockOutcomes, Operation]:
 
 @given(st.lists(loads(), max_size=5), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans()), max_size=5))
 def test_accounts_add_up_whatever_happens(
-    done: list[tuple[BlockOutcomes, Operation]], lookups: list[tuple[int, int, bool]]
+    done: list[tuple[BlockOutcomes, CallScope]], lookups: list[tuple[int, int, bool]]
 ) -> None:
     incidents = Incidents(MonotonicClock(), 10.0)
     accounts = HitAccounting(BLOCK_TOKENS, 4096, incidents, ClientOptions())

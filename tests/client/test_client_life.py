@@ -16,8 +16,7 @@ from client_fakes import FakeMetadata, FakeNode, SkewedClock, payloads
 
 from kvclient import CacheSpec, ClientOptions, KVClient, Lookup, Outcome, StoreOutcome
 from kvclient.call.execution import CallRunner, PreparedCall
-from kvclient.call.incidents import Incidents
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvclient.results import LoadResult
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import CapacityExceeded, DeadlineExceeded, Internal, InvalidArgument, KVStoreError, NotFound, Unavailable
@@ -299,7 +298,7 @@ def test_incidents_are_all_counted_and_seldom_logged(caplog: pytest.LogCaptureFi
 
 def test_an_operation_ends_by_time_or_by_cancellation() -> None:
     clock = ManualClock()
-    operation = Operation(clock, 2.0)
+    operation = CallScope.after(2.0, clock)
     woken: list[str] = []
     with operation.on_cancel(lambda: woken.append("in time")):
         clock.advance(1.5)
@@ -308,7 +307,7 @@ def test_an_operation_ends_by_time_or_by_cancellation() -> None:
     assert (operation.over, operation.left_s(), operation.cancelled) == (True, 0.0, True)
     with operation.on_cancel(lambda: woken.append("late")):
         assert woken == ["in time", "late"]
-    late = Operation(clock, 1.0)
+    late = CallScope.after(1.0, clock)
     clock.advance(1.0)
     assert late.over
     assert isinstance(late.error(), DeadlineExceeded)
@@ -325,7 +324,7 @@ def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
     def bug() -> LoadResult:
         raise ZeroDivisionError
 
-    assert isinstance(caller.now(PreparedCall(Operation(clock, 1.0), bug, refused)).error, Internal)
+    assert isinstance(caller.now(PreparedCall(CallScope.after(1.0, clock), bug, refused)).error, Internal)
     assert incidents.snapshot()["client_bugs_total"] == 1
     go_on = threading.Event()
 
@@ -333,10 +332,10 @@ def test_the_edge_turns_bugs_and_crowds_into_misses() -> None:
         go_on.wait(10)
         return LoadResult(np.full(1, Outcome.HIT, np.uint8))
 
-    first = caller.later(PreparedCall(Operation(clock, 1.0), waits, refused))
-    assert isinstance(caller.later(PreparedCall(Operation(clock, 1.0), waits, refused)).result(5).error, CapacityExceeded)
+    first = caller.later(PreparedCall(CallScope.after(1.0, clock), waits, refused))
+    assert isinstance(caller.later(PreparedCall(CallScope.after(1.0, clock), waits, refused)).result(5).error, CapacityExceeded)
     go_on.set()
     assert first.result(5).hit_blocks == 1
-    wait_until(lambda: caller.later(PreparedCall(Operation(clock, 1.0), waits, refused)).result(5).hit_blocks == 1)
+    wait_until(lambda: caller.later(PreparedCall(CallScope.after(1.0, clock), waits, refused)).result(5).hit_blocks == 1)
     caller.close()
-    assert isinstance(caller.later(PreparedCall(Operation(clock, 1.0), waits, refused)).result(5).error, Unavailable)
+    assert isinstance(caller.later(PreparedCall(CallScope.after(1.0, clock), waits, refused)).result(5).error, Unavailable)

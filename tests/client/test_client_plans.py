@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvclient.load.outcomes import BlockOutcomes, spans
 
-from kvclient.call.incidents import Incidents
 from kvclient.load.layer_progress import LayerTracker
 from kvclient.load.layerwise import LayerBarrier
-from kvclient.load.outcomes import BlockOutcomes, spans
 from kvclient.load.paths import Paths, Plan, PlannedPart, plan_from_proto, replan_from_proto, told_ranges
 from kvclient.load.plan_progress import MAX_PLANS, PlanProgressReporter
 from kvclient.results import PATH_DECODE, NodeRef

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvclient.call.operation import Operation
-from kvclient.load.layer_progress import LayerTracker
 from kvclient.load.outcomes import BlockOutcomes
+
+from kvclient.load.layer_progress import LayerTracker
 from kvclient.load.sources.storage_path import Positions, StagedPart, Wanted
 from kvproto.v1 import node_pb2
 from kvstore.core.buffers import BlockBuffer

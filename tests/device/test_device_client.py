@@ -157,13 +157,13 @@ def test_leases_are_held_until_the_device_is_done(connect: Connect, layerwise: b
     session = local.session() if local is not None else None
     assert session is not None
     given_back: list[int] = []
-    release = session.returner.release
+    release = session.releaser.release
 
     def watch(lease_ids: list[int], nbytes: int) -> None:
         given_back.append(sum(len(stream.work) for stream in engine.device.streams))
         release(lease_ids, nbytes)
 
-    session.returner.release = watch  # type: ignore[method-assign]
+    session.releaser.release = watch  # type: ignore[method-assign]
     engine.device.paused = True
     handle = client.start_load(client.lookup(keys), engine.copier.blocks(engine.pages(BLOCKS)), layerwise=layerwise)
     if layerwise:  # the layers are on their way before one of them is there
@@ -254,7 +254,7 @@ def test_slots_that_a_device_may_still_write_to_are_not_given_back(
     session = local.session() if local is not None else None
     assert session is not None
     aborted: list[bytes] = []
-    session.returner.abort = aborted.append  # type: ignore[method-assign]
+    session.releaser.abort = aborted.append  # type: ignore[method-assign]
     engine.device.paused = True
     stored = client.store(keys_of(client, 90), engine.copier.blocks(engine.pages(BLOCKS)))
     assert stored.held_blocks == 0

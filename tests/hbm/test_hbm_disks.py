@@ -22,7 +22,7 @@ from hbm_chains import SPEC as SMALL
 from hbm_chains import Below, chain, in_time, room
 
 from kvclient import CacheSpec, ClientOptions, InvalidArgument, KVClient, LoadResult, Tier
-from kvclient.call.operation import Operation
+from kvclient.call.scope import CallScope
 from kvclient.hbm import HbmPool
 from kvclient.hbm.gds_reader import GdsReader
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume
@@ -83,7 +83,7 @@ class Disk:
         self.near.prepare_disks(self.volumes)
 
     def fetch(
-        self, out: Any, slots: Sequence[Slot] | None = None, operation: Operation | None = None, *, verify: bool = False
+        self, out: Any, slots: Sequence[Slot] | None = None, operation: CallScope | None = None, *, verify: bool = False
     ) -> int:
         slots = self.slots if slots is None else slots
         places = DiskLocations(
@@ -149,7 +149,7 @@ def test_of_a_chain_larger_than_the_pool_comes_what_it_has_room_for(tmp_path: Pa
     """A head does not make way for its own tail: that is the node's."""
     with disk_of(tmp_path, blocks=30, room_for=8) as disk:
         out = room(30)
-        assert disk.fetch(out, operation=Operation(MonotonicClock(), 0.3), verify=True) == 8
+        assert disk.fetch(out, operation=CallScope.after(0.3, MonotonicClock()), verify=True) == 8
         assert np.array_equal(out.array[:8], disk.data.array[:8])
         assert disk.pool.usage().blocks == 8
 
@@ -172,7 +172,7 @@ def test_slots_rest_until_a_late_read_is_back_and_nobody_follows_it(tmp_path: Pa
 
     with disk_of(tmp_path) as disk:
         monkeypatch.setattr(MountedSlab, "read_device", late)
-        assert disk.fetch(room(12), operation=Operation(MonotonicClock(), 0.4)) == 0
+        assert disk.fetch(room(12), operation=CallScope.after(0.4, MonotonicClock())) == 0
         assert disk.pool.usage().blocks == 12, "slots that are still written to were given back"
         assert disk.pool.evict(demote=False) == 0
         assert not disk.near.reads_disks(disk.volumes)
@@ -229,7 +229,7 @@ def test_blocks_of_two_volumes_come_at_once_and_what_hangs_in_one_keeps_all_slot
                 np.array([slot.offset for slot in slots], np.uint64),
                 np.array([slot.generation for slot in slots], np.uint64),
             )
-            operation = Operation(MonotonicClock(), seconds)
+            operation = CallScope.after(seconds, MonotonicClock())
             return disk.near.fetch_stored(disk.keys, None, 0, volumes, places, out, 0, operation, verify=True)
 
         assert fetch(out := room(12), 30.0) == 12

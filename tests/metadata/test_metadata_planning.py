@@ -13,7 +13,6 @@ import pytest
 from metadata_harness import TIMEOUT_S, Peer, Running
 
 from kvclient import ClientOptions
-from kvclient.call.incidents import Incidents
 from kvclient.nodes import metadata_client as directory
 from kvclient.nodes.connect import watch_servers
 from kvclient.nodes.metadata_client import MetadataClient

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvclient.call.operation import Operation
 from kvclient.hbm.gds_reader import DiskRead, GdsReader
 from kvclient.hbm.pool_state import PoolState
 from kvclient.hbm.tensors import gather, scatter, tensor_blocks, until_done
@@ -24,6 +23,7 @@ from kvclient.memory.buffers import pick_blocks
 from kvclient.memory.device_buffer import DeviceBuffer, DeviceHung, PoolMemory
 from kvclient.memory.engine_pool import DiskLocations, StoredVolume
 from kvstore.core.buffers import BlockBuffer
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.checksum import block_checksums
 from kvstore.core.errors import InvalidArgument
 from kvstore.core.types import BlockKey
@@ -102,18 +102,18 @@ class NamespaceView:
         finally:
             parts.table.unpin(blocks)
 
-    def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, *, verify: bool) -> int:
-        return self._counted(len(keys), self._copy_out(keys, buffer, 0, operation, verify=verify))
+    def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, scope: CancelScope, *, verify: bool) -> int:
+        return self._counted(len(keys), self._copy_out(keys, buffer, 0, scope, verify=verify))
 
-    def _copy_out(self, keys: Sequence[BlockKey], buffer: BlockBuffer, first: int, operation: Operation, *, verify: bool) -> int:
+    def _copy_out(self, keys: Sequence[BlockKey], buffer: BlockBuffer, first: int, scope: CancelScope, *, verify: bool) -> int:
         """As ``fetch``, to a buffer's blocks from ``first`` on."""
         good = 0
         with self._parts.guarded("read from"), self.pinned(keys) as found:
-            if len(found) and not operation.over and (far := self._on_device(buffer, len(found), checksums=verify)):
+            if len(found) and not scope.ended and (far := self._on_device(buffer, len(found), checksums=verify)):
                 with self._parts.kept_if_stuck("read from"):
                     far.read_pool(self._memory, found.offsets, first)  # has ended before the pins do
                 good = len(found)
-            while good < len(found) and not operation.over:
+            while good < len(found) and not scope.ended:
                 upto = min(len(found), good + self._step)
                 self.volume.copy_out(found.offsets[good:upto], buffer, first + good)
                 sound = self._sound(found.blocks[good:upto], buffer, first + good) if verify else upto - good
@@ -138,7 +138,7 @@ class NamespaceView:
         places: DiskLocations,
         buffer: BlockBuffer,
         first: int,
-        operation: Operation,
+        scope: CancelScope,
         *,
         verify: bool,
     ) -> int:
@@ -159,14 +159,14 @@ class NamespaceView:
                 )
                 for at, slot in zip(positions.tolist(), slots, strict=True)
             ]
-            rows = self._disks.read(self._namespace, volumes, wanted, parts.clock.now_s() + operation.left_s())
+            rows = self._disks.read(self._namespace, volumes, wanted, parts.clock.now_s() + scope.left_s())
             came += len(rows)
             return rows
 
-        while good < len(keys) and not operation.over:
+        while good < len(keys) and not scope.ended:
             some = keys[good : good + step]
-            self.bring(some, keys[good - 1] if good else parent, depth + good, move, operation, piece=len(some))
-            here = self._copy_out(some, buffer, first + good, operation, verify=verify)
+            self.bring(some, keys[good - 1] if good else parent, depth + good, move, scope, piece=len(some))
+            here = self._copy_out(some, buffer, first + good, scope, verify=verify)
             good += here
             if here < len(some):
                 break
@@ -234,7 +234,7 @@ class NamespaceView:
         parent: BlockKey | None,
         depth: int,
         buffer: BlockBuffer,
-        operation: Operation | None,
+        scope: CancelScope | None,
         *,
         checksums: bool,
     ) -> int:
@@ -252,7 +252,7 @@ class NamespaceView:
             self.volume.copy_in(offsets, pick_blocks(buffer, positions), sums)
             return [b""] * len(slots) if sums is None else [_packed(row) for row in sums]
 
-        return self.bring(keys, parent, depth, move, operation)
+        return self.bring(keys, parent, depth, move, scope)
 
     def keep_tensor(self, keys: Sequence[BlockKey], parent: BlockKey | None, depth: int, source: torch.Tensor) -> int:
         """Copies blocks from memory on the pool's device into the pool, as ``keep`` does from host memory; without checksums.
@@ -285,7 +285,7 @@ class NamespaceView:
         parent: BlockKey | None,
         depth: int,
         move: FillSlots,
-        operation: Operation | None,
+        scope: CancelScope | None,
         *,
         piece: int | None = None,
     ) -> int:
@@ -307,9 +307,9 @@ class NamespaceView:
             with parts.guarded("write to"):
                 if wanted and (wanted[0] == 0 or wanted[0] - 1 in claim.resident):  # no holes within a run
                     wanted = wanted[: next((at for at, one in enumerate(wanted) if one != wanted[0] + at), len(wanted))]
-                    wait_s = parts.room_wait_s if operation is None else min(parts.room_wait_s, operation.left_s())
+                    wait_s = parts.room_wait_s if scope is None else min(parts.room_wait_s, scope.left_s())
                     deadline_s = parts.clock.now_s() + wait_s
-                    while done < len(wanted) and not (operation is not None and operation.over):
+                    while done < len(wanted) and not (scope is not None and scope.ended):
                         slots = self._room(min(len(wanted) - done, piece or min(PIECE_BLOCKS, self._step)), deadline_s)
                         if not slots:
                             parts.counters.add("hbm_no_room_blocks_total", len(wanted) - done)

@@ -96,19 +96,22 @@ class ClientArena:
     def copy_out(
         self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
     ) -> None:
-        """Copies layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
+        """Copy layers of blocks from the arena to blocks ``[first, first + len(offsets))`` of a buffer."""
+        self.begin_copy_out(offsets, buffer, first, first_layer, layer_count, threads)
         if isinstance(buffer, DeviceBuffer):
-            self.begin_copy_out(offsets, buffer, first, first_layer, layer_count)
             buffer.drain()
+
+    def begin_copy_out(
+        self, offsets: Offsets, buffer: BlockBuffer, first: int, first_layer: int, layer_count: int, threads: int
+    ) -> None:
+        """Copy as ``copy_out``, but do not wait for a device: its ``drain`` must return before the lease ends."""
+        if isinstance(buffer, DeviceBuffer):
+            buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)
             return
         blocks = np.arange(first, first + len(offsets), dtype=np.int64)
         copy_from_arena(
             self._mapping.view, offsets, buffer, blocks, first_layer=first_layer, layer_count=layer_count, threads=threads
         )
-
-    def begin_copy_out(self, offsets: Offsets, buffer: DeviceBuffer, first: int, first_layer: int, layer_count: int) -> None:
-        """The same by the buffer's device, without waiting for it: the lease is needed until ``drain`` has returned."""
-        buffer.read_arena(self._mapping.view, offsets, first, first_layer, layer_count)
 
     def copy_in(self, buffer: BlockBuffer, offsets: Offsets) -> npt.NDArray[np.uint64]:
         """Copies all blocks of a buffer to the arena, each to its offset; checksums of the bytes, ``[blocks, layers]``."""

@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvclient.call.operation import Operation
 from kvstore.core.buffers import BlockBuffer
+from kvstore.core.cancel_scope import CancelScope
 from kvstore.core.spec import CacheSpec
 from kvstore.core.types import BlockKey, VolumeId
 
@@ -47,13 +47,13 @@ class PoolNamespace(Protocol):
     def node_id(self) -> str:
         """What the index calls the pool: nobody reads from its own pool over a wire."""
 
-    def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, operation: Operation, *, verify: bool) -> int:
+    def fetch(self, keys: Sequence[BlockKey], buffer: BlockBuffer, scope: CancelScope, *, verify: bool) -> int:
         """Copies leading blocks of some keys into a buffer; on the device, if it is of pages beside the pool.
 
         Args:
             keys: consecutive keys of a chain.
             buffer: room for them.
-            operation: ends the copying early.
+            scope: ends the copying early.
             verify: compare checksums of what was copied; what came in without any is left to the tiers below then.
 
         Returns:
@@ -66,7 +66,7 @@ class PoolNamespace(Protocol):
         parent: BlockKey | None,
         depth: int,
         buffer: BlockBuffer,
-        operation: Operation | None,
+        scope: CancelScope | None,
         *,
         checksums: bool,
     ) -> int:
@@ -77,7 +77,7 @@ class PoolNamespace(Protocol):
             parent: key before the first, None at the head.
             depth: position of the first.
             buffer: their bytes.
-            operation: ends the copying early; None: nothing does.
+            scope: ends the copying early; None: nothing does.
             checksums: make checksums of them now, for ``fetch`` to compare; also of those that were there without any.
 
         Returns:
@@ -103,7 +103,7 @@ class PoolNamespace(Protocol):
         places: DiskLocations,
         buffer: BlockBuffer,
         first: int,
-        operation: Operation,
+        scope: CancelScope,
         *,
         verify: bool,
     ) -> int:
@@ -117,7 +117,7 @@ class PoolNamespace(Protocol):
             places: where on them the blocks lie.
             buffer: where they go; and
             first: the position there of the first.
-            operation: bounds it; a part of its time is left for who is asked for what does not come.
+            scope: bounds it; a part of its time is left for who is asked for what does not come.
             verify: compare checksums of what was copied out of the pool, too.
 
         Returns:
